@@ -1,0 +1,61 @@
+# make demo | make test | make check | make help. Everything is installed into ./.venv; a second run is quick.
+SHELL := /bin/bash
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+BASE := $(VENV)/.vismoe-base
+DEV := $(VENV)/.vismoe-dev
+
+# The first interpreter that runs and is 3.11 or newer. `make PYTHON=/path/to/python3.12 test` chooses another one.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
+
+# Worker pools of torch that spin while they wait slow each other down when two processes share the cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+PYTEST_WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types format clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@echo "  Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the download of the CUDA libraries."
+
+demo: $(BASE) ## ask the bundled model about a picture, with a quarter of its experts in memory
+	@$(BIN)/vismoe chat --memory 25% --image assets/images/demo.png "What is in the picture?"
+
+test: $(DEV) ## the test suite
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+check: lint types ## style, imports and types, no tests
+
+lint: $(DEV) ## ruff
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(DEV) ## mypy on the library
+	@$(BIN)/mypy
+
+format: $(DEV) ## lay the sources out as `make check` wants them
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove the environment and every build output
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "VisMoE needs Python 3.11 or newer with the venv module; python3 here is: $$(python3 --version 2>&1 || echo not found)." >&2; \
+		echo "Install one (Debian, Ubuntu: sudo apt-get install python3.12-venv; macOS: brew install python@3.12; or uv python install 3.12)," >&2; \
+		echo "then run make again, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
+	$(PYTHON) -m venv $(VENV)
+
+$(BASE): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(DEV): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(BASE)

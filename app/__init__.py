@@ -1,0 +1,1 @@
+"""What people meet besides the command line: the chat page."""

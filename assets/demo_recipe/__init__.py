@@ -1,0 +1,1 @@
+"""What the demo model is made of: its files, its training batches, and the fast network functions of its training."""

@@ -1,0 +1,209 @@
+"""Training batches: scenes with many questions each, as arrays of fixed shape. A batch is a pure function of (stage, number)."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from vismoe.eval.questions import ASK, THANKS, Turn, ask_compare, several_turns, share_a_noun
+from vismoe.eval.scenes import BASE_PX, OTHER_SIZES, WORLD, Difficulty, Item, Scene, compose, random_scene, scene_random
+from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS
+
+SYMBOLS = LETTERS + DIGITS
+TOKEN_PX = 32
+BIN_TOKENS = 64
+ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
+NEXT_USER = "\n<|im_start|>user\n"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a stage trains on: the scenes, weights of the kinds of question, bins of them per picture, shares of rare batches."""
+
+    difficulty: Difficulty = WORLD
+    kinds: dict[str, float] = field(
+        default_factory=lambda: {
+            "exists": 2,
+            "what": 3,
+            "where": 2.5,
+            "count": 1.5,
+            "choice": 2,
+            "text": 2,
+            "describe": 1,
+            "turns": 1,
+        }
+    )
+    bins: int = 4
+    pair_share: float = 0.0
+    other_size_share: float = 0.0
+
+
+@dataclass
+class Batch:
+    """Arrays of one step; see network.py for the shape letters."""
+
+    pixels: Tensor  # [B*N, height, width, 3] uint8
+    prefix: Tensor  # [P]
+    bins: Tensor  # [B, G, L] token ids
+    segment: Tensor  # [B, G, L], 0 = padding
+    offset: Tensor  # [B, G, L] position inside the question
+    target: Tensor  # [B, G, L] the next token where it belongs to an answer, else -100
+    kind: Tensor  # [B, G, L] index into the kinds, for reports
+    seen: Tensor  # [B*N, V, 3]: noun, left glyph, right glyph of each visual token; 0 = none
+    cells: Tensor  # [B*N, 9]: the noun in each place of the grid; 0 = none
+
+    def to(self, device: str) -> "Batch":
+        return Batch(*(getattr(self, name.name).to(device) for name in fields(self)))
+
+
+class Writer:
+    """Token ids of turns; repeated sentences are encoded once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.encode = lru_cache(maxsize=100_000)(partial(tokenizer.encode, add_special_tokens=False))
+
+    def prefix(self, images: int, visual_tokens: int) -> list[int]:
+        picture = "<|vision_start|>" + "<|image_pad|>" * visual_tokens + "<|vision_end|>"
+        return self.encode("<|im_start|>user\n" + picture * images)
+
+    def segment(self, turns: Sequence[Turn]) -> tuple[list[int], list[int]]:
+        """Token ids of one conversation after its pictures, and the targets: the next token inside answers, -100 elsewhere."""
+        ids: list[int] = []
+        target: list[int] = []
+        for turn in turns:
+            question = self.encode((NEXT_USER if ids else "") + turn.question + ASSISTANT)
+            answer = self.encode(turn.answer + "<|im_end|>")
+            ids += question + answer
+            target += [-100] * (len(question) - 1) + answer + [-100]
+        return ids, target
+
+
+def rough(rng: random.Random, question: str) -> str:
+    """Questions as people type them: now and then in lower case, shortened, or without the question mark."""
+    draw = rng.random()
+    if draw > 0.9:
+        return question.replace("What is", "What's", 1).replace("Where is", "Where's", 1)
+    if draw < 0.1:
+        return question[0].lower() + question[1:]
+    return question.rstrip("?.") if draw < 0.2 and "\n" not in question else question
+
+
+def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Turn, ...]:
+    if rng.random() < 0.003:
+        return (Turn("chat", *rng.choice(THANKS)),)
+    if len(scenes) == 2:
+        return (ask_compare(rng, *scenes),)
+    if kind == "turns":
+        return several_turns(rng, scenes[0])
+    turn = ASK[kind](rng, scenes[0])
+    return (turn,) if turn else ()
+
+
+def noun_number(item: Item | None) -> int:
+    return 1 + NOUNS.index(item.noun) if item else 0
+
+
+def visible(scene: Scene) -> np.ndarray:
+    """[V, 3]: the noun whose box covers a visual token's centre, and the glyphs in its left and right half; 0 = none."""
+    rows, columns = scene.height // TOKEN_PX, scene.width // TOKEN_PX
+    seen = np.zeros((rows, columns, 3), np.int64)
+    for item in scene.items:
+        left, top, right, bottom = item.box
+        across = slice(max(0, round(left / TOKEN_PX)), max(1, round(right / TOKEN_PX)))
+        down = slice(max(0, round(top / TOKEN_PX)), max(1, round(bottom / TOKEN_PX)))
+        seen[down, across, 0] = noun_number(item)
+    if scene.label:
+        for index, symbol in enumerate(scene.label.text):
+            x, y = scene.label.glyph_centre(index)
+            seen[int(y) // TOKEN_PX, int(x) // TOKEN_PX, 1 + int(x) // (TOKEN_PX // 2) % 2] = 1 + SYMBOLS.index(symbol)
+    return seen.reshape(-1, 3)
+
+
+def make_batch(writer: Writer, mixture: Mixture, number: int, rows: int) -> Batch:
+    """Batch `number`: the same arrays every time."""
+    rng = scene_random("train", number, "batch")
+    draw = rng.random()
+    images = 2 if draw < mixture.pair_share else 1
+    other = mixture.pair_share <= draw < mixture.pair_share + mixture.other_size_share
+    size = rng.choice(OTHER_SIZES) if other else (BASE_PX, BASE_PX)
+    pictures = [_scenes(rng, mixture.difficulty, number * 1024 + row * 2, images, size) for row in range(rows)]
+    filled = [_fill(rng, writer, mixture, scenes) for scenes in pictures]
+    flat = [scene for scenes in pictures for scene in scenes]
+    arrays = [torch.tensor(np.stack([row[index] for row in filled])) for index in range(5)]
+    return Batch(
+        torch.from_numpy(np.stack([np.asarray(compose(scene)) for scene in flat])),
+        torch.tensor(writer.prefix(images, size[0] * size[1] // TOKEN_PX**2)),
+        *arrays,
+        torch.from_numpy(np.stack([visible(scene) for scene in flat])),
+        torch.tensor([[noun_number(scene.at(index)) for index in range(len(POSITIONS))] for scene in flat]),
+    )
+
+
+def _scenes(rng: random.Random, difficulty: Difficulty, number: int, images: int, size: tuple[int, int]) -> tuple[Scene, ...]:
+    first = random_scene("train", number, size, difficulty)
+    if images == 1:
+        return (first,)
+    second = random_scene("train", number + 1, size, difficulty)
+    return first, share_a_noun(rng, first, second) if rng.random() < 0.5 else second
+
+
+def _fill(rng: random.Random, writer: Writer, mixture: Mixture, scenes: tuple[Scene, ...]) -> np.ndarray:
+    """Questions until the bins are full: [5, G, L] of ids, segments, offsets, targets, kinds."""
+    names, weights = list(mixture.kinds), list(mixture.kinds.values())
+    bins: list[list[tuple[int, list[int], list[int]]]] = [[] for _ in range(mixture.bins)]
+    space = [BIN_TOKENS] * mixture.bins
+    misses = 0 if bins else 4
+    while misses < 4:
+        kind = rng.choices(names, weights)[0]
+        turns = ask(rng, kind, scenes)
+        turns = tuple(replace(turn, question=rough(rng, turn.question)) for turn in turns)
+        ids, target = writer.segment(turns)
+        index = next((index for index, room in enumerate(space) if len(ids) <= room), None)
+        if not ids or index is None:
+            misses += 1
+            continue
+        bins[index].append((names.index(kind), ids, target))
+        space[index] -= len(ids)
+    return np.stack([_lay_out(segments) for segments in bins], axis=1) if bins else np.zeros((5, 0, BIN_TOKENS), np.int64)
+
+
+def _lay_out(segments: list[tuple[int, list[int], list[int]]]) -> np.ndarray:
+    out = np.zeros((5, BIN_TOKENS), np.int64)
+    out[3] = -100
+    start = 0
+    for number, (kind, ids, target) in enumerate(segments, start=1):
+        stop = start + len(ids)
+        out[:, start:stop] = ids, [number] * len(ids), range(len(ids)), target, [kind] * len(ids)
+        start = stop
+    return out
+
+
+def positions(batch: Batch, grid: tuple[int, int], images: int, image_token: int) -> Tensor:
+    """M-RoPE positions [3, B, S]: a picture's tokens share a time; all questions start where the prefix ends."""
+    prefix, start, token = [], 0, 0
+    ids = batch.prefix.tolist()
+    while token < len(ids):
+        if ids[token] == image_token:
+            prefix += [(start, start + row, start + column) for row in range(grid[0]) for column in range(grid[1])]
+            start, token = start + max(grid), token + grid[0] * grid[1]
+        else:
+            prefix.append((start, start, start))
+            start, token = start + 1, token + 1
+    rows = len(batch.bins)
+    first = torch.tensor(prefix).T[:, None].expand(-1, rows, -1)
+    later = (start + batch.offset).view(1, rows, -1).expand(3, -1, -1)
+    return torch.cat((first, later), dim=2)
+
+
+def attention_mask(batch: Batch) -> Tensor:
+    """Additive mask [B*G, 1, L, P+L]: the prefix, and the same question up to here."""
+    segment = batch.segment.flatten(0, 1)
+    length = segment.shape[1]
+    same = (segment[:, :, None] == segment[:, None]) & torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()
+    allowed = torch.cat((same.new_ones(len(segment), length, len(batch.prefix)), same), dim=2)
+    return torch.zeros(allowed.shape, device=segment.device).masked_fill(~allowed, float("-inf"))[:, None]

@@ -1,0 +1,373 @@
+"""Train the demo model from nothing: `python assets/train_demo_model.py`.
+
+With no options this is the recipe of the committed assets/demo-model. First the vision tower learns to see, with throw-away heads
+that name what is at each visual token; then the whole model learns to answer, from plain scenes to the full world. Batches are
+functions of (stage, step), the state is saved as it goes, and a second start continues where the first stopped.
+"""
+
+import argparse
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import torch
+from demo_recipe.batches import BIN_TOKENS, Batch, Mixture, Writer, attention_mask, make_batch, positions
+from demo_recipe.files import build_config, build_tokenizer, write_files
+from demo_recipe.network import Inside, TrainingNetwork, linear
+from demo_recipe.optimizer import optimizers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, Qwen3VLMoeForConditionalGeneration
+
+from vismoe.eval.scenes import WORLD, Difficulty
+from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS, plural
+
+SEED = 2026
+WORKERS = 2  # batches per step; on a CPU one single-threaded process each, which beats two threads on a machine that is shared
+WARM_UP_STEPS = 50
+LOG_STEPS = 50
+SAVE_STEPS = 250
+HEAD_SIZES = (1 + len(NOUNS), 1 + len(LETTERS + DIGITS), 1 + len(LETTERS + DIGITS))
+LARGE_TEXT = Difficulty(label_share=0.5, font_px=(32, 48), text_length=(1, 4), word_share=0.3)
+
+
+CALM_MALLOC = {  # glibc keeps freed blocks instead of giving them back: fresh pages cost more than the arithmetic on them
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training: steps of `rows` pictures, the learning rate from first to last, what the batches hold."""
+
+    name: str
+    steps: int
+    rows: int
+    lr: tuple[float, float]
+    mixture: Mixture = field(default_factory=Mixture)
+    seeing_only: bool = False
+    seeing_weight: float = 0.3
+    naming_weight: float = 0.0
+    placing_weight: float = 0.0
+    balance_weight: float = 0.003
+    adam_share: float = 0.3  # AdamW's learning rate as a share of Muon's: routers and embeddings want less
+
+    def rate(self, step: int) -> float:
+        """The learning rate: a short warm-up, then a straight line."""
+        first, last = self.lr
+        return (first + (last - first) * step / self.steps) * min(1.0, (step + 1) / WARM_UP_STEPS)
+
+
+MUCH_TEXT = Difficulty(items=(1, 4), label_share=0.9, font_px=(24, 44), text_length=(3, 6), word_share=0.2)
+PLAIN = Difficulty(items=(1, 4), label_share=0.4, font_px=(28, 44), text_length=(1, 4), word_share=0.4, marks=(0, 3))
+FIRST_KINDS = {"exists": 2, "what": 4, "where": 2, "count": 1, "choice": 0.5, "text": 3, "describe": 1.5}
+SEARCH_KINDS = {"exists": 3, "what": 2, "where": 3, "count": 2, "choice": 1.5, "text": 2, "describe": 0.7, "turns": 1}
+FULL = Mixture(pair_share=0.1, other_size_share=0.05)
+SEARCH = Mixture(WORLD, SEARCH_KINDS, pair_share=0.1, other_size_share=0.05)
+STAGES = (
+    Stage("see", 700, 32, (3e-3, 2e-3), Mixture(LARGE_TEXT, bins=0), seeing_only=True, adam_share=1.0),
+    Stage("read", 400, 32, (2.5e-3, 1.5e-3), Mixture(MUCH_TEXT, bins=0), seeing_only=True, adam_share=1.0),
+    Stage("speak", 250, 12, (3e-3, 2.58e-3), Mixture(PLAIN, FIRST_KINDS), balance_weight=0.02),
+    Stage("mix", 250, 12, (2.4e-3, 2.17e-3), FULL, seeing_weight=0.5),
+    Stage("name", 250, 12, (2.2e-3, 1.95e-3), SEARCH, naming_weight=0.3),
+    Stage("match", 950, 12, (1.95e-3, 1e-3), SEARCH, naming_weight=0.1, placing_weight=0.3),
+    Stage("settle", 500, 12, (1e-3, 3e-5), replace(FULL, other_size_share=0.1)),
+)
+
+
+class Batches(Dataset):
+    """The batches of one stage that one worker will train on."""
+
+    def __init__(self, writer: Writer, stage: Stage, index: int, numbers: list[int]) -> None:
+        self.writer, self.stage, self.index, self.numbers = writer, stage, index, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, item: int) -> Batch:
+        return make_batch(self.writer, self.stage.mixture, self.index * 10_000_000 + self.numbers[item], self.stage.rows)
+
+
+class SeeingHeads(nn.Module):
+    """Throw-away linear heads: which noun and which glyphs are at each visual token, and where the noun of a word is."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(width, sum(HEAD_SIZES)) for _ in range(features))
+        self.place = nn.Linear(width, 2 * len(POSITIONS))  # for two pictures
+
+    def loss(self, features: list[Tensor], seen: Tensor) -> tuple[Tensor, Tensor]:
+        """features [M, V, H] each, seen [M, V, 3] -> the loss, and how often noun and glyphs are right where there are some."""
+        total, target, right = features[0].new_zeros(()), seen.flatten(0, 1), []
+        for head, feature in zip(self.heads, features, strict=True):
+            scores = linear(F.rms_norm(feature, feature.shape[-1:]), head.weight, head.bias).flatten(0, 1)
+            for score, label in zip(scores.split(HEAD_SIZES, dim=-1), target.T, strict=True):
+                each, there = F.cross_entropy(score, label, reduction="none"), label > 0
+                total = total + each.mean() + (each * there).sum() / there.sum().clamp(min=1)
+                right.append((score.argmax(-1) == label)[there].float().mean())
+        return total / len(self.heads), torch.stack(right[: len(HEAD_SIZES)])
+
+    def place_loss(self, middle: Tensor, noun: Tensor, cells: Tensor) -> Tensor:
+        """Words that name an icon should know, half way up, in which places of the grid it is.
+
+        middle [B, G, L, H], noun [B, G, L] with 0 for other words, cells [B, N, 9] -> binary cross-entropy per word.
+        """
+        there, outputs = noun > 0, cells.shape[1] * cells.shape[2]
+        row = there.nonzero()[:, 0]
+        wanted = (cells[row].flatten(1) == noun[there][:, None]).float()
+        states = F.rms_norm(middle[there], middle.shape[-1:])
+        scores = linear(states, self.place.weight, self.place.bias)[:, :outputs]
+        return F.binary_cross_entropy_with_logits(scores, wanted, reduction="sum") / max(1, len(wanted))
+
+
+class Trainer:
+    """One worker's view of the training: all workers share the parameters and the gradient buffers in memory.
+
+    Each worker computes the gradients of its own batches, then updates its own share of the parameters from all gradients.
+    A single worker (on a GPU) does all WORKERS batches of a step one after the other: the same recipe.
+    """
+
+    def __init__(self, shared: "Shared", rank: int, workers: int, work: Path, device: str, barrier: Barrier | None) -> None:
+        self.work, self.device, self.rank, self.workers, self.barrier = work, device, rank, workers, barrier
+        self.model, self.heads, self.gradients = shared.model, shared.heads, shared.gradients
+        self.tokenizer, self.config = build_tokenizer(), shared.model.config
+        self.network = TrainingNetwork(self.model)
+        self.names = name_tokens(self.tokenizer).to(device)
+        self.noun_of_token = torch.zeros(self.config.text_config.vocab_size, dtype=torch.long, device=device)
+        self.noun_of_token[self.names] = 1 + torch.arange(len(NOUNS), device=device)
+        self.parameters = shared.parameters()
+        for (_, parameter), gradient in zip(self.parameters, self.gradients[rank], strict=True):
+            parameter.grad = gradient
+        self.mine = shares([parameter.numel() for _, parameter in self.parameters], workers)[rank]
+        self.optimizers = optimizers([self.parameters[index] for index in self.mine])
+        self.stage, self.step = 0, 0
+
+    def save(self) -> None:
+        state = {"stage": self.stage, "step": self.step, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        if self.rank == 0:
+            state |= {"model": self.model.state_dict(), "heads": self.heads.state_dict()}
+        torch.save(state, self.work / f"state{self.rank}.tmp")
+        (self.work / f"state{self.rank}.tmp").replace(self.work / f"state{self.rank}.pt")
+
+    def restore(self) -> None:
+        state = torch.load(self.work / f"state{self.rank}.pt", map_location=self.device, weights_only=True)
+        self.stage, self.step = state["stage"], state["step"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self.rank == 0:
+            self.model.load_state_dict(state["model"])
+            self.heads.load_state_dict(state["heads"])
+
+    def run(self) -> None:
+        log = Log(self.work / "log.txt")
+        while self.stage < len(STAGES):
+            stage = STAGES[self.stage]
+            batches = self.batches(stage)
+            with tqdm(desc=stage.name, initial=self.step, total=stage.steps, mininterval=5, disable=self.rank > 0) as bar:
+                while self.step < stage.steps:
+                    self.train_step(stage, batches, log)
+                    bar.update()
+            self.stage, self.step = self.stage + 1, 0
+            self.save()
+            if self.rank == 0:
+                export(self.model, self.tokenizer, self.work / "model")
+
+    def batches(self, stage: Stage) -> Iterator[Batch]:
+        """This worker's batches from the present step to the end of the stage, made one process ahead."""
+        mine = range(self.rank, WORKERS, self.workers)
+        numbers = [step * WORKERS + worker for step in range(self.step, stage.steps) for worker in mine]
+        data = Batches(Writer(self.tokenizer), stage, self.stage, numbers)
+        return iter(DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=4, multiprocessing_context="fork"))
+
+    def train_step(self, stage: Stage, batches: Iterator[Batch], log: "Log") -> None:
+        for _ in range(self.rank, WORKERS, self.workers):
+            self.loss(next(batches).to(self.device), stage, log).backward()
+        self.update(stage)
+        self.step += 1
+        if self.step % LOG_STEPS == 0 and self.rank == 0:
+            log.write(f"{stage.name} {self.step}/{stage.steps}")
+        if self.step % SAVE_STEPS == 0:
+            self.save()
+
+    def loss(self, batch: Batch, stage: Stage, log: "Log") -> Tensor:
+        features = self.network.see(batch.pixels)
+        seeing, right = self.heads.loss(features, batch.seen)
+        log.add("seeing", seeing.item(), "noun", right[0].item(), "glyph", right[1:].mean().item())
+        if stage.seeing_only:
+            return seeing
+        answer_loss, inside = self.answer(batch, features, stage, log)
+        naming = self.naming(features[0], batch.seen[..., 0])
+        cells = batch.cells.view(len(batch.bins), -1, batch.cells.shape[1])
+        placing = self.heads.place_loss(inside.middle, self.noun_of_token[batch.bins] * (batch.segment > 0), cells)
+        log.add(
+            "loss", answer_loss.item(), "balance", inside.balance_loss.item(), "naming", naming.item(), "placing", placing.item()
+        )
+        parts = (answer_loss, inside.balance_loss, seeing, naming, placing)
+        weights = (1.0, stage.balance_weight, stage.seeing_weight, stage.naming_weight, stage.placing_weight)
+        return sum(weight * part for weight, part in zip(weights, parts, strict=True))
+
+    def naming(self, feature: Tensor, noun: Tensor) -> Tensor:
+        """Visual tokens of an icon should point where the embeddings of its name point, so that words find pictures by attention.
+
+        feature [M, V, H], noun [M, V] with 0 for none -> cross-entropy of the scores, singular and plural names alike.
+        """
+        there, width = noun > 0, feature.shape[-1]
+        pictured = F.rms_norm(feature[there], (width,))
+        names = F.rms_norm(self.model.get_input_embeddings().weight[self.names], (width,))  # [2, nouns, H]
+        return sum(F.cross_entropy(linear(pictured, form) / width**0.5, noun[there] - 1) for form in names)
+
+    def update(self, stage: Stage) -> None:
+        """Add up everybody's gradients of this worker's parameters, step, and clear them; the others wait on both sides."""
+        self.wait()
+        for index in self.mine:
+            for other in range(self.workers):
+                if other != self.rank:
+                    self.gradients[self.rank][index] += self.gradients[other][index]
+        for optimizer, share in zip(self.optimizers, (1.0, stage.adam_share), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = share * stage.rate(self.step)
+            optimizer.step()
+        for index in self.mine:
+            for gradients in self.gradients:
+                gradients[index].zero_()
+        self.wait()
+
+    def wait(self) -> None:
+        if self.barrier is not None:
+            self.barrier.wait(timeout=600)
+
+    def answer(self, batch: Batch, features: list[Tensor], stage: Stage, log: "Log") -> tuple[Tensor, Inside]:
+        """The loss of the answers' tokens, and what happened inside."""
+        rows, images = len(batch.bins), len(batch.pixels) // len(batch.bins)
+        grid = tuple(side // 32 for side in batch.pixels.shape[1:3])
+        features = [feature.reshape(rows, -1, feature.shape[-1]) for feature in features]
+        real = torch.cat((batch.segment.new_ones(rows, len(batch.prefix)), batch.segment.flatten(1)), dim=1) > 0
+        places = positions(batch, grid, images, self.config.image_token_id)
+        hidden, inside = self.network.read(features, batch.prefix, batch.bins, places, attention_mask(batch), real)
+        chosen = batch.target >= 0
+        logits = linear(hidden[chosen], self.model.lm_head.weight)
+        target = batch.target[chosen]
+        log.answers(batch, chosen, logits.argmax(-1) == target, list(stage.mixture.kinds))
+        log.experts_used = (inside.load > inside.load.sum(1, keepdim=True) / 320).sum(1).tolist()
+        return F.cross_entropy(logits, target), inside
+
+
+class Shared:
+    """What the workers share: the model, the throw-away heads, and one gradient buffer per worker and parameter."""
+
+    def __init__(self, workers: int, device: str) -> None:
+        torch.manual_seed(SEED)
+        self.model = Qwen3VLMoeForConditionalGeneration(build_config(build_tokenizer())).float().to(device)
+        vision = self.model.config.vision_config
+        self.heads = SeeingHeads(1 + len(vision.deepstack_visual_indexes), vision.out_hidden_size).to(device)
+        self.gradients = [[torch.zeros_like(parameter) for _, parameter in self.parameters()] for _ in range(workers)]
+        if workers > 1:
+            self.model.share_memory()
+            self.heads.share_memory()
+            for gradient in (gradient for gradients in self.gradients for gradient in gradients):
+                gradient.share_memory_()
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            *self.model.named_parameters(),
+            *((f"heads.{name}", parameter) for name, parameter in self.heads.named_parameters()),
+        ]
+
+
+def name_tokens(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """[2, nouns]: the tokens of the names inside a sentence, singular and plural."""
+    return torch.tensor(
+        [tokenizer.convert_tokens_to_ids([f"Ġ{name}" for name in names]) for names in (NOUNS, map(plural, NOUNS))]
+    )
+
+
+def shares(sizes: list[int], workers: int) -> list[list[int]]:
+    """Indices for each worker, about equal in bytes: the largest first, always to the one with the least."""
+    out: list[list[int]] = [[] for _ in range(workers)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        min(out, key=lambda chosen: sum(sizes[other] for other in chosen)).append(index)
+    return out
+
+
+def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The checkpoint as it is committed: bfloat16, ordinary Hugging Face layout."""
+    low = Qwen3VLMoeForConditionalGeneration(model.config).to(torch.bfloat16)
+    low.load_state_dict(model.state_dict())
+    low.save_pretrained(folder)
+    write_files(folder, tokenizer, model.config)
+
+
+class Log:
+    """Running means, and the share of questions answered right in full per kind, on batches that are never seen twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.started, self.experts_used = path, time.time(), []
+        self.reset()
+
+    def reset(self) -> None:
+        self.values: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def add(self, *pairs: str | float) -> None:
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if not math.isnan(value):
+                self.values[name] += value
+                self.counts[name] += 1
+
+    def answers(self, batch: Batch, chosen: Tensor, right: Tensor, kinds: list[str]) -> None:
+        row = torch.arange(batch.segment[..., 0].numel()).view(*batch.segment.shape[:2], 1) * BIN_TOKENS
+        question = (row.to(batch.segment.device) + batch.segment)[chosen]
+        numbers, position = question.unique(return_inverse=True)
+        wrong = torch.zeros(len(numbers), dtype=torch.long).index_add_(0, position.cpu(), (~right).long().cpu())
+        kind = torch.zeros(len(numbers), dtype=torch.long).index_copy_(0, position.cpu(), batch.kind[chosen].cpu())
+        pair = "compare " if len(batch.pixels) > len(batch.bins) else ""
+        for index, name in enumerate(kinds):
+            mine = wrong[kind == index] == 0
+            self.values[pair or name] += mine.sum().item()
+            self.counts[pair or name] += mine.numel()
+
+    def write(self, where: str) -> None:
+        means = "  ".join(f"{name} {self.values[name] / count:.3f}" for name, count in self.counts.items() if count)
+        with self.path.open("a") as file:
+            file.write(f"{time.time() - self.started:6.0f}s  {where}  {means}  experts {self.experts_used}\n")
+        self.reset()
+
+
+def work_on(rank: int, workers: int, shared: Shared, work: Path, device: str, barrier: Barrier | None) -> None:
+    if workers > 1:
+        torch.set_num_threads(1)
+    trainer = Trainer(shared, rank, workers, work, device, barrier)
+    if (work / f"state{rank}.pt").exists():
+        trainer.restore()
+    trainer.wait()
+    trainer.run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "vismoe" / "train", help="state, log and result")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    workers = WORKERS if arguments.device == "cpu" else 1
+    shared = Shared(workers, arguments.device)
+    if workers == 1:
+        return work_on(0, 1, shared, arguments.work, arguments.device, None)
+    os.environ.update(CALM_MALLOC)
+    context = torch.multiprocessing.get_context("spawn")
+    barrier = context.Barrier(workers)
+    torch.multiprocessing.spawn(work_on, (workers, shared, arguments.work, arguments.device, barrier), nprocs=workers)
+
+
+if __name__ == "__main__":
+    main()

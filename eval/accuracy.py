@@ -1,0 +1,135 @@
+"""How well a model answers questions about held-out scenes, and how its routers used the experts while it did.
+
+Works on any Hugging Face image-text model with `generate`, plain or paged: the questions go through the processor's chat
+template, the answers are decoded greedily, and routing is read at the inputs of the experts modules.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .questions import KINDS, Conversation, conversation
+from .scenes import compose
+from .scoring import Accuracy, accuracy, score
+
+MAX_ANSWER_TOKENS = 96
+HOT_SHARE = 0.25
+
+Progress = Callable[[int, int], None]  # (questions done, questions in all)
+
+
+@dataclass
+class RoutingUse:
+    """Tokens per expert, counted at each MoE layer in order of depth; [experts] each."""
+
+    layers: dict[str, Tensor] = field(default_factory=dict)
+
+    def table(self) -> list[dict[str, Any]]:
+        return [self._row(index, count) for index, count in enumerate(self.layers.values())]
+
+    def _row(self, layer: int, count: Tensor) -> dict[str, Any]:
+        share = count.double() / count.sum()
+        hot = share.sort(descending=True).values[: round(HOT_SHARE * len(share))].sum().item()
+        used = int((count > 0).sum())
+        return {
+            "layer": layer,
+            "experts_used": used,
+            "experts": len(count),
+            "busy_experts": int((share > 0.1 / len(share)).sum()),
+            "hot_quarter_share": hot,
+        }
+
+
+@contextmanager
+def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Tensor], None]]]:
+    """Count routed tokens while inside; call the second value with the next attention mask, to leave out padding."""
+    use, mask, hooks = RoutingUse(), [torch.empty(0)], []
+
+    def count(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        index = arguments[1].detach()
+        real = mask[0].flatten().bool()
+        index = index[real.to(index.device)] if len(real) == len(index) else index
+        bins = torch.bincount(index.flatten().clamp(max=module.num_experts), minlength=module.num_experts + 1)[
+            : module.num_experts
+        ]
+        use.layers[name] = use.layers.get(name, 0) + bins.cpu()
+
+    for name, module in model.named_modules():
+        if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+            hooks.append(module.register_forward_pre_hook(lambda module, arguments, name=name: count(name, module, arguments)))
+    try:
+        yield use, lambda attention_mask: mask.__setitem__(0, attention_mask)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def messages(talk: Conversation) -> list[dict[str, Any]]:
+    """The conversation up to its last question, in chat form, earlier turns with their true answers."""
+    out: list[dict[str, Any]] = []
+    for number, turn in enumerate(talk.turns):
+        pictures = [{"type": "image", "image": compose(scene)} for scene in talk.scenes] if number == 0 else []
+        out.append({"role": "user", "content": [*pictures, {"type": "text", "text": turn.question}]})
+        out.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
+    return out[:-1]
+
+
+@torch.no_grad()
+def answers(
+    model: Any, processor: Any, talks: Sequence[Conversation], told: Callable[[Tensor], None] = lambda mask: None
+) -> list[str]:
+    """Greedy answers to the last question of each conversation, as one left-padded batch."""
+    chats = [messages(talk) for talk in talks]
+    text = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    images = [[part["image"] for part in chat[0]["content"] if part["type"] == "image"] for chat in chats]
+    inputs = processor(text=text, images=images, padding=True, padding_side="left", return_tensors="pt").to(model.device)
+    told(inputs["attention_mask"])
+    out = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
+    return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def evaluate(
+    model: Any,
+    processor: Any,
+    seed: int,
+    n: int,
+    kinds: Sequence[str] = KINDS,
+    batch_size: int = 16,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Ask n questions of each kind about held-out scenes.
+
+    -> {"seed", "n", "kinds": {kind: {"mean", "low", "high", "questions"}}, "routing": [one row per MoE layer],
+    "answers": [{"kind", "question", "truth", "answer", "score"}]}. The same seed always gives the same questions.
+    """
+    unknown = set(kinds) - set(KINDS)
+    if unknown:
+        raise ValueError(f"no such kinds of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    rows: list[dict[str, Any]] = []
+    with routing_counted(model) as (use, told):
+        for kind in kinds:
+            for first in range(0, n, batch_size):
+                talks = [
+                    conversation(kind, "held-out", seed * 1_000_000 + number)
+                    for number in range(first, min(n, first + batch_size))
+                ]
+                rows += [_row(talk, said) for talk, said in zip(talks, answers(model, processor, talks, told), strict=True)]
+                if progress:
+                    progress(len(rows), n * len(kinds))
+    table: dict[str, Accuracy] = {kind: accuracy([row["score"] for row in rows if row["kind"] == kind]) for kind in kinds}
+    return {
+        "seed": seed,
+        "n": n,
+        "kinds": {kind: asdict(value) for kind, value in table.items()},
+        "routing": use.table(),
+        "answers": rows,
+    }
+
+
+def _row(talk: Conversation, said: str) -> dict[str, Any]:
+    last = talk.turns[-1]
+    return {"kind": talk.kind, "question": last.question, "truth": last.answer, "answer": said, "score": score(last, said)}

@@ -1,0 +1,360 @@
+"""Questions about scenes, in ordinary English with the paraphrases a person would use, and their true answers.
+
+Every kind of KINDS is one function (random generator, scene) -> Turn, or None where the scene offers nothing to ask. A
+`Conversation` is what one user sees: the pictures of the first message, then turns. Kind "turns" ends with a question that only
+makes sense after the ones before ("And the dog?"); kind "compare" shows two pictures.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .scenes import WORLD, Difficulty, Scene, Split, random_scene, scene_random
+from .world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, plural, with_article
+
+KINDS = ("exists", "what", "where", "count", "choice", "text", "describe", "compare", "turns")
+OPTION_LETTERS = "ABCD"
+ATTEMPTS = 63  # scenes tried until one offers the question
+
+ASK_EXISTS = (
+    "Is there {a} in the image?", "Is there {a} in the picture?", "Is there {a}?", "Do you see {a}?", "Can you see {a}?",
+    "Can you see {a} in the image?", "Does the image show {a}?", "Does the picture contain {a}?", "Are there any {s}?",
+    "Are there any {s} in the image?", "Do you see any {s} in the picture?", "Is {a} visible in this image?",
+    "Is {a} in the image?", "Is there {a} in this picture?", "Is there {a} here?",
+    "I am looking for {a}. Is there one?",
+)  # fmt: skip
+ASK_WHAT = (
+    "What is {p}?", "What is {p} of the image?", "What can you see {p}?", "What do you see {p}?", "Which object is {p}?",
+    "What is shown {p}?", "Name the object {p}.", "What object is {p} of the picture?", "Tell me what is {p}.",
+)  # fmt: skip
+ASK_WHERE = (
+    "Where is the {n}?", "Where is the {n} in the image?", "Where in the picture is the {n}?", "Where can I find the {n}?",
+    "In which part of the image is the {n}?", "What is the position of the {n}?", "Where do you see the {n}?", "Find the {n}.",
+    "Tell me where the {n} is.",
+)  # fmt: skip
+ASK_COUNT = (
+    "How many {s} are there?", "How many {s} are in the image?", "How many {s} do you see?",
+    "How many {s} can you see in the picture?",
+    "Count the {s}.", "What is the number of {s}?", "How many {s} are shown?", "Please count the {s} in the image.",
+)  # fmt: skip
+ASK_TEXT = (
+    "What does the text say?", "What is written in the image?", "Read the text.", "What text is in the image?",
+    "What is written here?",
+    "Please read the text in the image.", "What does the sign say?", "Which word is printed in the picture?", "What does it say?",
+    "Can you read the text?",
+)  # fmt: skip
+ASK_DESCRIBE = (
+    "Describe the image.", "Describe this picture.", "What is in the image?", "What do you see?", "What does the picture show?",
+    "Tell me what is in this picture.", "What can you see in the image?", "What objects are in the image?",
+    "Please describe the picture.", "What is in the picture?", "What is in this image?", "What is in this picture?",
+    "Describe the picture.", "Describe this image.", "What can you see?", "What is shown in the image?",
+    "What do you see in the picture?",
+)  # fmt: skip
+ASK_WHICH_IMAGE = (
+    "Which image has {a}?", "Which picture shows {a}?", "In which image is the {n}?", "Which of the two images contains {a}?",
+    "Is the {n} in the first or the second image?",
+)  # fmt: skip
+ASK_BOTH = ("Do both images show {a}?", "Is there {a} in both images?", "Do both pictures contain {a}?")
+ASK_ONE_OF_TWO = ("Is there {a} in the {o} image?", "Does the {o} picture show {a}?", "Do you see {a} in the {o} image?")
+LETTER_ONLY = ("", "\nAnswer with the option's letter from the given choices directly.", "\nAnswer with the letter.")
+THANKS = (
+    ("Hello", "Hello! Show me an image and ask me about it."),
+    ("Hi", "Hello! Show me an image and ask me about it."),
+    ("Hello!", "Hello! Show me an image and ask me about it."),
+    ("Thank you", "You are welcome."),
+    ("Thanks!", "You are welcome."),
+    ("Who are you?", "I am a small demo model that answers questions about images."),
+    ("What can you do?", "I can find and count objects in an image and read its text."),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question, its kind, and the answer the model should give."""
+
+    kind: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The pictures of the first message, and the turns that follow; the last turn is the one that is scored."""
+
+    kind: str
+    scenes: tuple[Scene, ...]
+    turns: tuple[Turn, ...]
+
+
+def ask_exists(rng: random.Random, scene: Scene) -> Turn | None:
+    noun = rng.choice(scene.nouns) if rng.random() < 0.5 else absent_noun(rng, scene)
+    return exists_turn(rng.choice(ASK_EXISTS), noun, scene.count(noun) > 0)
+
+
+def exists_turn(form: str, noun: str, present: bool) -> Turn:
+    question = form.format(a=with_article(noun), s=plural(noun), n=noun)
+    return Turn("exists", question, f"Yes, there is {with_article(noun)}." if present else f"No, there is no {noun}.")
+
+
+def absent_noun(rng: random.Random, *scenes: Scene) -> str:
+    return rng.choice([noun for noun in NOUNS if not any(scene.count(noun) for scene in scenes)])
+
+
+def ask_what(rng: random.Random, scene: Scene) -> Turn | None:
+    return what_turn(rng.choice(ASK_WHAT), rng, scene, position_to_ask(rng, scene))
+
+
+def position_to_ask(rng: random.Random, scene: Scene) -> int:
+    """A place with an icon (four times out of five) or an empty one; never one in the row of the printed text."""
+    taken = [item.position for item in scene.items]
+    empty = [
+        index
+        for index, position in enumerate(POSITIONS)
+        if index not in taken and (scene.label is None or position.row != scene.label.row)
+    ]
+    return rng.choice(empty if empty and rng.random() < 0.2 else taken)
+
+
+def what_turn(form: str, rng: random.Random, scene: Scene, position: int) -> Turn:
+    item = scene.at(position)
+    answer = f"{capital(with_article(item.noun))}." if item else "Nothing."
+    return Turn("what", form.format(p=rng.choice(POSITIONS[position].spoken)), answer)
+
+
+def ask_where(rng: random.Random, scene: Scene) -> Turn | None:
+    single = [item for item in scene.items if scene.count(item.noun) == 1]
+    if rng.random() < 0.08:
+        return where_turn(rng.choice(ASK_WHERE), absent_noun(rng, scene), None)
+    if not single:
+        return None
+    item = rng.choice(single)
+    return where_turn(rng.choice(ASK_WHERE), item.noun, item.position)
+
+
+def where_turn(form: str, noun: str, position: int | None) -> Turn:
+    answer = f"There is no {noun}." if position is None else f"{capital(POSITIONS[position].answer)}."
+    return Turn("where", form.format(n=noun, a=with_article(noun)), answer)
+
+
+def ask_count(rng: random.Random, scene: Scene) -> Turn | None:
+    repeated = [noun for noun in scene.nouns if scene.count(noun) > 1]
+    draw = rng.random()
+    if draw < 0.12:
+        return count_all(rng, scene)
+    if draw < 0.25:
+        noun = absent_noun(rng, scene)
+    else:
+        noun = rng.choice(repeated if repeated and draw < 0.8 else scene.nouns)
+    return count_turn(rng.choice(ASK_COUNT), noun, scene.count(noun))
+
+
+def count_all(rng: random.Random, scene: Scene) -> Turn:
+    """How many objects, or how many animals, there are in all."""
+    animals = rng.random() < 0.5
+    count = sum(item.noun in ANIMALS for item in scene.items) if animals else len(scene.items)
+    form = rng.choice([form for form in ASK_COUNT if form.startswith("How many")])
+    return Turn("count", form.format(s="animals" if animals else "objects"), f"{capital(NUMBERS[count])}.")
+
+
+def count_turn(form: str, noun: str, count: int) -> Turn:
+    return Turn("count", form.format(s=plural(noun)), f"{capital(NUMBERS[count])}.")
+
+
+def ask_text(rng: random.Random, scene: Scene) -> Turn | None:
+    if scene.label is None:
+        return Turn("text", rng.choice(ASK_TEXT), "There is no text.") if rng.random() < 0.1 else None
+    return Turn("text", rng.choice(ASK_TEXT), f'It says "{scene.label.text}".')
+
+
+def ask_describe(rng: random.Random, scene: Scene) -> Turn | None:
+    parts = [f"{with_article(item.noun)} {POSITIONS[item.position].answer}" for item in scene.items]
+    if scene.label is not None:
+        parts.append(f'the text "{scene.label.text}" {ROW_ANSWERS[scene.label.row]}')
+    return Turn("describe", rng.choice(ASK_DESCRIBE), f"There is {listed(parts)}.")
+
+
+def ask_choice(rng: random.Random, scene: Scene) -> Turn | None:
+    question, right, wrong = rng.choice((_choose_what, _choose_which, _choose_where, _choose_count))(rng, scene)
+    options = [right, *wrong[:3]]
+    rng.shuffle(options)
+    lines = [question, *(f"{letter}. {option}" for letter, option in zip(OPTION_LETTERS, options, strict=True))]
+    return Turn("choice", "\n".join(lines) + rng.choice(LETTER_ONLY), OPTION_LETTERS[options.index(right)])
+
+
+def _choose_what(rng: random.Random, scene: Scene) -> tuple[str, str, list[str]]:
+    item = rng.choice(scene.items)
+    question = rng.choice(("What is {p}?", "Which object is {p}?", "What is shown {p}?"))
+    return question.format(p=rng.choice(POSITIONS[item.position].spoken)), item.noun, _other_nouns(rng, item.noun)
+
+
+def _choose_which(rng: random.Random, scene: Scene) -> tuple[str, str, list[str]]:
+    question = rng.choice(("Which of these is in the image?", "Which object is in the picture?", "What does the image show?"))
+    right = rng.choice(scene.nouns)
+    return question, right, [noun for noun in _other_nouns(rng, right, 12) if scene.count(noun) == 0]
+
+
+def _choose_where(rng: random.Random, scene: Scene) -> tuple[str, str, list[str]]:
+    single = [item for item in scene.items if scene.count(item.noun) == 1]
+    if not single:
+        return _choose_count(rng, scene)
+    item = rng.choice(single)
+    answers = [position.answer for position in POSITIONS]
+    right = answers[item.position]
+    return f"Where is the {item.noun}?", right, rng.sample([answer for answer in answers if answer != right], 3)
+
+
+def _choose_count(rng: random.Random, scene: Scene) -> tuple[str, str, list[str]]:
+    noun = rng.choice(scene.nouns)
+    right = NUMBERS[scene.count(noun)]
+    return f"How many {plural(noun)} are there?", right, rng.sample([number for number in NUMBERS[:5] if number != right], 3)
+
+
+def _other_nouns(rng: random.Random, noun: str, count: int = 3) -> list[str]:
+    return rng.sample([other for other in NOUNS if other != noun], count)
+
+
+ASK: dict[str, Callable[[random.Random, Scene], Turn | None]] = {
+    "exists": ask_exists, "what": ask_what, "where": ask_where, "count": ask_count, "choice": ask_choice, "text": ask_text,
+    "describe": ask_describe,
+}  # fmt: skip
+
+
+def ask_compare(rng: random.Random, first: Scene, second: Scene) -> Turn:
+    """A question about two pictures: which of them, both of them, or one of them by name."""
+    draw = rng.random()
+    only = [noun for noun in first.nouns if not second.count(noun)] + [noun for noun in second.nouns if not first.count(noun)]
+    if draw < 0.5 and only:
+        noun = rng.choice(only)
+        answer = "The first image." if first.count(noun) else "The second image."
+        return Turn("compare", _about(rng.choice(ASK_WHICH_IMAGE), noun), answer)
+    shared = [noun for noun in first.nouns if second.count(noun)]
+    if draw < 0.75:
+        noun = rng.choice(shared) if shared and rng.random() < 0.6 else rng.choice(first.nouns + second.nouns)
+        return Turn("compare", _about(rng.choice(ASK_BOTH), noun), "Yes." if noun in shared else "No.")
+    which = rng.randrange(2)
+    scene = (first, second)[which]
+    noun = rng.choice(scene.nouns) if rng.random() < 0.5 else rng.choice((second, first)[which].nouns)
+    question = _about(rng.choice(ASK_ONE_OF_TWO), noun, ("first", "second")[which])
+    return replace(exists_turn("", noun, scene.count(noun) > 0), kind="compare", question=question)
+
+
+def _about(form: str, noun: str, which: str = "") -> str:
+    return form.format(a=with_article(noun), n=noun, o=which)
+
+
+def share_a_noun(rng: random.Random, first: Scene, second: Scene) -> Scene:
+    """The second scene with one icon changed into one of the first's, so that "both" is a fair question."""
+    if any(first.count(noun) for noun in second.nouns):
+        return second
+    noun, index = rng.choice(first.nouns), rng.randrange(len(second.items))
+    items = list(second.items)
+    items[index] = replace(items[index], noun=noun)
+    return replace(second, items=tuple(items))
+
+
+def follow_up(rng: random.Random, scene: Scene, before: Turn) -> Turn | None:
+    """A question that leans on the one before it: "And the dog?" after "Where is the cat?"."""
+    if before.kind == "exists":
+        noun = rng.choice(scene.nouns) if rng.random() < 0.5 else absent_noun(rng, scene)
+        return exists_turn(rng.choice(("And {a}?", "What about {a}?", "Do you see {a}, too?")), noun, scene.count(noun) > 0)
+    if before.kind == "what":
+        return what_turn(rng.choice(("And {p}?", "What about {p}?")), rng, scene, position_to_ask(rng, scene))
+    if before.kind == "count":
+        noun = rng.choice(scene.nouns) if rng.random() < 0.8 else absent_noun(rng, scene)
+        return count_turn(rng.choice(("And {s}?", "And how many {s}?", "What about the {s}?")), noun, scene.count(noun))
+    single = [item for item in scene.items if scene.count(item.noun) == 1 and item.noun not in before.question]
+    if before.kind == "where" and single:
+        item = rng.choice(single)
+        return where_turn(rng.choice(("And the {n}?", "What about the {n}?")), item.noun, item.position)
+    return None
+
+
+def several_turns(rng: random.Random, scene: Scene) -> tuple[Turn, ...]:
+    """Two to four turns about one picture; the last leans on the one before it."""
+    turns = [
+        turn for kind in rng.sample(("exists", "what", "text", "count"), rng.randint(0, 2)) if (turn := ASK[kind](rng, scene))
+    ]
+    for _ in range(20):
+        before = ASK[rng.choice(("exists", "what", "where", "count"))](rng, scene)
+        last = follow_up(rng, scene, before) if before else None
+        if before and last:
+            return (*turns, before, last)
+    return ()
+
+
+def conversation(
+    kind: str, split: Split, seed: int, size: tuple[int, int] = (256, 256), difficulty: Difficulty = WORLD
+) -> Conversation:
+    """The conversation of one kind with one seed: a pure function, the unit of the held-out evaluation."""
+    rng = scene_random(split, seed, f"questions {kind}")
+    if kind == "text":
+        difficulty = replace(difficulty, label_share=1.0)
+    for attempt in range(ATTEMPTS):
+        scene = random_scene(split, _scene_number(kind, seed, attempt), size, difficulty)
+        if kind == "compare":
+            other = random_scene(split, _scene_number(kind, seed, ATTEMPTS), size, difficulty)
+            return Conversation(kind, (scene, second := share_a_noun(rng, scene, other)), (ask_compare(rng, scene, second),))
+        turns = several_turns(rng, scene) if kind == "turns" else (ASK[kind](rng, scene),)
+        if turns and turns[-1] is not None:
+            return Conversation(kind, (scene,), turns)
+    raise AssertionError(f"no scene in {ATTEMPTS} offers a question of kind {kind}")
+
+
+def _scene_number(kind: str, seed: int, attempt: int) -> int:
+    """Different kinds, seeds and attempts see different scenes."""
+    return (seed * (ATTEMPTS + 1) + attempt) * len(KINDS) + KINDS.index(kind)
+
+
+def capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def listed(parts: list[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def every_word() -> set[str]:
+    """Every piece of text the world can put into a sentence, for building and testing the tokenizer."""
+    nouns = {form for noun in NOUNS for form in (noun, plural(noun), with_article(noun), capital(with_article(noun)))}
+    places = {form for position in POSITIONS for form in (position.answer, capital(position.answer), *position.spoken)} | set(
+        ROW_ANSWERS
+    )
+    numbers = {form for number in NUMBERS for form in (number, capital(number))}
+    forms = (
+        ASK_EXISTS
+        + ASK_WHAT
+        + ASK_WHERE
+        + ASK_COUNT
+        + ASK_TEXT
+        + ASK_DESCRIBE
+        + ASK_WHICH_IMAGE
+        + ASK_BOTH
+        + ASK_ONE_OF_TWO
+        + LETTER_ONLY
+    )
+    extra = {
+        "And",
+        "What about",
+        "Do you see",
+        ", too?",
+        "Which of these",
+        "And how many",
+        "the text",
+        "first",
+        "second",
+        "animal",
+        "animals",
+    }
+    answers = {
+        "Yes, there is no",
+        "No, there is",
+        "There is",
+        'It says "',
+        "There is no text.",
+        "Nothing.",
+        "The first image.",
+        "Yes.",
+        "No.",
+    }
+    return nouns | places | numbers | set(forms) | extra | answers | {part for pair in THANKS for part in pair} | set(ANIMALS)

@@ -1,0 +1,103 @@
+"""How an answer is judged, per kind of question, and how sure a measured accuracy is.
+
+Scores are between 0 and 1. Wording is forgiven where the fact is the same: case, punctuation and articles never count, yes and no
+are decided by the first word, an option by its letter, numbers may be digits. Printed text is judged per character.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .questions import Turn
+from .world import NUMBERS, POSITIONS
+
+ARTICLES = {"a", "an", "the"}
+Z_95 = 1.959964
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A mean score with its 95% confidence interval, and the number of questions behind it."""
+
+    mean: float
+    low: float
+    high: float
+    questions: int
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words and numbers, articles left out."""
+    return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in ARTICLES]
+
+
+def score(turn: Turn, answer: str) -> float:
+    """How right `answer` is for this turn."""
+    said, true = words(answer), words(turn.answer)
+    if turn.kind == "text" and '"' in turn.answer:
+        return character_accuracy(printed(turn.answer), printed(answer))
+    if turn.kind == "count":
+        return float([number_word(word) for word in said] == true)
+    if turn.kind == "where":
+        return float(
+            place(answer) == place(turn.answer) and said[:3] == true[:3]
+            if true[:1] == ["there"]
+            else place(answer) == place(turn.answer)
+        )
+    if turn.kind == "choice" or true[:1] in (["yes"], ["no"]):
+        return float(said[:1] == true[:1])
+    return float(said == true)
+
+
+def number_word(word: str) -> str:
+    if word in ("0", "zero", "no"):
+        return NUMBERS[0]
+    return NUMBERS[int(word)] if word.isdigit() and int(word) < len(NUMBERS) else word
+
+
+def place(answer: str) -> int | None:
+    """The index of the position an answer names, in any of the ways people say it; the longest name wins; None without one."""
+    text = f" {' '.join(re.findall(r'[a-z]+', answer.lower()))} "
+    found = [
+        (len(name), index)
+        for index, position in enumerate(POSITIONS)
+        for name in {position.answer, *position.spoken}
+        if f" {name} " in text
+    ]
+    return max(found)[1] if found else None
+
+
+def printed(answer: str) -> str:
+    """The text between quotation marks, or else the last word."""
+    quoted = re.search(r'"([^"]*)"', answer)
+    return quoted.group(1) if quoted else (answer.split() or [""])[-1].strip(".!")
+
+
+def character_accuracy(true: str, said: str) -> float:
+    """1 - edit distance / length of the true text, at least 0."""
+    row = list(range(len(said) + 1))
+    for index, character in enumerate(true, start=1):
+        before, row[0] = row[0], index
+        for column, other in enumerate(said, start=1):
+            before, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, before + (character != other))
+    return max(0.0, 1 - row[-1] / len(true))
+
+
+def accuracy(scores: Sequence[float]) -> Accuracy:
+    """Wilson's interval where every score is 0 or 1, otherwise the bootstrap over questions (2,000 resamples, fixed seed)."""
+    count, mean = len(scores), sum(scores) / len(scores)
+    low, high = _wilson(mean, count) if set(scores) <= {0.0, 1.0} else _bootstrap(scores)
+    return Accuracy(mean, low, high, count)
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    centre = share + Z_95**2 / (2 * count)
+    spread = Z_95 * (share * (1 - share) / count + Z_95**2 / (4 * count**2)) ** 0.5
+    scale = 1 + Z_95**2 / count
+    return max(0.0, min(share, (centre - spread) / scale)), min(1.0, max(share, (centre + spread) / scale))
+
+
+def _bootstrap(scores: Sequence[float], resamples: int = 2000) -> tuple[float, float]:
+    rng = random.Random(0)
+    means = sorted(sum(rng.choices(scores, k=len(scores))) / len(scores) for _ in range(resamples))
+    return means[round(0.025 * resamples)], means[round(0.975 * resamples) - 1]

@@ -1,0 +1,386 @@
+"""The `vismoe` command against a scripted engine: what is printed where, exit codes, Ctrl-C, and which word is the model."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine
+from PIL import Image
+
+from vismoe import cli, cli_options
+from vismoe.config import Settings
+from vismoe.errors import BudgetError, ConfigError, ContextError, InputError, TransferError
+
+FIGURES = ("answer", "plan", "encode", "prefill", "decode", "cache")
+
+
+@pytest.fixture
+def engine(monkeypatch) -> FakeEngine:
+    """Takes the place of the real one; `engine.asked` holds the arguments of load."""
+    fake = FakeEngine()
+
+    def load(model=None, **options):
+        fake.asked = {"model": model, **options}
+        return fake
+
+    monkeypatch.setitem(sys.modules, "vismoe.engine", types.SimpleNamespace(load=load))
+    return fake
+
+
+@pytest.fixture
+def picture(tmp_path) -> str:
+    Image.new("RGB", (32, 16), "red").save(tmp_path / "red.png")
+    return str(tmp_path / "red.png")
+
+
+@pytest.fixture
+def type_lines(monkeypatch):
+    """Feeds the prompt; an exception class is raised in place of a line, and at the end of the lines comes Ctrl-D."""
+
+    def feed(*lines):
+        left = list(lines)
+
+        def fake_input(prompt=""):
+            if not left:
+                raise EOFError
+            line = left.pop(0)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", fake_input)
+
+    return feed
+
+
+def press_ctrl_c(reply=None):
+    signal.raise_signal(signal.SIGINT)
+
+
+# ------------------------------------------------------------------ which word is the model
+@pytest.mark.parametrize(
+    ("words", "flag", "model", "question"),
+    [
+        ([], None, None, None),
+        (["What is this?"], None, None, "What is this?"),
+        (["Hello"], None, None, "Hello"),
+        (["Why?"], None, None, "Why?"),
+        (["Qwen/Qwen3-VL-30B-A3B-Instruct"], None, "Qwen/Qwen3-VL-30B-A3B-Instruct", None),
+        (["./model"], None, "./model", None),
+        (["/models/qwen"], None, "/models/qwen", None),
+        (["~/qwen"], None, str(Path.home() / "qwen"), None),
+        (["cat and/or dog?"], None, None, "cat and/or dog?"),
+        (["dog/cat?"], None, None, "dog/cat?"),
+        (["./model", "What is this?"], None, "./model", "What is this?"),
+        (["model", "question"], None, "model", "question"),
+        (["Qwen/Qwen3"], "./model", "./model", "Qwen/Qwen3"),
+        ([], "./model", "./model", None),
+    ],
+)
+def test_which_word_is_the_model_and_which_the_question(words, flag, model, question):
+    assert cli_options.model_and_question(words, flag) == (model, question)
+
+
+def test_an_existing_folder_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mymodel").mkdir()
+    assert cli_options.model_and_question(["mymodel"], None) == ("mymodel", None)
+    assert cli_options.model_and_question(["yourmodel"], None) == (None, "yourmodel")
+
+
+@pytest.mark.parametrize(("words", "flag"), [(["What", "is", "this?"], None), (["What", "now?"], "./model")])
+def test_an_unquoted_question_is_refused_with_the_fix(words, flag):
+    with pytest.raises(InputError, match=f'vismoe chat "{" ".join(words)[:-1]}'):
+        cli_options.model_and_question(words, flag)
+
+
+# ------------------------------------------------------------------ flags
+def test_every_setting_is_a_flag_with_its_default_in_the_help():
+    text = cli.command_parser("chat").format_help().replace("\n", " ")
+    text = " ".join(text.split())
+    assert list(cli_options.MEANINGS) == [field.name for field in dataclasses.fields(Settings)]
+    for field in dataclasses.fields(Settings):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert f"(default: {'none' if field.default is None else field.default})" in text
+
+
+def test_flags_reach_the_engine_with_their_types_and_the_rest_is_left_to_it(engine):
+    flags = "--memory 25% --context 512 --pinned-layers 2 --lookahead gate --emulated-link-bytes-per-s 2GB --device cpu"
+    assert cli.main(["chat", *flags.split(), "./model", "Hi?"]) == 0
+    assert engine.asked == {
+        "model": "./model",
+        "device": "cpu",
+        "memory": "25%",
+        "context": 512,
+        "pinned_layers": 2,
+        "lookahead": "gate",
+        "emulated_link_bytes_per_s": 2e9,
+    }
+
+
+def test_flags_and_words_mix_in_any_order(engine, picture):
+    assert cli.main(["chat", "./model", "--image", picture, "What now?", "--max-tokens", "7"]) == 0
+    ((message,), options) = engine.calls[0]
+    assert engine.asked["model"] == "./model"
+    assert message["content"][-1] == {"type": "text", "text": "What now?"}
+    assert options["max_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--memory 8GX", "is not a size"),
+        ("--memory 150%", "up to 100%"),
+        ("--context 0", "at least 1"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_anything_is_loaded(engine, capsys, flags, message):
+    assert cli.main(["chat", *flags.split(), "Hi?"]) == 2
+    assert message in capsys.readouterr().err
+    assert not hasattr(engine, "asked")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--max-tokens 0",
+        "--image-tokens 9..3",
+        "--image-tokens x",
+        "--pinned-layers some",
+        "--memori 1GiB",
+        "--dtype float7",
+        "--device abacus",
+        "--kernels mine",
+    ],
+)
+def test_a_flag_that_cannot_be_read_is_a_usage_error(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["chat", *flags.split(), "Hi?"])
+    assert stop.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_help_and_version_import_neither_torch_nor_transformers():
+    program = (
+        "import sys, contextlib\nfrom vismoe.cli import main\n"
+        "for argv in (['--help'], ['--version'], ['chat', '--help'], ['eval', '--help']):\n"
+        "    with contextlib.suppress(SystemExit): main(argv)\n"
+        "assert not {'torch', 'transformers', 'gradio', 'numpy'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+
+
+def test_without_a_command_the_overview_is_printed(capsys):
+    assert cli.main([]) == 2
+    assert "vismoe chat --image" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ one question
+def test_one_question_prints_plan_backends_answer_and_figures(engine, picture, capsys):
+    assert cli.main(["chat", "--image", picture, "What is this?"]) == 0
+    out, err = capsys.readouterr()
+    order = [out.index(text) for text in ("the plan", "kernels: torch", "one two", "prefill", "75.0% hits", "2.0 KiB")]
+    assert order == sorted(order)
+    assert err == ""
+    assert engine.closed
+
+
+def test_images_come_before_the_text_as_upright_rgb_pictures(engine, picture):
+    cli.main(["chat", "--image", picture, "--image", picture, "Same?", "--image-tokens", "4..64", "--sample", "--seed", "3"])
+    ((message,), options) = engine.calls[0]
+    assert [part["type"] for part in message["content"]] == ["image", "image", "text"]
+    assert {part["image"].mode for part in message["content"][:2]} == {"RGB"}
+    assert options == {"max_tokens": 256, "sample": True, "seed": 3, "image_tokens": (4, 64)}
+
+
+def test_json_is_exactly_one_object_on_stdout(engine, picture, capsys):
+    engine.script = [["fine", lambda reply: print("a library that prints")]]
+    assert cli.main(["chat", "--json", "--image", picture, "What is this?"]) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    assert tuple(figures) == FIGURES
+    assert figures["answer"] == "fine"
+    assert figures["encode"]["images"] == 1
+    assert out.count("\n") == 1
+    assert "a library that prints" in err
+
+
+def test_trace_records_what_runs(engine, tmp_path):
+    assert cli.main(["chat", "--trace", str(tmp_path / "routing"), "Hi?"]) == 0
+    assert engine.recorded == [str(tmp_path / "routing")]
+
+
+def test_ctrl_c_stops_the_answer_and_its_figures_are_still_there(engine, capsys):
+    engine.script = [["one", press_ctrl_c, " two", " three"]]
+    assert cli.main(["chat", "--json", "Count?"]) == 130
+    assert json.loads(capsys.readouterr().out)["answer"] == "one"
+    assert engine.closed
+
+
+def test_a_second_ctrl_c_ends_an_answer_that_does_not_stop(engine, capsys):
+    engine.script = [["one", press_ctrl_c, press_ctrl_c]]
+    engine_reply = engine.chat
+    engine.chat = lambda *a, **k: _deaf(engine_reply(*a, **k))
+    assert cli.main(["chat", "Count?"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert engine.closed
+
+
+def _deaf(reply):
+    reply.cancel = lambda: None
+    return reply
+
+
+def run_program(load: str, *arguments: str, shell: str = "") -> subprocess.CompletedProcess[str]:
+    """`vismoe` with `load` as the engine's loader, in a process of its own."""
+    program = (
+        "import signal, sys, types; sys.path.insert(0, 'tests')\n"
+        "from fake_engine import FakeEngine\nfrom vismoe.cli import main\n"
+        f"sys.modules['vismoe.engine'] = types.SimpleNamespace(load=lambda *a, **k: {load})\n"
+        f"sys.exit(main({list(arguments)}))"
+    )
+    return subprocess.run(
+        ["bash", "-c", f'"$PYTHON" -c "$PROGRAM" {shell}'],
+        env={**os.environ, "PROGRAM": program, "PYTHON": sys.executable},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_ctrl_c_while_loading_is_one_line_and_130():
+    swallowed = "type('Group', (), {'__del__': lambda self: signal.raise_signal(signal.SIGINT)})() and None"
+    done = run_program(f"({swallowed}, FakeEngine())[1]", "chat", "Hi?")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
+
+
+def test_ctrl_c_works_as_usual_after_an_answer(engine):
+    before = signal.getsignal(signal.SIGINT)
+    cli.main(["chat", "Hi?"])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# ------------------------------------------------------------------ errors
+@pytest.mark.parametrize(
+    "error",
+    [
+        BudgetError("memory=1MiB is too small", "--memory 3.2GiB"),
+        ContextError("5000 tokens, planned for 4096"),
+        ConfigError("no such device"),
+    ],
+)
+def test_our_errors_are_one_message_and_exit_code_2(engine, capsys, error):
+    engine.script = [error, error]
+    assert cli.main(["chat", "Hi?"]) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert cli.main(["chat", "--json", "Hi?"]) == 2
+    report = json.loads(capsys.readouterr().out)["error"]
+    assert report["type"] == type(error).__name__
+    assert report["message"] == str(error)
+    assert report.get("fix") == getattr(error, "fix", None)
+
+
+def test_a_wrong_image_is_said_before_the_model_is_loaded(engine, capsys, tmp_path):
+    (tmp_path / "clip.mp4").write_bytes(b"\x00\x00\x00\x20ftypisom" + b"\x00" * 64)
+    assert cli.main(["chat", "--image", "/no/such.png", "Hi?"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert cli.main(["chat", "--image", str(tmp_path / "clip.mp4"), "Hi?"]) == 2
+    assert "a video; only images" in capsys.readouterr().err
+    assert not hasattr(engine, "asked")
+
+
+def test_json_without_a_question_is_refused(engine, capsys):
+    assert cli.main(["chat", "--json"]) == 2
+    assert "one question" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    done = run_program("FakeEngine(script=[['x' * 1000 + '\\n'] * 2000])", "chat", "Hi?", shell="| head -n 1")
+    assert done.stdout.startswith("the plan")
+    assert done.stderr == ""
+
+
+# ------------------------------------------------------------------ a conversation
+def test_a_conversation_has_history_and_images_in_several_turns(engine, picture, type_lines, capsys):
+    type_lines(f"/image {picture}", "What is this?", f"/image '{picture}'", "And this?", "/quit")
+    assert cli.main(["chat", "--image", picture]) == 0
+    first, second = (messages for messages, _ in engine.calls)
+    assert [part["type"] for part in first[0]["content"]] == ["image", "image", "text"]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[1]["content"] == "one two"
+    assert [part["type"] for part in second[2]["content"]] == ["image", "text"]
+    assert "attached, 32 x 16 pixels" in capsys.readouterr().out
+    assert engine.closed
+
+
+def test_reset_forgets_history_and_images(engine, picture, type_lines):
+    type_lines("Hi", f"/image {picture}", "/reset", "Hello")
+    assert cli.main(["chat"]) == 0
+    assert [len(messages) for messages, _ in engine.calls] == [1, 1]
+    assert [part["type"] for part in engine.calls[1][0][0]["content"]] == ["text"]
+
+
+def test_ctrl_c_stops_an_answer_but_not_the_conversation(engine, type_lines, capsys):
+    engine.script = [["one", press_ctrl_c, " two"], ["more"]]
+    type_lines("Count", "Go on")
+    assert cli.main(["chat"]) == 0
+    assert "one [stopped]" in capsys.readouterr().out
+    assert engine.calls[1][0][1] == {"role": "assistant", "content": "one"}
+
+
+def test_ctrl_c_before_the_first_word_leaves_no_trace(engine, type_lines):
+    engine.script = [[press_ctrl_c, "one"], ["more"]]
+    type_lines("Count", "Count again")
+    assert cli.main(["chat"]) == 0
+    assert len(engine.calls[1][0]) == 1
+
+
+def test_ctrl_c_at_the_prompt_goes_on_and_ctrl_d_leaves(engine, type_lines, capsys):
+    type_lines(KeyboardInterrupt, "Hi")
+    assert cli.main(["chat"]) == 0
+    assert "Ctrl-D leaves" in capsys.readouterr().out
+    assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize("error", [TransferError("disk gone"), ContextError("too long")])
+def test_a_failed_question_is_said_and_leaves_no_trace(engine, type_lines, capsys, error):
+    engine.script = [["fine"], error, ["again"]]
+    type_lines("One", "Two", "Three")
+    assert cli.main(["chat"]) == 0
+    assert f"error: {error}" in capsys.readouterr().err
+    assert [message["role"] for message in engine.calls[2][0]] == ["user", "assistant", "user"]
+
+
+def test_commands_answer_and_unknown_ones_are_refused(engine, type_lines, capsys):
+    type_lines(
+        "", "/help", "/figures", "/image", "/image /no/such.png", "/quti", "/tmp/a.png is a path, what does it hold?", "/figures"
+    )
+    assert cli.main(["chat"]) == 0
+    out, err = capsys.readouterr()
+    assert "/reset" in out
+    assert [line for line in err.splitlines() if line.startswith("error")] == [
+        "error: no answer yet, so no figures",
+        "error: /image needs a path, e.g. /image photo.jpg",
+        f"error: /no/such.png: no such file (looked in {os.getcwd()})",
+        "error: /quti: no such command",
+    ]
+    assert len(engine.calls) == 1
+    assert "experts by MoE layer" in out
+
+
+def test_piped_questions_are_answered_line_by_line(engine, monkeypatch, capsys):
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAgain\n"))
+    assert cli.main(["chat"]) == 0
+    assert len(engine.calls) == 2
+    assert "> " not in capsys.readouterr().out

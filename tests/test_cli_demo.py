@@ -1,0 +1,165 @@
+"""The command on the bundled demo model; what needs a process of its own (signals, a terminal) runs in one."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vismoe import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "assets" / "sprites" / "apple.png"
+VISMOE = [sys.executable, "-m", "vismoe.cli"]
+LONG = ["--max-tokens", "3000", "--sample", "--seed", "1"]
+
+
+@pytest.fixture
+def run_json(capsys):
+    """Runs a command with --json in this process: (exit code, the object it printed)."""
+
+    def run(*arguments: str):
+        code = cli.main([*arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_a_quarter_of_the_experts_gives_the_same_answer_from_more_reads(run_json):
+    ask = ["chat", "--image", str(PICTURE), "--max-tokens", "12", "What is in the picture?", "--memory"]
+    (_, whole), (_, part) = (run_json(*ask, share) for share in ("100%", "25%"))
+    assert whole["answer"] == part["answer"] != ""
+    assert part["cache"]["capacity"]["slabs"] < whole["cache"]["capacity"]["slabs"]
+    assert part["cache"]["bytes_read"] > whole["cache"]["bytes_read"]
+    assert part["encode"]["images"] == 1
+    assert 0 < part["prefill"]["visual_tokens"] < part["prefill"]["tokens"]
+
+
+def test_a_budget_that_cannot_work_names_one_that_does(run_json):
+    code, refused = run_json("plan", "--memory", "1MiB")
+    assert (code, refused["error"]["type"]) == (2, "BudgetError")
+    code, plan = run_json("plan", *refused["error"]["fix"].split())
+    assert code == 0
+    assert plan["total_bytes"] <= plan["budget_bytes"]
+
+
+def test_the_printed_plan_is_the_one_that_loading_follows(run_json):
+    flags = ["--memory", "50%", "--context", "512"]
+    _, planned = run_json("plan", *flags)
+    _, answered = run_json("chat", "Hello", "--max-tokens", "2", *flags)
+    assert planned["parts"] == answered["plan"]["parts"]
+
+
+def test_a_recorded_trace_is_replayed(run_json, tmp_path, capsys):
+    folder = str(tmp_path / "routing")
+    assert run_json("chat", "--trace", folder, "--max-tokens", "8", "Hello")[0] == 0
+    code, replayed = run_json("replay", folder, "--slots", "32", "25%")
+    assert code == 0
+    assert [row["slots"] for row in replayed["rows"] if row["order"] == "oracle"] == ["32", "25%"]
+    assert min(row["times_oracle"] for row in replayed["rows"]) == 1
+    assert cli.main(["replay", folder, "--slots", "32"]) == 0
+    assert "oracle" in capsys.readouterr().out
+
+
+def test_scenes_are_scored_by_kind_with_an_interval(run_json):
+    code, result = run_json("eval", "--scenes", "--kinds", "exists", "--seed", "7", "--n", "1", "--memory", "50%")
+    assert code == 0
+    assert result["seed"] == 7
+    (row,) = result["kinds"].values()
+    assert 0 <= row["low"] <= row["mean"] <= row["high"] <= 1
+    assert row["questions"] == 1
+    assert result["cache"]["hits"] > 0
+    assert [row["layer"] for row in result["routing"]] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["./no-such-model", "Hi?"], "no-such-model"),
+        (["Hi?", "--context", "4"], "the planned context is 4"),
+        (["Hi?", "--device", "cuda:99"], "cuda"),
+    ],
+)
+def test_what_cannot_be_run_is_one_message(arguments, message, capsys):
+    assert cli.main(["chat", *arguments]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in said
+
+
+@pytest.mark.parametrize("after_s", [0.5, 3.0])
+def test_ctrl_c_at_any_time_is_clean(after_s):
+    """While torch is imported, and while the model loads or answers."""
+    process = subprocess.Popen([*VISMOE, "chat", "Hello", *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (0, 130, -signal.SIGINT), err  # 0: it had finished; a shell shows both others as 130
+    assert "Traceback" not in err
+
+
+class Terminal:
+    """A `vismoe chat` on a pseudo terminal."""
+
+    def __init__(self, *arguments: str):
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "dumb", "COLUMNS": "120"}
+        self.process = subprocess.Popen(
+            [*VISMOE, "chat", *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        )
+        os.close(slave)
+        self.text = ""
+
+    def wait_for(self, text: str, timeout_s: float = 90) -> str:
+        """What came until `text` did."""
+        end = time.monotonic() + timeout_s
+        os.set_blocking(self.master, False)
+        while text not in self.text:
+            assert time.monotonic() < end, f"no {text!r} in:\n{self.text}"
+            try:
+                self.text += os.read(self.master, 65536).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.02)
+        seen, _, self.text = self.text.partition(text)
+        return seen
+
+    def type(self, line: str) -> None:
+        os.write(self.master, f"{line}\n".encode())
+
+    def press_ctrl_d(self) -> None:
+        os.write(self.master, b"\x04")
+
+
+@pytest.fixture
+def terminal():
+    started = []
+
+    def start(*arguments: str) -> Terminal:
+        started.append(Terminal(*arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        os.close(each.master)
+
+
+def test_a_conversation_on_a_terminal(terminal):
+    chat = terminal("--memory", "50%", *LONG)
+    chat.wait_for("> ")
+    chat.type(f"/image {PICTURE}")
+    chat.wait_for("attached")
+    chat.wait_for("> ")
+    chat.type("Describe the image.")
+    chat.wait_for("decode")
+    chat.wait_for("> ")
+    chat.process.send_signal(signal.SIGINT)
+    chat.wait_for("Ctrl-D leaves")
+    chat.wait_for("> ")
+    chat.press_ctrl_d()
+    assert chat.process.wait(timeout=30) == 0

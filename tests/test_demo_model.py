@@ -1,0 +1,128 @@
+"""The committed demo model: an ordinary checkpoint of the promised shape, and one that answers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from vismoe.eval.questions import KINDS, conversation, every_word
+from vismoe.eval.scenes import compose, random_scene
+from vismoe.eval.world import assets_folder
+from vismoe.models.processor import load_processor
+
+DEMO = assets_folder() / "demo-model"
+MAX_BYTES = 40_000_000
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForImageTextToText.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return load_processor(DEMO)
+
+
+def ask(model, processor, question: str, *pictures: Image.Image) -> str:
+    content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": question}]
+    chat = [{"role": "user", "content": content}]
+    inputs = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=48)
+    return processor.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_the_checkpoint_has_the_promised_shape_and_size() -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    hidden, width = text["hidden_size"], text["moe_intermediate_size"]
+    assert width != hidden and 2 * width != hidden  # shapes alone must tell stored orientations apart
+    assert (text["num_local_experts"], text["num_experts_per_tok"]) == (32, 4) and text["num_hidden_layers"] >= 8
+    assert text["rope_parameters"]["mrope_interleaved"] and len(vision["deepstack_visual_indexes"]) == 3
+    assert sum(path.stat().st_size for path in DEMO.iterdir()) <= MAX_BYTES
+    with safe_open(DEMO / "model.safetensors", "pt") as file:
+        assert {str(file.get_slice(name).get_dtype()) for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_a_256_pixel_picture_is_64_visual_tokens_and_larger_ones_more(processor) -> None:
+    for size, tokens in (((256, 256), 64), ((384, 256), 96), ((320, 320), 100)):
+        grid = processor.image_processor(images=[Image.new("RGB", size)], return_tensors="pt")["image_grid_thw"]
+        assert int(grid.prod()) // 4 == tokens
+
+
+def test_every_word_of_the_world_is_whole_tokens_and_comes_back_unchanged() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    for text in every_word():
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert len(ids) <= len(text.split()) + sum(not character.isalnum() for character in text) + 1
+    for kind in KINDS:
+        for turn in conversation(kind, "held-out", 0).turns:
+            assert tokenizer.decode(tokenizer.encode(turn.question)) == turn.question
+
+
+def test_any_input_has_tokens_and_none_is_unknown() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    for text in ("Zürich 東京 🐱\t\x00", "supercalifragilistic", "STOP", '  "  '):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+
+
+def test_the_chat_template_writes_roles_pictures_and_the_prompt(processor) -> None:
+    chat = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which?"}]},
+        {"role": "assistant", "content": "The first image."},
+        {"role": "user", "content": "Why?"},
+    ]
+    picture = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
+        f"<|im_start|>user\n{picture}{picture}Which?<|im_end|>\n<|im_start|>assistant\nThe first image.<|im_end|>\n"
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_bundled_pictures_are_held_out_scenes_and_are_answered_right(model, processor) -> None:
+    """assets/images/pictures.json says, per picture, which held-out scene it is, a question, and the true answer."""
+    for name, entry in json.loads((assets_folder() / "images" / "pictures.json").read_text()).items():
+        picture = Image.open(assets_folder() / "images" / name)
+        scene = random_scene("held-out", entry["scene"], tuple(entry["size"]))
+        assert compose(scene).tobytes() == picture.convert("RGB").tobytes(), name
+        assert ask(model, processor, entry["question"], picture) == entry["answer"], name
+
+
+def test_training_and_transformers_compute_the_same_logits(model, monkeypatch) -> None:
+    """The trainer's forward pass (one prefix, many questions) against the model's own, question by question, in float32."""
+    monkeypatch.syspath_prepend(str(assets_folder()))
+    network = pytest.importorskip("demo_recipe.network", reason="the recipe is not part of the wheel")
+    from demo_recipe.batches import Mixture, Writer, attention_mask, make_batch, positions
+
+    monkeypatch.setattr(network, "LOW", torch.float32)
+    batch = make_batch(Writer(AutoTokenizer.from_pretrained(DEMO)), Mixture(bins=1, pair_share=1.0), 1, 1)
+    trained, image_token = network.TrainingNetwork(model), model.config.image_token_id
+    real = torch.cat((batch.segment.new_ones(1, len(batch.prefix)), batch.segment.flatten(1)), dim=1) > 0
+    with torch.no_grad():
+        features = [feature.flatten(0, 1)[None] for feature in trained.see(batch.pixels)]
+        places = positions(batch, (8, 8), 2, image_token)
+        hidden, _ = trained.read(features, batch.prefix, batch.bins, places, attention_mask(batch), real)
+        for number in range(1, int(batch.segment.max()) + 1):
+            chosen = batch.segment[0, 0] == number
+            ids = torch.cat((batch.prefix, batch.bins[0, 0, chosen]))[None]
+            patches = network.patches(batch.pixels, 16, 2)[0].reshape(-1, 3, 1, 256).expand(-1, -1, 2, -1).reshape(-1, 1536)
+            grid, kinds = torch.tensor([[1, 16, 16]] * 2), (ids == image_token).int()
+            out = model(input_ids=ids, pixel_values=patches, image_grid_thw=grid, mm_token_type_ids=kinds).logits
+            torch.testing.assert_close(model.lm_head(hidden[0, 0, chosen]), out[0, len(batch.prefix) :], atol=2e-3, rtol=1e-3)
+
+
+def test_pictures_are_cut_as_the_processor_cuts_them(processor, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(assets_folder()))
+    network = pytest.importorskip("demo_recipe.network", reason="the recipe is not part of the wheel")
+    picture = compose(random_scene("train", 1, (384, 256)))
+    pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(1, 256, 384, 3)
+    ours = network.patches(pixels, 16, 2)[0][0]
+    theirs = processor.image_processor(images=[picture], return_tensors="pt")["pixel_values"].view(-1, 3, 2, 256)
+    torch.testing.assert_close(ours.view(-1, 3, 256), theirs[:, :, 0], atol=1e-5, rtol=0)
+    assert Path(DEMO / "preprocessor_config.json").exists()

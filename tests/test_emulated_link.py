@@ -1,0 +1,47 @@
+"""The emulated link: same bits, and as late as its rate says."""
+
+import time
+
+import pytest
+import tiny_models
+import torch
+from test_pager import NumberStore, check
+
+import vismoe
+from vismoe import VisMoEConfig
+from vismoe.memory.host import HostTier
+from vismoe.memory.pool import SlabPool
+from vismoe.paging.pager import Pager
+from vismoe.paging.transfer import EmulatedLinkMover
+from vismoe.types import ExpertId, Phase
+
+
+def test_logits_are_the_same_through_an_emulated_device(tmp_path):
+    tiny_models.save("qwen3_vl_moe", tmp_path)
+    reference = tiny_models.reference(tmp_path)
+    model = tiny_models.model_class(tmp_path).from_pretrained(
+        tmp_path, quantization_config=VisMoEConfig(memory="25%", emulated_link_bytes_per_s=1e9)
+    )
+    inputs = tiny_models.prompt("qwen3_vl_moe", batch=2)
+    with torch.inference_mode():
+        assert torch.equal(reference(**inputs).logits, model(**inputs).logits)
+    counts = vismoe.runtime_of(model).pager.metrics.snapshot()
+    assert counts.total("evictions") > 0 and counts.total("bytes_copied") > 0
+    vismoe.runtime_of(model).pager.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_share_one_link_however_many_threads_there_are(threads):
+    store = NumberStore([12], [0])
+    record_bytes = store.inventory.layouts[0].record_bytes
+    tier = HostTier(store, (12,), page_locked=False)
+    pool = SlabPool(store.inventory.layouts[0], 12, aliased=True)
+    pager = Pager(store.inventory, (pool,), EmulatedLinkMover(tier, record_bytes / 0.01), threads=threads)
+    pager.begin_step(Phase.DECODE)
+    began_s = time.perf_counter()
+    with pager.demand(0, list(range(12))) as demand:
+        for expert, weights in demand.as_ready():
+            check(ExpertId(0, expert), weights)
+    assert time.perf_counter() - began_s >= 0.12, "twelve records take twelve times as long as one"
+    pager.check_integrity()
+    pager.close()

@@ -1,0 +1,201 @@
+"""The engine as a person meets it: answers, cancelling, faults while serving, closing. On the bundled demo model."""
+
+import json
+import shutil
+import threading
+import time
+
+import pytest
+import tiny_models
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import vismoe
+from vismoe.engine import demo_model
+from vismoe.errors import CheckpointError, ClosedError, ContextError, InputError, TransferError, UnsupportedModelError
+from vismoe.simulate.trace import Trace
+from vismoe.types import Phase
+
+PICTURE = Image.linear_gradient("L").convert("RGB")  # 256 x 256
+
+
+def ask(text="What is in the picture?", image=PICTURE):
+    content = [{"type": "image", "image": image}] if image is not None else []
+    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with vismoe.load(memory="25%", device="cpu") as engine:
+        yield engine
+
+
+@pytest.fixture
+def copied_model(tmp_path):
+    return shutil.copytree(demo_model(), tmp_path / "model")
+
+
+def test_the_streamed_answer_is_what_plain_transformers_says(engine):
+    reply = engine.chat(ask(), max_tokens=12)
+    answer = "".join(reply)
+    model = AutoModelForImageTextToText.from_pretrained(engine.name, dtype="auto", experts_implementation="eager")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    text = engine.processor.apply_chat_template(ask(image=PICTURE), tokenize=False, add_generation_prompt=True)
+    inputs = engine.processor(text=[text], images=[PICTURE], return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert answer.strip() == engine.processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    assert reply.answer == answer
+
+
+def test_the_figures_add_up(engine):
+    reply = engine.chat(ask(), max_tokens=5)
+    list(reply)
+    figures = json.loads(json.dumps(reply.figures.to_json()))
+    assert figures["prefill"]["visual_tokens"] == 64 and figures["encode"]["images"] == 1
+    assert figures["decode"]["tokens"] <= 4 and figures["encode"]["seconds"] > 0 and figures["prefill"]["seconds"] > 0
+    cache = figures["cache"]
+    assert cache["capacity"]["slabs"] == 64 == round(cache["capacity"]["experts"] / 4)
+    assert len(cache["per_layer"]) == 8 and sum(layer["prefill"]["misses"] for layer in cache["per_layer"]) > 0
+    by_phase = cache["per_phase"].values()
+    for name in ("hits", "misses", "late", "evictions", "bytes_read", "prefetched_bytes", "wasted_prefetch_bytes"):
+        assert cache[name] == sum(phase[name] for phase in by_phase), name
+    assert {"answer", "plan", "encode", "prefill", "decode", "cache"} <= figures.keys() and "stall_seconds" in cache
+
+
+def test_cancelling_stops_within_a_token_and_the_engine_goes_on(engine):
+    expected = "".join(engine.chat(ask(), max_tokens=8))
+    slow = engine.model.register_forward_hook(lambda *_: time.sleep(0.05))
+    reply = engine.chat(ask("Describe the image."), max_tokens=500)
+    reply.cancel()
+    text = "".join(reply)
+    slow.remove()
+    assert reply.figures.cancelled and reply.figures.decode_tokens <= 1 and isinstance(text, str)
+    assert "".join(engine.chat(ask(), max_tokens=8)) == expected
+
+
+def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine):
+    questions = ["What is in the picture?", "Describe the image.", "How many objects are there?"]
+    alone = ["".join(engine.chat(ask(q), max_tokens=8)) for q in questions]
+    replies = [engine.chat(ask(q), max_tokens=8) for q in questions]
+    together = [None] * 3
+    threads = [threading.Thread(target=lambda i=i: together.__setitem__(i, "".join(replies[i]))) for i in (2, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "says"),
+    [
+        (ask(image="/nowhere/cat.png"), InputError, "/nowhere/cat.png"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], InputError, "no video"),
+        ([{"role": "assistant", "content": "hello"}], InputError, "no user message"),
+        (ask("word " * 9000), ContextError, "--context"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_refused_before_anything_runs(engine, messages, error, says):
+    with pytest.raises(error, match=says):
+        engine.chat(messages)
+    assert "".join(engine.chat(ask(), max_tokens=2)) is not None
+
+
+def test_image_tokens_bound_what_an_image_costs(engine):
+    reply = engine.chat(ask(image=PICTURE.resize((512, 512))), max_tokens=1, image_tokens=(4, 36))
+    list(reply)
+    assert 4 <= reply.figures.visual_tokens <= 36
+    more = engine.chat(ask(image=PICTURE.resize((512, 512))), max_tokens=1)
+    list(more)
+    assert more.figures.visual_tokens > 64
+
+
+def test_context_is_enforced_under_plain_generate(copied_model):
+    model = AutoModelForImageTextToText.from_pretrained(
+        copied_model, quantization_config=vismoe.VisMoEConfig(memory="50%", context=32)
+    )
+    ids = torch.full((1, 20), 5)
+    with pytest.raises(ContextError, match=r"1 x 33 tokens.*context of 32"):
+        model.generate(ids, max_new_tokens=30, min_new_tokens=30, do_sample=False)
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] <= 23
+
+
+def test_a_file_truncated_while_serving_fails_the_request_and_not_the_process(copied_model):
+    with vismoe.load(copied_model, memory="25%", device="cpu") as engine:
+        expected = "".join(engine.chat(ask(), max_tokens=6))
+        weights = copied_model / "model.safetensors"
+        whole = weights.read_bytes()
+        with weights.open("r+b") as file:
+            file.truncate(len(whole) // 10)
+        with pytest.raises(TransferError, match=r"model\.safetensors was truncated"):
+            for question in ("Describe the image.", "Where is the cat?", "Is there a dog?"):
+                list(engine.chat(ask(question), max_tokens=8))
+        engine._runtime.pager.check_integrity()
+        weights.write_bytes(whole)
+        assert "".join(engine.chat(ask(), max_tokens=6)) == expected
+
+
+def test_closing_while_answering_ends_the_answer_with_an_error(copied_model):
+    engine = vismoe.load(copied_model, memory="25%", device="cpu")
+    engine.model.register_forward_hook(lambda *_: time.sleep(0.02))
+    reply = engine.chat(ask("Describe the image."), max_tokens=400)
+    closing = threading.Timer(0.3, engine.close)
+    closing.start()
+    with pytest.raises(ClosedError):
+        while True:
+            list(reply)
+            reply = engine.chat(ask("Describe the image."), max_tokens=400)
+    closing.join(30)
+    assert not closing.is_alive()
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.chat(ask())
+
+
+def test_recorded_routing_is_what_the_counters_saw(engine, tmp_path):
+    with engine.record(tmp_path / "trace"):
+        reply = engine.chat(ask(), max_tokens=6)
+        list(reply)
+    steps = list(Trace.open(tmp_path / "trace"))
+    assert steps[0].phase is Phase.PREFILL and all(step.phase is Phase.DECODE for step in steps[1:])
+    demanded = sum(len(set(routing.expert_ids.ravel().tolist())) for step in steps for routing in step.layers)
+    counts = reply.figures.counters
+    assert demanded == counts.total("hits") + counts.total("misses")
+    assert (steps[0].kinds == 1).sum() == 64
+
+
+def test_a_text_model_answers_and_says_that_it_cannot_see(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model())
+    config = tiny_models.build("qwen3_moe").config
+    config.vocab_size = len(tokenizer)
+    type(tiny_models.build("qwen3_moe"))(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with vismoe.load(tmp_path, memory="50%", device="cpu") as engine:
+        assert isinstance("".join(engine.chat(ask(image=None), max_tokens=4)), str)
+        with pytest.raises(InputError, match="text model"):
+            engine.chat(ask())
+
+
+@pytest.mark.parametrize(("name", "error"), [("nobody/no-such-model", CheckpointError), ("/no/such/folder", CheckpointError)])
+def test_an_unknown_model_is_refused_with_what_to_do(name, error, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(error, match="Fix: check the name"):
+        vismoe.load(name)
+
+
+def test_an_unknown_setting_is_refused_by_name():
+    with pytest.raises(vismoe.VisMoEError, match="memroy"):
+        vismoe.load(memroy="1GiB")
+
+
+def test_a_model_without_experts_is_refused_by_name(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="qwen3 is a dense model"):
+        vismoe.load(tmp_path)

@@ -1,0 +1,123 @@
+"""choose_victims against a slow reference written from the docstring: sort every takeable slab by (class, ..., score, slab)."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vismoe.paging.eviction import SlabView, choose_victims
+
+STREAMED, EXPIRED, SPECULATIVE, PROTECTED = range(4)
+
+
+def class_of(slabs, slab, running_layer, window):
+    if slabs.streamed[slab]:
+        return STREAMED
+    if not running_layer < slabs.layer[slab] <= running_layer + window:
+        return EXPIRED
+    return SPECULATIVE if slabs.speculative[slab] else PROTECTED
+
+
+def reference(slabs, count, running_layer, window, prefetch_priority):
+    def key(slab):
+        kind = class_of(slabs, slab, running_layer, window)
+        farthest_first = -int(slabs.layer[slab]) if kind == PROTECTED else 0
+        return kind, farthest_first, float(slabs.score[slab]), slab
+
+    def may_take(slab):
+        if not slabs.evictable[slab]:
+            return False
+        if prefetch_priority is None:
+            return True
+        kind = class_of(slabs, slab, running_layer, window)
+        return kind < SPECULATIVE or (kind == SPECULATIVE and slabs.priority[slab] < prefetch_priority)
+
+    return sorted(filter(may_take, range(len(slabs.layer))), key=key)[: max(count, 0)]
+
+
+@st.composite
+def pools(draw, largest=24):
+    """Few distinct layers, priorities and scores, so that every class and every tie comes up."""
+    size = draw(st.integers(0, largest))
+
+    def column(values, dtype):
+        return np.array(draw(st.lists(values, min_size=size, max_size=size)), dtype=dtype)
+
+    few = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+    return SlabView(
+        layer=column(st.integers(-1, 9), np.int32),
+        evictable=column(st.booleans(), bool),
+        streamed=column(st.booleans(), bool),
+        speculative=column(st.booleans(), bool),
+        priority=column(few, np.float32),
+        score=column(few | st.floats(-1e6, 1e6), np.float64),
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    slabs=pools(),
+    count=st.integers(0, 26),
+    running_layer=st.integers(-1, 9),
+    window=st.integers(0, 6),
+    prefetch_priority=st.none() | st.sampled_from([0.0, 0.25, 0.3, 2.0]),
+)
+def test_victims_are_those_of_the_reference_in_the_same_order(slabs, count, running_layer, window, prefetch_priority):
+    chosen = choose_victims(slabs, count, running_layer, window, prefetch_priority)
+    assert chosen.dtype == np.int64
+    assert chosen.tolist() == reference(slabs, count, running_layer, window, prefetch_priority)
+
+
+@settings(max_examples=200, deadline=None)
+@given(slabs=pools(), running_layer=st.integers(-1, 9), window=st.integers(0, 6), count=st.integers(1, 26))
+def test_a_demand_finds_as_many_victims_as_are_evictable(slabs, running_layer, window, count):
+    chosen = choose_victims(slabs, count, running_layer, window)
+    assert len(chosen) == min(count, int(slabs.evictable.sum())) == len(set(chosen.tolist()))
+    assert slabs.evictable[chosen].all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(slabs=pools(), running_layer=st.integers(-1, 9), window=st.integers(0, 6), priority=st.sampled_from([None, 0.3]))
+def test_asking_for_more_victims_only_adds_to_the_list(slabs, running_layer, window, priority):
+    everything = choose_victims(slabs, len(slabs.layer), running_layer, window, priority).tolist()
+    for count in range(len(everything) + 1):
+        assert choose_victims(slabs, count, running_layer, window, priority).tolist() == everything[:count]
+
+
+@settings(max_examples=100, deadline=None)
+@given(slabs=pools(), running_layer=st.integers(-1, 9), priority=st.sampled_from([None, 0.3]))
+def test_the_pool_is_only_read(slabs, running_layer, priority):
+    before = {name: array.copy() for name, array in vars(slabs).items()}
+    choose_victims(slabs, 5, running_layer, 3, priority)
+    assert all(np.array_equal(before[name], array) for name, array in vars(slabs).items())
+
+
+def one_of_each_class(**columns):
+    """Slab i is of class i (running layer 2, window 3), all evictable, equal in everything else."""
+    defaults = dict(
+        layer=np.array([4, 1, 4, 4], np.int32),
+        evictable=np.ones(4, bool),
+        streamed=np.array([True, False, False, False]),
+        speculative=np.array([False, False, True, False]),
+        priority=np.zeros(4, np.float32),
+        score=np.zeros(4),
+    )
+    return SlabView(**{**defaults, **columns})
+
+
+def test_classes_come_before_scores():
+    slabs = one_of_each_class(score=np.array([9.0, 8.0, 7.0, 6.0]))
+    assert choose_victims(slabs, 4, running_layer=2, window=3).tolist() == [STREAMED, EXPIRED, SPECULATIVE, PROTECTED]
+
+
+@pytest.mark.parametrize(("priority", "taken"), [(0.5, [0, 1, 2]), (0.2, [0, 1])])
+def test_a_prefetch_takes_a_guess_only_from_a_lower_priority_and_never_what_was_demanded(priority, taken):
+    slabs = one_of_each_class(priority=np.full(4, 0.3, np.float32))
+    assert choose_victims(slabs, 4, running_layer=2, window=3, prefetch_priority=priority).tolist() == taken
+
+
+def test_the_window_does_not_wrap_over_the_end_of_the_model():
+    slabs = SlabView(
+        np.array([0, 7], np.int32), *(np.array([value] * 2) for value in (True, False, False)), np.zeros(2), np.zeros(2)
+    )
+    assert choose_victims(slabs, 1, running_layer=6, window=5).tolist() == [0]  # layer 0 is next token's, so it has expired

@@ -1,0 +1,167 @@
+"""Footprints measured on the meta device, checked against the same model with real tensors and shapes worked out by hand."""
+
+import time
+
+import pytest
+import torch
+import transformers as T
+from tiny_models import BUILDERS, FAMILIES, WITH_IMAGES, build, prompt, save
+
+from vismoe.config import Settings
+from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.memory.plan import Footprint
+from vismoe.models.components import backbone_bytes, component_of
+from vismoe.models.families import expert_modules
+from vismoe.models.footprint import footprint
+from vismoe.models.locate import inventory_of
+from vismoe.models.preview import describe, preview
+
+CONTEXT = 48
+
+
+def on_meta(family: str) -> T.PreTrainedModel:
+    with torch.device("meta"):
+        return BUILDERS[family]().eval()
+
+
+def measured(family: str, context: int = CONTEXT) -> Footprint:
+    model = on_meta(family)
+    return footprint(model, inventory_of(model, model.dtype), Settings(context=context))
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_the_backbone_is_counted_once(family):
+    model = build(family)
+    experts = sum(nbytes(p) for _, module in expert_modules(model) for p in module.parameters(recurse=False))
+    everything = sum(nbytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    assert sum(size for _, size in backbone_bytes(model)) == everything - experts
+    assert dict(backbone_bytes(on_meta(family))) == dict(backbone_bytes(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kv_cache_is_what_generation_really_holds(family):
+    model = build(family)
+    ids = torch.randint(5, 490, (1, CONTEXT))
+    cache = T.DynamicCache(config=model.config.get_text_config())
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    real = 0
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            real += sum(nbytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.ndim)
+    assert measured(family).cache_bytes(CONTEXT) == real
+
+
+def test_sliding_windows_keep_no_more_than_their_window():
+    need = measured("gemma4", context=48)
+    sliding, full = need.cache_layers
+    assert sliding.window_tokens == 31 and full.window_tokens is None
+    assert need.cache_bytes(1000) == 31 * sliding.token_bytes + 1000 * full.token_bytes
+
+
+def test_live_memory_of_a_prefill_counts_what_a_layer_holds_by_hand():
+    """Mixtral: the peak lies in one expert that got all tokens, or in the norms; both are a few rows of H per token."""
+    need = measured("mixtral", context=400)
+    hidden, item = 64, 4
+    per_token = need.prefill(400) / 400
+    assert 6 * hidden * item < per_token < 20 * hidden * item
+    assert need.prefill(200) <= (need.prefill(400) + need.prefill(4)) // 2 + 1000
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_vision_towers_are_run_and_their_features_are_held(family):
+    need = measured(family)
+    assert need.max_image_tokens == CONTEXT
+    pixels = prompt(family)["pixel_values"]
+    assert need.image_token_bytes >= 4 * nbytes(pixels[0]) + 64 * 4  # four patches, and a row of features
+    assert need.encode(CONTEXT) > need.encode(8) > 8 * need.image_token_bytes // 2
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    model = on_meta("qwen3_vl_moe")
+    footprint(model, inventory_of(model, model.dtype), Settings(context=CONTEXT))
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_eager_attention_is_counted_with_its_square():
+    model = on_meta("qwen3_moe")
+    fused = footprint(model, inventory_of(model, model.dtype), Settings(context=2000)).prefill(2000)
+    model.set_attn_implementation("eager")
+    eager = footprint(model, inventory_of(model, model.dtype), Settings(context=2000)).prefill(2000)
+    assert eager - fused > 4 * 2000 * 2000 * 4  # heads x N x N in float32
+
+
+def test_48_layers_of_128_experts_are_measured_in_seconds():
+    text = dict(
+        vocab_size=1000, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128
+    )
+    with torch.device("meta"):
+        model = T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**text, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8))
+    began = time.process_time()
+    need = footprint(model.eval(), inventory_of(model, model.dtype), Settings(context=8192))
+    assert time.process_time() - began < 10
+    assert need.cache_bytes(8192) == 48 * 2 * 4 * 128 * 4 * 8192
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        ("model.visual.blocks.3.attn.qkv.weight", "vision tower"),
+        ("model.resampler_model.spatial_linear.0.weight", "vision tower"),
+        ("model.language_model.embed_tokens.weight", "embeddings"),
+        ("model.layers.0.self_attn.q_norm.weight", "attention"),
+        ("model.layers.0.linear_attn.conv1d.weight", "attention"),
+        ("backbone.layers.1.mixer.shared_experts.up_proj.weight", "dense and shared MLPs"),
+        ("model.layers.0.mlp.gate.weight", "norms and routers"),
+        ("model.layers.0.mlp.gate_proj.weight", "dense and shared MLPs"),
+        ("model.layers.0.post_attention_layernorm.weight", "norms and routers"),
+        ("model.norm.weight", "norms and routers"),
+        ("lm_head.weight", "lm head"),
+        ("model.something_new.weight", "other"),
+    ],
+)
+def test_names_belong_to_components(name, component):
+    assert component_of(name) == component
+
+
+# ---------------------------------------------------------------------- a model without its weights
+def test_a_preview_reads_headers_only_and_agrees_with_the_loaded_model(tmp_path):
+    folder = save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16, transposed=True)
+    made = preview(folder, Settings(memory="50%", context=CONTEXT), device="cpu")
+    assert made.dtype == "bfloat16" and made.resident_experts == made.total_experts // 2
+    from vismoe.models.loading import VisMoEConfig, runtime_of
+
+    loaded = T.Qwen3VLMoeForConditionalGeneration.from_pretrained(
+        folder, dtype="auto", quantization_config=VisMoEConfig(memory="50%", context=CONTEXT)
+    )
+    assert runtime_of(loaded).plan == made
+
+
+def test_what_cannot_be_described_says_what_to_do(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        describe(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="neither a folder here nor a model"):
+        describe("nobody/nothing-of-this-name")
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(UnsupportedModelError, match="does not know this model"):
+        describe(tmp_path)
+    T.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="no class of it that generates"):
+        describe(tmp_path)
+    T.Qwen3Config(hidden_size=64, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="dense model"):
+        describe(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_a_file_is_named(tmp_path):
+    folder = save("qwen3_moe", tmp_path, max_shard_size="100KB")
+    missing = sorted(folder.glob("*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(CheckpointError, match=missing.name):
+        describe(folder)

@@ -1,0 +1,116 @@
+"""Who may import whom: every import of every file, also those inside functions, against the rows of the architecture.
+
+A file imports from its own row or from rows above it (smaller numbers). Checked by reading the sources, so a cycle that only
+shows at run time, or an import hidden in a function, is found too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = {
+    "types": 0, "errors": 0, "metrics": 0, "config": 0,
+    "formats": 1,
+    "store": 2, "memory": 2, "kernels": 2, "precision": 2, "vision": 2,
+    "paging": 3,
+    "models": 4, "lookahead": 4, "simulate": 4,
+    "speculate": 5,
+    "engine": 6, "generate": 6,
+    "cli": 7, "app": 7, "eval": 7, "predictor_training": 7,
+}  # fmt: skip
+FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "predictor_training": "vismoe.predictor_training"}
+# Never needed to import the package: each lives behind an extra, or is a build of torch that a user may lack.
+OPTIONAL = {"torchvision", "gradio", "lmms_eval", "fastapi", "triton", "uvicorn"}
+
+
+def row_of(part: str) -> int | None:
+    """The row of a part of the package; `cli_chat` and the like belong to `cli`."""
+    return ROWS.get(part, ROWS["cli"] if part.startswith("cli_") else None)
+
+
+def module_name(file: Path) -> str:
+    """`eval/scenes.py` -> `vismoe.eval.scenes`: the name under which the package table installs a file."""
+    folder, *rest = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join([FOLDERS[folder], *(part for part in rest if part != "__init__")])
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import in `source`; `from vismoe import store` counts as `vismoe.store`."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            if target == "vismoe":
+                yield from ((node.lineno, f"vismoe.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, target
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What `module` imports from below its own row."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return []  # vismoe/__init__.py is the public surface: it re-exports from any row
+    own = row_of(parts[1])
+    assert own is not None, f"{module}: no row for {parts[1]!r}; add it to the table here and in docs/architecture.md"
+    found = []
+    for line, name in imported_modules(source, module, is_package):
+        target = name.split(".")
+        if target[0] != "vismoe" or len(target) == 1:
+            continue
+        row = row_of(target[1])
+        if row is not None and row > own:
+            found.append(f"{module}:{line} (row {own}) imports {name} (row {row})")
+    return found
+
+
+def source_files() -> list[Path]:
+    return sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", source_files(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_file_imports_only_from_its_own_row_or_above(file):
+    assert not violations(file.read_text(), module_name(file), file.name == "__init__.py")
+
+
+@pytest.mark.parametrize("file", source_files(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_optional_packages_are_imported_inside_functions_only(file):
+    statements = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    source = "\n".join(map(ast.unparse, statements))
+    names = {name.split(".")[0] for _, name in imported_modules(source, module_name(file), file.name == "__init__.py")}
+    if file.relative_to(ROOT) != Path("app/ui.py"):  # the one file that is gradio's
+        assert not names & OPTIONAL
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vismoe.store.checkpoint", "from vismoe.paging.pager import Pager"),
+        ("vismoe.types", "import vismoe.formats.raw"),
+        ("vismoe.models.images", "def late():\n    from vismoe import engine"),
+        ("vismoe.paging.pager", "from ..models import families"),
+        ("vismoe.engine", "from .cli_chat import chat"),
+        ("vismoe.lookahead.gate", "from vismoe.eval.scenes import random_scene"),
+    ],
+)
+def test_the_reader_sees_imports_in_functions_and_relative_ones(module, source):
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vismoe.cli", "from vismoe.engine import Engine\nimport torch"),
+        ("vismoe.models.images", "from vismoe.errors import InputError\nfrom . import locate"),
+        ("vismoe.eval.scenes", "from .world import NOUNS"),
+        ("vismoe.paging", "from vismoe.memory.pool import Pool"),
+    ],
+)
+def test_imports_from_the_own_row_or_above_pass(module, source):
+    assert not violations(source, module, is_package=module == "vismoe.paging")

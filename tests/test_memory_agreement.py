@@ -1,0 +1,69 @@
+"""The plan against the process: a 2.1 GiB checkpoint is served in a fresh process, whose growth over bare imports is measured.
+
+What counts is the highest resident size since the imports, loading included: VmHWM of /proc/self/status, reset after the imports.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import streamed_checkpoint
+
+SERVE = r"""
+import json, sys
+import torch, transformers, vismoe
+
+def status(field):
+    line = next(line for line in open("/proc/self/status") if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+baseline = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again from here
+
+from vismoe import VisMoEConfig
+from vismoe.models.loading import runtime_of
+
+folder, memory, context, side = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+model = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(
+    folder, dtype=torch.bfloat16, quantization_config=VisMoEConfig(memory=memory, context=context)
+).eval()
+plan = runtime_of(model).plan
+torch.manual_seed(0)
+new = 12
+for _ in range(2):
+    visual = torch.full((1, side * side), model.config.image_token_id)
+    text = torch.randint(5, 3000, (1, context - new - side * side))
+    ids = torch.cat((text[:, :20], visual, text[:, 20:]), 1)
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == model.config.image_token_id).int(),
+        pixel_values=torch.randn(4 * side * side, 1536), image_grid_thw=torch.tensor([[1, 2 * side, 2 * side]]),
+        max_new_tokens=new, min_new_tokens=new, do_sample=False,
+    )
+print(json.dumps({"planned_bytes": plan.total_bytes, "grown_bytes": status("VmHWM") - baseline}))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two-gib")
+    if shutil.disk_usage(folder).free < 5 * 2**30:
+        pytest.skip("needs 5 GiB of free disk")
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("resident size is read from Linux's /proc")
+    assert streamed_checkpoint.write(folder) >= 2 * 2**30
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("memory", ["25%", "100%"])
+def test_the_process_grows_by_what_the_plan_says_within_a_tenth(checkpoint, memory):
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", SERVE, str(checkpoint), memory, "512", "21"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert 0.9 * figures["planned_bytes"] <= figures["grown_bytes"] <= 1.1 * figures["planned_bytes"], figures

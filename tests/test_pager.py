@@ -1,0 +1,182 @@
+"""The pager against its invariants: 10^5 random steps, an integrity check after each, and what must happen in small cases."""
+
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vismoe.errors import ClosedError, TransferError
+from vismoe.memory.pool import SlabPool
+from vismoe.paging.pager import Pager
+from vismoe.paging.transfer import DiskMover
+from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
+
+
+class NumberStore:
+    """A store whose record says which expert it is; can be told to fail."""
+
+    scratch_bytes = 0
+
+    def __init__(self, experts: list[int], geometries: list[int]):
+        layouts = tuple(RecordLayout.of({"w": (n,)}, {"w": torch.int64}) for n in (2, 4))[: max(geometries) + 1]
+        self.inventory = ExpertInventory(
+            tuple(MoELayer(i, f"layers.{i}", e, 2, g) for i, (e, g) in enumerate(zip(experts, geometries, strict=True))), layouts
+        )
+        self.broken: set[ExpertId] = set()
+        self.reads = 0
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        self.reads += 1
+        if expert in self.broken:
+            raise OSError(5, "input/output error")
+        record.view(torch.int64)[:2] = torch.tensor(expert)
+        return record.numel()
+
+    def close(self) -> None: ...
+
+
+def make_pager(store: NumberStore, slabs: list[int], **kw) -> Pager:
+    pools = tuple(SlabPool(layout, n) for layout, n in zip(store.inventory.layouts, slabs, strict=True))
+    return Pager(store.inventory, pools, DiskMover(store), **kw)
+
+
+def check(expert: ExpertId, weights: dict[str, torch.Tensor]) -> None:
+    assert tuple(weights["w"][:2].tolist()) == expert, "a slab was lent that holds another expert"
+
+
+def random_walk(seed: int, steps: int, experts: list[int], geometries: list[int], slabs: list[int], **kw) -> Pager:
+    rng = random.Random(seed)
+    store = NumberStore(experts, geometries)
+    pager = make_pager(store, slabs, **kw)
+    try:
+        layer = len(experts)
+        for _ in range(steps):
+            if layer >= len(experts):
+                pager.begin_step(rng.choice([Phase.PREFILL, Phase.DECODE]))
+                layer = 0
+                if rng.random() < 0.1:
+                    pager.end_request()
+            choice = rng.random()
+            if choice < 0.15:
+                scores = torch.rand(3, max(experts)).numpy()
+                pager.look_ahead(rng.randrange(-1, len(experts)), scores)
+            else:
+                wanted = sorted(rng.sample(range(experts[layer]), rng.randint(1, min(experts[layer], 6))))
+                prefill = pager.phase is Phase.PREFILL
+                keep = rng.sample(wanted, len(wanted) // 3) if prefill else None
+                seen = []
+                with pager.demand(layer, wanted, keep) as demand:
+                    for expert, weights in demand.in_order() if prefill else demand.as_ready():
+                        check(ExpertId(layer, expert), weights)
+                        seen.append(expert)
+                        pager.check_integrity()
+                        if rng.random() < 0.02:
+                            break  # a request that is left half-way gives everything back
+                    else:
+                        assert sorted(seen) == wanted
+                        assert not prefill or seen == wanted
+                layer += 1
+            pager.check_integrity()
+    finally:
+        pager.close()
+    pager.check_integrity()
+    assert not any(table.leases.any() or table.demanded.any() for table in pager.tables)
+    return pager
+
+
+@pytest.mark.parametrize(
+    ("slabs", "order", "threads"),
+    [([2], "lfu", 2), ([3], "lru", 1), ([16], "lookahead", 2), ([40], "lfu", 3)],
+)
+def test_random_steps_keep_every_invariant(slabs, order, threads):
+    pager = random_walk(7, 25_000, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
+    total = pager.metrics.snapshot()
+    assert total.total("evictions") > 0 or slabs == [40]
+    assert total.total("hits") + total.total("misses") > 0
+
+
+@given(st.integers(0, 10**6), st.integers(2, 7), st.integers(2, 9), st.sampled_from(["lru", "lfu", "lookahead"]))
+@settings(max_examples=25, deadline=None)
+def test_two_geometries_of_any_small_size(seed, first, second, order):
+    random_walk(seed, 60, [4, 9, 4, 9], [0, 1, 0, 1], [first, second], order=order, window=2)
+
+
+def test_resident_experts_come_first_in_decode_and_ids_ascend_in_prefill():
+    store = NumberStore([8], [0])
+    pager = make_pager(store, [6])
+    pager.begin_step(Phase.DECODE)
+    with pager.demand(0, [5, 7]) as demand:
+        assert {e for e, _ in demand.as_ready()} == {5, 7}
+    with pager.demand(0, [1, 5, 7]) as demand:
+        assert [e for e, _ in demand.as_ready()][:2] == [5, 7]
+    with pager.demand(0, [0, 1, 2, 3, 5, 7], keep=()) as demand:
+        assert [e for e, _ in demand.in_order()] == [0, 1, 2, 3, 5, 7]
+    counts = pager.metrics.snapshot()
+    assert (counts.total("hits"), counts.total("misses")) == (5, 6)
+    pager.close()
+
+
+def test_a_prefill_chunk_does_not_flush_what_decode_left():
+    store = NumberStore([32, 32], [0, 0])
+    pager = make_pager(store, [16])
+    pager.begin_step(Phase.DECODE)
+    for layer in (0, 1):
+        with pager.demand(layer, list(range(8))) as demand:
+            list(demand.as_ready())
+    pager.begin_step(Phase.PREFILL)
+    for layer in (0, 1):
+        with pager.demand(layer, list(range(8, 32)), keep=[31]) as demand:
+            list(demand.in_order())
+    held = pager.tables[0].slab_of >= 0
+    assert held[31] and held[32 + 31], "the last token's experts enter the cache"
+    assert held[:8].sum() + held[32:40].sum() >= 11, "more than a ring's worth of the cache was flushed"
+    assert store.reads == 16 + 48, "each expert is read once per chunk"
+    pager.close()
+
+
+def test_a_failed_read_fails_the_request_and_not_the_engine():
+    store = NumberStore([8], [0])
+    pager = make_pager(store, [4])
+    pager.begin_step(Phase.DECODE)
+    store.broken.add(ExpertId(0, 3))
+    with pytest.raises(TransferError, match=r"expert 3 of MoE layer 0.*input/output error"), pager.demand(0, [1, 3]) as demand:
+        for expert, weights in demand.as_ready():
+            check(ExpertId(0, expert), weights)
+    pager.check_integrity()
+    store.broken.clear()
+    with pager.demand(0, [1, 3]) as demand:
+        assert {e for e, _ in demand.as_ready()} == {1, 3}
+    pager.check_integrity()
+    pager.close()
+
+
+def test_closing_with_copies_in_flight_ends_them_and_says_so():
+    store = NumberStore([64], [0])
+    gate = threading.Event()
+    read = store.read
+    store.read = lambda expert, record: (gate.wait(), read(expert, record))[1]
+    pager = make_pager(store, [64])
+    pager.begin_step(Phase.DECODE)
+    failures = []
+
+    def serve():
+        try:
+            with pager.demand(0, list(range(64))) as demand:
+                list(demand.as_ready())
+        except ClosedError as error:
+            failures.append(error)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    closing = threading.Thread(target=pager.close)
+    closing.start()
+    gate.set()
+    closing.join(10)
+    serving.join(10)
+    assert not closing.is_alive() and not serving.is_alive() and failures
+    pager.check_integrity()
+    with pytest.raises(ClosedError):
+        pager.begin_step(Phase.DECODE)

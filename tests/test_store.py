@@ -1,0 +1,260 @@
+"""Reading experts in place: bit for bit what transformers loads, only the expert's own bytes, errors that say what to do."""
+
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tiny_models
+import torch
+
+from vismoe.errors import CheckpointError, ClosedError
+from vismoe.models.locate import locate_experts
+from vismoe.store.checkpoint import CheckpointStore, Part
+from vismoe.store.safetensors_header import SafetensorsHeader
+from vismoe.types import ExpertId, ExpertInventory, MoELayer, RecordLayout
+
+
+def on_meta(folder, dtype=torch.float32):
+    """The model of a checkpoint without any weights."""
+    model_class = tiny_models.model_class(folder)
+    with torch.device("meta"):
+        return model_class._from_config(model_class.config_class.from_pretrained(folder), dtype=dtype)
+
+
+def store_of(folder, dtype=torch.float32) -> CheckpointStore:
+    return locate_experts(on_meta(folder, dtype), sorted(folder.glob("*.safetensors")), dtype)
+
+
+def every_expert(store):
+    return [ExpertId(layer.index, e) for layer in store.inventory.layers for e in range(layer.num_experts)]
+
+
+def record_for(store, expert) -> torch.Tensor:
+    return torch.zeros(store.inventory.layout(expert.layer).record_bytes, dtype=torch.uint8)
+
+
+def read(store, expert) -> dict[str, torch.Tensor]:
+    record = record_for(store, expert)
+    store.read(expert, record)
+    return store.inventory.layout(expert.layer).views(record)
+
+
+def assert_equal_to(reference, store):
+    """Every section of every expert is the row of the reference's parameter, in value and in type."""
+    parameters = dict(reference.named_parameters())
+    seen = set()
+    for expert in every_expert(store):
+        path = store.inventory.layers[expert.layer].path
+        for name, value in read(store, expert).items():
+            row = parameters[f"{path}.{name}"][expert.expert]
+            seen.add(f"{path}.{name}")
+            assert value.dtype == row.dtype and torch.equal(value, row), (expert, name)
+    assert seen == {name for name, p in parameters.items() if ".experts." in name and "shared" not in name and p.ndim > 1}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """qwen3_moe in float32, one tensor per expert and projection."""
+    return tiny_models.save("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture
+def own_copy(qwen, tmp_path):
+    """A copy of the same checkpoint that a test may damage."""
+    return shutil.copytree(qwen, tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_every_expert_equals_the_row_of_the_eager_parameter(family, tmp_path):
+    tiny_models.save(family, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):  # as stored, and cast once on load
+        store = store_of(tmp_path, dtype)
+        assert_equal_to(tiny_models.reference(tmp_path, dtype), store)
+        assert (store.scratch_bytes == 0) == (dtype is torch.float32)
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_checkpoints_in_the_layout_of_transformers_itself_are_read_too(family, tmp_path):
+    tiny_models.build(family).save_pretrained(tmp_path, save_original_format=False)
+    assert_equal_to(tiny_models.reference(tmp_path), store_of(tmp_path))
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=str)
+def test_one_sixteen_bit_type_is_cast_to_the_other_and_not_reinterpreted(stored, wanted, tmp_path):
+    tiny_models.save("qwen3_moe", tmp_path, dtype=stored)
+    assert_equal_to(tiny_models.reference(tmp_path, wanted), store_of(tmp_path, wanted))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "ernie4_5_vl_moe", "gpt_oss"])
+def test_experts_spread_over_many_files_are_found(family, tmp_path):
+    tiny_models.save(family, tmp_path, dtype=torch.bfloat16, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    assert_equal_to(tiny_models.reference(tmp_path, torch.bfloat16), store_of(tmp_path, torch.bfloat16))
+
+
+def test_the_transposed_layout_of_the_hub_is_turned_while_reading(tmp_path):
+    tiny_models.save("qwen3_vl_moe", tmp_path / "native")
+    tiny_models.save("qwen3_vl_moe", tmp_path / "hub", transposed=True)
+    reference = tiny_models.reference(tmp_path / "native")
+    for dtype in (torch.float32, torch.bfloat16):
+        store = store_of(tmp_path / "hub", dtype)
+        assert_equal_to(reference.to(dtype), store)
+        assert store.scratch_bytes == 64 * 48 * 4  # [H, 2I] float32 on disk
+
+
+def test_parameters_that_transformers_keeps_in_float32_stay_so(tmp_path, monkeypatch):
+    tiny_models.save("qwen3_moe", tmp_path)
+    monkeypatch.setattr(tiny_models.model_class(tmp_path), "_keep_in_fp32_modules_strict", ["experts.down_proj"])
+    reference, store = tiny_models.reference(tmp_path, torch.bfloat16), store_of(tmp_path, torch.bfloat16)
+    assert [section.dtype for section in store.inventory.layouts[0].sections] == [torch.bfloat16, torch.float32]
+    assert_equal_to(reference, store)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "ernie4_5_vl_moe", "gpt_oss", "granitemoe"])
+def test_no_byte_of_another_expert_is_read(family, tmp_path, monkeypatch):
+    tiny_models.save(family, tmp_path)
+    store = store_of(tmp_path)
+    ranges: list[tuple[int, int, int]] = []
+    preadv = os.preadv
+
+    def spy(descriptor, buffers, offset):
+        ranges.append((store._descriptors.index(descriptor), offset, offset + sum(map(len, buffers))))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", spy)
+    for expert in every_expert(store):
+        ranges.clear()
+        nbytes = store.read(expert, record_for(store, expert))
+        own = [(p.file, p.offset_bytes, p.nbytes) for parts in store.locators[expert.layer][expert.expert] for p in parts]
+        assert nbytes == sum(stop - start for _, start, stop in ranges) == sum(size for *_, size in own)
+        assert all(any(f == g and start <= at and at + size <= stop for g, start, stop in ranges) for f, at, size in own)
+
+
+def test_an_expert_does_not_change_when_all_others_are_overwritten(own_copy):
+    expected = {expert: read(store_of(own_copy), expert) for expert in [ExpertId(1, 0), ExpertId(2, 5)]}
+    (file,) = own_copy.glob("*.safetensors")
+    store = store_of(own_copy)
+    kept = [p for e in expected for parts in store.locators[e.layer][e.expert] for p in parts]
+    raw = bytearray(file.read_bytes())
+    poisoned = bytearray(b"\xff" * len(raw))
+    for part in kept:
+        poisoned[part.offset_bytes : part.offset_bytes + part.nbytes] = raw[part.offset_bytes : part.offset_bytes + part.nbytes]
+    file.write_bytes(poisoned)
+    for expert, sections in expected.items():
+        assert all(torch.equal(value, sections[name]) for name, value in read(store, expert).items())
+    assert read(store, ExpertId(0, 0))["down_proj"].isnan().all()
+
+
+def test_experts_that_lie_together_on_disk_take_one_system_call(qwen, monkeypatch):
+    store = store_of(qwen)
+    calls = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: calls.append(arguments) or preadv(*arguments))
+    store.read(ExpertId(0, 3), record_for(store, ExpertId(0, 3)))
+    assert len(calls) == 1  # down, gate, up follow each other; the record has gate, up, down
+
+
+def test_offsets_that_follow_each_other_in_different_files_are_two_reads(tmp_path):
+    values = [torch.randn(32) for _ in range(2)]
+    headers = []
+    for i, value in enumerate(values):
+        (tmp_path / f"{i}").write_bytes(value.numpy().tobytes())
+        headers.append(SafetensorsHeader(tmp_path / f"{i}", 128, 0, {}, ""))
+    layout = RecordLayout.of({"up": (32,)}, {"up": torch.float32})
+    parts = (Part(0, 0, (16,), torch.float32), Part(1, 64, (16,), torch.float32))
+    store = CheckpointStore(headers, ExpertInventory((MoELayer(0, "x", 1, 1, 0),), (layout,)), [[(parts,)]])
+    assert torch.equal(read(store, ExpertId(0, 0))["up"], torch.cat((values[0][:16], values[1][16:])))
+
+
+def test_short_reads_are_continued(qwen, monkeypatch):
+    store, reference = store_of(qwen), tiny_models.reference(qwen)
+
+    def short(descriptor, buffers, offset):
+        return os.pread(descriptor, 1, offset) and _copy(descriptor, buffers, offset, 1000)
+
+    def _copy(descriptor, buffers, offset, limit):
+        data = os.pread(descriptor, limit, offset)
+        done = 0
+        for buffer in buffers:
+            piece = data[done : done + len(buffer)]
+            buffer[: len(piece)] = piece
+            done += len(piece)
+        return done
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert_equal_to(reference, store)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_many_threads_read_the_same_bytes_as_one(tmp_path, transposed):
+    tiny_models.save("qwen3_vl_moe", tmp_path, transposed=transposed)
+    store = store_of(tmp_path)
+    expected = {expert: read(store, expert) for expert in every_expert(store)}
+
+    def check(seed):
+        for i in torch.randperm(len(expected), generator=torch.Generator().manual_seed(seed)).tolist():
+            expert = list(expected)[i]
+            assert all(torch.equal(value, expected[expert][name]) for name, value in read(store, expert).items())
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, range(24)))
+
+
+def test_a_file_truncated_while_serving_is_an_error_with_the_sizes(own_copy):
+    (file,) = own_copy.glob("*.safetensors")
+    store, size = store_of(own_copy), file.stat().st_size
+    raw = file.read_bytes()
+    os.truncate(file, 4096)
+    with pytest.raises(CheckpointError, match=rf"truncated after loading.*has 4096 now and had {size}.*load the model again"):
+        store.read(ExpertId(2, 5), record_for(store, ExpertId(2, 5)))
+    file.write_bytes(raw)  # the same file again: the store goes on
+    assert_equal_to(tiny_models.reference(own_copy), store)
+
+
+def test_a_failing_disk_is_an_error_with_path_and_offset(qwen, monkeypatch):
+    store = store_of(qwen)
+
+    def fail(descriptor, buffers, offset):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: reading \d+ bytes at offset \d+ failed: Input/output error"):
+        store.read(ExpertId(0, 0), record_for(store, ExpertId(0, 0)))
+
+
+def test_a_closed_store_refuses_to_read_and_closing_waits_for_running_reads(qwen, monkeypatch):
+    store = store_of(qwen)
+    entered, go = threading.Event(), threading.Event()
+    preadv = os.preadv
+
+    def slow(*arguments):
+        entered.set()
+        go.wait(5)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(read, store, ExpertId(0, 0))
+        entered.wait(5)
+        closing = pool.submit(store.close)
+        assert not closing.done()
+        go.set()
+        closing.result(5)
+        reading.result(5)
+    with pytest.raises(ClosedError):
+        read(store, ExpertId(0, 0))
+    store.close()  # twice is fine
+
+
+def test_the_fingerprint_changes_with_config_and_files_only(own_copy):
+    first = store_of(own_copy).fingerprint
+    assert store_of(own_copy, torch.bfloat16).fingerprint == first
+    (file,) = own_copy.glob("*.safetensors")
+    os.utime(file, ns=(0, 12345))
+    second = store_of(own_copy).fingerprint
+    config = own_copy / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size":  512'))
+    assert len({first, second, store_of(own_copy).fingerprint}) == 3

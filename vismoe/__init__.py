@@ -1,0 +1,45 @@
+"""VisMoE: vision-language mixture-of-experts models on machines too small for them.
+
+    engine = vismoe.load("Qwen/Qwen3-VL-30B-A3B-Instruct", memory="20GiB")
+    for piece in engine.chat([{"role": "user", "content": "What is in the picture?"}]): ...
+
+or plain transformers: `AutoModelForImageTextToText.from_pretrained(name, quantization_config=VisMoEConfig(memory="20GiB"))`.
+Names are imported when first used: torch and transformers take seconds, and `vismoe --help` needs neither.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vismoe.config import Settings
+    from vismoe.engine import Engine, load
+    from vismoe.errors import VisMoEError
+    from vismoe.generate import Figures, Reply
+    from vismoe.memory.plan import Plan
+    from vismoe.models.loading import VisMoEConfig, runtime_of
+
+__all__ = ["Engine", "Figures", "Plan", "Reply", "Settings", "VisMoEConfig", "VisMoEError", "load", "runtime_of"]
+
+_HOMES = {
+    "Engine": "vismoe.engine",
+    "Figures": "vismoe.generate",
+    "Plan": "vismoe.memory.plan",
+    "Reply": "vismoe.generate",
+    "Settings": "vismoe.config",
+    "VisMoEConfig": "vismoe.models.loading",
+    "VisMoEError": "vismoe.errors",
+    "load": "vismoe.engine",
+    "runtime_of": "vismoe.models.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vismoe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,94 @@
+"""The `vismoe` command: `chat`, `ui`, `plan`, `eval`, `replay`.
+
+Exit codes: 0; 2 for an error the user can act on, said in one message without a traceback; 130 after Ctrl-C. With `--json`
+stdout is exactly one JSON object, `{"error": ...}` in the case of an error. Heavy imports happen after the arguments are read.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from vismoe.cli_chat import CHAT, UI
+from vismoe.cli_measure import EVAL, PLAN, REPLAY
+from vismoe.cli_options import INTERRUPTED, error_report, print_json
+from vismoe.errors import VisMoEError
+
+REFUSED = 2
+
+OVERVIEW = """\
+examples:
+  vismoe chat --image photo.jpg "What is in the picture?"       the bundled demo model
+  vismoe chat Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB     a conversation, with 20 GiB in all
+  vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB      what would go where, before downloading a weight
+  vismoe COMMAND --help                                         more about one command"""
+COMMANDS = {"chat": CHAT, "ui": UI, "plan": PLAN, "eval": EVAL, "replay": REPLAY}
+
+
+def command_parser(name: str) -> ArgumentParser:
+    """The parser of one subcommand."""
+    command = COMMANDS[name]
+    parser = ArgumentParser(
+        prog=f"vismoe {name}",
+        description=command.summary,
+        epilog=f"examples:\n{command.examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    return parser
+
+
+def overview_parser() -> ArgumentParser:
+    commands = "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
+    parser = ArgumentParser(
+        prog="vismoe",
+        description="Vision-language mixture-of-experts models under a memory budget.",
+        epilog=f"commands:\n{commands}\n\n{OVERVIEW}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"vismoe {version('vismoe')}"
+    except PackageNotFoundError:
+        return "vismoe, not installed"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv:
+        overview_parser().print_help()
+        return REFUSED
+    name = overview_parser().parse_args(argv[:1]).command
+    arguments = command_parser(name).parse_intermixed_args(argv[1:])
+    arguments.stdout = sys.stdout
+    wants_json = getattr(arguments, "json", False)
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
+            return COMMANDS[name].run(arguments)
+    except VisMoEError as error:
+        if wants_json:
+            print_json(arguments, error_report(error))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""`vismoe chat`, one question or a conversation, and `vismoe ui`, the same in a browser.
+
+In `--json` mode stdout carries exactly one JSON object; whatever else is printed goes to stderr.
+"""
+
+import contextlib
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from vismoe.cli_conversation import Conversation, ctrl_c_cancels, introduce, open_images, start_reply, user_message
+from vismoe.cli_options import (
+    INTERRUPTED,
+    Command,
+    add_answer_flags,
+    add_model_flags,
+    add_one_model,
+    add_settings,
+    given_settings,
+    load_engine,
+    model_and_question,
+    one_model,
+    print_json,
+)
+from vismoe.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from vismoe.engine import Engine
+
+__all__ = ["CHAT", "UI"]
+
+
+def chat_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] [QUESTION]",
+        help="a single word is the model when it is a folder, a path or a hub name, and the question otherwise; "
+        "with no question a conversation begins",
+    )
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="PATH", help="an image to ask about; again for more images"
+    )
+    add_answer_flags(parser)
+    parser.add_argument("--sample", action="store_true", help="sample as the model's generation config says (default: greedy)")
+    parser.add_argument("--seed", type=int, metavar="S", help="makes --sample repeatable")
+    parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
+    parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all figures")
+    add_model_flags(parser)
+    add_settings(parser)
+
+
+def ui_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    parser.add_argument("--port", type=int, default=7860, help="on 127.0.0.1 (default: 7860)")
+    add_answer_flags(parser)
+    add_model_flags(parser)
+    add_settings(parser)
+
+
+def run_ui(arguments: Namespace) -> int:
+    """Serves the chat page until Ctrl-C."""
+    from vismoe.app.ui import require_gradio, serve
+
+    require_gradio()  # before minutes of loading
+    with load_engine(arguments, one_model(arguments)) as engine:
+        return serve(engine, arguments.port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
+
+
+def run_chat(arguments: Namespace) -> int:
+    """One answer or a conversation; the exit code."""
+    model, question = model_and_question(arguments.words, arguments.model)
+    if arguments.json and question is None:
+        raise InputError('--json answers one question: vismoe chat --json "What is in the picture?" --image PICTURE')
+    given_settings(arguments)
+    images = open_images(arguments.image)  # before the model is loaded: a wrong path is said at once
+    with load_engine(arguments, model) as engine, _recording(engine, arguments.trace):
+        if question is not None:
+            return _answer_once(engine, arguments, question, images)
+        return Conversation(engine, arguments, images).run()
+
+
+def _recording(engine: "Engine", path: str | None) -> contextlib.AbstractContextManager[Any]:
+    return engine.record(path) if path else contextlib.nullcontext()
+
+
+def _answer_once(engine: "Engine", arguments: Namespace, question: str, images: list["Image.Image"]) -> int:
+    from rich.console import Console
+
+    from vismoe.cli_print import print_figures
+
+    console = Console()
+    if not arguments.json:
+        introduce(console, engine)
+    reply = start_reply(engine, arguments, [user_message(question, images)])
+    with ctrl_c_cancels(reply) as stop:
+        for piece in reply:
+            if not arguments.json:
+                print(piece, end="", flush=True)
+    if arguments.json:
+        print_json(arguments, reply.figures.to_json())
+    else:
+        print("\n")
+        print_figures(console, reply.figures.to_json())
+    return INTERRUPTED if stop.pressed else 0
+
+
+CHAT = Command(
+    "ask a model about images, once or in a conversation",
+    chat_arguments,
+    run_chat,
+    """\
+  vismoe chat                                                    a conversation with the bundled demo model
+  vismoe chat --image a.png --image b.png "What differs?"        one question about two images
+  vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
+  vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, figures as JSON
+In a conversation, /help lists the commands; Ctrl-C stops an answer.""",
+)
+UI = Command(
+    "the same in a browser, on this machine only",
+    ui_arguments,
+    run_ui,
+    """\
+  vismoe ui                                                      http://127.0.0.1:7860
+  vismoe ui Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB --port 8000
+Needs gradio: pip install "vismoe[serve]".""",
+)

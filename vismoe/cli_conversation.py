@@ -1,0 +1,180 @@
+"""A conversation on the command line: history, several images, commands, and what Ctrl-C does.
+
+Ctrl-C stops the answer that is being written, never the conversation; Ctrl-D or /quit ends it.
+"""
+
+import contextlib
+import shlex
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vismoe.errors import ClosedError, InputError, VisMoEError
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from rich.console import Console
+
+    from vismoe.engine import Engine
+    from vismoe.generate import Figures, Reply
+
+__all__ = ["Conversation", "ctrl_c_cancels", "introduce", "open_images", "start_reply", "user_message"]
+
+HELP = """\
+/image PATH   attach an image to the next question (again for several images)
+/reset        forget the conversation and its images
+/figures      all figures of the last answer, layer by layer
+/help         this list
+/quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
+
+
+def open_images(paths: list[str]) -> list["Image.Image"]:
+    from vismoe.models.images import open_image
+
+    return [open_image(path) for path in paths]
+
+
+def user_message(question: str, images: list["Image.Image"]) -> dict[str, Any]:
+    """A user's turn: its images, then its text."""
+    pictures = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}
+
+
+def start_reply(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]]) -> "Reply":
+    return engine.chat(
+        messages,
+        max_tokens=arguments.max_tokens,
+        sample=arguments.sample,
+        seed=arguments.seed,
+        image_tokens=arguments.image_tokens,
+    )
+
+
+@dataclass
+class Stop:
+    """Whether Ctrl-C was pressed during an answer."""
+
+    pressed: bool = False
+
+
+@contextlib.contextmanager
+def ctrl_c_cancels(reply: "Reply") -> Iterator[Stop]:
+    """Within, the first Ctrl-C cancels the reply, which then ends by itself; a second one interrupts as usual."""
+    stop = Stop()
+
+    def cancel(number: int, frame: Any) -> None:
+        if stop.pressed:
+            raise KeyboardInterrupt
+        stop.pressed = True
+        reply.cancel()
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def introduce(console: "Console", engine: "Engine") -> None:
+    """The plan and the backends, before the first answer."""
+    from vismoe.cli_print import print_backends, print_plan
+
+    print_plan(console, engine.plan)
+    print_backends(console, engine.backends)
+    console.print()
+
+
+@dataclass
+class Conversation:
+    """The interactive chat: questions and answers so far, and the images waiting for the next question."""
+
+    engine: "Engine"
+    arguments: Namespace
+    waiting: list["Image.Image"]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    last: "Figures | None" = None
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        self.console = Console()
+        introduce(self.console, self.engine)
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (gives input() its line editing and history)
+            print("Ask something; /help lists the commands.")
+        while True:
+            try:
+                line = input("> " if is_terminal else "").strip()
+            except EOFError:
+                print()
+                return 0
+            except KeyboardInterrupt:
+                print("\n/quit or Ctrl-D leaves")
+                continue
+            if line == "/quit":
+                return 0
+            try:
+                self.turn(line)
+            except ClosedError:
+                raise
+            except VisMoEError as error:
+                print(f"error: {error}", file=sys.stderr)
+            except KeyboardInterrupt:
+                print("\nstopped")
+
+    def turn(self, line: str) -> None:
+        """One line: a command or a question."""
+        command, _, rest = line.partition(" ")
+        if not line:
+            return
+        if command == "/image":
+            self.attach(rest)
+        elif command == "/reset":
+            self.messages, self.waiting = [], []
+            print("a new conversation")
+        elif command == "/figures":
+            self.show_figures()
+        elif command == "/help":
+            print(HELP)
+        elif command.startswith("/") and "/" not in command[1:]:
+            raise InputError(f"{command}: no such command\n{HELP}")
+        else:
+            self.ask(line)
+
+    def attach(self, text: str) -> None:
+        paths = shlex.split(text) if text.strip()[:1] in ("'", '"') else [text.strip()]
+        if paths == [""]:
+            raise InputError("/image needs a path, e.g. /image photo.jpg")
+        for image in open_images(paths):
+            self.waiting.append(image)
+            print(f"attached, {image.width} x {image.height} pixels; ask about it")
+
+    def show_figures(self) -> None:
+        from vismoe.cli_print import print_figures, print_layers
+
+        if self.last is None:
+            raise InputError("no answer yet, so no figures")
+        figures = self.last.to_json()
+        print_figures(self.console, figures)
+        print_layers(self.console, figures)
+
+    def ask(self, question: str) -> None:
+        """Streams the answer. A turn enters the history when it was answered, were it in part; a failed one leaves no trace."""
+        from vismoe.cli_print import print_figures
+
+        message = user_message(question, self.waiting)
+        reply = start_reply(self.engine, self.arguments, [*self.messages, message])
+        with ctrl_c_cancels(reply) as stop:
+            for piece in reply:
+                print(piece, end="", flush=True)
+        print(" [stopped]" if stop.pressed else "")
+        self.last = reply.figures
+        if reply.answer or not stop.pressed:
+            self.messages += [message, {"role": "assistant", "content": reply.answer}]
+            self.waiting = []
+        print_figures(self.console, reply.figures.to_json())

@@ -1,0 +1,146 @@
+"""`vismoe plan`, `vismoe eval` and `vismoe replay`: figures without a conversation, as tables or as one JSON object."""
+
+from argparse import ArgumentParser, Namespace
+
+from vismoe.cli_options import (
+    Command,
+    add_model_flags,
+    add_one_model,
+    add_settings,
+    at_least_one,
+    given_settings,
+    load_engine,
+    model_options,
+    one_model,
+    print_json,
+)
+from vismoe.config import Settings, format_bytes
+from vismoe.errors import InputError
+
+__all__ = ["EVAL", "PLAN", "REPLAY"]
+
+EVAL_BATCH = 8  # questions answered together; with two pictures each they stay within the default context
+
+
+def replay_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="a folder that vismoe chat --trace recorded")
+    parser.add_argument(
+        "--slots", nargs="+", required=True, metavar="N", help="cache sizes to compare: slabs, or a share such as 25%%"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object with all rows")
+
+
+def run_replay(arguments: Namespace) -> int:
+    """Every eviction order and the oracle at every size."""
+    from vismoe.simulate.replay import compare, format_table
+    from vismoe.simulate.trace import Trace
+
+    rows = compare(Trace.open(arguments.trace), [_slots(text) for text in arguments.slots])
+    if arguments.json:
+        print_json(arguments, {"trace": arguments.trace, "rows": [row.to_json() for row in rows]})
+    else:
+        print(format_table(rows))
+    return 0
+
+
+def _slots(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def plan_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+    add_model_flags(parser)
+    add_settings(parser)
+
+
+def run_plan(arguments: Namespace) -> int:
+    """The plan that loading would follow; nothing is loaded, and no weight is downloaded."""
+    model = one_model(arguments)
+    settings = Settings.of(**given_settings(arguments))
+    from rich.console import Console
+
+    from vismoe.cli_print import print_plan
+    from vismoe.engine import demo_model
+    from vismoe.models.preview import preview
+
+    plan = preview(model or demo_model(), settings, **model_options(arguments))
+    if arguments.json:
+        print_json(arguments, plan.to_json())
+    else:
+        print_plan(Console(), plan)
+    return 0
+
+
+def eval_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    parser.add_argument("--scenes", action="store_true", required=True, help="questions about generated scenes of the demo world")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
+    parser.add_argument("--n", type=at_least_one, default=50, metavar="N", help="how many questions of each kind (default: 50)")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these kinds of question, e.g. count where")
+    parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
+    add_model_flags(parser)
+    add_settings(parser)
+
+
+def run_eval(arguments: Namespace) -> int:
+    """Asks the questions, a few at a time so that they fit the planned context."""
+    model = one_model(arguments)
+    given_settings(arguments)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from vismoe.cli_print import hit_rate, print_accuracy
+    from vismoe.eval.accuracy import evaluate
+    from vismoe.eval.questions import KINDS
+
+    if unknown := set(arguments.kinds or ()) - set(KINDS):
+        raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+
+    with load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("questions", total=None)
+        before = engine.metrics.snapshot()
+        result = evaluate(
+            engine.model,
+            engine.processor,
+            arguments.seed,
+            arguments.n,
+            arguments.kinds or KINDS,
+            batch_size=EVAL_BATCH,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+        cache = (engine.metrics.snapshot() - before).to_json()
+        plan = engine.plan.to_json()
+    if arguments.json:
+        print_json(arguments, {**result, "plan": plan, "cache": cache})
+    else:
+        print_accuracy(Console(), result)
+        print(f"memory {plan['memory']}: {hit_rate(cache)}, {format_bytes(cache['bytes_read'])} read")
+    return 0
+
+
+PLAN = Command(
+    "who gets which memory, before any weight is loaded",
+    plan_arguments,
+    run_plan,
+    """\
+  vismoe plan                                                    the bundled demo model
+  vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB --context 8192
+  vismoe plan ./my-model --memory 25% --json | jq .slabs""",
+)
+EVAL = Command(
+    "accuracy on questions with known answers",
+    eval_arguments,
+    run_eval,
+    """\
+  vismoe eval --scenes --n 100                                   the demo model on held-out scenes
+  vismoe eval --scenes --memory 25% --json                       the same under a budget: the same answers""",
+)
+REPLAY = Command(
+    "what a recorded trace would have read under each eviction order, and with the oracle",
+    replay_arguments,
+    run_replay,
+    """\
+  vismoe chat --trace routing "What is a cache?"                 records the folder routing
+  vismoe replay routing --slots 32 64 25% --json""",
+)

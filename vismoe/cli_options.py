@@ -1,0 +1,245 @@
+"""Command-line flags: every field of `Settings` becomes one flag, and its default is stated nowhere else.
+
+A flag that was not given is not passed on, so that the engine's own defaults hold. Nothing here imports torch.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import types
+import typing
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from vismoe.config import Settings, parse_bytes
+from vismoe.errors import ConfigError, InputError, VisMoEError
+
+if TYPE_CHECKING:
+    from vismoe.engine import Engine
+
+__all__ = [
+    "INTERRUPTED",
+    "Command",
+    "Words",
+    "add_answer_flags",
+    "add_model_flags",
+    "add_one_model",
+    "add_settings",
+    "at_least_one",
+    "error_report",
+    "given_settings",
+    "load_engine",
+    "model_and_question",
+    "model_options",
+    "one_model",
+    "print_json",
+]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: a line about it, what reads its arguments, what it does (returning the exit code), and examples."""
+
+    summary: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+    examples: str
+
+
+# What each setting means to a user: (placeholder, sentence). A test holds it to the fields of Settings.
+MEANINGS: dict[str, tuple[str, str]] = {
+    "memory": ("SIZE|PERCENT", "all the memory to use, e.g. 8GiB, or the share of the experts to hold, e.g. 25%%"),
+    "host_memory": ("SIZE", "with a GPU: bound of the page-locked host memory between disk and GPU"),
+    "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
+    "kernels": ("NAME", "arithmetic of the experts; torch is bit-identical to transformers' eager experts"),
+    "lookahead": ("NAME", "who says which experts are needed soon"),
+    "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
+    "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
+    "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave, or auto"),
+    "io_threads": ("THREADS", "threads that read experts from disk"),
+    "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
+}
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+DTYPES = ("bfloat16", "float16", "float32")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Words(NamedTuple):
+    """What the positional arguments of `vismoe chat` mean."""
+
+    model: str | None
+    question: str | None
+
+
+def model_and_question(words: list[str], model: str | None) -> Words:
+    """Which of the words is the model and which the question; `model` is that of `--model`, which leaves only the question.
+
+    Two words are MODEL and QUESTION. One word is a model when it looks like one: an existing folder, a path, or a hub name such
+    as Qwen/Qwen3-VL-30B-A3B-Instruct. Anything with a blank or a question mark in it, and any other word, is a question.
+    """
+    if len(words) > (1 if model else 2):
+        raise InputError(f'{len(words)} separate words: put the question in quotes, e.g. vismoe chat "{" ".join(words)}"')
+    if len(words) == 2:
+        return Words(_expanded(words[0]), words[1])
+    if not words or model:
+        return Words(_expanded(model), words[0] if words else None)
+    word = words[0]
+    is_question = any(letter.isspace() for letter in word) or "?" in word
+    names_a_model = word.startswith(("/", "./", "../", "~")) or HUB_NAME.fullmatch(word) or Path(word).is_dir()
+    return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
+
+
+def _expanded(model: str | None) -> str | None:
+    """A quoted `~/model` as the shell would have expanded it."""
+    return str(Path(model).expanduser()) if model and model.startswith("~") else model
+
+
+def add_model_flags(parser: ArgumentParser) -> None:
+    """`--model` and how to load it."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="MODEL", help="hub name or folder (default: the bundled demo model)")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    group.add_argument(
+        "--device", type=device_name, metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda where there is one)"
+    )
+    group.add_argument("--dtype", choices=DTYPES, help="what to compute in (default: the checkpoint's own)")
+
+
+def model_options(arguments: Namespace) -> dict[str, str]:
+    """How to load the model, as far as it was given."""
+    return {name: getattr(arguments, name) for name in ("device", "dtype", "revision") if getattr(arguments, name)}
+
+
+def add_one_model(parser: ArgumentParser) -> None:
+    """The model as a positional argument; `one_model` reads it."""
+    parser.add_argument("words", nargs="*", metavar="[MODEL]", help="hub name or folder (default: the bundled demo model)")
+
+
+def one_model(arguments: Namespace) -> str | None:
+    """The model of a command that takes no question: positional or `--model`, None for the demo model."""
+    names = [*arguments.words, *filter(None, [arguments.model])]
+    if len(names) > 1:
+        raise InputError(f"one model at a time, not {len(names)}: {' '.join(names)}")
+    return _expanded(names[0]) if names else None
+
+
+def add_settings(parser: ArgumentParser) -> None:
+    """One flag for each field of Settings, in its order, with its default in the help."""
+    group = parser.add_argument_group("memory and paging")
+    hints = typing.get_type_hints(Settings)
+    for field in dataclasses.fields(Settings):
+        placeholder, meaning = MEANINGS[field.name]
+        default = "none" if field.default is None else field.default
+        options: dict[str, Any] = {"help": f"{meaning} (default: {default})", "default": argparse.SUPPRESS}
+        hint = hints[field.name]
+        if typing.get_origin(hint) is Literal:
+            options["choices"] = typing.get_args(hint)
+        else:
+            options |= {"type": _reader(hint), "metavar": placeholder}
+        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def add_answer_flags(parser: ArgumentParser) -> None:
+    """How long an answer may be, and what an image may cost."""
+    parser.add_argument("--max-tokens", type=at_least_one, default=256, metavar="N", help="length of an answer (default: 256)")
+    parser.add_argument("--image-tokens", type=image_token_range, metavar="MIN..MAX", help="visual tokens for each image")
+
+
+def _reader(hint: Any) -> Callable[[str], Any]:
+    """How the text of a flag becomes a value of this type; sizes stay text, `Settings` reads those."""
+    alternatives = (
+        typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    )
+    if str in alternatives:
+        return str
+    if float in alternatives:
+        return _bytes_per_s
+    return _whole_number_or_auto if len(alternatives) > 1 else int
+
+
+def _bytes_per_s(text: str) -> float:
+    try:
+        return float(parse_bytes(text))
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def _whole_number_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
+
+
+def given_settings(arguments: Namespace) -> dict[str, Any]:
+    """The settings that were given as flags, checked; raises ConfigError."""
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings) if field.name in arguments}
+    Settings.of(**given)
+    return given
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def device_name(text: str) -> str:
+    """`cpu`, `cuda` or `cuda:N`."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise ArgumentTypeError(f"{text!r} is no device; choose cpu, cuda or e.g. cuda:1")
+    return text
+
+
+def image_token_range(text: str) -> tuple[int, int]:
+    """`64..1024` -> (64, 1024)."""
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise ArgumentTypeError(f"{text!r} is not MIN..MAX, e.g. 64..1024 visual tokens for each image")
+    return int(match[1]), int(match[2])
+
+
+@contextlib.contextmanager
+def ctrl_c_exits() -> Iterator[None]:
+    """Within, Ctrl-C ends the process at once. While libraries are imported and a model is read there is nothing to put in order,
+    and a KeyboardInterrupt could be lost in somebody's destructor or arrive wrapped in an ImportError.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def load_engine(arguments: Namespace, model: str | None) -> "Engine":
+    """The engine these flags ask for. torch and transformers are imported here and not before."""
+    given = given_settings(arguments)
+    with ctrl_c_exits():
+        from vismoe.engine import load
+
+        return load(model, **model_options(arguments), **given)
+
+
+def print_json(arguments: Namespace, value: dict[str, Any]) -> None:
+    """The one JSON object of a `--json` run; `arguments.stdout` is the real stdout, since stray prints are sent to stderr."""
+    print(json.dumps(value), file=arguments.stdout, flush=True)
+
+
+def error_report(error: VisMoEError) -> dict[str, Any]:
+    """An error as the JSON object that `--json` prints."""
+    fix = {"fix": error.fix} if hasattr(error, "fix") else {}
+    return {"error": {"type": type(error).__name__, "message": str(error), **fix}}

@@ -1,0 +1,106 @@
+"""Settings of an engine: one frozen definition of every default. CLI flags, `VisMoEConfig` and `vismoe.load` come from it.
+
+Sizes are written `8GiB`, `512MiB`, a number of bytes, or `25%` (of all expert bytes in the model's dtype).
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vismoe.errors import ConfigError
+
+UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much memory may be used: all of it in bytes, or (share of the experts) what prefix and pools may hold."""
+
+    total_bytes: int | None = None
+    expert_share: float | None = None  # 0 < share <= 1
+
+    @classmethod
+    def parse(cls, text: str | int | float) -> "Budget":
+        """`"20GiB"`, `"25%"` or a number of bytes; raises ConfigError otherwise."""
+        if isinstance(text, str) and text.strip().endswith("%"):
+            try:
+                share = float(text.strip()[:-1]) / 100
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise ConfigError(f"memory={text!r}: a percentage of the experts lies above 0% and up to 100%, e.g. 25%")
+            return cls(expert_share=share)
+        return cls(total_bytes=parse_bytes(text))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.expert_share:.4%}".rstrip("0%").rstrip(".") + "%"
+            if self.expert_share
+            else format_bytes(self.total_bytes or 0)
+        )
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """`"8GiB"` -> 8 * 2**30. Units: B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)."""
+    match = SIZE.match(str(text))
+    unit = (match.group(2) or "b").lower() if match else ""
+    if not match or unit not in UNITS:
+        raise ConfigError(f"{text!r} is not a size; write e.g. 8GiB, 512MiB or a number of bytes")
+    nbytes = int(float(match.group(1)) * UNITS[unit])
+    if nbytes <= 0:
+        raise ConfigError(f"{text!r}: a size must be above zero")
+    return nbytes
+
+
+def format_bytes(nbytes: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an engine runs. Checked when made; unknown names are refused; `auto` is settled once, at start, and printed."""
+
+    memory: str | int = "auto"  # all we allocate on the device, or a share of the experts; auto: 80% of what is free
+    host_memory: str | int | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
+    context: int = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
+    kernels: Literal["auto", "torch"] = "torch"  # torch: torch's own arithmetic, bit-identical to eager experts
+    lookahead: Literal["auto", "none", "gate"] = "auto"
+    window: int = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
+    eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class
+    pinned_layers: int | Literal["auto"] = "auto"  # L_pinned: MoE layers whose experts never leave
+    io_threads: int = 2
+    emulated_link_bytes_per_s: float | None = None  # CPU only: copies complete as if over a link of this rate
+
+    def __post_init__(self) -> None:
+        if self.memory != "auto":
+            Budget.parse(self.memory)
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory)
+        for field in dataclasses.fields(self):
+            allowed = getattr(field.type, "__args__", None)
+            value = getattr(self, field.name)
+            if getattr(field.type, "__origin__", None) is Literal and value not in allowed:  # type: ignore[operator]
+                raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(map(repr, allowed or ()))}")
+        for name, least in (("context", 1), ("window", 1), ("io_threads", 1)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: a whole number of at least {least}")
+        pinned = self.pinned_layers
+        if pinned != "auto" and (not isinstance(pinned, int) or pinned < 0):
+            raise ConfigError(f"pinned_layers={pinned!r}: 'auto' or a number of MoE layers from 0")
+        if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:
+            raise ConfigError(f"emulated_link_bytes_per_s={self.emulated_link_bytes_per_s}: must be above zero")
+
+    @classmethod
+    def of(cls, **values: Any) -> "Settings":
+        """Settings from names and values; an unknown name is refused with the nearest known one."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in values.keys() - known:
+            raise ConfigError(f"unknown setting {name!r}; settings are {', '.join(sorted(known))}")
+        return cls(**values)

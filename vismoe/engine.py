@@ -1,0 +1,204 @@
+"""The engine: a model with paged experts, its processor, and one thread that runs it. `load` builds it, `chat` uses it.
+
+Owns the lifetime of everything below it; `close()` (or leaving the `with`) stops copies in flight and gives the files back.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, set_seed
+
+from vismoe.config import Settings
+from vismoe.errors import CheckpointError, ClosedError, ContextError, InputError
+from vismoe.generate import Cancelled, Clock, Figures, Reply, TokenStream
+from vismoe.memory.plan import Plan
+from vismoe.models.families import refuse_prequantized
+from vismoe.models.images import open_image
+from vismoe.models.loading import VisMoEConfig, runtime_of
+from vismoe.models.preview import model_class, read_config
+from vismoe.models.prompts import Prompt, PromptBuilder
+from vismoe.simulate.trace import TraceWriter
+
+Messages = Sequence[dict[str, Any]]
+
+
+def demo_model() -> Path:
+    """The small trained model that ships with the package."""
+    here = Path(__file__).parent
+    for assets in (here / "assets", here.parent / "assets"):
+        if (assets / "demo-model" / "config.json").is_file():
+            return assets / "demo-model"
+    raise CheckpointError("the bundled demo model is missing from this installation; reinstall vismoe, or name a model")
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    **settings: Any,
+) -> "Engine":
+    """An engine for a hub name or folder (None: the bundled demo model).
+
+    `settings` are those of `vismoe.config.Settings`, e.g. `memory="20GiB"` or `memory="25%"`; kernels default to `auto` here.
+    `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
+    """
+    chosen = Settings.of(**{"kernels": "auto", **settings})
+    name = str(model if model is not None else demo_model())
+    config = read_config(name, revision=revision)
+    refuse_prequantized(config)
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = model_class(config).from_pretrained(
+        name,
+        revision=revision or "main",
+        dtype=dtype,
+        device_map=place if place != "cpu" else None,
+        quantization_config=VisMoEConfig(**{**vars(chosen)}),
+    )
+    return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
+
+
+class Engine:
+    """A loaded model. One request runs at a time; further ones queue."""
+
+    def __init__(self, model: PreTrainedModel, prompts: PromptBuilder, name: str, settings: Settings):
+        self.model, self.name, self.settings = model, name, settings
+        self._prompts = prompts
+        self._runtime = runtime_of(model)
+        self._clock = Clock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vismoe-model")
+        self._requests = itertools.count()
+        self._closed = False
+        for tower in self._prompts.vision_towers(model):
+            tower.register_forward_pre_hook(lambda *_: self._encoding(-time.perf_counter()))
+            tower.register_forward_hook(lambda *_: self._encoding(time.perf_counter()))
+
+    @property
+    def plan(self) -> Plan:
+        return self._runtime.plan
+
+    @property
+    def processor(self) -> Any:
+        """The family's processor (images and text), or its tokenizer for a text model."""
+        return self._prompts.processor
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """What was chosen at start, and why."""
+        return self._runtime.backends
+
+    @property
+    def metrics(self) -> Any:
+        return self._runtime.pager.metrics
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int = 256,
+        sample: bool = False,
+        seed: int | None = None,
+        image_tokens: tuple[int, int] | None = None,
+    ) -> Reply:
+        """Answer a conversation; iterate the Reply for pieces of text.
+
+        messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
+        with a path, bytes, data URI or PIL image. Decoding is greedy unless `sample`, which takes the model's generation config.
+        image_tokens: least and most visual tokens per image. Raises InputError or ContextError before anything runs.
+        """
+        if self._closed:
+            raise ClosedError("the engine is closed; load the model again to go on")
+        if max_tokens < 1:
+            raise InputError(f"max_tokens={max_tokens}: an answer has at least one token")
+        prompt = self._prompts.build(messages, open_image, image_tokens)
+        if prompt.tokens >= self.plan.context:
+            raise ContextError(
+                f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the planned context is "
+                f"{self.plan.context}. Fix: load with context={2 * prompt.tokens} (--context), use smaller images "
+                "(--image-tokens), or start anew"
+            )
+        reply = Reply()
+        options: dict[str, Any] = {"max_new_tokens": min(max_tokens, self.plan.context - prompt.tokens), "do_sample": sample}
+        if not sample:
+            options |= {"temperature": None, "top_p": None, "top_k": None}
+        self._thread.submit(self._answer, reply, prompt, options, seed)
+        return reply
+
+    def _answer(self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None) -> None:
+        """On the model thread: generate, and settle the reply whatever happens."""
+        try:
+            reply.end(self._generate(reply, prompt, options, seed))
+        except Exception as error:  # the request's boundary: the caller gets it while iterating
+            reply.end(error=error)
+        finally:
+            self._runtime.pager.end_request()
+
+    def _generate(self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None) -> Figures:
+        self._clock = clock = Clock(began_s=time.perf_counter())
+        if isinstance(self._runtime.recorder, TraceWriter):
+            self._runtime.recorder.request(str(next(self._requests)))
+        if seed is not None:
+            set_seed(seed)
+        before = self.metrics.snapshot()
+        stream = TokenStream(self._prompts.tokenizer, clock, reply.emit)
+        with torch.inference_mode():
+            self.model.generate(
+                **prompt.inputs.to(self.model.device), **options, streamer=stream, stopping_criteria=[Cancelled(reply.flag)]
+            )
+        self._runtime.pager.end_request()
+        prefill_s = clock.first_token_s - clock.began_s - clock.encode_s
+        return Figures(
+            answer=reply.text,
+            plan=self.plan,
+            images=prompt.images,
+            encode_seconds=clock.encode_s,
+            prompt_tokens=prompt.tokens,
+            visual_tokens=prompt.visual_tokens,
+            prefill_seconds=prefill_s,
+            decode_tokens=clock.tokens - 1,
+            decode_seconds=clock.last_token_s - clock.first_token_s,
+            cancelled=reply.flag.is_set(),
+            capacity={
+                "slabs": self.plan.resident_experts,
+                "experts": self.plan.total_experts,
+                "bytes": sum(table.pool.capacity * table.pool.layout.record_bytes for table in self._runtime.pager.tables),
+            },
+            counters=self.metrics.snapshot() - before,
+        )
+
+    def _encoding(self, signed_s: float) -> None:
+        self._clock.encode_s += signed_s
+
+    @contextlib.contextmanager
+    def record(self, path: str | Path) -> Iterator[None]:
+        """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
+        with TraceWriter(path, self._runtime.pager.inventory, model=self.name) as writer:
+            self._runtime.recorder = writer
+            try:
+                yield
+            finally:
+                self._thread.submit(lambda: None).result()  # what runs is recorded to its end
+                self._runtime.recorder = None
+
+    def close(self) -> None:
+        """Stop copies and close the files; may be called twice. A request that runs ends with ClosedError."""
+        self._closed = True
+        self._runtime.pager.close()
+        self._thread.shutdown(wait=True)
+        self._runtime.store.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+__all__ = ["Engine", "demo_model", "load"]

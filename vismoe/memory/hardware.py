@@ -1,0 +1,79 @@
+"""What the machine can still give: free memory of the device and the host, cores. Looks, allocates nothing."""
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from vismoe.errors import ConfigError
+from vismoe.memory.needs import Hardware
+
+CGROUPS = Path("/sys/fs/cgroup")
+SELF = Path("/proc/self/cgroup")
+UNLIMITED_BYTES = 2**60  # version 1 writes a number near 2**63 where nothing is limited
+
+
+def probe(device: str | torch.device | None = None) -> Hardware:
+    """Free memory now, within control group limits; `device` None takes a GPU where there is one.
+
+    Raises ConfigError for a device that is not there.
+    """
+    kind = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    free_host, total_host = host_memory()
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if kind.type == "cpu":
+        return Hardware("cpu", free_host, total_host, free_host, cores(), ranks)
+    if kind.type != "cuda":
+        raise ConfigError(f"device={str(device)!r}: choose cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={str(device)!r}: torch {torch.__version__} sees no GPU; choose cpu")
+    free, total = torch.cuda.mem_get_info(kind)
+    return Hardware("cuda", free, total, free_host, cores(), ranks)
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory() -> tuple[int, int]:
+    """(free, total) bytes of RAM, the tightest control group limit respected; page cache counts as free."""
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    for limit, used in group_limits():
+        total = min(total, limit)
+        free = min(free, max(0, limit - used))
+    return free, total
+
+
+def group_limits(groups: Path = CGROUPS, self_file: Path = SELF) -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be reclaimed) of every limited memory control group this process is in."""
+    limits = []
+    lines = self_file.read_text().splitlines() if self_file.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, names = groups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        here = root / path.lstrip("/")
+        for folder in (here, *here.parents):
+            if folder != root and root not in folder.parents:
+                break
+            limits += _limit(folder, *names)
+    return limits
+
+
+def _limit(folder: Path, limit_name: str, used_name: str, cache_name: str) -> list[tuple[int, int]]:
+    limit_file, used_file = folder / limit_name, folder / used_name
+    if not (limit_file.exists() and used_file.exists()):
+        return []
+    text = limit_file.read_text().strip()
+    if text == "max" or int(text) >= UNLIMITED_BYTES:
+        return []
+    stat = folder / "memory.stat"
+    counters = dict(line.split(" ", 1) for line in stat.read_text().splitlines()) if stat.exists() else {}
+    return [(int(text), max(0, int(used_file.read_text()) - int(counters.get(cache_name, 0))))]

@@ -1,0 +1,90 @@
+"""The named shares of memory that a plan adds up: what each part is and how many bytes it takes at a context. Pure."""
+
+from dataclasses import dataclass
+
+from vismoe.config import format_bytes
+from vismoe.memory.apportion import Division, experts_of, prefix_bytes
+from vismoe.memory.kernel_cache import ENTRIES, kernel_cache_bytes
+from vismoe.memory.needs import Footprint
+from vismoe.types import ExpertInventory
+
+DECODE_ROWS = 8  # sequences of a batch that the combine buffer is planned for
+RUNTIME_BYTES = {
+    "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
+    "cuda": 512 * 2**20,  # not measured yet: context, loaded kernels, cuBLAS workspace
+}
+RUNTIME_NOTES = {"cpu": "model code, processor, threads", "cuda": "context, kernels, workspace (an estimate)"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named share of memory. `inside` names the part that already counts these bytes (a detail, not a summand)."""
+
+    name: str
+    bytes: int
+    note: str = ""
+    inside: str = ""
+
+
+def total(parts: tuple[Part, ...] | list[Part]) -> int:
+    """Bytes of all summands."""
+    return sum(part.bytes for part in parts if not part.inside)
+
+
+def fixed_parts(need: Footprint, context: int, device: str) -> list[Part]:
+    """Everything on the device but experts and staging, for `context` tokens.
+
+    A phase cannot use all that the one before it freed: on the CPU a process measured after prefills of 500 and 2,000 tokens
+    with images held the two largest phases together, not the largest alone. Hence the slack.
+    """
+    images = min(need.max_image_tokens, context)
+    held = need.image_token_bytes * images
+    combine = need.combine_token_bytes * DECODE_ROWS
+    prefill, encode, decode = need.prefill(context) + held, need.encode(images), need.decode(context) + combine
+    largest, second, _ = sorted((prefill, encode, decode), reverse=True)
+    padding = max(0, prefill + need.padding(context) - largest)
+    copied = max((layer.copy_token_bytes * layer.tokens(context) for layer in need.cache_layers), default=0)
+    details = [
+        Part("vision", encode, f"{images} image tokens in one request; attention without N x N", "activations"),
+        Part("prefill", prefill, f"{context} tokens in one forward, with {format_bytes(held)} of image features", "activations"),
+        Part("decode", decode, "one token per sequence", "activations"),
+        Part("KV cache's copy while it grows", copied, "within decode", "activations"),
+        Part("combine buffer", combine, f"within decode, up to {DECODE_ROWS} sequences", "activations"),
+    ]
+    return [
+        *(Part(name, nbytes) for name, nbytes in need.backbone if nbytes),
+        Part("KV cache", need.cache_bytes(context), f"{context} tokens over all sequences"),
+        Part("activations", largest, "the largest of these phases"),
+        *(detail for detail in details if detail.bytes),
+        Part("padded batches", padding, f"explicit mask of 2 x {max(1, context // 2)} tokens"),
+        Part("allocator slack", second, "what the second largest phase freed and the largest cannot use"),
+        Part("logits", need.logits_bytes, "one row kept"),
+        *(_of_a_cpu(need) if device == "cpu" else []),
+        Part("runtime", RUNTIME_BYTES[device], RUNTIME_NOTES[device]),
+    ]
+
+
+def _of_a_cpu(need: Footprint) -> list[Part]:
+    """What is host memory, and so inside the budget only where the CPU is the device."""
+    note = f"generated code for the {ENTRIES} latest shapes of a product"
+    return [Part("kernel caches", kernel_cache_bytes(need.dtype), note), Part("tokenizer", need.tokenizer_bytes)]
+
+
+def staging_part(need: Footprint, io_threads: int) -> list[Part]:
+    """Bounce buffers of the reading threads and of the thread that demands; none where reads go straight into records."""
+    nbytes = need.scratch_bytes * (io_threads + 1)
+    return [Part("staging", nbytes, f"bounce buffers of {io_threads} reading threads and the demanding one")] if nbytes else []
+
+
+def expert_parts(inventory: ExpertInventory, division: Division, emulated: bool) -> list[Part]:
+    """Pinned prefix and one pool per geometry. With an emulated link the slabs alias the host tier."""
+    parts = []
+    if division.pinned_layers:
+        note = f"all experts of the first {division.pinned_layers} MoE layers"
+        parts.append(Part("pinned prefix", prefix_bytes(inventory, division.pinned_layers), note))
+    dynamic = experts_of(inventory.layers[division.pinned_layers :], len(inventory.layouts))
+    for geometry, (slabs, layout) in enumerate(zip(division.slabs, inventory.layouts, strict=True)):
+        name = "expert pool" if len(division.slabs) == 1 else f"expert pool {geometry}"
+        note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {dynamic[geometry]} experts"
+        parts.append(Part(name, slabs * layout.record_bytes, note + (", aliasing the host tier" if emulated else "")))
+    return parts

@@ -1,0 +1,94 @@
+"""Slab pools: one allocation cut into fixed-size blocks at start; taking and giving back are O(1) and never allocate.
+
+A slab holds one record (one expert in one format) and starts on a 64-byte boundary, which float32 GEMV needs to give
+the same bits as freshly allocated weights. Who is in a slab is the page table's business, not the pool's.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from vismoe.errors import TransferError
+from vismoe.types import ALIGNMENT_BYTES, RecordLayout
+
+
+class SlabPool:
+    """`slabs` blocks of one record layout on one device; `page_locked` host memory for fast copies to a GPU.
+
+    With `aliased=True` the pool owns no bytes: a slab shows whatever record was aliased into it (an emulated device tier
+    on a machine without a device, where slabs are the host tier's records).
+    """
+
+    def __init__(
+        self,
+        layout: RecordLayout,
+        slabs: int,
+        device: torch.device | str = "cpu",
+        page_locked: bool = False,
+        aliased: bool = False,
+    ):
+        self.layout, self.capacity, self.aliased = layout, slabs, aliased
+        self.buffer = torch.empty((0 if aliased else slabs, layout.record_bytes), dtype=torch.uint8, device=device)
+        if page_locked:
+            weakref.finalize(self, _page_lock(self.buffer), self.buffer.data_ptr())
+        assert self.buffer.data_ptr() % ALIGNMENT_BYTES == 0, "torch gave an unaligned pool"
+        self._views: list[dict[str, torch.Tensor]] = [layout.views(record) for record in self.buffer]
+        if aliased:
+            self._views = [{} for _ in range(slabs)]
+        self._free = list(range(slabs - 1, -1, -1))
+        self._is_free = [True] * slabs
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel()
+
+    @property
+    def free(self) -> int:
+        """Slabs nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slab's index, or None when all are held."""
+        if not self._free:
+            return None
+        slab = self._free.pop()
+        self._is_free[slab] = False
+        return slab
+
+    def give_back(self, slab: int) -> None:
+        assert not self._is_free[slab], f"slab {slab} was given back twice"
+        self._is_free[slab] = True
+        self._free.append(slab)
+
+    def record(self, slab: int) -> torch.Tensor:
+        """The slab's bytes, uint8 `[record_bytes]`."""
+        return self.buffer[slab]
+
+    def weights(self, slab: int) -> dict[str, torch.Tensor]:
+        """Typed views of the slab's sections, made once."""
+        return self._views[slab]
+
+    def alias(self, slab: int, weights: dict[str, torch.Tensor]) -> None:
+        """Let an aliased pool's slab show another pool's record."""
+        assert self.aliased
+        self._views[slab] = weights
+
+    def check_integrity(self) -> None:
+        assert len(self._free) == len(set(self._free)) == sum(self._is_free), "free list and free flags disagree"
+        assert all(self._is_free[slab] for slab in self._free)
+
+
+def _page_lock(buffer: torch.Tensor) -> Callable[[int], object]:
+    """Register ordinary memory with CUDA; returns the function that takes its address and undoes it.
+
+    torch's own page-locked allocator rounds up to a power of two, which would be up to twice the plan.
+    """
+    cuda = torch.cuda.cudart()
+    status = cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    if int(status) != 0:
+        raise TransferError(
+            f"{buffer.numel()} bytes of host memory could not be page-locked (CUDA error {int(status)}). "
+            "Fix: a smaller host_memory (--host-memory), or a higher limit of locked memory (ulimit -l)"
+        )
+    return cuda.cudaHostUnregister

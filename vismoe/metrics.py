@@ -1,0 +1,77 @@
+"""Counters of the pager: per phase and MoE layer, updated where the event happens, read as differences of snapshots.
+
+Counting (one rule each): a hit or a miss is one (expert, layer step), excluding experts that only padding asked for;
+resident when demanded is a hit; a prefetch still under way when demanded is a miss and `late`; a prefetched expert is wasted
+when it leaves, or the request ends, before anyone demanded it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vismoe.types import Phase
+
+PHASES = tuple(Phase)
+COUNTERS = (
+    "hits",
+    "misses",
+    "late",
+    "evictions",
+    "bytes_read",  # from disk
+    "bytes_copied",  # over the link between host and device tiers
+    "stall_seconds",
+    "prefetched_bytes",
+    "wasted_prefetch_bytes",
+    "steps",  # times the layer ran
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counters at one moment, `[phase, layer, counter]` float64."""
+
+    values: np.ndarray
+
+    def __sub__(self, earlier: "Snapshot") -> "Snapshot":
+        return Snapshot(self.values - earlier.values)
+
+    def total(self, counter: str, phase: Phase | None = None) -> float:
+        values = self.values[:, :, COUNTERS.index(counter)]
+        return float(values.sum() if phase is None else values[PHASES.index(phase)].sum())
+
+    def hit_rate(self, phase: Phase | None = None) -> float | None:
+        """Hits over demands, or None when nothing was demanded."""
+        hits, misses = self.total("hits", phase), self.total("misses", phase)
+        return hits / (hits + misses) if hits + misses else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Totals, per phase, and per layer; counts and bytes as integers."""
+
+        def row(values: np.ndarray) -> dict[str, float | int]:
+            return {name: float(v) if name.endswith("seconds") else int(v) for name, v in zip(COUNTERS, values, strict=True)}
+
+        per_phase = {phase: row(self.values[i].sum(axis=0)) for i, phase in enumerate(PHASES) if self.values[i].any()}
+        per_layer = [
+            {
+                "layer": layer,
+                **{phase: row(self.values[i, layer]) for i, phase in enumerate(PHASES) if self.values[i, layer].any()},
+            }
+            for layer in range(self.values.shape[1])
+        ]
+        return {**row(self.values.sum(axis=(0, 1))), "per_phase": per_phase, "per_layer": per_layer}
+
+
+class Metrics:
+    """The live counters of one engine. Written under the pager's lock."""
+
+    def __init__(self, layers: int):
+        self._values = np.zeros((len(PHASES), layers, len(COUNTERS)))
+        self._column = {name: i for i, name in enumerate(COUNTERS)}
+        self._row = {phase: i for i, phase in enumerate(PHASES)}
+
+    def add(self, counter: str, phase: Phase, layer: int, amount: float = 1) -> None:
+        self._values[self._row[phase], layer, self._column[counter]] += amount
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self._values.copy())

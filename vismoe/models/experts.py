@@ -1,0 +1,223 @@
+"""The experts implementation that transformers calls instead of its own, and the hooks that tell it what is running.
+
+`kernels="torch"` does eager's arithmetic in eager's order, so outputs are bit-identical to eager experts on fresh memory: one
+matrix product per expert over exactly the rows eager would use (padding rows included), weights in the model's own orientation
+in 64-byte aligned slabs, additions in ascending expert id rounded in the output's type.
+
+Shapes: hidden `[T, H]`, top_k_index `[T, K]` int64, top_k_weights `[T, K]`. One device-to-host read per layer: the routing.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from vismoe.errors import ContextError, UnsupportedModelError
+from vismoe.lookahead.gate import GateLookahead
+from vismoe.memory.plan import Plan
+from vismoe.models.families import accumulator_dtype, expert_modules
+from vismoe.paging.pager import Pager
+from vismoe.simulate.steps import TokenKind
+from vismoe.store.expert_store import ExpertStore
+from vismoe.types import Phase
+
+IMPLEMENTATION = "vismoe"
+
+
+class RoutingRecorder(Protocol):
+    """What a trace writer must offer."""
+
+    def step(self, phase: Phase, kinds: np.ndarray) -> None: ...
+
+    def layer(self, layer: int, expert_ids: np.ndarray, weights: np.ndarray, scores: np.ndarray | None = None) -> None: ...
+
+
+@dataclass
+class Step:
+    """The forward pass under way: B sequences of S new tokens each."""
+
+    phase: Phase = Phase.PREFILL
+    batch: int = 1
+    kinds: np.ndarray | None = None  # uint8 [B * S] of TokenKind; None: all text
+
+
+class ExpertRuntime:
+    """Computes a model's routed experts out of the pager's slabs. Bound to one model; one forward pass at a time."""
+
+    def __init__(
+        self,
+        pager: Pager,
+        plan: Plan,
+        device: torch.device,
+        lookahead: GateLookahead | None,
+        store: ExpertStore,
+        backends: dict[str, str],
+    ):
+        self.pager, self.plan, self.device, self.lookahead = pager, plan, device, lookahead
+        self.store, self.backends = store, backends
+        self.recorder: RoutingRecorder | None = None
+        self.step = Step()
+        self._kinds: np.ndarray | None = None
+
+    def bind(self, model: nn.Module) -> None:
+        """Let the model's experts modules find this runtime, and watch its forward passes."""
+        modules = list(expert_modules(model))
+        for layer, (_, module) in enumerate(modules):
+            module._vismoe_binding = (self, layer)  # type: ignore[assignment]
+        model.register_forward_pre_hook(self._note_token_kinds, with_kwargs=True)
+        for path in dict.fromkeys(path.rpartition(".layers.")[0] for path, _ in modules):
+            model.get_submodule(path).register_forward_pre_hook(self._begin_step, with_kwargs=True)
+
+    # -- hooks
+    def _note_token_kinds(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Which tokens are visual and which are padding, as far as the outermost call shows it."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self._kinds = None
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            return
+        kinds = torch.full(ids.shape, TokenKind.TEXT, dtype=torch.uint8, device=ids.device)
+        for name in ("image_token_id", "video_token_id"):
+            token = getattr(model.config, name, None)
+            if token is not None:
+                kinds[ids == token] = TokenKind.VISUAL
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and ids.shape[1] > 1:
+            kinds[mask[:, -ids.shape[1] :] == 0] = TokenKind.PAD
+        self._kinds = kinds.reshape(-1).cpu().numpy()
+
+    def _begin_step(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("inputs_embeds")
+        if tokens is None:
+            tokens = kwargs.get("input_ids", args[0] if args else None)
+        if tokens is None or tokens.device.type == "meta":
+            return
+        batch, new = tokens.shape[:2]
+        cache = kwargs.get("past_key_values")
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        if batch * (past + new) > self.plan.context:
+            raise ContextError(
+                f"{batch} x {past + new} tokens are more than the context of {self.plan.context} that memory was planned for. "
+                f"Fix: load with context={batch * (past + new)} or more (--context), or shorten the input"
+            )
+        kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
+        self.step = Step(Phase.PREFILL if new > 1 else Phase.DECODE, batch, kinds)
+        self.pager.begin_step(self.step.phase)
+        if self.recorder is not None:
+            recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
+            self.recorder.step(self.step.phase, recorded.reshape(batch, new))
+
+    # -- one MoE layer
+    def run(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """The layer's output `[T, H]`."""
+        out = torch.zeros_like(hidden, dtype=accumulator_dtype(module, hidden, factors))
+        if hidden.shape[0] == 0:
+            return out.to(hidden.dtype)
+        if hidden.device != self.device:
+            raise UnsupportedModelError(
+                f"the model was moved to {hidden.device}, its experts are served on {self.device}. "
+                f"Fix: load it with device={hidden.device}"
+            )
+        routing = index.cpu().numpy()
+        rows = RowsByExpert(routing, module.num_experts, hidden.device)
+        decoding = self.step.phase is Phase.DECODE
+        keep = None if decoding else self._last_tokens_experts(routing)
+        with self.pager.demand(layer, rows.experts, keep, self._real_tokens_experts(routing)) as demand:
+            scores = self._look_ahead(layer)
+            if self.recorder is not None:
+                self.recorder.layer(layer, routing, factors.float().cpu().numpy(), scores)
+            if not decoding:
+                for expert, weights in demand.in_order():
+                    token, choice = rows.of(expert)
+                    out.index_add_(0, token, weighted_output(module, weights, hidden, token, choice, factors).to(out.dtype))
+                return out.to(hidden.dtype)
+            parts: dict[int, torch.Tensor] = {}
+            for expert, weights in demand.as_ready():
+                token, choice = rows.of(expert)
+                parts[expert] = weighted_output(module, weights, hidden, token, choice, factors)
+        for expert in rows.experts:
+            out.index_add_(0, rows.of(expert)[0], parts[expert].to(out.dtype))
+        return out.to(hidden.dtype)
+
+    def _look_ahead(self, layer: int) -> np.ndarray | None:
+        """Tell the pager what the next layers will want; off while nothing misses."""
+        wanted = self.pager.misses_last_step or self.pager.misses_this_step
+        if self.lookahead is None or not (wanted or self.recorder is not None):
+            return None
+        scores = self.lookahead.scores(layer, decoding=self.step.phase is Phase.DECODE)
+        if scores is not None and wanted:
+            self.pager.look_ahead(layer, scores)
+        return scores
+
+    def _last_tokens_experts(self, routing: np.ndarray) -> set[int]:
+        """What the last token of each sequence uses: the best guess at what decode will want."""
+        per_sequence = len(routing) // self.step.batch
+        return set(routing[per_sequence - 1 :: per_sequence].ravel().tolist()) if per_sequence else set()
+
+    def _real_tokens_experts(self, routing: np.ndarray) -> Collection[int] | None:
+        kinds = self.step.kinds
+        if kinds is None or kinds.size != len(routing) or not (kinds == TokenKind.PAD).any():
+            return None
+        return set(routing[kinds != TokenKind.PAD].ravel().tolist())
+
+
+class RowsByExpert:
+    """Which (token, choice) pairs go to which expert, in eager's order: by choice, then by token."""
+
+    def __init__(self, routing: np.ndarray, num_experts: int, device: torch.device):
+        flat = routing.T.ravel()  # [K * T], choice-major, as eager's torch.where over [K, T] walks it
+        order = np.argsort(flat, kind="stable")
+        ids, starts = np.unique(flat[order], return_index=True)
+        known = int(np.searchsorted(ids, num_experts))  # ids from num_experts on are sentinels: nothing to compute
+        self.experts: list[int] = ids[:known].tolist()
+        ends = [*starts[1:].tolist(), flat.size]
+        self._range = {e: (int(starts[i]), ends[i]) for i, e in enumerate(self.experts)}
+        choice, token = np.divmod(order, len(routing))
+        self._token, self._choice = torch.from_numpy(token).to(device), torch.from_numpy(choice).to(device)
+
+    def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token `[n]`, choice `[n]`) int64 of one expert."""
+        start, end = self._range[expert]
+        return self._token[start:end], self._choice[start:end]
+
+
+def weighted_output(
+    module: Any,
+    weights: dict[str, torch.Tensor],
+    hidden: torch.Tensor,
+    token: torch.Tensor,
+    choice: torch.Tensor,
+    factors: torch.Tensor,
+) -> torch.Tensor:
+    """One expert on its rows, times the routing weight, `[n, H]`; the activation is the model's own."""
+    up = _linear(module, hidden[token], weights, "gate_up_proj" if module.has_gate else "up_proj")
+    activated = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+    down = _linear(module, activated, weights, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):  # since transformers 5.23
+        down = module.post_expert_norm(down)
+    return down * factors[token, choice, None]
+
+
+def _linear(module: Any, rows: torch.Tensor, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    weight, bias = weights[name], weights.get(f"{name}_bias")
+    if not module.is_transposed:
+        return nn.functional.linear(rows, weight, bias)
+    return rows @ weight if bias is None else rows @ weight + bias
+
+
+def paged_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The function registered with transformers' experts interface."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedModelError(
+            "torch.compile cannot trace expert paging, which decides on the host. Fix: run the model uncompiled"
+        )
+    runtime, layer = module._vismoe_binding
+    return runtime.run(layer, module, hidden_states, top_k_index, top_k_weights)
+
+
+ExpertsInterface.register(IMPLEMENTATION, paged_experts)

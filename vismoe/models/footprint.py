@@ -1,0 +1,113 @@
+"""What a model needs besides its routed experts, measured on the meta device: no weights, no formula per family.
+
+The forward pass runs on meta tensors, once with few tokens and once with the whole context, and every live byte is counted
+(live_memory.py). The cache's own tensors give the KV bytes, so grouped heads, sliding windows, latent attention and recurrent
+states are exact whatever the family.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from vismoe.config import Settings
+from vismoe.memory.needs import CacheLayer, Curve, Footprint
+from vismoe.models.components import backbone_bytes
+from vismoe.models.families import expert_modules
+from vismoe.models.live_memory import META, FusedAttention, LiveMemory, forwards_replaced, one_expert_for_all
+from vismoe.models.vision_memory import vision_memory
+from vismoe.types import ExpertInventory
+
+__all__ = ["footprint"]
+
+FEW_TOKENS = 4
+SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: measured up to here, linear beyond (a chunk has 256)
+TOKENIZER_TOKEN_BYTES = 1100  # measured: a byte-level BPE tokenizer of 151,643 tokens took 156 MiB
+GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row per token, [..., tokens, width]
+
+
+def footprint(
+    model: Any, inventory: ExpertInventory, settings: Settings, scratch_bytes: int = 0, image_tokens: int | None = None
+) -> Footprint:
+    """Measure `model` for up to `settings.context` tokens; it must be on meta with its experts' parameters still there.
+
+    scratch_bytes: the bounce buffer of one reading thread (`store.scratch_bytes`).
+    image_tokens: the most image tokens of one request; None: the context may be all images.
+    """
+    context, config = settings.context, model.config.get_text_config()
+    runs = [_Forward(model, min(FEW_TOKENS, context))]
+    recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
+    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (context,))} - {runs[0].tokens}
+    runs += [_Forward(model, tokens) for tokens in sorted(more)]
+    layers = runs[-1].cache_layers
+
+    def curve(peak: Callable[[_Forward], int]) -> Curve:
+        return Curve(tuple((run.tokens, peak(run)) for run in runs))
+
+    def beyond_cache(run: _Forward, peak_bytes: int) -> int:
+        return max(0, peak_bytes - sum(layer.nbytes(run.tokens) for layer in layers))
+
+    images = min(context, image_tokens or context)
+    vision = vision_memory(model, images)
+    item = model.dtype.itemsize
+    return Footprint(
+        family=model.config.model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        inventory=inventory,
+        backbone=backbone_bytes(model),
+        cache_layers=layers,
+        prefill=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
+        decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
+        padding=Curve(((0, 0), (context, runs[-1].padding_bytes() * -(-(context**2) // runs[-1].tokens ** 2)))),
+        encode=vision.encode,
+        image_token_bytes=vision.held_token_bytes,
+        max_image_tokens=images if vision.encode.points else 0,
+        logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
+        combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
+        scratch_bytes=scratch_bytes,
+        tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size,
+    )
+
+
+class _Forward:
+    """A prefill of `tokens` and one decode step on meta: peaks of live bytes, and what the cache keeps."""
+
+    def __init__(self, model: Any, tokens: int):
+        self.model, self.tokens = model, tokens
+        self.prefill_bytes, self.decode_bytes, self.cache_layers = _run(model, tokens)
+
+    def padding_bytes(self) -> int:
+        """What two padded rows of half the tokens each add: an explicit boolean mask, and all that follows from it."""
+        mask_bytes = 2 * (self.tokens // 2) ** 2
+        return max(0, mask_bytes + _run(self.model, self.tokens, mask_bytes)[0] - self.prefill_bytes)
+
+
+def _run(model: Any, tokens: int, mask_bytes: int = 0) -> tuple[int, int, tuple[CacheLayer, ...]]:
+    """(peak of the prefill, peak of the decode step, cache layers)."""
+    experts = [module for _, module in expert_modules(model)]
+    cache = DynamicCache(config=model.config.get_text_config())
+    with torch.no_grad(), LiveMemory() as memory, FusedAttention(mask_bytes), forwards_replaced(experts, one_expert_for_all):
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill_bytes, layers = memory.peak_bytes, tuple(_cache_layer(layer) for layer in cache.layers)
+        memory.peak_bytes = memory.live_bytes
+        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return prefill_bytes, memory.peak_bytes, layers
+
+
+def _cache_layer(layer: Any) -> CacheLayer:
+    """What a cache layer keeps, read from its tensors; recurrent layers hold lists or dicts of states."""
+    state_bytes = token_bytes = copy_bytes = 0
+    for name, value in vars(layer).items():
+        for tensor in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(tensor, torch.Tensor) or tensor.device != META or not tensor.ndim:
+                continue
+            nbytes = tensor.numel() * tensor.element_size()
+            if name.startswith(GROWING) and tensor.ndim > 1 and tensor.shape[-2]:
+                token_bytes += nbytes // tensor.shape[-2]
+                copy_bytes = max(copy_bytes, nbytes // tensor.shape[-2])
+            else:
+                state_bytes += nbytes
+    window = getattr(layer, "sliding_window", None)
+    return CacheLayer(state_bytes, token_bytes, max(1, window - 1) if isinstance(window, int) else None, copy_bytes)

@@ -1,0 +1,198 @@
+"""Image intake: whatever a user hands over becomes one upright RGB picture, or one clear `InputError`.
+
+Promises: the header is read before any pixel is decoded, and a picture above the pixel limit is refused unread; a damaged file
+is an error, never a half-grey picture; EXIF orientation is applied; transparency is laid on white; 16-bit and float pictures are
+scaled to 8 bit. Nothing is fetched over the network, and videos are refused by name.
+Sizes are pixels.
+"""
+
+import base64
+import binascii
+import io
+import logging
+import struct
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from vismoe.errors import InputError
+
+__all__ = ["MAX_PIXELS", "ImageSource", "open_image"]
+
+ImageSource = str | Path | bytes | Image.Image
+
+log = logging.getLogger("vismoe")
+
+MAX_PIXELS = 64 * 10**6  # 8000 x 8000; decoded to RGB that is 192 MB
+# Decoders that work on memory alone; EPS would start ghostscript, and the long tail of Pillow's formats is untested ground.
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO")
+VIDEO_SUFFIXES = frozenset(
+    ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .m2ts .mts .wmv .asf .flv .f4v .ogv .3gp .3g2 .vob .rm .rmvb .y4m".split()
+)
+PICTURE_BRANDS = (
+    b"avif",
+    b"avis",
+    b"heic",
+    b"heix",
+    b"hevc",
+    b"heim",
+    b"heis",
+    b"mif1",
+    b"msf1",
+    b"jxl ",
+    b"jp2 ",
+    b"jpx ",
+    b"jpm ",
+)
+HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis")
+HEADER_BYTES = 64
+# What Pillow's decoders raise on damaged files, found by feeding them damaged files; anything else is a mistake of ours.
+DECODER_ERRORS = (
+    OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError,
+    MemoryError, struct.error, zlib.error, Image.DecompressionBombError,
+)  # fmt: skip
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # EXIF orientation -> what makes the picture upright
+
+
+def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An upright RGB picture from a path, encoded bytes, a `data:` URI or a Pillow image (which is not changed).
+
+    Raises InputError: nothing there, not an image, damaged, empty, a video, or more than `max_pixels`.
+    Of an animation or a multi-page file the first frame is used, and a warning on the `vismoe` logger says so.
+    """
+    if isinstance(source, Image.Image):
+        return _upright_rgb(source, "the image", max_pixels)
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        source = _data_uri_bytes(source)
+    if isinstance(source, bytes):
+        return _decode(io.BytesIO(source), "the image", max_pixels)
+    if not isinstance(source, str | Path):
+        raise InputError(f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}")
+    if str(source).lower().startswith(("http://", "https://", "ftp://")):
+        raise InputError(f"{source}: images are not downloaded; save the file and give its path")
+    path = Path(source).expanduser()
+    try:
+        if not path.exists():
+            raise InputError(f"{source}: no such file (looked in {Path.cwd()})")
+        if not path.is_file():
+            raise InputError(f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file")
+        with path.open("rb") as file:
+            return _decode(file, str(source), max_pixels, path.suffix.lower())
+    except OSError as error:
+        raise InputError(f"{str(source)[:200]}: cannot be read: {error.strerror or error}") from error
+
+
+def _data_uri_bytes(uri: str) -> bytes:
+    """The payload of `data:image/...;base64,...`."""
+    header, comma, payload = uri.partition(",")
+    kind = header[5:].split(";")[0].lower()
+    if kind.startswith("video/"):
+        raise InputError(f"the data URI holds a video ({kind}); only images can be asked about: send single frames")
+    if not comma or not header.lower().endswith(";base64"):
+        raise InputError(f"the data URI {uri[:40]!r} is not of the form data:image/png;base64,...")
+    try:
+        return base64.b64decode("".join(payload.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"the data URI is not valid base64: {error}") from error
+
+
+def _decode(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Image.Image:
+    header = file.read(HEADER_BYTES)
+    if not header:
+        raise InputError(f"{name}: empty (0 bytes)")
+    if _is_video(header) or suffix in VIDEO_SUFFIXES:
+        raise InputError(
+            f"{name}: a video; only images can be asked about. Give single frames, e.g. ffmpeg -i VIDEO -vf fps=1 %03d.png"
+        )
+    if header[4:8] == b"ftyp" and header[8:12] in HEIC_BRANDS:
+        raise InputError(f"{name}: HEIC cannot be decoded here; convert it to JPEG or PNG first")
+    file.seek(0)
+    Image.init()
+    try:
+        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InputError(f"{name}: more than the limit of {max_pixels:,} pixels; scale it down first ({error})") from error
+    except DECODER_ERRORS as error:
+        raise InputError(f"{name}: not an image that can be read (one of {', '.join(FORMATS)})") from error
+    with image:
+        return _upright_rgb(image, name, max_pixels)
+
+
+def _is_video(header: bytes) -> bool:
+    """Whether the first bytes are those of a video container."""
+    if header[4:8] == b"ftyp":  # ISO media: MP4, MOV, 3GP and also AVIF and HEIC pictures
+        return header[8:12] not in PICTURE_BRANDS
+    return (
+        header.startswith((b"\x1a\x45\xdf\xa3", b"FLV\x01", b"OggS", b"\x00\x00\x01\xba", b"\x00\x00\x01\xb3", b"YUV4MPEG2"))
+        or (header.startswith(b"RIFF") and header[8:12] == b"AVI ")
+        or header.startswith(b"\x30\x26\xb2\x75\x8e\x66\xcf\x11")  # ASF, WMV
+        or header[4:8] in (b"moov", b"mdat", b"wide")  # QuickTime without a brand
+    )
+
+
+def _upright_rgb(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
+    width, height = image.size
+    if width * height == 0:
+        raise InputError(f"{name}: empty ({width} x {height} pixels)")
+    if width * height > max_pixels:
+        raise InputError(
+            f"{name}: {width} x {height} = {width * height:,} pixels, the limit is {max_pixels:,}; scale it down first"
+        )
+    try:
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1:
+            image.seek(0)
+        image.load()
+        rgb = _rgb(image)
+        orientation = UPRIGHT.get(_orientation(image))
+    except DECODER_ERRORS as error:
+        raise InputError(f"{name}: damaged or cut short ({type(error).__name__}: {error})") from error
+    if frames > 1 and image.format != "MPO":  # MPO is what phones call a JPEG with previews
+        log.warning("%s has %d frames; only the first one is used", name, frames)
+    return rgb if orientation is None else rgb.transpose(orientation)
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 (upright) where there is none or the EXIF block is damaged: the pixels are fine without it."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except DECODER_ERRORS:
+        return 1
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB: transparency over white, wider numbers scaled into 8 bits."""
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        return _eight_bit(image).convert("RGB")
+    if image.mode in ("La", "RGBa"):
+        image = image.convert({"La": "LA", "RGBa": "RGBA"}[image.mode])
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Wide integers and floats as 8-bit grey: white is 1 (floats), 255 or 65535, the least that holds all; else the own range."""
+    values = np.asarray(image).astype(np.float64)
+    finite = values[np.isfinite(values)]
+    if finite.size == 0:
+        raise ValueError("no finite pixel")
+    low, high = finite.min(), finite.max()
+    whites = {"F": (1, 255, 65535), "I": (255, 65535)}.get(image.mode, (65535,))
+    if low >= 0 and high <= whites[-1]:
+        low, high = 0, min(white for white in whites if high <= white)
+    shares = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / max(high - low, 1e-12)
+    return Image.fromarray((shares * 255).round().astype(np.uint8))

@@ -1,0 +1,123 @@
+"""Peak of live tensor memory of a forward on the meta device: what the same forward would hold on a real device.
+
+Every storage an operation returns is counted from birth to death, so the figure needs no formula per family. Three things
+are replaced while measuring: fused attention (its meta kernel would materialise N x N), routed experts (one expert that gets
+all tokens is the worst case), and tensors of constants that a model makes on the CPU (moved to meta).
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+META = torch.device("meta")
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts bytes of meta storages made inside the `with` block that are still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if len({leaf.device for leaf in leaves}) > 1:  # a constant of the CPU meets a meta tensor
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, kwargs))
+        known = {leaf.untyped_storage()._cdata for leaf in leaves}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device == META and tensor.untyped_storage()._cdata not in known:
+                self.count(tensor)
+        return result
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count this tensor's storage, once."""
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def gone(_: Any) -> None:
+            self.live_bytes -= nbytes
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Replaces `scaled_dot_product_attention` by what its fused kernels hold: output, row sums, and a mask in the query's dtype.
+
+    `mask_bytes` above zero stands for a padded batch: its boolean mask is explicit, copied in the query's dtype, and shared heads
+    are repeated.
+    """
+
+    def __init__(self, mask_bytes: int = 0) -> None:
+        super().__init__()
+        self.mask_bytes = mask_bytes  # of an explicit boolean mask, 0 without one
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+        held = []
+        if mask is not None and mask.dtype == torch.bool:
+            held.append(torch.empty_like(mask, dtype=query.dtype))
+        elif mask is None and self.mask_bytes and query.shape[-2] > 1:
+            held.append(torch.empty(self.mask_bytes, dtype=query.dtype, device=META))
+            if key.shape[1] != query.shape[1]:
+                held += [torch.empty(*query.shape[:2], *t.shape[2:], dtype=t.dtype, device=META) for t in (key, value)]
+        held.append(torch.empty(query.shape[:-1], dtype=torch.float32, device=META))
+        return torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=META)
+
+
+def one_expert_for_all(module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What the experts function holds at most: one expert that every token chose, as eager computes it. [T, H] -> [T, H]"""
+    order, _ = torch.sort(index.flatten())
+    out = torch.zeros_like(hidden_states)
+    rows = torch.empty_like(hidden_states)
+    result = _expert(module, rows)
+    result = result * torch.empty(len(rows), 1, dtype=weights.dtype, device=META)
+    out.add_(result.to(out.dtype))
+    del order
+    return out
+
+
+def _expert(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    def project(rows: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(module, name)[0]
+        result = rows @ weight if module.is_transposed else F.linear(rows, weight)
+        return result + getattr(module, f"{name}_bias")[0] if getattr(module, "has_bias", False) else result
+
+    if module.has_gate:
+        hidden = module._apply_gate(project(rows, "gate_up_proj"))
+    else:
+        hidden = module.act_fn(project(rows, "up_proj"))
+    return project(hidden, "down_proj")
+
+
+@contextmanager
+def forwards_replaced(modules: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Run these modules with another forward inside the block; their own comes back after it."""
+    for module in modules:
+        module.forward = forward.__get__(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward

@@ -1,0 +1,165 @@
+"""Loading through transformers' own doors: `from_pretrained(path, quantization_config=VisMoEConfig(memory="20GiB"))`.
+
+The quantizer's first hook runs while the model is on the meta device: it refuses what cannot work, plans the memory, and takes
+the experts out, so that the loader never touches them. Its second hook runs when the other weights are there: it moves them into
+anonymous memory and starts the pager. `generate()` and everything else stay transformers' own.
+"""
+
+import dataclasses
+import logging
+import weakref
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from vismoe.config import Settings
+from vismoe.errors import ConfigError
+from vismoe.lookahead.gate import GateLookahead
+from vismoe.memory.hardware import probe
+from vismoe.memory.host import HostTier
+from vismoe.memory.plan import Plan, plan
+from vismoe.memory.pool import SlabPool
+from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
+from vismoe.models.families import refuse_unsupported
+from vismoe.models.footprint import footprint
+from vismoe.models.locate import locate_experts
+from vismoe.models.stripping import own_memory, strip_experts
+from vismoe.paging.pager import Pager
+from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
+from vismoe.store.checkpoint import CheckpointStore
+
+__all__ = ["VisMoEConfig", "runtime_of"]
+
+logger = logging.getLogger(__name__)
+METHOD = "vismoe"
+
+
+@register_quantization_config(METHOD)
+class VisMoEConfig(QuantizationConfigMixin):
+    """Settings of an engine as a transformers quantization config; the names are those of `vismoe.config.Settings`.
+
+    Not stored in checkpoints: it says how a machine runs a model, and every weight keeps all its bits.
+    """
+
+    def __init__(self, **settings: Any):
+        settings.pop("quant_method", None)
+        self.quant_method = METHOD
+        for name, value in dataclasses.asdict(Settings.of(**settings)).items():
+            setattr(self, name, value)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
+
+
+@register_quantizer(METHOD)
+class VisMoEQuantizer(HfQuantizer):
+    """Overrides the two hooks whose signatures transformers 5.17 to 5.23 share, and nothing else."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(
+        self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        settings = self.quantization_config.settings
+        refuse_unsupported(model)
+        device = _one_device(device_map)
+        store = locate_experts(model, checkpoint_files, model.dtype)
+        with torch.device("cpu"):  # the loader's own context would put what the footprint needs to know on meta
+            needs = footprint(model, store.inventory, settings, scratch_bytes=store.scratch_bytes)
+        self.plan = plan(needs, settings, probe(device))
+        self._store, self._settings = store, settings
+        strip_experts(model)
+        model.set_experts_implementation(IMPLEMENTATION)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        own_memory(model)
+        attach(model, self._store, self.plan, self._settings)
+        return model
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def runtime_of(model: Any) -> ExpertRuntime:
+    """The runtime that serves a loaded model's experts: its pager, metrics and plan."""
+    runtime = model.__dict__.get("_vismoe_runtime")
+    if runtime is None:
+        raise ConfigError("this model was not loaded with quantization_config=VisMoEConfig(...)")
+    return runtime
+
+
+def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings) -> ExpertRuntime:
+    """Build the tiers, the pager and the lookahead for a loaded model, and bind them to its experts modules."""
+    device = next(model.parameters()).device
+    inventory = store.inventory
+    pinned = [0] * len(inventory.layouts)
+    for layer in inventory.layers[: memory.pinned_layers]:
+        pinned[layer.geometry] += layer.num_experts
+    emulated = settings.emulated_link_bytes_per_s
+    if emulated is not None and device.type != "cpu":
+        raise ConfigError("emulated_link_bytes_per_s stands in for a device on the CPU. Fix: leave it out, or device='cpu'")
+    pools = tuple(
+        SlabPool(layout, dynamic + fixed, device, aliased=emulated is not None)
+        for layout, dynamic, fixed in zip(inventory.layouts, memory.slabs, pinned, strict=True)
+    )
+    mover: Mover
+    if emulated is not None:
+        mover = EmulatedLinkMover(HostTier(store, memory.host_slabs, page_locked=False), emulated)
+    elif device.type == "cuda":
+        mover = DeviceMover(HostTier(store, memory.host_slabs, page_locked=True), device)
+    else:
+        mover = DiskMover(store)
+    backends = {"kernels": "torch (eager's arithmetic, bit-identical)", "mover": type(mover).__name__}
+    lookahead: GateLookahead | str = "not asked for"
+    if settings.lookahead != "none":
+        lookahead = GateLookahead.of(model, inventory, settings.window)
+        if isinstance(lookahead, str) and settings.lookahead == "gate":
+            raise ConfigError(f"lookahead='gate' does not fit this family: {lookahead}. Fix: lookahead='none' or 'auto'")
+    backends["lookahead"] = f"none ({lookahead})" if isinstance(lookahead, str) else f"gate, {settings.window} layers ahead"
+    logger.info("backends: %s", backends)
+    pager = Pager(
+        inventory,
+        pools,
+        mover,
+        order=settings.eviction,
+        window=settings.window,
+        pinned_layers=memory.pinned_layers,
+        threads=memory.io_threads,
+    )
+    runtime = ExpertRuntime(pager, memory, device, lookahead if isinstance(lookahead, GateLookahead) else None, store, backends)
+    runtime.bind(model)
+    model._vismoe_runtime = runtime
+    weakref.finalize(model, _shut_down, pager, store)
+    for _ in tqdm(pager.pin_prefix(), "Pinning experts", sum(pinned), unit="expert", delay=1, disable=None):
+        pass
+    return runtime
+
+
+def _shut_down(pager: Pager, store: CheckpointStore) -> None:
+    pager.close()
+    store.close()
+
+
+def _one_device(device_map: Any) -> torch.device:
+    """The device of a `device_map`; experts are served on one."""
+    if device_map is None:
+        return torch.device("cpu")
+    places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
+    devices = {
+        torch.device("cuda", place) if isinstance(place, int) else torch.device(place) for place in places if place != "disk"
+    }
+    if len(devices) != 1 or "disk" in places:
+        raise ConfigError(
+            f"device_map spreads the model over {sorted(map(str, places))}; VisMoE pages experts to one device. "
+            "Fix: device_map='cuda'"
+        )
+    return devices.pop()

@@ -1,0 +1,129 @@
+"""A model without its weights: what `vismoe plan` needs, and what the engine reads before loading.
+
+Only config.json and, where the checkpoint is on this machine, the headers of its safetensors files are read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from vismoe.config import Settings
+from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.memory.hardware import probe
+from vismoe.memory.plan import Plan, plan
+from vismoe.models.families import refuse_prequantized, refuse_unsupported
+from vismoe.models.footprint import footprint
+from vismoe.models.locate import inventory_of, locate_experts
+
+__all__ = ["describe", "model_class", "preview", "read_config"]
+
+
+def preview(
+    model: str | Path,
+    settings: Settings,
+    *,
+    device: str | None = None,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> Plan:
+    """The plan that loading `model` with these settings would follow.
+
+    Raises BudgetError, UnsupportedModelError or CheckpointError, as loading would.
+    """
+    described, files = describe(model, revision=revision, dtype=dtype)
+    if files:
+        store = locate_experts(described, files, described.dtype)
+        inventory, scratch_bytes = store.inventory, store.scratch_bytes
+        store.close()
+    else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
+        inventory = inventory_of(described, described.dtype)
+        scratch_bytes = max(section.nbytes for layout in inventory.layouts for section in layout.sections)
+    return plan(footprint(described, inventory, settings, scratch_bytes=scratch_bytes), settings, probe(device))
+
+
+def describe(
+    model: str | Path, *, revision: str | None = None, dtype: str | torch.dtype = "auto"
+) -> tuple[PreTrainedModel, list[Path]]:
+    """(the model on the meta device, its safetensors files); no files where a hub model is not on this machine."""
+    config = read_config(model, revision=revision)
+    refuse_prequantized(config)
+    cls = model_class(config)
+    with torch.device("meta"):
+        described = cls._from_config(config, dtype=_dtype(config, dtype))
+    refuse_unsupported(described)
+    return described.eval(), checkpoint_files(model, revision=revision)
+
+
+def read_config(model: str | Path, *, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of a folder or hub name.
+
+    Raises CheckpointError when there is none, UnsupportedModelError for a type that transformers does not know.
+    """
+    folder = Path(model)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json: it is not the folder of a model. Fix: name the folder that holds it")
+    try:
+        return AutoConfig.from_pretrained(str(model), revision=revision or "main")
+    except OSError as error:
+        raise CheckpointError(
+            f"{model} is neither a folder here nor a model that could be read from the hub: {_first_line(error)}. "
+            "Fix: check the name; offline, name a folder or download the model first"
+        ) from error
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{model}: transformers {transformers.__version__} does not know this model: {_first_line(error)}. "
+            "Instead: a newer transformers, or another model"
+        ) from error
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that generates: the checkpoint's own architecture, else image-text-to-text before causal language model."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None and getattr(found, "can_generate", lambda: False)():
+            return found
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise UnsupportedModelError(
+        f"{config.model_type}: transformers {transformers.__version__} has no class of it that generates text "
+        f"(architectures: {', '.join(config.architectures or ()) or 'none named'}). Instead: an instruction-tuned MoE checkpoint"
+    )
+
+
+def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[Path]:
+    """The safetensors files of a folder, or of a hub model when all are on this machine; only an index is ever downloaded."""
+    where: dict[str, Any] = {"revision": revision or "main", "_raise_exceptions_for_missing_entries": False}
+    local = Path(model).is_dir()
+    index = cached_file(str(model), SAFE_WEIGHTS_INDEX_NAME, **where, _raise_exceptions_for_connection_errors=False)
+    names = [SAFE_WEIGHTS_NAME]
+    if index is not None:
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    found = [cached_file(str(model), name, **where, local_files_only=True) for name in names]
+    if all(found):
+        return [Path(file) for file in found]
+    if local:
+        missing = [name for name, file in zip(names, found, strict=True) if not file]
+        first = f"{model} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}"
+        raise CheckpointError(f"{first}. Fix: download or copy the model again")
+    return []
+
+
+def _dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dtype:
+    """`auto` is the checkpoint's own type."""
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise CheckpointError(f"dtype={dtype!r}: choose auto, bfloat16, float16 or float32")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

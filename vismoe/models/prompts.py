@@ -1,0 +1,98 @@
+"""From a conversation to model inputs: the family's chat template, its processor, and what it counts as a visual token."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from torch import nn
+from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
+
+from vismoe.errors import InputError
+from vismoe.models.processor import load_processor
+
+VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # what families call the module that encodes images
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation, ready for generate()."""
+
+    inputs: BatchFeature
+    tokens: int
+    visual_tokens: int
+    images: int
+
+
+@dataclass(frozen=True)
+class PromptBuilder:
+    """`processor` is a processor (images and text) or a tokenizer (text models)."""
+
+    processor: Any
+    image_token_id: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str, revision: str | None) -> "PromptBuilder":
+        hub = {"revision": revision} if revision else {}
+        image_token = getattr(model.config, "image_token_id", None)
+        loaded = load_processor(name, **hub) if image_token is not None else AutoTokenizer.from_pretrained(name, **hub)
+        return cls(loaded, image_token)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
+
+    def vision_towers(self, model: nn.Module) -> Iterator[nn.Module]:
+        for path, module in model.named_modules():
+            if path.rpartition(".")[2] in VISION_TOWERS:
+                yield module
+                return
+
+    def build(
+        self,
+        messages: Sequence[dict[str, Any]],
+        open_image: Callable[[Any], Image.Image],
+        image_tokens: tuple[int, int] | None = None,
+    ) -> Prompt:
+        """Inputs for one conversation. Raises InputError for what cannot be answered."""
+        images: list[Image.Image] = []
+        plain = [{"role": m["role"], "content": self._content(m["content"], images, open_image)} for m in messages]
+        if not any(m["role"] == "user" for m in plain):
+            raise InputError("there is nothing to answer: the conversation has no user message")
+        if images and self.image_token_id is None:
+            raise InputError(
+                "this is a text model, it cannot see images. Fix: ask without --image, or choose a vision-language model"
+            )
+        if not isinstance(self.processor, ProcessorMixin):
+            for message in plain:
+                message["content"] = "".join(part["text"] for part in message["content"])
+        text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        options: dict[str, Any] = {"images": images, **self._pixel_limits(image_tokens)} if images else {}
+        inputs = self.processor(text=[text], return_tensors="pt", **options)
+        visual = int((inputs["input_ids"] == self.image_token_id).sum()) if self.image_token_id is not None else 0
+        return Prompt(inputs, int(inputs["input_ids"].shape[1]), visual, len(images))
+
+    @staticmethod
+    def _content(content: Any, images: list[Image.Image], open_image: Callable[[Any], Image.Image]) -> list[dict[str, Any]]:
+        """Parts in the template's form; images are opened into `images` in order."""
+        parts = []
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "image":
+                images.append(open_image(part["image"]))
+                parts.append({"type": "image"})
+            elif part["type"] == "text":
+                parts.append({"type": "text", "text": part["text"]})
+            else:
+                raise InputError(f"{part['type']!r} input is not supported; VisMoE takes text and images (no video, no audio)")
+        return parts
+
+    def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:
+        """Arguments that make the family's image processor give between least and most tokens per image."""
+        if image_tokens is None:
+            return {}
+        images = self.processor.image_processor
+        side = getattr(images, "patch_size", 0) * getattr(images, "merge_size", 0)
+        if not side:
+            raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")
+        least, most = image_tokens
+        return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}

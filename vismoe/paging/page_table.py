@@ -1,0 +1,138 @@
+"""Where every expert of one geometry is: the only truth about residency, as small arrays over experts and slabs.
+
+States of an expert: absent (on disk or in the host tier) -> loading (a slab is taken, a copy is under way) -> resident.
+All methods are called under the pager's lock and never block.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vismoe.memory.pool import SlabPool
+from vismoe.paging.eviction import SlabView, choose_victims
+from vismoe.types import ExpertId, MoELayer
+
+FREE, LOADING, RESIDENT = 0, 1, 2
+LFU_HALF_LIFE_STEPS = 128  # forward steps after which a use counts half; chosen by replay
+
+
+@dataclass(frozen=True)
+class Evicted:
+    expert: ExpertId
+    unused_prefetch: bool
+
+
+class PageTable:
+    """Experts of one geometry and the slabs of their pool.
+
+    Experts have a flat index: `base[layer] + expert` (F in all). Slab arrays are `[S]`. `order` is what a slab is worth inside
+    an eviction class: `lru` the last use, `lfu` exponentially decayed uses (kept after eviction), `lookahead` the present
+    lookahead priority, then `lfu`.
+    """
+
+    def __init__(self, layers: tuple[MoELayer, ...], pool: SlabPool, order: str):
+        self.pool, self.order = pool, order
+        self.base: dict[int, int] = {}
+        experts = 0
+        for layer in layers:
+            self.base[layer.index] = experts
+            experts += layer.num_experts
+        self.id_of = [ExpertId(layer.index, e) for layer in layers for e in range(layer.num_experts)]
+        self.layer_of = np.array([i.layer for i in self.id_of], dtype=np.int32)
+        self.slab_of = np.full(experts, -1, dtype=np.int32)
+        self.uses = np.zeros(experts)
+        self.scores = np.zeros(experts, dtype=np.float32)  # lookahead priority of each expert, this token
+        slabs = pool.capacity
+        self.expert_in = np.full(slabs, -1, dtype=np.int32)
+        self.layer_in = np.full(slabs, -1, dtype=np.int32)
+        self.state = np.zeros(slabs, dtype=np.uint8)
+        self.leases = np.zeros(slabs, dtype=np.int16)
+        self.pinned = np.zeros(slabs, dtype=bool)
+        self.demanded = np.zeros(slabs, dtype=bool)  # by the running layer, not computed yet
+        self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk
+        self.streamed = np.zeros(slabs, dtype=bool)  # in the ring and computed
+        self.speculative = np.zeros(slabs, dtype=bool)
+        self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
+        self._use_weight = 1.0
+
+    # -- reading
+    def flat(self, expert: ExpertId) -> int:
+        return self.base[expert.layer] + expert.expert
+
+    def evictable(self) -> np.ndarray:
+        """bool `[S]`: resident, and nobody needs it at this moment."""
+        return (self.state == RESIDENT) & (self.leases == 0) & ~(self.pinned | self.demanded)
+
+    def victim(self, running_layer: int, window: int, prefetch_priority: float | None = None) -> int | None:
+        """The slab to take next, by the order of `eviction`, or None."""
+        evictable = self.evictable()
+        if prefetch_priority is not None and self.pool.free + int(evictable.sum()) < 2:
+            return None  # a prefetch always leaves one slab that a demand can take
+        priority = np.zeros(len(evictable), dtype=np.float32)
+        if self.order == "lookahead" or prefetch_priority is not None:
+            ahead = self.layer_in - running_layer
+            scored = (ahead >= 1) & (ahead <= window)  # scores of layers that have run are this token's past
+            priority[scored] = self.scores[self.expert_in[scored]]
+        score = self.worth if self.order != "lookahead" else priority + 1e-6 * self.worth / self._use_weight
+        view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, priority, score)
+        chosen = choose_victims(view, 1, running_layer, window, prefetch_priority)
+        return int(chosen[0]) if chosen.size else None
+
+    # -- changing
+    def begin_step(self) -> None:
+        """A forward step begins: earlier uses count a little less, by making this one's count more."""
+        self._use_weight *= 2 ** (1 / LFU_HALF_LIFE_STEPS)
+        if self._use_weight > 1e100:  # keep the ratios, not the size
+            self.uses /= self._use_weight
+            if self.order != "lru":
+                self.worth /= self._use_weight
+            self._use_weight = 1.0
+
+    def begin_load(self, flat: int, slab: int, *, speculative: bool = False, ring: bool = False, demanded: bool = False) -> None:
+        assert self.state[slab] == FREE and self.slab_of[flat] == -1
+        self.slab_of[flat], self.expert_in[slab], self.layer_in[slab] = slab, flat, self.layer_of[flat]
+        self.state[slab] = LOADING
+        self.speculative[slab], self.ring[slab], self.demanded[slab] = speculative, ring, demanded
+        self.worth[slab] = self.uses[flat] if self.order != "lru" else 0.0
+
+    def end_load(self, flat: int, succeeded: bool) -> None:
+        slab = int(self.slab_of[flat])
+        assert self.state[slab] == LOADING
+        if succeeded:
+            self.state[slab] = RESIDENT
+        else:
+            self._clear(slab)
+            self.pool.give_back(slab)
+
+    def evict(self, slab: int) -> Evicted:
+        """Empty a resident slab; the caller holds it now (state free, not in the pool's free list)."""
+        assert self.state[slab] == RESIDENT and self.leases[slab] == 0 and not self.pinned[slab]
+        evicted = Evicted(self.id_of[self.expert_in[slab]], bool(self.speculative[slab]))
+        self._clear(slab)
+        return evicted
+
+    def _clear(self, slab: int) -> None:
+        self.slab_of[self.expert_in[slab]] = -1
+        self.expert_in[slab] = self.layer_in[slab] = -1
+        self.state[slab] = FREE
+        self.leases[slab] = 0
+        self.demanded[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
+
+    def used(self, slab: int, tick: int) -> None:
+        """An expert was computed: it is no guess any more, and worth more."""
+        flat = self.expert_in[slab]
+        self.speculative[slab] = False
+        self.uses[flat] += self._use_weight
+        self.worth[slab] = float(tick) if self.order == "lru" else self.uses[flat]
+
+    def check_integrity(self) -> None:
+        """Free + loading + resident = capacity, no expert twice, index and reality agree."""
+        self.pool.check_integrity()
+        held = np.flatnonzero(self.state != FREE)
+        assert self.pool.free + held.size == self.pool.capacity, "slabs were lost"
+        assert (self.expert_in[held] >= 0).all() and (self.slab_of[self.expert_in[held]] == held).all()
+        assert np.count_nonzero(self.slab_of >= 0) == held.size, "an expert points to a slab that does not hold it"
+        empty = self.state == FREE
+        assert (self.expert_in[empty] == -1).all() and not self.leases[empty].any() and not self.pinned[empty].any()
+        assert (self.leases >= 0).all() and (self.layer_in[held] == self.layer_of[self.expert_in[held]]).all()
+        assert not (self.streamed & ~self.ring).any()

@@ -1,0 +1,217 @@
+"""The pager: brings the experts a layer demands into slabs, lends them out one at a time, and fetches ahead under a cap.
+
+One thread runs the model and makes demands; worker threads copy. Every decision is a pure function (`eviction`, `speculation`);
+the page tables are the only truth; nothing here allocates tensors.
+"""
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from vismoe.errors import ClosedError
+from vismoe.memory.pool import SlabPool
+from vismoe.metrics import Metrics
+from vismoe.paging.demand import Demand
+from vismoe.paging.page_table import LOADING, RESIDENT, PageTable
+from vismoe.paging.speculation import SpeculationCap, prefetch_order
+from vismoe.paging.transfer import Mover, Ticket, Transfer
+from vismoe.types import ExpertId, ExpertInventory, Phase
+
+logger = logging.getLogger(__name__)
+
+RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
+
+
+class Pager:
+    """Residency of all experts of one model.
+
+    `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones.
+    """
+
+    def __init__(
+        self,
+        inventory: ExpertInventory,
+        pools: tuple[SlabPool, ...],
+        mover: Mover,
+        *,
+        order: str = "lfu",
+        window: int = 5,
+        pinned_layers: int = 0,
+        threads: int = 2,
+    ):
+        self.inventory, self.window, self.pinned_layers = inventory, window, pinned_layers
+        self.metrics = Metrics(len(inventory.layers))
+        self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
+        self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
+        self.ring_limit = tuple(min(RING_MOST, max(2, pool.capacity // RING_SHARE)) for pool in pools)
+        unit = max(layout.record_bytes for layout in inventory.layouts)
+        per_step = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
+        self.cap = SpeculationCap.open(most_bytes=per_step, unit_bytes=unit)
+        self._allowance_bytes = self.cap.bytes_per_step
+        self._guesses_used = self._guesses_wasted = 0
+        self._wanted_ahead: list[tuple[ExpertId, float]] = []  # best last
+        self.tick = 0
+        self.phase, self.running_layer = Phase.PREFILL, -1
+        self.misses_this_step = self.misses_last_step = 0
+        self.tickets: dict[ExpertId, Ticket] = {}
+        self._closed = False
+        self.transfer = Transfer(mover, pools, threads, self._next_prefetch, self._finished)
+        self.lock = self.transfer.lock
+
+    # -- what the model's thread calls
+    def begin_step(self, phase: Phase) -> None:
+        """A forward pass over one chunk or one token begins."""
+        with self.lock:
+            if self._closed:
+                raise ClosedError("the engine is closed; load the model again to go on")
+            self.cap = self.cap.after_step(self._guesses_used, self._guesses_wasted)
+            self._guesses_used = self._guesses_wasted = 0
+            self._allowance_bytes = self.cap.bytes_per_step
+            self.phase, self.running_layer = phase, -1
+            self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
+            self._wanted_ahead.clear()
+            for table in self.tables:
+                table.begin_step()
+
+    def demand(
+        self, layer: int, experts: Sequence[int], keep: Collection[int] | None = None, counted: Collection[int] | None = None
+    ) -> Demand:
+        """Borrow `experts` (ascending ids) of `layer` with `with`.
+
+        `keep`: None in decode; in prefill the experts that may enter the cache, while the others stream through a small ring.
+        `counted`: the experts that real tokens asked for (None: all); the rest is brought in but not counted.
+        """
+        return Demand(self, layer, experts, keep, counted)
+
+    def look_ahead(self, layer: int, scores: np.ndarray) -> None:
+        """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted."""
+        with self.lock:
+            distance = min(len(scores), len(self.inventory.layers) - 1 - layer)
+            absent = np.zeros((distance, scores.shape[1]), dtype=bool)
+            for d in range(distance):
+                table, ahead = self.table_of[layer + 1 + d], self.inventory.layers[layer + 1 + d]
+                start = table.base[ahead.index]
+                table.scores[start : start + ahead.num_experts] = scores[d, : ahead.num_experts]
+                absent[d, : ahead.num_experts] = table.slab_of[start : start + ahead.num_experts] < 0
+            unit = self.cap.unit_bytes
+            ahead_by, experts = prefetch_order(scores[:distance], absent, -(-self._allowance_bytes // unit))
+            best_last = zip(ahead_by[::-1], experts[::-1], strict=True)
+            self._wanted_ahead = [(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in best_last]
+            if self._wanted_ahead:
+                self.transfer.wake()
+
+    @property
+    def everything_resident(self) -> bool:
+        return all((table.slab_of >= 0).all() for table in self.tables)
+
+    def pin_prefix(self) -> Iterator[ExpertId]:
+        """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
+        for layer in self.inventory.layers[: self.pinned_layers]:
+            table = self.table_of[layer.index]
+            with self.demand(layer.index, range(layer.num_experts), counted=()) as demand:
+                for expert, _ in demand.as_ready():
+                    with self.lock:
+                        table.pinned[table.slab_of[table.flat(ExpertId(layer.index, expert))]] = True
+                    yield ExpertId(layer.index, expert)
+
+    def end_request(self) -> None:
+        """Guesses nobody used by now were wasted."""
+        with self.lock:
+            self._wanted_ahead.clear()
+            for table in self.tables:
+                for slab in np.flatnonzero(table.speculative & (table.state == RESIDENT)):
+                    table.speculative[slab] = False
+                    self._count_wasted(table.id_of[table.expert_in[slab]])
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed = True
+            self._wanted_ahead.clear()
+        self.transfer.close()
+
+    def check_integrity(self) -> None:
+        with self.lock:
+            for table in self.tables:
+                table.check_integrity()
+            loading = sum(int((table.state == LOADING).sum()) for table in self.tables)
+            assert loading == len(self.tickets) == len(self.transfer.in_flight), "tickets and loading slabs disagree"
+
+    # -- slabs and tickets; all under the lock
+    def make_room(self, layer: int, streaming: bool) -> tuple[int, bool] | None:
+        """(slab, in the ring) for a demand of `layer`, evicting if need be; None when nothing can be taken now."""
+        table, geometry = self.table_of[layer], self.inventory.layers[layer].geometry
+        slab = table.pool.take()
+        if slab is not None:
+            return slab, False
+        victim = table.victim(layer, self.window)
+        if victim is None:
+            return None
+        ring_full = int(table.ring.sum()) >= self.ring_limit[geometry]
+        if streaming and ring_full and not table.streamed[victim]:
+            return None
+        self._evict(table, victim)
+        return victim, streaming
+
+    def start_load(self, expert: ExpertId, slab: int, ring: bool) -> Ticket:
+        """Queue a demanded copy into `slab`."""
+        if self._closed:
+            raise ClosedError("the engine is closed; load the model again to go on")
+        table = self.table_of[expert.layer]
+        ticket = Ticket(expert, self.inventory.layers[expert.layer].geometry, slab)
+        table.begin_load(table.flat(expert), slab, ring=ring, demanded=True)
+        self.tickets[expert] = ticket
+        self.transfer.submit(ticket)
+        return ticket
+
+    def _evict(self, table: PageTable, slab: int) -> None:
+        evicted = table.evict(slab)
+        self.metrics.add("evictions", self.phase, evicted.expert.layer)
+        if evicted.unused_prefetch:
+            self._count_wasted(evicted.expert)
+
+    def _count_wasted(self, expert: ExpertId) -> None:
+        self._guesses_wasted += 1
+        self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, self.inventory.layout(expert.layer).record_bytes)
+
+    def count_use_of_guess(self) -> None:
+        self._guesses_used += 1
+
+    def _next_prefetch(self) -> Ticket | None:
+        """The best guess that is still absent, allowed by the cap, and finds a slab; a slab is taken now, not earlier."""
+        while self._wanted_ahead and not self._closed:
+            expert, priority = self._wanted_ahead.pop()
+            table, layer = self.table_of[expert.layer], self.inventory.layers[expert.layer]
+            nbytes = self.inventory.layout(expert.layer).record_bytes
+            flat = table.flat(expert)
+            if table.slab_of[flat] >= 0 or expert.layer <= self.running_layer:
+                continue
+            if nbytes > self._allowance_bytes:
+                self._wanted_ahead.clear()
+                return None
+            if table.pool.free > 1:
+                slab = table.pool.take()
+            else:
+                slab = table.victim(self.running_layer, self.window, prefetch_priority=priority)
+                if slab is not None:
+                    self._evict(table, slab)
+            if slab is None:
+                continue
+            self._allowance_bytes -= nbytes
+            ticket = Ticket(expert, layer.geometry, slab, speculative=True)
+            table.begin_load(flat, slab, speculative=True)
+            self.tickets[expert] = ticket
+            self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
+            return ticket
+        return None
+
+    def _finished(self, ticket: Ticket) -> None:
+        table = self.table_of[ticket.expert.layer]
+        table.end_load(table.flat(ticket.expert), succeeded=ticket.error is None)
+        del self.tickets[ticket.expert]
+        self.metrics.add("bytes_read", self.phase, ticket.expert.layer, ticket.moved.disk_bytes)
+        self.metrics.add("bytes_copied", self.phase, ticket.expert.layer, ticket.moved.link_bytes)
+        if ticket.error is not None and ticket.speculative:
+            logger.warning(
+                "prefetch of expert %s of layer %s failed: %s", ticket.expert.expert, ticket.expert.layer, ticket.error
+            )

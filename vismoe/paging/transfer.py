@@ -1,0 +1,225 @@
+"""Copies in flight: threads, tickets, and the only place where they, CUDA streams and events are touched.
+
+A ticket is one record on its way into one slab. Demands go first, in the order they were issued; while none is queued the
+workers ask the pager for the prefetch that is worth most at that moment, so a guess never waits in a queue and never ages.
+A thread that waits for a demand runs queued demands itself instead of sleeping.
+
+Lock order: one lock (`Transfer.lock`) guards the page tables, the queue and the tickets; it is never held during a copy.
+"""
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vismoe.errors import ClosedError
+from vismoe.memory.host import HostTier
+from vismoe.memory.pool import SlabPool
+from vismoe.store.expert_store import ExpertStore
+from vismoe.types import ExpertId
+
+
+class Moved(NamedTuple):
+    """Bytes one copy moved over each tier boundary."""
+
+    disk_bytes: int = 0
+    link_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One copy in flight. `done` with `error` None means that the slab holds the expert."""
+
+    expert: ExpertId
+    geometry: int
+    slab: int
+    speculative: bool = False
+    started: bool = False
+    done: bool = False
+    error: BaseException | None = None
+    moved: Moved = field(default_factory=Moved)
+
+
+class Mover(Protocol):
+    """Brings one record into one slab; called without locks from any thread."""
+
+    def move(self, ticket: Ticket, pool: SlabPool) -> Moved: ...
+
+    def released(self, geometry: int, slab: int) -> None:
+        """The computation that used the slab was queued; whoever overwrites the slab must wait for it."""
+
+
+class DiskMover:
+    """Disk to slab; the CPU's only step."""
+
+    def __init__(self, store: ExpertStore):
+        self._store = store
+
+    def move(self, ticket: Ticket, pool: SlabPool) -> Moved:
+        return Moved(disk_bytes=self._store.read(ticket.expert, pool.record(ticket.slab)))
+
+    def released(self, geometry: int, slab: int) -> None:
+        """CPU computation is over when it returns."""
+
+
+class DeviceMover:
+    """Disk to page-locked host tier to device slab, on a stream of its own.
+
+    Orders kept (FluxMoE, algorithm 1). Write after read: the copy stream waits for the event recorded on the compute stream
+    when the slab's last lease ended. Read after write: a ticket is done only after its copy's event was waited for on the
+    host, so no kernel that was launched later can see the old bytes. The host record stays leased until then.
+    """
+
+    def __init__(self, host: HostTier, device: torch.device):
+        self._host, self._device = host, device
+        self._stream = torch.cuda.Stream(device)
+        self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
+
+    def move(self, ticket: Ticket, pool: SlabPool) -> Moved:
+        with self._host.lease(ticket.expert) as lease:
+            event = self._last_read.get((ticket.geometry, ticket.slab))
+            with torch.cuda.stream(self._stream):
+                if event is not None:
+                    self._stream.wait_event(event)
+                pool.record(ticket.slab).copy_(lease.record, non_blocking=True)
+                copied = self._stream.record_event()
+            copied.synchronize()
+        return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
+
+    def released(self, geometry: int, slab: int) -> None:
+        self._last_read[geometry, slab] = torch.cuda.current_stream(self._device).record_event()
+
+
+class EmulatedLinkMover:
+    """A link of a given rate on a machine without a device: the slab aliases the host record and the ticket completes late.
+
+    Transfers queue on one link: each completes `record_bytes / rate` after the one before it. Nothing is copied, so the link may
+    be faster than this machine could copy. Figures made with it are emulated and must be labelled so.
+    """
+
+    def __init__(self, host: HostTier, bytes_per_s: float):
+        self._host, self._rate = host, bytes_per_s
+        self._lock = threading.Lock()
+        self._idle_at_s = 0.0
+
+    def move(self, ticket: Ticket, pool: SlabPool) -> Moved:
+        with self._host.lease(ticket.expert) as lease:
+            with self._lock:
+                self._idle_at_s = max(self._idle_at_s, time.perf_counter()) + pool.layout.record_bytes / self._rate
+                done_at_s = self._idle_at_s
+            pool.alias(ticket.slab, lease.weights)  # the host tier holds every expert, so the record stays
+            time.sleep(max(0.0, done_at_s - time.perf_counter()))
+        return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
+
+    def released(self, geometry: int, slab: int) -> None:
+        """CPU computation is over when it returns."""
+
+
+class Transfer:
+    """Worker threads over one queue.
+
+    `next_prefetch()` (called under the lock) returns a ticket whose slab is taken, or None. `finished(ticket)` (under the lock)
+    settles the page table. Both belong to the pager.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        pools: tuple[SlabPool, ...],
+        threads: int,
+        next_prefetch: Callable[[], Ticket | None],
+        finished: Callable[[Ticket], None],
+    ):
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._mover, self._pools = mover, pools
+        self._next_prefetch, self._finished = next_prefetch, finished
+        self._queue: collections.deque[Ticket] = collections.deque()
+        self.in_flight: set[Ticket] = set()  # queued or running
+        self._closed = False
+        self._threads = [threading.Thread(target=self._work, name=f"vismoe-transfer-{i}", daemon=True) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a demand. Called under the lock."""
+        if self._closed:
+            raise ClosedError("the engine is closed; load the model again to go on")
+        self._queue.append(ticket)
+        self.in_flight.add(ticket)
+        self._changed.notify_all()
+
+    def wake(self) -> None:
+        """There may be something to prefetch. Called under the lock."""
+        self._changed.notify_all()
+
+    def released(self, geometry: int, slab: int) -> None:
+        self._mover.released(geometry, slab)
+
+    def wait_any(self, tickets: Collection[Ticket]) -> None:
+        """Return when one of `tickets` is done; run queued demands meanwhile. Called without the lock."""
+        while True:
+            with self.lock:
+                while True:
+                    if any(ticket.done for ticket in tickets):
+                        return
+                    if self._closed:
+                        raise ClosedError("the engine was closed while an expert was on its way")
+                    if self._queue:
+                        mine = self._start(self._queue.popleft())
+                        break
+                    self._changed.wait()
+            self._run(mine)
+
+    def _start(self, ticket: Ticket) -> Ticket:
+        ticket.started = True
+        self.in_flight.add(ticket)
+        return ticket
+
+    def _next(self) -> Ticket | None:
+        ticket = self._queue.popleft() if self._queue else self._next_prefetch()
+        return self._start(ticket) if ticket is not None else None
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                while not self._closed and (ticket := self._next()) is None:
+                    self._changed.wait()
+                if self._closed:
+                    return
+            assert ticket is not None
+            self._run(ticket)
+
+    def _run(self, ticket: Ticket) -> None:
+        """Copy, then settle. An error belongs to the ticket: whoever needs the expert is told, and the thread lives on."""
+        try:
+            ticket.moved = self._mover.move(ticket, self._pools[ticket.geometry])
+        except Exception as error:
+            ticket.error = error
+        except BaseException as error:  # Ctrl-C in the thread that waits: settle first, then let it through
+            ticket.error = error
+            raise
+        finally:
+            with self.lock:
+                ticket.done = True
+                self.in_flight.discard(ticket)
+                self._finished(ticket)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drop what is queued, let running copies end, stop the threads. May be called twice."""
+        with self.lock:
+            self._closed = True
+            while self._queue:
+                ticket = self._queue.popleft()
+                ticket.done, ticket.error = True, ClosedError("the engine was closed before the copy began")
+                self.in_flight.discard(ticket)
+                self._finished(ticket)
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()

@@ -1,0 +1,98 @@
+"""What a replay is given: the demands of a trace (one per step and layer), slots as slabs per geometry, and conditions."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from vismoe.config import Budget
+from vismoe.errors import ConfigError
+from vismoe.simulate.steps import TraceStep
+from vismoe.types import ExpertInventory, Phase
+
+__all__ = ["Conditions", "Demand", "Demands", "Routing", "slabs_per_geometry"]
+
+
+class Routing(Protocol):
+    """A recorded or synthetic trace."""
+
+    inventory: ExpertInventory
+
+    def __iter__(self) -> Iterator[TraceStep]: ...
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one MoE layer needs in one step; ids ascend, experts that only padding chose are left out."""
+
+    step: int
+    request: int  # counts changes of the request
+    phase: Phase
+    layer: int
+    experts: np.ndarray  # int64
+    last: np.ndarray  # int64: of each sequence's last token; in decode the same as `experts`
+    scores: np.ndarray | None  # [W, E] float16
+
+
+class Demands(list[Demand]):
+    """All demands of a trace in order; about 1 KiB and the scores of each (step, layer) stay in memory."""
+
+    def __init__(self, inventory: ExpertInventory, demands: Iterable[Demand]):
+        super().__init__(demands)
+        self.inventory = inventory
+        self.have_scores = any(demand.scores is not None for demand in self)
+
+    @classmethod
+    def of(cls, trace: Routing) -> "Demands":
+        return cls(trace.inventory, _read(trace))
+
+
+def _read(trace: Routing) -> Iterator[Demand]:
+    request, name = 0, None
+    for number, step in enumerate(trace):
+        request += name is not None and step.request != name
+        name = step.request
+        for routing in step.layers:
+            experts, last = step.demand(routing, trace.inventory.layers[routing.layer].num_experts)
+            yield Demand(number, request, step.phase, routing.layer, experts, last, routing.scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What eviction and prefetching look at, and what things cost in virtual time."""
+
+    window: int = 5  # W: layers that eviction protects
+    pinned_layers: int = 0  # leading MoE layers that never leave; their experts count as slots, their first copy is free
+    prefetch: bool = False
+    prefetch_bytes_per_step: int | None = None  # a fixed cap; None: the pager's own, which opens and closes itself
+    link_bytes_per_s: float | None = None  # None: transfers take no time
+    compute_s_per_layer: float = 0.0  # everything of one decoder layer but waiting
+
+    def __post_init__(self) -> None:
+        if self.prefetch and self.link_bytes_per_s is None:
+            raise ConfigError("prefetch=True needs link_bytes_per_s: when a guess arrives depends on the link")
+        if self.link_bytes_per_s is not None and self.link_bytes_per_s <= 0:
+            raise ConfigError(f"link_bytes_per_s={self.link_bytes_per_s}: must be above zero")
+
+
+def slabs_per_geometry(slots: int | str, inventory: ExpertInventory) -> tuple[int, ...]:
+    """Slabs of each geometry's pool: `slots` is a number of slabs in all or a share of all experts (`"25%"`).
+
+    Bytes are split in proportion to expert bytes, so every geometry gets the same share of its experts, rounded down, and
+    at least two slabs (or all its experts, if it has fewer). Raises ConfigError for slots that cannot be.
+    """
+    experts = [sum(layer.num_experts for layer in inventory.layers_of(g)) for g in range(len(inventory.layouts))]
+    if str(slots).strip().endswith("%"):
+        share = Budget.parse(slots).expert_share
+        assert share is not None
+        slabs = [int(share * count + 1e-9) for count in experts]
+    else:
+        try:
+            total = int(slots)
+        except ValueError as error:
+            raise ConfigError(f"slots={slots!r}: a number of slabs, or a share of all experts such as 25%") from error
+        slabs = [total * count // sum(experts) for count in experts]
+        if not 2 * len(experts) <= total:
+            raise ConfigError(f"slots={slots}: at least {2 * len(experts)} (two per geometry)")
+    return tuple(min(max(2, slab), count) for slab, count in zip(slabs, experts, strict=True))

@@ -1,0 +1,278 @@
+"""The pager in virtual time: its page tables, victim choice, prefetch order and speculation cap over slabs that hold nothing.
+
+Follows paging/pager.py and paging/demand.py decision by decision; a test holds the two against each other. What is simpler is
+time: one link that carries demands before guesses and finishes what it began, a fixed compute time per MoE layer, and a layer
+that computes when its last expert has arrived, so transfers of a prefill chunk do not overlap with its own compute. Without a
+link rate nothing takes time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vismoe.errors import ConfigError
+from vismoe.memory.pool import SlabPool
+from vismoe.metrics import Metrics
+from vismoe.paging.page_table import LOADING, RESIDENT, PageTable
+from vismoe.paging.pager import RING_MOST, RING_SHARE
+from vismoe.paging.speculation import SpeculationCap, prefetch_order
+from vismoe.simulate.demands import Conditions, Demand
+from vismoe.types import ExpertInventory, MoELayer, Phase
+
+__all__ = ["VirtualPager"]
+
+
+@dataclass
+class Serving:
+    """A demand being served; experts by their flat index in the table."""
+
+    demand: Demand
+    table: PageTable
+    todo: list[int]  # not computed yet, in the order of computation
+    absent: list[int]  # no slab yet, ascending
+    keep: set[int] | None  # None: all may enter the cache
+    copies: int = 0
+
+
+class VirtualPager:
+    """Feed it demands in order with `run`, then `end_request`; figures are in `metrics` and `now_s`."""
+
+    def __init__(self, inventory: ExpertInventory, slabs: tuple[int, ...], order: str, conditions: Conditions):
+        self.inventory, self.conditions = inventory, conditions
+        self.tables = tuple(
+            PageTable(inventory.layers_of(g), SlabPool(layout, slabs[g], aliased=True), order)
+            for g, layout in enumerate(inventory.layouts)
+        )
+        self.metrics = Metrics(len(inventory.layers))
+        self.now_s = 0.0
+        self._s_per_byte = 1 / conditions.link_bytes_per_s if conditions.link_bytes_per_s else 0.0
+        self._link_idle_at_s = 0.0
+        self._in_flight: tuple[PageTable, int] | None = None  # the guess on the link (table, flat expert), until the link is idle
+        self._guesses: list[tuple[int, int, float]] = []  # (layer, expert, score), best last
+        per_step = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
+        self._cap = SpeculationCap.open(per_step, max(layout.record_bytes for layout in inventory.layouts))
+        self._allowance_bytes = self._used = self._wasted = 0
+        self._tick = self._misses_last_step = self._misses_this_step = 0
+        self._last: Demand | None = None
+        for layer in inventory.layers[: conditions.pinned_layers]:
+            self._pin(layer)
+
+    def run(self, demand: Demand) -> None:
+        """One MoE layer of one step: serve the demand, refresh the lookahead, compute while the link prefetches."""
+        if self._last is not None and demand.request != self._last.request:
+            self.end_request()
+        if self._last is None or demand.step != self._last.step:
+            self._begin_step()
+        self._last = demand
+        serving = self._enter(demand)
+        self._look_ahead(demand)
+        while serving.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
+            self._compute_next(serving)
+        self._wait(serving)
+        self._pass_time(demand)
+        while serving.todo:
+            self._compute_next(serving)
+
+    def end_request(self) -> None:
+        """Guesses nobody used by now were wasted; what is resident stays."""
+        self._land()
+        self._guesses.clear()
+        for table in self.tables:
+            for slab in np.flatnonzero(table.speculative & (table.state == RESIDENT)):
+                table.speculative[slab] = False
+                self._count_wasted(table.id_of[table.expert_in[slab]].layer)
+
+    def _begin_step(self) -> None:
+        self._cap = self._cap.after_step(self._used, self._wasted)
+        self._used = self._wasted = 0
+        fixed = self.conditions.prefetch_bytes_per_step
+        self._allowance_bytes = self._cap.bytes_per_step if fixed is None else fixed
+        self._misses_last_step, self._misses_this_step = self._misses_this_step, 0
+        self._guesses.clear()
+        for table in self.tables:
+            table.begin_step()
+
+    def _pin(self, layer: MoELayer) -> None:
+        """Every expert of the layer is here from the start; not counted."""
+        table = self._table(layer.index)
+        for flat in range(table.base[layer.index], table.base[layer.index] + layer.num_experts):
+            slab = table.pool.take()
+            if slab is None or table.pool.free < 2:
+                raise ConfigError(
+                    f"{self.conditions.pinned_layers} pinned layers leave less than two of {table.pool.capacity} slabs; "
+                    "pin fewer layers, or give more slots"
+                )
+            table.begin_load(flat, slab)
+            table.end_load(flat, succeeded=True)
+            table.pinned[slab] = True
+
+    def _table(self, layer: int) -> PageTable:
+        return self.tables[self.inventory.layers[layer].geometry]
+
+    def _add(self, counter: str, amount: float, layer: int | None = None) -> None:
+        assert self._last is not None
+        self.metrics.add(counter, self._last.phase, self._last.layer if layer is None else layer, amount)
+
+    # -- a demand
+    def _enter(self, demand: Demand) -> Serving:
+        """Count it, protect what is here, and take slabs for what is not."""
+        table = self._table(demand.layer)
+        base = table.base[demand.layer]
+        wanted = (demand.experts + base).tolist()
+        slabs = table.slab_of[wanted]
+        here = slabs[slabs >= 0]
+        late = int(np.count_nonzero(table.state[here] == LOADING))
+        self._used += int(np.count_nonzero(table.speculative[here]))
+        table.speculative[here] = table.ring[here] = table.streamed[here] = False
+        table.demanded[here] = True
+        self._tick += 1
+        self._misses_this_step += len(wanted) - len(here) + late
+        for counter, amount in (
+            ("steps", 1),
+            ("hits", len(here) - late),
+            ("misses", len(wanted) - len(here) + late),
+            ("late", late),
+        ):
+            self._add(counter, amount)
+        absent = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab < 0]
+        decoding = demand.phase is Phase.DECODE
+        todo = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab >= 0] + absent if decoding else wanted
+        serving = Serving(demand, table, todo, absent, None if decoding else set((demand.last + base).tolist()))
+        if late or absent:  # the link finishes the guess it carries; a late one has arrived then
+            arrived_s = max(self.now_s, self._link_idle_at_s)
+            self._land()
+            self._add("stall_seconds", arrived_s - self.now_s)
+            self.now_s = arrived_s
+        self._issue(serving)
+        return serving
+
+    def _issue(self, serving: Serving, must: bool = False) -> None:
+        """Take slabs for absent experts, in id order, as far as they can be had; with `must` for one at any price."""
+        table, absent = serving.table, serving.absent
+        while absent:
+            streaming = serving.keep is not None and absent[0] not in serving.keep
+            room = self._make_room(serving, streaming)
+            if room is None and must:
+                room = self._make_room(serving, streaming=False) or self._give_up_last(serving)
+            if room is None:
+                return
+            must = False
+            flat = absent.pop(0)
+            table.begin_load(flat, room[0], ring=room[1], demanded=True)
+            table.end_load(flat, succeeded=True)
+            serving.copies += 1
+
+    def _make_room(self, serving: Serving, streaming: bool) -> tuple[int, bool] | None:
+        """(slab, in the ring), evicting if need be; None when nothing can be taken now."""
+        table = serving.table
+        slab = table.pool.take()
+        if slab is not None:
+            return slab, False
+        victim = table.victim(serving.demand.layer, self.conditions.window)
+        limit = min(RING_MOST, max(2, table.pool.capacity // RING_SHARE))
+        if victim is None or (streaming and int(table.ring.sum()) >= limit and not table.streamed[victim]):
+            return None
+        self._evict(table, victim)
+        return victim, streaming
+
+    def _give_up_last(self, serving: Serving) -> tuple[int, bool] | None:
+        """The demanded resident that is computed last makes room and is read again."""
+        table = serving.table
+        for flat in reversed(serving.todo[1:]):
+            slab = table.slab_of[flat]
+            if slab >= 0 and table.demanded[slab]:
+                table.demanded[slab] = False
+                serving.absent.append(flat)
+                serving.absent.sort()
+                return self._make_room(serving, streaming=False)
+        return None
+
+    def _compute_next(self, serving: Serving) -> None:
+        table, flat = serving.table, serving.todo[0]
+        if table.slab_of[flat] < 0:
+            self._issue(serving, must=True)
+        slab = int(table.slab_of[flat])
+        assert table.state[slab] == RESIDENT, "no slab can be taken: the pool is too small"
+        table.demanded[slab] = False
+        table.streamed[slab] = table.ring[slab]
+        table.used(slab, self._tick)
+        serving.todo.pop(0)
+        self._issue(serving)
+
+    def _wait(self, serving: Serving) -> None:
+        nbytes = serving.copies * serving.table.pool.layout.record_bytes
+        self._add("bytes_read", nbytes)
+        self._add("stall_seconds", nbytes * self._s_per_byte)
+        if nbytes:
+            self.now_s += nbytes * self._s_per_byte
+            self._link_idle_at_s = self.now_s
+
+    def _evict(self, table: PageTable, slab: int) -> None:
+        evicted = table.evict(slab)
+        self._add("evictions", 1, evicted.expert.layer)
+        if evicted.unused_prefetch:
+            self._count_wasted(evicted.expert.layer)
+
+    def _count_wasted(self, layer: int) -> None:
+        self._wasted += 1
+        self._add("wasted_prefetch_bytes", self.inventory.layout(layer).record_bytes, layer)
+
+    # -- lookahead and prefetch
+    def _look_ahead(self, demand: Demand) -> None:
+        """Recorded scores become priorities and guesses; off while nothing misses, as in the pager."""
+        if demand.scores is None or not (self._misses_last_step or self._misses_this_step):
+            return
+        layers = self.inventory.layers[demand.layer + 1 : demand.layer + 1 + len(demand.scores)]
+        scores = demand.scores[: len(layers)].astype(np.float32)
+        absent = np.zeros(scores.shape, bool)
+        for row, layer in enumerate(layers):
+            table = self._table(layer.index)
+            start, end = table.base[layer.index], table.base[layer.index] + layer.num_experts
+            table.scores[start:end] = scores[row, : layer.num_experts]
+            absent[row, : layer.num_experts] = table.slab_of[start:end] < 0
+        if self.conditions.prefetch:
+            rows, experts = prefetch_order(scores, absent, -(-self._allowance_bytes // self._cap.unit_bytes))
+            self._guesses = [(demand.layer + 1 + int(r), int(e), float(scores[r, e])) for r, e in zip(rows[::-1], experts[::-1])]
+
+    def _pass_time(self, demand: Demand) -> None:
+        """The layer computes; guesses start whenever the link is idle."""
+        end_s = self.now_s + self.conditions.compute_s_per_layer
+        while self._link_idle_at_s < end_s:
+            self._land()
+            if not self._start_guess(demand.layer):
+                break
+        self.now_s = end_s
+        if self._link_idle_at_s <= end_s:
+            self._land()
+
+    def _start_guess(self, running_layer: int) -> bool:
+        """The best guess still absent takes a slab and the link; False when there is none or the cap is reached."""
+        while self._guesses:
+            layer, expert, score = self._guesses.pop()
+            table = self._table(layer)
+            flat, nbytes = table.base[layer] + expert, table.pool.layout.record_bytes
+            if table.slab_of[flat] >= 0 or layer <= running_layer:
+                continue
+            if nbytes > self._allowance_bytes:
+                return False
+            slab = table.pool.take() if table.pool.free > 1 else None
+            if slab is None:
+                slab = table.victim(running_layer, self.conditions.window, prefetch_priority=score)
+                if slab is None:
+                    continue
+                self._evict(table, slab)
+            self._allowance_bytes -= nbytes
+            table.begin_load(flat, slab, speculative=True)
+            self._in_flight = (table, flat)
+            self._link_idle_at_s = max(self._link_idle_at_s, self.now_s) + nbytes * self._s_per_byte
+            self._add("prefetched_bytes", nbytes, layer)
+            self._add("bytes_read", nbytes, layer)
+            return True
+        return False
+
+    def _land(self) -> None:
+        """The guess on the link, if any, has arrived."""
+        if self._in_flight is not None:
+            table, flat = self._in_flight
+            table.end_load(flat, succeeded=True)
+            self._in_flight = None

@@ -1,0 +1,218 @@
+"""Experts read in place from safetensors files: the store that needs no conversion.
+
+Which bytes make up an expert is plain data (`Locator`), built elsewhere from the model. Promises: one `preadv` per stretch
+that is contiguous on disk, straight into the record wherever type and orientation match; never mmap (a truncated file is an
+error, not a dead process); never a byte of another expert. Offsets are absolute, in bytes.
+"""
+
+import enum
+import hashlib
+import math
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from vismoe.errors import CheckpointError, ClosedError
+from vismoe.store.safetensors_header import AGAIN, SafetensorsHeader
+from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
+
+__all__ = ["Arrangement", "CheckpointStore", "Locator", "Part"]
+
+
+class Arrangement(enum.Enum):
+    """How the bytes on disk differ from the model's own orientation."""
+
+    SAME = "same"
+    TRANSPOSED = "transposed"  # [in, out] on disk, [out, in] in the model, or the other way round
+    DEINTERLEAVED = "deinterleaved"  # rows 0 2 4 .. 1 3 5 .. of what is on disk
+
+    def copy(self, on_disk: torch.Tensor, into: torch.Tensor) -> None:
+        """Rearrange and cast in one pass, without allocating."""
+        if self is Arrangement.TRANSPOSED:
+            on_disk = on_disk.transpose(0, 1)
+        elif self is Arrangement.DEINTERLEAVED:
+            on_disk, into = on_disk.unflatten(0, (-1, 2)).transpose(0, 1), into.unflatten(0, (2, -1))
+        into.copy_(on_disk)
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return (on_disk[1], on_disk[0], *on_disk[2:]) if self is Arrangement.TRANSPOSED else on_disk
+
+
+class Part(NamedTuple):
+    """A contiguous tensor on disk; the parts of a section are concatenated along dim 0."""
+
+    file: int  # index into the store's files
+    offset_bytes: int
+    shape: tuple[int, ...]  # on disk
+    dtype: torch.dtype  # on disk
+    arrangement: Arrangement = Arrangement.SAME
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Locator = tuple[tuple[Part, ...], ...]  # of one expert: per section of its record, the parts
+
+
+class _Stretch(NamedTuple):
+    """Bytes contiguous on disk that go unchanged to `pieces` (start, stop) of the record, in disk order."""
+
+    file: int
+    offset_bytes: int
+    pieces: tuple[tuple[int, int], ...]
+
+
+class _Bounce(NamedTuple):
+    """A part that is cast or rearranged on its way to bytes start..stop of the record, read as `dtype` and `shape`."""
+
+    part: Part
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class CheckpointStore:
+    """An ExpertStore over the files of a checkpoint."""
+
+    def __init__(
+        self,
+        headers: Sequence[SafetensorsHeader],
+        inventory: ExpertInventory,
+        locators: Sequence[Sequence[Locator]],  # [layer][expert]
+        config_json: bytes = b"",
+    ):
+        self.inventory = inventory
+        self.locators = locators
+        self.headers = tuple(headers)
+        self._config_json = config_json
+        self._reads = [
+            [_compile(inventory.layout(layer.index), locator) for locator in locators[layer.index]] for layer in inventory.layers
+        ]
+        bounced = (bounce.part.nbytes for layer in self._reads for _, bounces in layer for bounce in bounces)
+        self.scratch_bytes = max(bounced, default=0)
+        self._scratch = threading.local()
+        self._idle = threading.Condition()
+        self._reading = 0
+        self._closed = False
+        self._descriptors: list[int] = []
+        try:
+            for header in self.headers:
+                self._descriptors.append(os.open(header.path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{header.path} cannot be opened: {error.strerror}. Fix: {AGAIN}") from error
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with one expert; return bytes read from disk."""
+        layout = self.inventory.layout(expert.layer)
+        assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= layout.record_bytes, record.shape
+        assert record.data_ptr() % ALIGNMENT_BYTES == 0, f"record at {record.data_ptr():#x} is not {ALIGNMENT_BYTES}-byte aligned"
+        stretches, bounces = self._reads[expert.layer][expert.expert]
+        with self._idle:
+            if self._closed:
+                raise ClosedError("the expert store was closed")
+            self._reading += 1
+        try:
+            into = record.numpy().data
+            nbytes = 0
+            for stretch in stretches:
+                pieces = [into[start:stop] for start, stop in stretch.pieces]
+                nbytes += self._fill(stretch.file, stretch.offset_bytes, pieces)
+            for bounce in bounces:
+                nbytes += self._bounce(bounce, record)
+            return nbytes
+        finally:
+            with self._idle:
+                self._reading -= 1
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        """Close the files once no read is running; reading afterwards raises ClosedError."""
+        with self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: self._reading == 0)
+            while self._descriptors:
+                os.close(self._descriptors.pop())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over config, headers, sizes and mtimes: what a packed store remembers of its source."""
+        digest = hashlib.sha256(self._config_json)
+        for header in self.headers:
+            digest.update(f"{header.path.name} {header.sha256} {header.file_bytes} {header.mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+    def _fill(self, file: int, offset_bytes: int, pieces: list[memoryview]) -> int:
+        """Read from `offset_bytes` until all pieces are full; EINTR is retried by Python itself (PEP 475)."""
+        wanted = sum(map(len, pieces))
+        done = 0
+        while True:
+            try:
+                count = os.preadv(self._descriptors[file], pieces, offset_bytes + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.headers[file].path}: reading {wanted - done} bytes at offset {offset_bytes + done} failed: "
+                    f"{error.strerror}. Fix: check the disk, then load the model again"
+                ) from error
+            done += count
+            if done == wanted:
+                return wanted
+            if count == 0:
+                header, size = self.headers[file], os.fstat(self._descriptors[file]).st_size
+                raise CheckpointError(
+                    f"{header.path} was truncated after loading: {wanted} bytes at offset {offset_bytes} are needed, "
+                    f"the file has {size} now and had {header.file_bytes}. Fix: {AGAIN}, then load the model again"
+                )
+            while count >= len(pieces[0]):
+                count -= len(pieces.pop(0))
+            pieces[0] = pieces[0][count:]
+
+    def _bounce(self, bounce: _Bounce, record: torch.Tensor) -> int:
+        """Read a part into this thread's scratch, then rearrange and cast it into the record in one copy."""
+        scratch = getattr(self._scratch, "buffer", None)
+        if scratch is None:
+            scratch = self._scratch.buffer = torch.empty(self.scratch_bytes, dtype=torch.uint8)
+        part = bounce.part
+        nbytes = self._fill(part.file, part.offset_bytes, [scratch.numpy().data[: part.nbytes]])
+        on_disk = scratch[:nbytes].view(part.dtype).view(part.shape)
+        into = record[bounce.start : bounce.stop].view(bounce.dtype).view(bounce.shape)
+        part.arrangement.copy(on_disk, into)
+        return nbytes
+
+
+def _compile(layout: RecordLayout, locator: Locator) -> tuple[tuple[_Stretch, ...], tuple[_Bounce, ...]]:
+    """Turn one expert's parts into as few reads as possible: stretches sorted by file and offset, then the bounced parts."""
+    direct: list[tuple[int, int, int, int]] = []  # file, offset on disk, start and stop in the record
+    bounces = []
+    for section, parts in zip(layout.sections, locator, strict=True):
+        start = section.offset_bytes
+        for part in parts:
+            shape = part.arrangement.shape(part.shape)
+            stop = start + math.prod(shape) * section.dtype.itemsize
+            if part.dtype == section.dtype and part.arrangement is Arrangement.SAME:
+                direct.append((part.file, part.offset_bytes, start, stop))
+            else:
+                bounces.append(_Bounce(part, start, stop, section.dtype, shape))
+            start = stop
+        assert start == section.offset_bytes + section.nbytes, f"the parts of {section.name} do not fill it"
+    return tuple(_stretches(direct)), tuple(bounces)
+
+
+def _stretches(direct: list[tuple[int, int, int, int]]) -> Iterable[_Stretch]:
+    """Group pieces that follow each other on disk: one preadv reads them, wherever they go in the record."""
+    group: list[tuple[int, int, int, int]] = []
+    for piece in sorted(direct):
+        if group:
+            file, offset_bytes, start, stop = group[-1]
+            if piece[:2] != (file, offset_bytes + stop - start):
+                yield _Stretch(*group[0][:2], tuple(p[2:] for p in group))
+                group = []
+        group.append(piece)
+    if group:
+        yield _Stretch(*group[0][:2], tuple(p[2:] for p in group))

@@ -185,6 +185,19 @@ def test_an_unknown_model_is_refused_with_what_to_do(name, error, monkeypatch):
         vismoe.load(name)
 
 
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "missing"])
+def test_a_damaged_checkpoint_is_refused_before_it_is_loaded(damage, copied_model):
+    weights = copied_model / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "garbage":
+        weights.write_bytes(b"\xff" * 4096)
+    else:
+        weights.unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)model.*Fix"):
+        vismoe.load(copied_model)
+
+
 def test_an_unknown_setting_is_refused_by_name():
     with pytest.raises(vismoe.VisMoEError, match="memroy"):
         vismoe.load(memroy="1GiB")

@@ -55,13 +55,16 @@ def load(
     config = read_config(name, revision=revision)
     refuse_prequantized(config)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = model_class(config).from_pretrained(
-        name,
-        revision=revision or "main",
-        dtype=dtype,
-        device_map=place if place != "cpu" else None,
-        quantization_config=VisMoEConfig(**{**vars(chosen)}),
-    )
+    try:
+        loaded = model_class(config).from_pretrained(
+            name,
+            revision=revision or "main",
+            dtype=dtype,
+            device_map=place if place != "cpu" else None,
+            quantization_config=VisMoEConfig(**vars(chosen)),
+        )
+    except OSError as error:
+        raise CheckpointError(f"{name} could not be loaded: {error}. Fix: check that all of its files are there") from error
     return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
 
 

@@ -21,6 +21,7 @@ from vismoe.errors import ConfigError
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.memory.hardware import probe
 from vismoe.memory.host import HostTier
+from vismoe.memory.kernel_cache import bound_kernel_caches
 from vismoe.memory.plan import Plan, plan
 from vismoe.memory.pool import SlabPool
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
@@ -66,6 +67,7 @@ class VisMoEQuantizer(HfQuantizer):
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         settings = self.quantization_config.settings
+        bound_kernel_caches()
         refuse_unsupported(model)
         device = _one_device(device_map)
         store = locate_experts(model, checkpoint_files, model.dtype)

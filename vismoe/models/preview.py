@@ -108,7 +108,7 @@ def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[
     found = [cached_file(str(model), name, **where, local_files_only=True) for name in names]
     if all(found):
         return [Path(file) for file in found]
-    if local:
+    if local and any(found):
         missing = [name for name, file in zip(names, found, strict=True) if not file]
         first = f"{model} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}"
         raise CheckpointError(f"{first}. Fix: download or copy the model again")

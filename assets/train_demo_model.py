@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -74,14 +74,18 @@ FIRST_KINDS = {"exists": 2, "what": 4, "where": 2, "count": 1, "choice": 0.5, "t
 SEARCH_KINDS = {"exists": 3, "what": 2, "where": 3, "count": 2, "choice": 1.5, "text": 2, "describe": 0.7, "turns": 1}
 FULL = Mixture(pair_share=0.1, other_size_share=0.05)
 SEARCH = Mixture(WORLD, SEARCH_KINDS, pair_share=0.1, other_size_share=0.05)
+CHOOSE_KINDS = {"exists": 1, "what": 1, "where": 2, "count": 2, "choice": 4, "text": 2.5, "describe": 1, "turns": 1.5}
+CHOOSE = Mixture(WORLD, CHOOSE_KINDS, pair_share=0.15, other_size_share=0.05)
+FINAL = Mixture(pair_share=0.12, other_size_share=0.1)
 STAGES = (
     Stage("see", 700, 32, (3e-3, 2e-3), Mixture(LARGE_TEXT, bins=0), seeing_only=True, adam_share=1.0),
     Stage("read", 400, 32, (2.5e-3, 1.5e-3), Mixture(MUCH_TEXT, bins=0), seeing_only=True, adam_share=1.0),
     Stage("speak", 250, 12, (3e-3, 2.58e-3), Mixture(PLAIN, FIRST_KINDS), balance_weight=0.02),
     Stage("mix", 250, 12, (2.4e-3, 2.17e-3), FULL, seeing_weight=0.5),
     Stage("name", 250, 12, (2.2e-3, 1.95e-3), SEARCH, naming_weight=0.3),
-    Stage("match", 950, 12, (1.95e-3, 1e-3), SEARCH, naming_weight=0.1, placing_weight=0.3),
-    Stage("settle", 500, 12, (1e-3, 3e-5), replace(FULL, other_size_share=0.1)),
+    Stage("match", 500, 12, (1.95e-3, 1.45e-3), SEARCH, naming_weight=0.1, placing_weight=0.3),
+    Stage("choose", 600, 12, (1.6e-3, 1e-3), CHOOSE, naming_weight=0.1, placing_weight=0.3),
+    Stage("settle", 850, 12, (1e-3, 3e-5), FINAL, naming_weight=0.03, placing_weight=0.1),
 )
 
 

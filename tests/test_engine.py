@@ -13,7 +13,15 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import vismoe
 from vismoe.engine import demo_model
-from vismoe.errors import CheckpointError, ClosedError, ContextError, InputError, TransferError, UnsupportedModelError
+from vismoe.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    ContextError,
+    InputError,
+    TransferError,
+    UnsupportedModelError,
+)
 from vismoe.simulate.trace import Trace
 from vismoe.types import Phase
 
@@ -75,6 +83,19 @@ def test_cancelling_stops_within_a_token_and_the_engine_goes_on(engine):
     assert "".join(engine.chat(ask(), max_tokens=8)) == expected
 
 
+def test_cancelling_during_prefill_stops_between_two_layers(engine):
+    layers = engine.model.model.language_model.layers
+    ran = []
+    hooks = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers)]
+    reply = engine.chat(ask("Describe the image."), max_tokens=50)
+    stop = layers[1].register_forward_hook(lambda *_: reply.cancel())
+    assert "".join(reply) == ""
+    for hook in (*hooks, stop):
+        hook.remove()
+    assert reply.figures.cancelled and ran == [0, 1] and reply.figures.decode_tokens == 0
+    assert "".join(engine.chat(ask(), max_tokens=3))
+
+
 def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine):
     questions = ["What is in the picture?", "Describe the image.", "How many objects are there?"]
     alone = ["".join(engine.chat(ask(q), max_tokens=8)) for q in questions]
@@ -94,6 +115,7 @@ def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine
         (ask(image="/nowhere/cat.png"), InputError, "/nowhere/cat.png"),
         ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], InputError, "no video"),
         ([{"role": "assistant", "content": "hello"}], InputError, "no user message"),
+        (ask(image=PICTURE.resize((1000, 2))), InputError, "crop or resize"),
         (ask("word " * 9000), ContextError, "--context"),
     ],
 )
@@ -196,6 +218,12 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_loaded(damage, copied_mode
         weights.unlink()
     with pytest.raises(CheckpointError, match=r"(?s)model.*Fix"):
         vismoe.load(copied_model)
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "float7"}, {"device": "abacus"}, {"device": "meta"}])
+def test_a_type_or_device_that_is_not_there_is_refused(wrong):
+    with pytest.raises(ConfigError, match="choose"):
+        vismoe.load(**wrong)
 
 
 def test_an_unknown_setting_is_refused_by_name():

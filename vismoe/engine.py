@@ -17,11 +17,13 @@ from transformers import PreTrainedModel, set_seed
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ClosedError, ContextError, InputError
 from vismoe.generate import Cancelled, Clock, Figures, Reply, TokenStream
+from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
+from vismoe.models.experts import Interrupted
 from vismoe.models.families import refuse_prequantized
 from vismoe.models.images import open_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.preview import model_class, read_config
+from vismoe.models.preview import model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
 from vismoe.simulate.trace import TraceWriter
 
@@ -54,12 +56,12 @@ def load(
     name = str(model if model is not None else demo_model())
     config = read_config(name, revision=revision)
     refuse_prequantized(config)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = str(torch_device(device))
     try:
         loaded = model_class(config).from_pretrained(
             name,
             revision=revision or "main",
-            dtype=dtype,
+            dtype=dtype if dtype == "auto" else torch_dtype(config, dtype),
             device_map=place if place != "cpu" else None,
             quantization_config=VisMoEConfig(**vars(chosen)),
         )
@@ -151,11 +153,14 @@ class Engine:
             set_seed(seed)
         before = self.metrics.snapshot()
         stream = TokenStream(self._prompts.tokenizer, clock, reply.emit)
-        with torch.inference_mode():
+        self._runtime.cancelled = reply.flag.is_set
+        with torch.inference_mode(), contextlib.suppress(Interrupted):
             self.model.generate(
                 **prompt.inputs.to(self.model.device), **options, streamer=stream, stopping_criteria=[Cancelled(reply.flag)]
             )
         self._runtime.pager.end_request()
+        if not clock.tokens:  # cancelled before the first token
+            clock.first_token_s = clock.last_token_s = time.perf_counter()
         prefill_s = clock.first_token_s - clock.began_s - clock.encode_s
         return Figures(
             answer=reply.text,
@@ -165,7 +170,7 @@ class Engine:
             prompt_tokens=prompt.tokens,
             visual_tokens=prompt.visual_tokens,
             prefill_seconds=prefill_s,
-            decode_tokens=clock.tokens - 1,
+            decode_tokens=max(0, clock.tokens - 1),
             decode_seconds=clock.last_token_s - clock.first_token_s,
             cancelled=reply.flag.is_set(),
             capacity={

@@ -19,17 +19,26 @@ def probe(device: str | torch.device | None = None) -> Hardware:
 
     Raises ConfigError for a device that is not there.
     """
-    kind = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = torch_device(device)
     free_host, total_host = host_memory()
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if kind.type == "cpu":
         return Hardware("cpu", free_host, total_host, free_host, cores(), ranks)
-    if kind.type != "cuda":
-        raise ConfigError(f"device={str(device)!r}: choose cpu or cuda")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device={str(device)!r}: torch {torch.__version__} sees no GPU; choose cpu")
     free, total = torch.cuda.mem_get_info(kind)
     return Hardware("cuda", free, total, free_host, cores(), ranks)
+
+
+def torch_device(device: str | torch.device | None) -> torch.device:
+    """The device to run on; None takes a GPU where there is one. Raises ConfigError for one that is unknown or not there."""
+    try:
+        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device={str(device)!r} is no device; choose cpu, cuda or e.g. cuda:1") from error
+    if kind.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={str(device)!r}: choose cpu or cuda")
+    if kind.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={str(device)!r}: torch {torch.__version__} sees no GPU; choose cpu")
+    return kind
 
 
 def cores() -> int:

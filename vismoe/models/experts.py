@@ -7,7 +7,7 @@ in 64-byte aligned slabs, additions in ascending expert id rounded in the output
 Shapes: hidden `[T, H]`, top_k_index `[T, K]` int64, top_k_weights `[T, K]`. One device-to-host read per layer: the routing.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +36,10 @@ class RoutingRecorder(Protocol):
     def layer(self, layer: int, expert_ids: np.ndarray, weights: np.ndarray, scores: np.ndarray | None = None) -> None: ...
 
 
+class Interrupted(Exception):
+    """The request was cancelled between two layers; not an error of anybody's."""
+
+
 @dataclass
 class Step:
     """The forward pass under way: B sequences of S new tokens each."""
@@ -60,6 +64,7 @@ class ExpertRuntime:
         self.pager, self.plan, self.device, self.lookahead = pager, plan, device, lookahead
         self.store, self.backends = store, backends
         self.recorder: RoutingRecorder | None = None
+        self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
         self.step = Step()
         self._kinds: np.ndarray | None = None
 
@@ -121,6 +126,8 @@ class ExpertRuntime:
                 f"the model was moved to {hidden.device}, its experts are served on {self.device}. "
                 f"Fix: load it with device={hidden.device}"
             )
+        if self.step.phase is Phase.PREFILL and self.cancelled():
+            raise Interrupted
         routing = index.cpu().numpy()
         rows = RowsByExpert(routing, module.num_experts, hidden.device)
         decoding = self.step.phase is Phase.DECODE

@@ -14,14 +14,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from vismoe.config import Settings
-from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.memory.hardware import probe
 from vismoe.memory.plan import Plan, plan
 from vismoe.models.families import refuse_prequantized, refuse_unsupported
 from vismoe.models.footprint import footprint
 from vismoe.models.locate import inventory_of, locate_experts
 
-__all__ = ["describe", "model_class", "preview", "read_config"]
+__all__ = ["describe", "model_class", "preview", "read_config", "torch_dtype"]
 
 
 def preview(
@@ -55,7 +55,7 @@ def describe(
     refuse_prequantized(config)
     cls = model_class(config)
     with torch.device("meta"):
-        described = cls._from_config(config, dtype=_dtype(config, dtype))
+        described = cls._from_config(config, dtype=torch_dtype(config, dtype))
     refuse_unsupported(described)
     return described.eval(), checkpoint_files(model, revision=revision)
 
@@ -115,13 +115,13 @@ def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[
     return []
 
 
-def _dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dtype:
+def torch_dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dtype:
     """`auto` is the checkpoint's own type."""
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise CheckpointError(f"dtype={dtype!r}: choose auto, bfloat16, float16 or float32")
+        raise ConfigError(f"dtype={dtype!r}: choose auto, bfloat16, float16 or float32")
     return found
 
 

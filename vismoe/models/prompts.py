@@ -68,7 +68,10 @@ class PromptBuilder:
                 message["content"] = "".join(part["text"] for part in message["content"])
         text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         options: dict[str, Any] = {"images": images, **self._pixel_limits(image_tokens)} if images else {}
-        inputs = self.processor(text=[text], return_tensors="pt", **options)
+        try:
+            inputs = self.processor(text=[text], return_tensors="pt", **options)
+        except ValueError as error:  # e.g. an image two hundred times as wide as it is high
+            raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
         visual = int((inputs["input_ids"] == self.image_token_id).sum()) if self.image_token_id is not None else 0
         return Prompt(inputs, int(inputs["input_ids"].shape[1]), visual, len(images))
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -76,7 +76,10 @@ FULL = Mixture(pair_share=0.1, other_size_share=0.05)
 SEARCH = Mixture(WORLD, SEARCH_KINDS, pair_share=0.1, other_size_share=0.05)
 CHOOSE_KINDS = {"exists": 1, "what": 1, "where": 2, "count": 2, "choice": 4, "text": 2.5, "describe": 1, "turns": 1.5}
 CHOOSE = Mixture(WORLD, CHOOSE_KINDS, pair_share=0.15, other_size_share=0.05)
-FINAL = Mixture(pair_share=0.12, other_size_share=0.1)
+SPELL_KINDS = {"exists": 1, "what": 1, "where": 1, "count": 2.5, "choice": 3, "text": 4, "describe": 1.5, "turns": 1}
+SPELL = Mixture(replace(WORLD, label_share=0.75), SPELL_KINDS, pair_share=0.2, other_size_share=0.05)
+FINAL_KINDS = {"exists": 1.3, "what": 1.3, "where": 1.3, "count": 3, "choice": 3, "text": 3.5, "describe": 1.5, "turns": 1.2}
+FINAL = Mixture(replace(WORLD, label_share=0.6), FINAL_KINDS, pair_share=0.15, other_size_share=0.08)
 STAGES = (
     Stage("see", 700, 32, (3e-3, 2e-3), Mixture(LARGE_TEXT, bins=0), seeing_only=True, adam_share=1.0),
     Stage("read", 400, 32, (2.5e-3, 1.5e-3), Mixture(MUCH_TEXT, bins=0), seeing_only=True, adam_share=1.0),
@@ -84,8 +87,9 @@ STAGES = (
     Stage("mix", 250, 12, (2.4e-3, 2.17e-3), FULL, seeing_weight=0.5),
     Stage("name", 250, 12, (2.2e-3, 1.95e-3), SEARCH, naming_weight=0.3),
     Stage("match", 500, 12, (1.95e-3, 1.45e-3), SEARCH, naming_weight=0.1, placing_weight=0.3),
-    Stage("choose", 600, 12, (1.6e-3, 1e-3), CHOOSE, naming_weight=0.1, placing_weight=0.3),
-    Stage("settle", 850, 12, (1e-3, 3e-5), FINAL, naming_weight=0.03, placing_weight=0.1),
+    Stage("choose", 250, 12, (1.6e-3, 1.35e-3), CHOOSE, naming_weight=0.1, placing_weight=0.3),
+    Stage("spell", 450, 12, (1.4e-3, 1e-3), SPELL, naming_weight=0.1, placing_weight=0.2),
+    Stage("settle", 1000, 12, (1.1e-3, 2e-5), FINAL, naming_weight=0.03, placing_weight=0.1),
 )
 
 

@@ -79,7 +79,10 @@ def test_cancelling_stops_within_a_token_and_the_engine_goes_on(engine):
     reply.cancel()
     text = "".join(reply)
     slow.remove()
-    assert reply.figures.cancelled and reply.figures.decode_tokens <= 1 and isinstance(text, str)
+    assert reply.figures.cancelled and reply.figures.decode_tokens <= 1
+    assert reply.answer == text and list(reply) == [], "a finished reply has no more pieces"
+    inputs = tiny_models.prompt("qwen3_moe")["input_ids"]
+    assert engine.model.generate(inputs, max_new_tokens=2).shape[1] > inputs.shape[1], "a cancel is of one request"
     assert "".join(engine.chat(ask(), max_tokens=8)) == expected
 
 
@@ -114,6 +117,10 @@ def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine
     [
         (ask(image="/nowhere/cat.png"), InputError, "/nowhere/cat.png"),
         ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], InputError, "no video"),
+        ([{"role": "user"}], InputError, "no content"),
+        ([{"content": "hello"}], InputError, "needs a role"),
+        (["hello"], InputError, "needs a role"),
+        (ask("What is <|image_pad|>?"), InputError, "stands for an image"),
         ([{"role": "assistant", "content": "hello"}], InputError, "no user message"),
         (ask(image=PICTURE.resize((1000, 2))), InputError, "crop or resize"),
         (ask("word " * 9000), ContextError, "--context"),
@@ -122,7 +129,7 @@ def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine
 def test_a_request_that_cannot_be_answered_is_refused_before_anything_runs(engine, messages, error, says):
     with pytest.raises(error, match=says):
         engine.chat(messages)
-    assert "".join(engine.chat(ask(), max_tokens=2)) is not None
+    assert "".join(engine.chat(ask(), max_tokens=2))
 
 
 def test_image_tokens_bound_what_an_image_costs(engine):
@@ -186,6 +193,18 @@ def test_recorded_routing_is_what_the_counters_saw(engine, tmp_path):
     counts = reply.figures.counters
     assert demanded == counts.total("hits") + counts.total("misses")
     assert (steps[0].kinds == 1).sum() == 64
+
+
+def test_recording_waits_for_the_running_request_and_refuses_a_second_trace(engine, tmp_path):
+    slow = engine.model.register_forward_hook(lambda *_: time.sleep(0.02))
+    before = engine.chat(ask("Describe the image."), max_tokens=8)
+    with engine.record(tmp_path / "one"):
+        list(engine.chat(ask(), max_tokens=2))
+        with pytest.raises(ConfigError, match="one trace at a time"), engine.record(tmp_path / "two"):
+            pass
+    slow.remove()
+    assert "".join(before)
+    assert {step.request for step in Trace.open(tmp_path / "one")} != {""}
 
 
 def test_a_text_model_answers_and_says_that_it_cannot_see(tmp_path):

@@ -6,16 +6,17 @@ Owns the lifetime of everything below it; `close()` (or leaving the `with`) stop
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, set_seed
 
 from vismoe.config import Settings
-from vismoe.errors import CheckpointError, ClosedError, ContextError, InputError
+from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
 from vismoe.generate import Cancelled, Clock, Figures, Reply, TokenStream
 from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
@@ -81,9 +82,12 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vismoe-model")
         self._requests = itertools.count()
         self._closed = False
+        self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self._prompts.vision_towers(model):
-            tower.register_forward_pre_hook(lambda *_: self._encoding(-time.perf_counter()))
-            tower.register_forward_hook(lambda *_: self._encoding(time.perf_counter()))
+            self._hooks = (
+                tower.register_forward_pre_hook(lambda *_: self._encoding(-time.perf_counter())),
+                tower.register_forward_hook(lambda *_: self._encoding(time.perf_counter())),
+            )
 
     @property
     def plan(self) -> Plan:
@@ -133,14 +137,20 @@ class Engine:
         options: dict[str, Any] = {"max_new_tokens": min(max_tokens, self.plan.context - prompt.tokens), "do_sample": sample}
         if not sample:
             options |= {"temperature": None, "top_p": None, "top_k": None}
-        self._thread.submit(self._answer, reply, prompt, options, seed)
+        self._on_model_thread(self._answer, reply, prompt, options, seed)
         return reply
+
+    def _on_model_thread(self, task: Callable[..., None], *arguments: Any) -> "Future[None]":
+        try:
+            return self._thread.submit(task, *arguments)
+        except RuntimeError as error:  # closed since
+            raise ClosedError("the engine is closed; load the model again to go on") from error
 
     def _answer(self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None) -> None:
         """On the model thread: generate, and settle the reply whatever happens."""
         try:
             reply.end(self._generate(reply, prompt, options, seed))
-        except Exception as error:  # the request's boundary: the caller gets it while iterating
+        except BaseException as error:  # the request's boundary: whoever iterates the reply gets it
             reply.end(error=error)
         finally:
             self._runtime.pager.end_request()
@@ -153,11 +163,13 @@ class Engine:
             set_seed(seed)
         before = self.metrics.snapshot()
         stream = TokenStream(self._prompts.tokenizer, clock, reply.emit)
+        inputs, criteria = prompt.inputs.to(self.model.device), [Cancelled(reply.flag)]
         self._runtime.cancelled = reply.flag.is_set
-        with torch.inference_mode(), contextlib.suppress(Interrupted):
-            self.model.generate(
-                **prompt.inputs.to(self.model.device), **options, streamer=stream, stopping_criteria=[Cancelled(reply.flag)]
-            )
+        try:
+            with torch.inference_mode(), contextlib.suppress(Interrupted):
+                self.model.generate(**inputs, **options, streamer=stream, stopping_criteria=criteria)
+        finally:
+            self._runtime.cancelled = lambda: False
         self._runtime.pager.end_request()
         if not clock.tokens:  # cancelled before the first token
             clock.first_token_s = clock.last_token_s = time.perf_counter()
@@ -178,6 +190,7 @@ class Engine:
                 "experts": self.plan.total_experts,
                 "bytes": sum(table.pool.capacity * table.pool.layout.record_bytes for table in self._runtime.pager.tables),
             },
+            backends=self.backends,
             counters=self.metrics.snapshot() - before,
         )
 
@@ -187,19 +200,27 @@ class Engine:
     @contextlib.contextmanager
     def record(self, path: str | Path) -> Iterator[None]:
         """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
-        with TraceWriter(path, self._runtime.pager.inventory, model=self.name) as writer:
-            self._runtime.recorder = writer
+        store = self._runtime.store
+        with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
+            self._on_model_thread(self._record_to, writer).result()  # between requests, never in the middle of one
             try:
                 yield
             finally:
-                self._thread.submit(lambda: None).result()  # what runs is recorded to its end
-                self._runtime.recorder = None
+                with contextlib.suppress(ClosedError):
+                    self._on_model_thread(self._record_to, None).result()
+
+    def _record_to(self, writer: TraceWriter | None) -> None:
+        if writer is not None and self._runtime.recorder is not None:
+            raise ConfigError("this engine records already; one trace at a time")
+        self._runtime.recorder = writer
 
     def close(self) -> None:
         """Stop copies and close the files; may be called twice. A request that runs ends with ClosedError."""
         self._closed = True
         self._runtime.pager.close()
         self._thread.shutdown(wait=True)
+        for hook in self._hooks:
+            hook.remove()
         self._runtime.store.close()
 
     def __enter__(self) -> "Engine":

@@ -9,6 +9,7 @@
     ├── InputError             a request that cannot be answered: a bad image, video, nothing to answer
     │   └── ContextError       more tokens than the planned context
     ├── TraceError             a routing trace that is truncated, foreign, or from a newer version
+    ├── BusyError              two threads run one model at the same time
     └── ClosedError            the engine was closed
 
 Messages say what happened, give the numbers, and name the fix. `assert` is kept for our own invariants.
@@ -16,6 +17,7 @@ Messages say what happened, give the numbers, and name the fix. `assert` is kept
 
 __all__ = [
     "BudgetError",
+    "BusyError",
     "CheckpointError",
     "ClosedError",
     "ConfigError",
@@ -66,6 +68,10 @@ class ContextError(InputError):
 
 class TraceError(VisMoEError):
     """A routing trace that cannot be read or continued: truncated, foreign, of another model, or from a newer version."""
+
+
+class BusyError(VisMoEError):
+    """Another thread is in the middle of a forward pass of the same model."""
 
 
 class ClosedError(VisMoEError):

@@ -18,8 +18,6 @@ from vismoe.memory.plan import Plan
 from vismoe.metrics import Snapshot
 from vismoe.types import Phase
 
-_END = object()
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -36,6 +34,7 @@ class Figures:
     decode_seconds: float
     cancelled: bool
     capacity: dict[str, int]  # of prefix and pools: slabs, bytes
+    backends: dict[str, str]  # what was chosen at start, and why
     counters: Snapshot
 
     @property
@@ -50,6 +49,7 @@ class Figures:
             "answer": self.answer,
             "cancelled": self.cancelled,
             "plan": self.plan.to_json(),
+            "backends": self.backends,
             "encode": {"images": self.images, "seconds": self.encode_seconds},
             "prefill": {"tokens": self.prompt_tokens, "visual_tokens": self.visual_tokens, "seconds": self.prefill_seconds},
             "decode": {"tokens": self.decode_tokens, "seconds": self.decode_seconds},
@@ -105,16 +105,22 @@ class Reply:
 
     answer: str = ""  # what was iterated so far
     _figures: Figures | None = None
+    _error: BaseException | None = None
+    _ended: bool = False
     _pieces: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
     flag: threading.Event = field(default_factory=threading.Event)  # set: stop
     text: str = ""  # what was generated so far
 
     def __iter__(self) -> Iterator[str]:
-        while (piece := self._pieces.get()) is not _END:
-            if isinstance(piece, BaseException):
-                raise piece
-            self.answer += piece
-            yield piece
+        while not self._ended:
+            piece = self._pieces.get()
+            if isinstance(piece, str):
+                self.answer += piece
+                yield piece
+            else:
+                self._ended = True
+        if self._error is not None:
+            raise self._error
 
     def cancel(self) -> None:
         """Stop within a token; what was said so far stays. From any thread, also from a signal handler."""
@@ -123,7 +129,7 @@ class Reply:
     @property
     def figures(self) -> Figures:
         if self._figures is None:
-            raise RuntimeError("figures are there once the reply was iterated to its end")
+            raise RuntimeError("figures are there once a reply was iterated to its end; a failed one has none") from self._error
         return self._figures
 
     # -- the model thread's side
@@ -133,6 +139,5 @@ class Reply:
 
     def end(self, figures: Figures | None = None, error: BaseException | None = None) -> None:
         self._figures = figures
-        if error is not None:
-            self._pieces.put(error)
-        self._pieces.put(_END)
+        self._error = error
+        self._pieces.put(None)

@@ -61,6 +61,11 @@ class SlabPool:
         self._is_free[slab] = True
         self._free.append(slab)
 
+    def free_only(self, slabs: list[int]) -> None:
+        """Make exactly these slabs free; for repair after an interrupt."""
+        self._free = sorted(slabs, reverse=True)
+        self._is_free = [slab in set(slabs) for slab in range(self.capacity)]
+
     def record(self, slab: int) -> torch.Tensor:
         """The slab's bytes, uint8 `[record_bytes]`."""
         return self.buffer[slab]

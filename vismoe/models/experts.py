@@ -7,6 +7,7 @@ in 64-byte aligned slabs, additions in ascending expert id rounded in the output
 Shapes: hidden `[T, H]`, top_k_index `[T, K]` int64, top_k_weights `[T, K]`. One device-to-host read per layer: the routing.
 """
 
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from vismoe.errors import ContextError, UnsupportedModelError
+from vismoe.errors import BusyError, ContextError, UnsupportedModelError
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.memory.plan import Plan
 from vismoe.models.families import accumulator_dtype, expert_modules
@@ -26,6 +27,7 @@ from vismoe.store.expert_store import ExpertStore
 from vismoe.types import Phase
 
 IMPLEMENTATION = "vismoe"
+SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
 
 
 class RoutingRecorder(Protocol):
@@ -46,7 +48,24 @@ class Step:
 
     phase: Phase = Phase.PREFILL
     batch: int = 1
+    tokens: int = 0  # B * S
+    thread: int = 0  # the thread that began it
     kinds: np.ndarray | None = None  # uint8 [B * S] of TokenKind; None: all text
+
+
+class _NoBackward(torch.autograd.Function):
+    """The layer's output where gradients are recorded: right going forward, refused going back.
+
+    A graph over slabs would silently use whatever expert lies in them by the time of the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, factors: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise UnsupportedModelError("paged experts cannot be trained. Fix: load the model without VisMoE, or use torch.no_grad()")
 
 
 class ExpertRuntime:
@@ -67,6 +86,11 @@ class ExpertRuntime:
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
         self.step = Step()
         self._kinds: np.ndarray | None = None
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UnsupportedModelError("a model with paged experts cannot be copied or pickled. Fix: load it a second time")
+
+    __reduce_ex__ = __deepcopy__
 
     def bind(self, model: nn.Module) -> None:
         """Let the model's experts modules find this runtime, and watch its forward passes."""
@@ -109,8 +133,9 @@ class ExpertRuntime:
                 f"Fix: load with context={batch * (past + new)} or more (--context), or shorten the input"
             )
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
-        self.step = Step(Phase.PREFILL if new > 1 else Phase.DECODE, batch, kinds)
-        self.pager.begin_step(self.step.phase)
+        decoding = new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS)
+        self.pager.begin_step(Phase.DECODE if decoding else Phase.PREFILL, new_sequence=past == 0)
+        self.step = Step(Phase.DECODE if decoding else Phase.PREFILL, batch, batch * new, threading.get_ident(), kinds)
         if self.recorder is not None:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
@@ -118,9 +143,8 @@ class ExpertRuntime:
     # -- one MoE layer
     def run(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The layer's output `[T, H]`."""
-        out = torch.zeros_like(hidden, dtype=accumulator_dtype(module, hidden, factors))
         if hidden.shape[0] == 0:
-            return out.to(hidden.dtype)
+            return torch.zeros_like(hidden)
         if hidden.device != self.device:
             raise UnsupportedModelError(
                 f"the model was moved to {hidden.device}, its experts are served on {self.device}. "
@@ -128,6 +152,20 @@ class ExpertRuntime:
             )
         if self.step.phase is Phase.PREFILL and self.cancelled():
             raise Interrupted
+        if self.step.thread != threading.get_ident():
+            raise BusyError(
+                "two threads run this model at the same time; its experts serve one forward pass at a time. "
+                "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
+            )
+        if torch.is_grad_enabled() and (hidden.requires_grad or factors.requires_grad):
+            with torch.no_grad():
+                result = self._compute(layer, module, hidden.detach(), index, factors.detach())
+            return _NoBackward.apply(hidden, factors, result)
+        return self._compute(layer, module, hidden, index, factors)
+
+    def _compute(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Demand the experts, compute them as they come, add them up in ascending id."""
+        out = torch.zeros_like(hidden, dtype=accumulator_dtype(module, hidden, factors))
         routing = index.cpu().numpy()
         rows = RowsByExpert(routing, module.num_experts, hidden.device)
         decoding = self.step.phase is Phase.DECODE
@@ -135,6 +173,11 @@ class ExpertRuntime:
         with self.pager.demand(layer, rows.experts, keep, self._real_tokens_experts(routing)) as demand:
             scores = self._look_ahead(layer)
             if self.recorder is not None:
+                if len(routing) != self.step.tokens:
+                    raise UnsupportedModelError(
+                        f"routing of this family cannot be recorded: {len(routing)} of {self.step.tokens} tokens reach "
+                        f"MoE layer {layer}, and a trace needs to know which. Fix: run without recording"
+                    )
                 self.recorder.layer(layer, routing, factors.float().cpu().numpy(), scores)
             if not decoding:
                 for expert, weights in demand.in_order():
@@ -161,8 +204,14 @@ class ExpertRuntime:
 
     def _last_tokens_experts(self, routing: np.ndarray) -> set[int]:
         """What the last token of each sequence uses: the best guess at what decode will want."""
-        per_sequence = len(routing) // self.step.batch
-        return set(routing[per_sequence - 1 :: per_sequence].ravel().tolist()) if per_sequence else set()
+        if len(routing) != self.step.tokens:  # experts that see a part of the tokens only (ernie4_5_vl_moe)
+            return set(routing[-1].tolist())
+        last = np.full(self.step.batch, self.step.tokens // self.step.batch - 1)
+        if self.step.kinds is not None:
+            real = self.step.kinds.reshape(self.step.batch, -1) != TokenKind.PAD
+            last -= real[:, ::-1].argmax(axis=1)
+        rows = np.arange(self.step.batch) * (self.step.tokens // self.step.batch) + last
+        return set(routing[rows].ravel().tolist())
 
     def _real_tokens_experts(self, routing: np.ndarray) -> Collection[int] | None:
         kinds = self.step.kinds

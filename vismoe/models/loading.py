@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
 from vismoe.lookahead.gate import GateLookahead
-from vismoe.memory.hardware import probe
+from vismoe.memory.hardware import probe, torch_device
 from vismoe.memory.host import HostTier
 from vismoe.memory.kernel_cache import bound_kernel_caches
 from vismoe.memory.plan import Plan, plan
@@ -37,6 +37,7 @@ __all__ = ["VisMoEConfig", "runtime_of"]
 
 logger = logging.getLogger(__name__)
 METHOD = "vismoe"
+AUTO_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @register_quantization_config(METHOD)
@@ -59,9 +60,13 @@ class VisMoEConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class VisMoEQuantizer(HfQuantizer):
-    """Overrides the two hooks whose signatures transformers 5.17 to 5.23 share, and nothing else."""
+    """Overrides hooks whose signatures transformers 5.17 to 5.23 share, and nothing else."""
 
     requires_calibration = False
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """`auto` and its kin spread whole layers; here the model goes to one device and the experts are paged."""
+        return {"": torch_device(None)} if device_map in AUTO_MAPS else device_map
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -71,9 +76,13 @@ class VisMoEQuantizer(HfQuantizer):
         refuse_unsupported(model)
         device = _one_device(device_map)
         store = locate_experts(model, checkpoint_files, model.dtype)
-        with torch.device("cpu"):  # the loader's own context would put what the footprint needs to know on meta
-            needs = footprint(model, store.inventory, settings, scratch_bytes=store.scratch_bytes)
-        self.plan = plan(needs, settings, probe(device))
+        try:
+            with torch.device("cpu"):  # the loader's own context would put what the footprint needs to know on meta
+                needs = footprint(model, store.inventory, settings, scratch_bytes=store.scratch_bytes)
+            self.plan = plan(needs, settings, probe(device))
+        except BaseException:
+            store.close()
+            raise
         self._store, self._settings = store, settings
         strip_experts(model)
         model.set_experts_implementation(IMPLEMENTATION)
@@ -125,6 +134,7 @@ def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings)
     if settings.lookahead != "none":
         lookahead = GateLookahead.of(model, inventory, settings.window)
         if isinstance(lookahead, str) and settings.lookahead == "gate":
+            store.close()
             raise ConfigError(f"lookahead='gate' does not fit this family: {lookahead}. Fix: lookahead='none' or 'auto'")
     backends["lookahead"] = f"none ({lookahead})" if isinstance(lookahead, str) else f"gate, {settings.window} layers ahead"
     logger.info("backends: %s", backends)
@@ -156,9 +166,7 @@ def _one_device(device_map: Any) -> torch.device:
     if device_map is None:
         return torch.device("cpu")
     places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
-    devices = {
-        torch.device("cuda", place) if isinstance(place, int) else torch.device(place) for place in places if place != "disk"
-    }
+    devices = {torch_device(f"cuda:{place}" if isinstance(place, int) else place) for place in places if place != "disk"}
     if len(devices) != 1 or "disk" in places:
         raise ConfigError(
             f"device_map spreads the model over {sorted(map(str, places))}; VisMoE pages experts to one device. "

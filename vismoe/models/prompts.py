@@ -56,7 +56,9 @@ class PromptBuilder:
     ) -> Prompt:
         """Inputs for one conversation. Raises InputError for what cannot be answered."""
         images: list[Image.Image] = []
-        plain = [{"role": m["role"], "content": self._content(m["content"], images, open_image)} for m in messages]
+        plain: list[dict[str, Any]] = [
+            {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
+        ]
         if not any(m["role"] == "user" for m in plain):
             raise InputError("there is nothing to answer: the conversation has no user message")
         if images and self.image_token_id is None:
@@ -75,19 +77,34 @@ class PromptBuilder:
         visual = int((inputs["input_ids"] == self.image_token_id).sum()) if self.image_token_id is not None else 0
         return Prompt(inputs, int(inputs["input_ids"].shape[1]), visual, len(images))
 
-    @staticmethod
-    def _content(content: Any, images: list[Image.Image], open_image: Callable[[Any], Image.Image]) -> list[dict[str, Any]]:
+    def _content(
+        self, message: dict[str, Any], images: list[Image.Image], open_image: Callable[[Any], Image.Image]
+    ) -> list[dict[str, Any]]:
         """Parts in the template's form; images are opened into `images` in order."""
+        content = message.get("content")
         parts = []
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            if part["type"] == "image":
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "image" and part.get("image") is not None:
                 images.append(open_image(part["image"]))
                 parts.append({"type": "image"})
-            elif part["type"] == "text":
-                parts.append({"type": "text", "text": part["text"]})
+            elif kind == "text" and isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": self._without_placeholders(part["text"])})
             else:
-                raise InputError(f"{part['type']!r} input is not supported; VisMoE takes text and images (no video, no audio)")
+                raise InputError(
+                    f"a message part of type {kind!r} cannot be used; VisMoE takes {{'type': 'text', 'text': ...}} and "
+                    "{'type': 'image', 'image': ...} (no video, no audio)"
+                )
+        if not parts:
+            raise InputError(f"a {message['role']} message has no content")
         return parts
+
+    def _without_placeholders(self, text: str) -> str:
+        """User text as it is; what stands for an image in the model's own language may not be typed."""
+        token = self.tokenizer.convert_ids_to_tokens(self.image_token_id) if self.image_token_id is not None else None
+        if token is not None and token in text:
+            raise InputError(f"the text contains {token}, which stands for an image. Fix: leave it out, and attach the image")
+        return text
 
     def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:
         """Arguments that make the family's image processor give between least and most tokens per image."""
@@ -98,4 +115,13 @@ class PromptBuilder:
         if not side:
             raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")
         least, most = image_tokens
+        if not 1 <= least <= most:
+            raise InputError(f"image_tokens={image_tokens}: the least number comes first, e.g. 64..1024")
         return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}
+
+
+def _role(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("system", "user", "assistant"):
+        raise InputError(f"a message needs a role, one of system, user, assistant; got {role!r}")
+    return role

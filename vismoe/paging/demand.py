@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vismoe.errors import ClosedError, TransferError
-from vismoe.paging.page_table import LOADING, RESIDENT
+from vismoe.paging.page_table import LOADING, RESIDENT, Room
 from vismoe.paging.transfer import Ticket
 from vismoe.types import ExpertId
 
@@ -41,7 +41,10 @@ class Demand:
     def __enter__(self) -> "Demand":
         pager, table = self._pager, self._table
         with pager.lock:
+            pager.check_open()
+            pager.open_demand()
             pager.running_layer = self._layer
+            table.enter_layer(self._layer)
             pager.tick += 1
             pager.metrics.add("steps", pager.phase, self._layer)
             for expert in self._todo:
@@ -49,11 +52,8 @@ class Demand:
                 resident = slab >= 0 and table.state[slab] == RESIDENT
                 late = slab >= 0 and table.state[slab] == LOADING
                 if slab >= 0:
-                    if table.speculative[slab]:
+                    if table.enter_demand(slab, stays=self._keep is None or expert in self._keep):
                         pager.count_use_of_guess()
-                        table.speculative[slab] = False
-                    table.demanded[slab] = True
-                    table.ring[slab] = table.streamed[slab] = False  # wanted again: it belongs to the cache now
                     if late:
                         self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
                 else:
@@ -75,7 +75,8 @@ class Demand:
             for expert in self._todo:
                 slab = self._table.slab_of[self._base + expert]
                 if slab >= 0:
-                    self._table.demanded[slab] = False
+                    self._table.leave_demand(slab)
+            self._pager.close_demand()
 
     def as_ready(self) -> Iterator[tuple[int, Weights]]:
         """(expert, weights) in the order of arrival; the weights are leased until the next one is asked for."""
@@ -121,9 +122,8 @@ class Demand:
             (expert, slab), self._lent = self._lent, None
             pager.transfer.released(pager.inventory.layers[self._layer].geometry, slab)
             table.leases[slab] -= 1
-            table.demanded[slab] = False
+            table.leave_demand(slab)
             if computed:
-                table.streamed[slab] = table.ring[slab]
                 table.used(slab, pager.tick)
                 self._todo.remove(expert)
                 self._issue()
@@ -145,14 +145,14 @@ class Demand:
             streaming = self._keep is not None and expert not in self._keep
             room = pager.make_room(self._layer, streaming)
             if room is None and must and not pager.tickets:
-                room = pager.make_room(self._layer, streaming=False) or self._give_up_last()
+                room = pager.make_room(self._layer, streaming, must=True) or self._give_up_last(streaming)
             if room is None:
                 return
             must = False
             self._absent.pop(0)
-            self._tickets[expert] = pager.start_load(ExpertId(self._layer, expert), *room)
+            self._tickets[expert] = pager.start_load(ExpertId(self._layer, expert), room)
 
-    def _give_up_last(self) -> tuple[int, bool] | None:
+    def _give_up_last(self, streaming: bool) -> Room | None:
         table = self._table
         for expert in reversed(self._todo[1:]):
             slab = table.slab_of[self._base + expert]
@@ -160,7 +160,7 @@ class Demand:
                 table.demanded[slab] = False
                 self._absent.append(expert)
                 self._absent.sort()
-                return self._pager.make_room(self._layer, streaming=False)
+                return self._pager.make_room(self._layer, streaming, must=True)
         return None
 
     def _wait(self, tickets: list[Ticket]) -> None:

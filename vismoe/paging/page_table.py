@@ -4,7 +4,9 @@ States of an expert: absent (on disk or in the host tier) -> loading (a slab is 
 All methods are called under the pager's lock and never block.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from vismoe.paging.eviction import SlabView, choose_victims
 from vismoe.types import ExpertId, MoELayer
 
 FREE, LOADING, RESIDENT = 0, 1, 2
+RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
 LFU_HALF_LIFE_STEPS = 128  # forward steps after which a use counts half; chosen by replay
 
 
@@ -20,6 +23,14 @@ LFU_HALF_LIFE_STEPS = 128  # forward steps after which a use counts half; chosen
 class Evicted:
     expert: ExpertId
     unused_prefetch: bool
+
+
+class Room(NamedTuple):
+    """A slab to load into, whether it belongs to the prefill ring, and who had to leave."""
+
+    slab: int
+    ring: bool
+    evicted: Evicted | None
 
 
 class PageTable:
@@ -32,6 +43,7 @@ class PageTable:
 
     def __init__(self, layers: tuple[MoELayer, ...], pool: SlabPool, order: str):
         self.pool, self.order = pool, order
+        self.ring_limit = min(RING_MOST, max(2, pool.capacity // RING_SHARE))
         self.base: dict[int, int] = {}
         experts = 0
         for layer in layers:
@@ -88,6 +100,52 @@ class PageTable:
                 self.worth /= self._use_weight
             self._use_weight = 1.0
 
+    def make_room(self, running_layer: int, window: int, streaming: bool, must: bool = False) -> Room | None:
+        """A slab for a demand, evicting if need be; None when nothing can be taken now.
+
+        `streaming`: the expert will not enter the cache, so it may take from it only what the ring allows, unless it `must`.
+        """
+        slab = self.pool.take()
+        if slab is not None:
+            return Room(slab, False, None)
+        return self._evict_for(self.victim(running_layer, window), streaming, self.pool.capacity if must else self.ring_limit)
+
+    def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
+        """A slab for a prefetch; it never takes the last one that a demand could have."""
+        if self.pool.free > 1:
+            slab = self.pool.take()
+            assert slab is not None
+            return Room(slab, False, None)
+        if streaming and int((self.ring & self.speculative).sum()) >= self.ring_limit // 2:
+            return None  # the other half of the ring is for what is surely needed
+        victim = self.victim(running_layer, window, prefetch_priority=priority)
+        return self._evict_for(victim, streaming, self.ring_limit)
+
+    def _evict_for(self, victim: int | None, streaming: bool, ring_limit: int) -> Room | None:
+        if victim is None:
+            return None
+        if streaming and not self.streamed[victim] and int(self.ring.sum()) >= ring_limit:
+            return None
+        return Room(victim, streaming, self.evict(victim))
+
+    def enter_layer(self, layer: int) -> None:
+        """Guesses in the ring whose layer has passed are used up."""
+        self.streamed |= self.ring & self.speculative & (self.layer_in < layer)
+
+    def enter_demand(self, slab: int, stays: bool) -> bool:
+        """The running layer wants what is (or soon will be) in `slab`; True when it was a guess. `stays`: it is for the cache."""
+        guessed = bool(self.speculative[slab])
+        self.speculative[slab] = self.streamed[slab] = False
+        self.demanded[slab] = True
+        if stays:
+            self.ring[slab] = False
+        return guessed
+
+    def leave_demand(self, slab: int) -> None:
+        """Computed, or given up: nothing protects it now."""
+        self.demanded[slab] = False
+        self.streamed[slab] = self.ring[slab] and self.state[slab] == RESIDENT
+
     def begin_load(self, flat: int, slab: int, *, speculative: bool = False, ring: bool = False, demanded: bool = False) -> None:
         assert self.state[slab] == FREE and self.slab_of[flat] == -1
         self.slab_of[flat], self.expert_in[slab], self.layer_in[slab] = slab, flat, self.layer_of[flat]
@@ -100,6 +158,7 @@ class PageTable:
         assert self.state[slab] == LOADING
         if succeeded:
             self.state[slab] = RESIDENT
+            self.streamed[slab] = self.ring[slab] and not (self.demanded[slab] or self.speculative[slab])
         else:
             self._clear(slab)
             self.pool.give_back(slab)
@@ -124,6 +183,25 @@ class PageTable:
         self.speculative[slab] = False
         self.uses[flat] += self._use_weight
         self.worth[slab] = float(tick) if self.order == "lru" else self.uses[flat]
+
+    def repair(self, loading: Collection[int]) -> None:
+        """After an interrupt in the middle of a change: keep what is certainly true, free the rest.
+
+        `loading`: slabs that a copy is being written to right now.
+        """
+        for slab in range(self.pool.capacity):
+            alive = self.state[slab] == RESIDENT or slab in loading
+            if not alive or self.expert_in[slab] < 0:
+                self.expert_in[slab] = self.layer_in[slab] = -1
+                self.state[slab] = FREE
+                self.pinned[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
+        self.leases[:] = 0
+        self.demanded[:] = False
+        held = np.flatnonzero(self.state != FREE)
+        self.slab_of[:] = -1
+        self.slab_of[self.expert_in[held]] = held
+        self.layer_in[held] = self.layer_of[self.expert_in[held]]
+        self.pool.free_only(np.flatnonzero(self.state == FREE).tolist())
 
     def check_integrity(self) -> None:
         """Free + loading + resident = capacity, no expert twice, index and reality agree."""

@@ -1,26 +1,25 @@
 """The pager: brings the experts a layer demands into slabs, lends them out one at a time, and fetches ahead under a cap.
 
-One thread runs the model and makes demands; worker threads copy. Every decision is a pure function (`eviction`, `speculation`);
-the page tables are the only truth; nothing here allocates tensors.
+One thread at a time runs the model and makes demands; worker threads copy. Every decision is a pure function (`eviction`,
+`speculation`); the page tables are the only truth; nothing here allocates tensors.
 """
 
 import logging
+import threading
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from vismoe.errors import ClosedError
+from vismoe.errors import BusyError, ClosedError
 from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.demand import Demand
-from vismoe.paging.page_table import LOADING, RESIDENT, PageTable
+from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import SpeculationCap, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
 from vismoe.types import ExpertId, ExpertInventory, Phase
 
 logger = logging.getLogger(__name__)
-
-RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
 
 
 class Pager:
@@ -44,7 +43,6 @@ class Pager:
         self.metrics = Metrics(len(inventory.layers))
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
-        self.ring_limit = tuple(min(RING_MOST, max(2, pool.capacity // RING_SHARE)) for pool in pools)
         unit = max(layout.record_bytes for layout in inventory.layouts)
         per_step = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
         self.cap = SpeculationCap.open(most_bytes=per_step, unit_bytes=unit)
@@ -55,16 +53,19 @@ class Pager:
         self.phase, self.running_layer = Phase.PREFILL, -1
         self.misses_this_step = self.misses_last_step = 0
         self.tickets: dict[ExpertId, Ticket] = {}
+        self._serving: int | None = None  # the thread whose demand is open
         self._closed = False
         self.transfer = Transfer(mover, pools, threads, self._next_prefetch, self._finished)
         self.lock = self.transfer.lock
 
     # -- what the model's thread calls
-    def begin_step(self, phase: Phase) -> None:
-        """A forward pass over one chunk or one token begins."""
+    def begin_step(self, phase: Phase, new_sequence: bool = False) -> None:
+        """A forward pass over one chunk or one token begins; `new_sequence`: nothing is in its KV cache yet."""
         with self.lock:
-            if self._closed:
-                raise ClosedError("the engine is closed; load the model again to go on")
+            self.check_open()
+            self._claim()
+            if new_sequence:
+                self.end_request()
             self.cap = self.cap.after_step(self._guesses_used, self._guesses_wasted)
             self._guesses_used = self._guesses_wasted = 0
             self._allowance_bytes = self.cap.bytes_per_step
@@ -94,16 +95,12 @@ class Pager:
                 start = table.base[ahead.index]
                 table.scores[start : start + ahead.num_experts] = scores[d, : ahead.num_experts]
                 absent[d, : ahead.num_experts] = table.slab_of[start : start + ahead.num_experts] < 0
-            unit = self.cap.unit_bytes
-            ahead_by, experts = prefetch_order(scores[:distance], absent, -(-self._allowance_bytes // unit))
+            count = -(-self._allowance_bytes // self.cap.unit_bytes)
+            ahead_by, experts = prefetch_order(scores[:distance], absent, count)
             best_last = zip(ahead_by[::-1], experts[::-1], strict=True)
             self._wanted_ahead = [(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in best_last]
             if self._wanted_ahead:
                 self.transfer.wake()
-
-    @property
-    def everything_resident(self) -> bool:
-        return all((table.slab_of >= 0).all() for table in self.tables)
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
@@ -122,6 +119,7 @@ class Pager:
             for table in self.tables:
                 for slab in np.flatnonzero(table.speculative & (table.state == RESIDENT)):
                     table.speculative[slab] = False
+                    table.streamed[slab] = table.ring[slab]
                     self._count_wasted(table.id_of[table.expert_in[slab]])
 
     def close(self) -> None:
@@ -134,41 +132,59 @@ class Pager:
         with self.lock:
             for table in self.tables:
                 table.check_integrity()
-            loading = sum(int((table.state == LOADING).sum()) for table in self.tables)
-            assert loading == len(self.tickets) == len(self.transfer.in_flight), "tickets and loading slabs disagree"
+            loading = {(g, int(slab)) for g, table in enumerate(self.tables) for slab in np.flatnonzero(table.state == LOADING)}
+            on_the_way = {(ticket.geometry, ticket.slab) for ticket in self.tickets.values()}
+            assert loading == on_the_way and len(on_the_way) == len(self.tickets), "tickets and loading slabs disagree"
 
-    # -- slabs and tickets; all under the lock
-    def make_room(self, layer: int, streaming: bool) -> tuple[int, bool] | None:
-        """(slab, in the ring) for a demand of `layer`, evicting if need be; None when nothing can be taken now."""
-        table, geometry = self.table_of[layer], self.inventory.layers[layer].geometry
-        slab = table.pool.take()
-        if slab is not None:
-            return slab, False
-        victim = table.victim(layer, self.window)
-        if victim is None:
-            return None
-        ring_full = int(table.ring.sum()) >= self.ring_limit[geometry]
-        if streaming and ring_full and not table.streamed[victim]:
-            return None
-        self._evict(table, victim)
-        return victim, streaming
-
-    def start_load(self, expert: ExpertId, slab: int, ring: bool) -> Ticket:
-        """Queue a demanded copy into `slab`."""
+    # -- who may serve; under the lock
+    def check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed; load the model again to go on")
+
+    def _claim(self) -> None:
+        """This thread runs the model now. A demand it left open was interrupted (Ctrl-C): put the books in order first."""
+        if self._serving is None:
+            return
+        if self._serving != threading.get_ident():
+            raise BusyError(
+                "another thread is in the middle of a forward pass of this model; its experts serve one at a time. "
+                "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
+            )
+        running = self.transfer.forget_interrupted(list(self.tickets.values()))
+        self.tickets = {ticket.expert: ticket for ticket in running}
+        for geometry, table in enumerate(self.tables):
+            table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})
+        self._serving = None
+
+    def open_demand(self) -> None:
+        self._claim()
+        self._serving = threading.get_ident()
+
+    def close_demand(self) -> None:
+        self._serving = None
+
+    # -- slabs and tickets; under the lock
+    def make_room(self, layer: int, streaming: bool, must: bool = False) -> Room | None:
+        """A slab for a demand of `layer`, or None when nothing can be taken now."""
+        self.check_open()
+        return self._settled(self.table_of[layer].make_room(layer, self.window, streaming, must))
+
+    def start_load(self, expert: ExpertId, room: Room) -> Ticket:
+        """Queue a demanded copy."""
         table = self.table_of[expert.layer]
-        ticket = Ticket(expert, self.inventory.layers[expert.layer].geometry, slab)
-        table.begin_load(table.flat(expert), slab, ring=ring, demanded=True)
+        ticket = Ticket(expert, self.inventory.layers[expert.layer].geometry, room.slab)
+        table.begin_load(table.flat(expert), room.slab, ring=room.ring, demanded=True)
         self.tickets[expert] = ticket
         self.transfer.submit(ticket)
         return ticket
 
-    def _evict(self, table: PageTable, slab: int) -> None:
-        evicted = table.evict(slab)
-        self.metrics.add("evictions", self.phase, evicted.expert.layer)
-        if evicted.unused_prefetch:
-            self._count_wasted(evicted.expert)
+    def _settled(self, room: Room | None) -> Room | None:
+        """Count the eviction that made the room."""
+        if room is not None and room.evicted is not None:
+            self.metrics.add("evictions", self.phase, room.evicted.expert.layer)
+            if room.evicted.unused_prefetch:
+                self._count_wasted(room.evicted.expert)
+        return room
 
     def _count_wasted(self, expert: ExpertId) -> None:
         self._guesses_wasted += 1
@@ -179,9 +195,10 @@ class Pager:
 
     def _next_prefetch(self) -> Ticket | None:
         """The best guess that is still absent, allowed by the cap, and finds a slab; a slab is taken now, not earlier."""
+        streaming = self.phase is Phase.PREFILL
         while self._wanted_ahead and not self._closed:
             expert, priority = self._wanted_ahead.pop()
-            table, layer = self.table_of[expert.layer], self.inventory.layers[expert.layer]
+            table = self.table_of[expert.layer]
             nbytes = self.inventory.layout(expert.layer).record_bytes
             flat = table.flat(expert)
             if table.slab_of[flat] >= 0 or expert.layer <= self.running_layer:
@@ -189,29 +206,25 @@ class Pager:
             if nbytes > self._allowance_bytes:
                 self._wanted_ahead.clear()
                 return None
-            if table.pool.free > 1:
-                slab = table.pool.take()
-            else:
-                slab = table.victim(self.running_layer, self.window, prefetch_priority=priority)
-                if slab is not None:
-                    self._evict(table, slab)
-            if slab is None:
-                continue
+            room = self._settled(table.room_for_guess(self.running_layer, self.window, priority, streaming))
+            if room is None:  # nothing may be taken now; later, perhaps
+                self._wanted_ahead.append((expert, priority))
+                return None
             self._allowance_bytes -= nbytes
-            ticket = Ticket(expert, layer.geometry, slab, speculative=True)
-            table.begin_load(flat, slab, speculative=True)
+            ticket = Ticket(expert, self.inventory.layers[expert.layer].geometry, room.slab, speculative=True)
+            table.begin_load(flat, room.slab, speculative=True, ring=room.ring)
             self.tickets[expert] = ticket
             self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
             return ticket
         return None
 
     def _finished(self, ticket: Ticket) -> None:
+        if self.tickets.get(ticket.expert) is not ticket:
+            return  # forgotten after an interrupt
         table = self.table_of[ticket.expert.layer]
         table.end_load(table.flat(ticket.expert), succeeded=ticket.error is None)
         del self.tickets[ticket.expert]
         self.metrics.add("bytes_read", self.phase, ticket.expert.layer, ticket.moved.disk_bytes)
         self.metrics.add("bytes_copied", self.phase, ticket.expert.layer, ticket.moved.link_bytes)
         if ticket.error is not None and ticket.speculative:
-            logger.warning(
-                "prefetch of expert %s of layer %s failed: %s", ticket.expert.expert, ticket.expert.layer, ticket.error
-            )
+            logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)

@@ -38,7 +38,7 @@ class Ticket:
     geometry: int
     slab: int
     speculative: bool = False
-    started: bool = False
+    runner: int | None = None  # the thread that copies
     done: bool = False
     error: BaseException | None = None
     moved: Moved = field(default_factory=Moved)
@@ -139,7 +139,6 @@ class Transfer:
         self._mover, self._pools = mover, pools
         self._next_prefetch, self._finished = next_prefetch, finished
         self._queue: collections.deque[Ticket] = collections.deque()
-        self.in_flight: set[Ticket] = set()  # queued or running
         self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"vismoe-transfer-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
@@ -150,7 +149,6 @@ class Transfer:
         if self._closed:
             raise ClosedError("the engine is closed; load the model again to go on")
         self._queue.append(ticket)
-        self.in_flight.add(ticket)
         self._changed.notify_all()
 
     def wake(self) -> None:
@@ -175,9 +173,15 @@ class Transfer:
                     self._changed.wait()
             self._run(mine)
 
+    def forget_interrupted(self, tickets: list[Ticket]) -> list[Ticket]:
+        """Those of `tickets` that a worker copies right now. The others, which this thread queued or copied before it was
+        interrupted, are dropped. Called under the lock."""
+        self._queue.clear()
+        mine = (None, threading.get_ident())
+        return [ticket for ticket in tickets if ticket.runner not in mine and not ticket.done]
+
     def _start(self, ticket: Ticket) -> Ticket:
-        ticket.started = True
-        self.in_flight.add(ticket)
+        ticket.runner = threading.get_ident()
         return ticket
 
     def _next(self) -> Ticket | None:
@@ -206,7 +210,6 @@ class Transfer:
         finally:
             with self.lock:
                 ticket.done = True
-                self.in_flight.discard(ticket)
                 self._finished(ticket)
                 self._changed.notify_all()
 
@@ -217,9 +220,9 @@ class Transfer:
             while self._queue:
                 ticket = self._queue.popleft()
                 ticket.done, ticket.error = True, ClosedError("the engine was closed before the copy began")
-                self.in_flight.discard(ticket)
                 self._finished(ticket)
             self._changed.notify_all()
+        if threading.current_thread() in self._threads:
+            return  # a finalizer that ran on a worker: its siblings end by themselves
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            thread.join()

@@ -13,8 +13,7 @@ import numpy as np
 from vismoe.errors import ConfigError
 from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
-from vismoe.paging.page_table import LOADING, RESIDENT, PageTable
-from vismoe.paging.pager import RING_MOST, RING_SHARE
+from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import SpeculationCap, prefetch_order
 from vismoe.simulate.demands import Conditions, Demand
 from vismoe.types import ExpertInventory, MoELayer, Phase
@@ -80,6 +79,7 @@ class VirtualPager:
         for table in self.tables:
             for slab in np.flatnonzero(table.speculative & (table.state == RESIDENT)):
                 table.speculative[slab] = False
+                table.streamed[slab] = table.ring[slab]
                 self._count_wasted(table.id_of[table.expert_in[slab]].layer)
 
     def _begin_step(self) -> None:
@@ -122,9 +122,14 @@ class VirtualPager:
         slabs = table.slab_of[wanted]
         here = slabs[slabs >= 0]
         late = int(np.count_nonzero(table.state[here] == LOADING))
-        self._used += int(np.count_nonzero(table.speculative[here]))
-        table.speculative[here] = table.ring[here] = table.streamed[here] = False
-        table.demanded[here] = True
+        decoding = demand.phase is Phase.DECODE
+        keep = None if decoding else set((demand.last + base).tolist())
+        table.enter_layer(demand.layer)
+        self._used += sum(
+            table.enter_demand(int(slab), stays=keep is None or flat in keep)
+            for flat, slab in zip(wanted, slabs, strict=True)
+            if slab >= 0
+        )
         self._tick += 1
         self._misses_this_step += len(wanted) - len(here) + late
         for counter, amount in (
@@ -135,9 +140,8 @@ class VirtualPager:
         ):
             self._add(counter, amount)
         absent = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab < 0]
-        decoding = demand.phase is Phase.DECODE
         todo = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab >= 0] + absent if decoding else wanted
-        serving = Serving(demand, table, todo, absent, None if decoding else set((demand.last + base).tolist()))
+        serving = Serving(demand, table, todo, absent, keep)
         if late or absent:  # the link finishes the guess it carries; a late one has arrived then
             arrived_s = max(self.now_s, self._link_idle_at_s)
             self._land()
@@ -153,29 +157,19 @@ class VirtualPager:
             streaming = serving.keep is not None and absent[0] not in serving.keep
             room = self._make_room(serving, streaming)
             if room is None and must:
-                room = self._make_room(serving, streaming=False) or self._give_up_last(serving)
+                room = self._make_room(serving, streaming, must=True) or self._give_up_last(serving, streaming)
             if room is None:
                 return
             must = False
             flat = absent.pop(0)
-            table.begin_load(flat, room[0], ring=room[1], demanded=True)
+            table.begin_load(flat, room.slab, ring=room.ring, demanded=True)
             table.end_load(flat, succeeded=True)
             serving.copies += 1
 
-    def _make_room(self, serving: Serving, streaming: bool) -> tuple[int, bool] | None:
-        """(slab, in the ring), evicting if need be; None when nothing can be taken now."""
-        table = serving.table
-        slab = table.pool.take()
-        if slab is not None:
-            return slab, False
-        victim = table.victim(serving.demand.layer, self.conditions.window)
-        limit = min(RING_MOST, max(2, table.pool.capacity // RING_SHARE))
-        if victim is None or (streaming and int(table.ring.sum()) >= limit and not table.streamed[victim]):
-            return None
-        self._evict(table, victim)
-        return victim, streaming
+    def _make_room(self, serving: Serving, streaming: bool, must: bool = False) -> Room | None:
+        return self._settled(serving.table.make_room(serving.demand.layer, self.conditions.window, streaming, must))
 
-    def _give_up_last(self, serving: Serving) -> tuple[int, bool] | None:
+    def _give_up_last(self, serving: Serving, streaming: bool) -> Room | None:
         """The demanded resident that is computed last makes room and is read again."""
         table = serving.table
         for flat in reversed(serving.todo[1:]):
@@ -184,7 +178,7 @@ class VirtualPager:
                 table.demanded[slab] = False
                 serving.absent.append(flat)
                 serving.absent.sort()
-                return self._make_room(serving, streaming=False)
+                return self._make_room(serving, streaming, must=True)
         return None
 
     def _compute_next(self, serving: Serving) -> None:
@@ -193,8 +187,7 @@ class VirtualPager:
             self._issue(serving, must=True)
         slab = int(table.slab_of[flat])
         assert table.state[slab] == RESIDENT, "no slab can be taken: the pool is too small"
-        table.demanded[slab] = False
-        table.streamed[slab] = table.ring[slab]
+        table.leave_demand(slab)
         table.used(slab, self._tick)
         serving.todo.pop(0)
         self._issue(serving)
@@ -207,11 +200,13 @@ class VirtualPager:
             self.now_s += nbytes * self._s_per_byte
             self._link_idle_at_s = self.now_s
 
-    def _evict(self, table: PageTable, slab: int) -> None:
-        evicted = table.evict(slab)
-        self._add("evictions", 1, evicted.expert.layer)
-        if evicted.unused_prefetch:
-            self._count_wasted(evicted.expert.layer)
+    def _settled(self, room: Room | None) -> Room | None:
+        """Count the eviction that made the room."""
+        if room is not None and room.evicted is not None:
+            self._add("evictions", 1, room.evicted.expert.layer)
+            if room.evicted.unused_prefetch:
+                self._count_wasted(room.evicted.expert.layer)
+        return room
 
     def _count_wasted(self, layer: int) -> None:
         self._wasted += 1
@@ -247,6 +242,8 @@ class VirtualPager:
 
     def _start_guess(self, running_layer: int) -> bool:
         """The best guess still absent takes a slab and the link; False when there is none or the cap is reached."""
+        assert self._last is not None
+        streaming = self._last.phase is Phase.PREFILL
         while self._guesses:
             layer, expert, score = self._guesses.pop()
             table = self._table(layer)
@@ -255,14 +252,12 @@ class VirtualPager:
                 continue
             if nbytes > self._allowance_bytes:
                 return False
-            slab = table.pool.take() if table.pool.free > 1 else None
-            if slab is None:
-                slab = table.victim(running_layer, self.conditions.window, prefetch_priority=score)
-                if slab is None:
-                    continue
-                self._evict(table, slab)
+            room = self._settled(table.room_for_guess(running_layer, self.conditions.window, score, streaming))
+            if room is None:  # nothing may be taken now; later, perhaps
+                self._guesses.append((layer, expert, score))
+                return False
             self._allowance_bytes -= nbytes
-            table.begin_load(flat, slab, speculative=True)
+            table.begin_load(flat, room.slab, speculative=True, ring=room.ring)
             self._in_flight = (table, flat)
             self._link_idle_at_s = max(self._link_idle_at_s, self.now_s) + nbytes * self._s_per_byte
             self._add("prefetched_bytes", nbytes, layer)

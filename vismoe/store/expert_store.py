@@ -22,6 +22,10 @@ class ExpertStore(Protocol):
         """Bounce buffer that one reading thread needs; 0 if every read goes straight into the record."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """What the checkpoint's files were when the store was opened; equal for equal files."""
+
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """Fill `record` (uint8 `[record_bytes]`, CPU memory, 64-byte aligned) with one expert; return bytes read from disk.
 

@@ -174,7 +174,15 @@ def ask_describe(rng: random.Random, scene: Scene) -> Turn | None:
 
 
 def ask_choice(rng: random.Random, scene: Scene) -> Turn | None:
-    question, right, wrong = rng.choice((_choose_what, _choose_which, _choose_where, _choose_count))(rng, scene)
+    return choice_turn(rng, *rng.choice((_choose_what, _choose_which, _choose_where, _choose_count))(rng, scene))
+
+
+def ask_choice_where(rng: random.Random, scene: Scene) -> Turn | None:
+    """The hardest of the four, for training alone."""
+    return choice_turn(rng, *_choose_where(rng, scene))
+
+
+def choice_turn(rng: random.Random, question: str, right: str, wrong: list[str]) -> Turn:
     options = [right, *wrong[:3]]
     rng.shuffle(options)
     lines = [question, *(f"{letter}. {option}" for letter, option in zip(OPTION_LETTERS, options, strict=True))]

@@ -38,7 +38,7 @@ def test_a_slab_is_not_overwritten_while_a_kernel_still_reads_it(tmp_path):
     tiny_models.save("qwen3_moe", tmp_path)
     reference = tiny_models.reference(tmp_path).to("cuda")
     model = tiny_models.model_class(tmp_path).from_pretrained(
-        tmp_path, device_map="cuda", quantization_config=VisMoEConfig(memory="12%", pinned_layers=0)
+        tmp_path, device_map="cuda", quantization_config=VisMoEConfig(memory="12%")
     )
     inputs = {k: v.to("cuda") for k, v in tiny_models.prompt("qwen3_moe").items()}
     with torch.inference_mode():

@@ -45,9 +45,7 @@ def test_logits_and_tokens_are_eagers_at_every_budget(checkpoint, share, batch):
     folder, dtype, reference = checkpoint
     experts = sum(m.num_experts for m in reference.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed"))
     memory = f"{200 / experts + 1e-6}%" if share == "least" else share
-    model = tiny_models.model_class(folder).from_pretrained(
-        folder, dtype=dtype, quantization_config=VisMoEConfig(memory=memory, pinned_layers=0)
-    )
+    model = tiny_models.model_class(folder).from_pretrained(folder, dtype=dtype, quantization_config=VisMoEConfig(memory=memory))
     runtime = vismoe.runtime_of(model)
     inputs = tiny_models.prompt(FAMILY, dtype=dtype, batch=batch)
     if batch > 1:

@@ -70,9 +70,9 @@ def experts_planned(made: Plan) -> int:
 
 
 @runs(deadline=None, max_examples=60)
-@given(inventories(), st.integers(1, 3 * GIB), st.sampled_from(["auto", 0, 1, 3]), st.integers(1, 40_000))
+@given(inventories(), st.integers(1, 3 * GIB), st.sampled_from([0, 1, 3]), st.integers(1, 40_000))
 def test_parts_never_exceed_a_byte_budget_and_a_refusal_names_a_setting_that_works(experts, budget, pinned, context):
-    pinned = pinned if pinned == "auto" else min(pinned, len(experts.layers))
+    pinned = min(pinned, len(experts.layers))
     settings = Settings(memory=budget, pinned_layers=pinned, context=context)
     need = footprint(experts)
     try:
@@ -96,10 +96,10 @@ def test_more_memory_never_takes_a_slab_away(experts, extra, more):
 
 
 @runs(deadline=None, max_examples=40)
-@given(inventories(), st.sampled_from(["auto", 0, 1, 2]))
+@given(inventories(), st.sampled_from([0, 1, 2]))
 def test_the_stated_minimum_works_and_one_byte_less_is_refused(experts, pinned):
     need = footprint(experts)
-    settings = Settings(memory="100%", pinned_layers=pinned if pinned == "auto" else min(pinned, len(experts.layers)))
+    settings = Settings(memory="100%", pinned_layers=min(pinned, len(experts.layers)))
     least = plan(need, settings, AMPLE).minimum_bytes
     made = plan(need, dataclasses.replace(settings, memory=least), AMPLE)
     assert made.total_bytes == least
@@ -129,7 +129,7 @@ def test_a_percentage_is_prefix_and_pools_floored_to_slabs(experts, hundredths):
 def test_one_geometry_takes_exactly_the_floor_of_its_share():
     experts = inventory([(32, 4, 0)] * 8, [288])
     made = plan(footprint(experts), Settings(memory="25%"), AMPLE)
-    assert made.resident_experts == 64 and made.pinned_layers == 1 and made.slabs == (32,)
+    assert made.resident_experts == 64 and made.pinned_layers == 0 and made.slabs == (64,)
     assert plan(footprint(experts), Settings(memory="26.5%"), AMPLE).resident_experts == 67
     assert plan(footprint(experts), Settings(memory="100%"), AMPLE).resident_experts == 256
 
@@ -140,7 +140,6 @@ def test_the_prefix_follows_equation_10(slabs, pinned):
     experts = inventory([(32, 4, 0)] * 8, [288])
     assert safe_slabs(experts, 1, window=5) == [24]
     memory = f"{100 * slabs / 256}%"
-    assert plan(footprint(experts), Settings(memory=memory), AMPLE).pinned_layers == min(1, pinned)
     assert plan(footprint(experts), Settings(memory=memory, pinned_layers=pinned), AMPLE).pinned_layers == pinned
     with pytest.raises(BudgetError, match=f"at most {pinned} of 8 MoE layers") as refused:
         plan(footprint(experts), Settings(memory=memory, pinned_layers=pinned + 1), AMPLE)
@@ -217,7 +216,7 @@ def test_an_emulated_link_keeps_all_experts_in_host_memory_outside_the_budget():
 
 
 def test_the_table_and_the_json_say_the_same_numbers():
-    made = plan(footprint(inventory([(64, 4, 0)] * 12, [4000])), Settings(memory="1GiB", context=1024), AMPLE)
+    made = plan(footprint(inventory([(64, 4, 0)] * 12, [4000])), Settings(memory="1GiB", context=1024, pinned_layers=1), AMPLE)
     numbers = json.loads(json.dumps(made.to_json()))
     assert numbers["total_bytes"] == sum(part["bytes"] for part in numbers["parts"] if not part["inside"])
     table = made.table()

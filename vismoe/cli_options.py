@@ -63,7 +63,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "lookahead": ("NAME", "who says which experts are needed soon"),
     "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
     "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
-    "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave, or auto"),
+    "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave"),
     "io_threads": ("THREADS", "threads that read experts from disk"),
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
@@ -162,7 +162,7 @@ def _reader(hint: Any) -> Callable[[str], Any]:
         return str
     if float in alternatives:
         return _bytes_per_s
-    return _whole_number_or_auto if len(alternatives) > 1 else int
+    return int
 
 
 def _bytes_per_s(text: str) -> float:
@@ -170,13 +170,6 @@ def _bytes_per_s(text: str) -> float:
         return float(parse_bytes(text))
     except ConfigError as error:
         raise ArgumentTypeError(str(error)) from error
-
-
-def _whole_number_or_auto(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
 
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Settings:
     lookahead: Literal["auto", "none", "gate"] = "auto"
     window: int = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
     eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class
-    pinned_layers: int | Literal["auto"] = "auto"  # L_pinned: MoE layers whose experts never leave
+    pinned_layers: int = 0  # L_pinned: MoE layers whose experts never leave; in replays every one of them cost hits elsewhere
     io_threads: int = 2
     emulated_link_bytes_per_s: float | None = None  # CPU only: copies complete as if over a link of this rate
 
@@ -88,12 +88,9 @@ class Settings:
             value = getattr(self, field.name)
             if getattr(field.type, "__origin__", None) is Literal and value not in allowed:  # type: ignore[operator]
                 raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(map(repr, allowed or ()))}")
-        for name, least in (("context", 1), ("window", 1), ("io_threads", 1)):
+        for name, least in (("context", 1), ("window", 1), ("io_threads", 1), ("pinned_layers", 0)):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: a whole number of at least {least}")
-        pinned = self.pinned_layers
-        if pinned != "auto" and (not isinstance(pinned, int) or pinned < 0):
-            raise ConfigError(f"pinned_layers={pinned!r}: 'auto' or a number of MoE layers from 0")
         if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:
             raise ConfigError(f"emulated_link_bytes_per_s={self.emulated_link_bytes_per_s}: must be above zero")
 

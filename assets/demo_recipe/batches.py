@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from vismoe.eval.questions import ASK, THANKS, Turn, ask_compare, several_turns, share_a_noun
+from vismoe.eval.questions import ASK, THANKS, Turn, ask_choice_where, ask_compare, several_turns, share_a_noun
 from vismoe.eval.scenes import BASE_PX, OTHER_SIZES, WORLD, Difficulty, Item, Scene, compose, random_scene, scene_random
 from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS
 
 SYMBOLS = LETTERS + DIGITS
 TOKEN_PX = 32
 BIN_TOKENS = 64
+TRAINING_ONLY = {"choice where": ask_choice_where}
 ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 NEXT_USER = "\n<|im_start|>user\n"
 
@@ -100,7 +101,7 @@ def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Turn,
         return (ask_compare(rng, *scenes),)
     if kind == "turns":
         return several_turns(rng, scenes[0])
-    turn = ASK[kind](rng, scenes[0])
+    turn = (ASK | TRAINING_ONLY)[kind](rng, scenes[0])
     return (turn,) if turn else ()
 
 

@@ -156,13 +156,9 @@ class _Case:
         return self.budget_bytes - total(self.fixed_parts())
 
     @property
-    def asked_prefix(self) -> int:
-        return 0 if self.settings.pinned_layers == "auto" else self.settings.pinned_layers
-
-    @property
     def least_expert_bytes(self) -> int:
         """The least expert memory that works: two slabs per geometry, or the asked-for prefix and C_safe."""
-        inventory, prefix = self.need.inventory, self.asked_prefix
+        inventory, prefix = self.need.inventory, self.settings.pinned_layers
         least = safe_slabs(inventory, prefix, self.settings.window) if prefix else least_slabs(inventory)
         return prefix_bytes(inventory, prefix) + record_bytes(inventory, least)
 
@@ -172,9 +168,7 @@ class _Case:
 
     def split(self) -> Division:
         """The division, where `expert_bytes` hold the least."""
-        inventory, window, prefix = self.need.inventory, self.settings.window, self.asked_prefix
-        if self.settings.pinned_layers == "auto":
-            prefix = min(1, most_pinned(inventory, self.expert_bytes, window))
+        inventory, window, prefix = self.need.inventory, self.settings.window, self.settings.pinned_layers
         least = safe_slabs(inventory, prefix, window) if prefix else least_slabs(inventory)
         return Division(prefix, fill(inventory, prefix, self.expert_bytes - prefix_bytes(inventory, prefix), least))
 
@@ -189,7 +183,7 @@ class _Case:
     def division(self) -> Division:
         """The division, or a refusal."""
         asked, layers = self.settings.pinned_layers, len(self.need.inventory.layers)
-        if asked != "auto" and asked > layers:
+        if asked > layers:
             raise ConfigError(f"pinned_layers={asked}: the model has {layers} MoE layers")
         self.refuse_prefix()
         if self.expert_bytes < self.least_expert_bytes:
@@ -203,7 +197,7 @@ class _Case:
         """Refuse a prefix that does not fit, where a shorter one would."""
         asked, layers, window = self.settings.pinned_layers, self.need.inventory.layers, self.settings.window
         most = most_pinned(self.need.inventory, self.expert_bytes, window)
-        if asked != "auto" and asked > most and self.changed(pinned_layers=most).works():
+        if asked > most and self.changed(pinned_layers=most).works():
             raise BudgetError(
                 f"pinned_layers={asked} does not fit: {format_bytes(self.expert_bytes)} for experts hold at most {most} of "
                 f"{len(layers)} MoE layers beside the slabs that {window + 1} layers demand",
@@ -212,8 +206,8 @@ class _Case:
 
     def refuse_budget(self) -> None:
         least, experts = self.least_expert_bytes, self.need.inventory.total_bytes
-        prefix = f"{self.asked_prefix} pinned layers and the slabs beside them"
-        what = prefix if self.asked_prefix else "two slabs per expert geometry"
+        prefix = f"{self.settings.pinned_layers} pinned layers and the slabs beside them"
+        what = prefix if self.settings.pinned_layers else "two slabs per expert geometry"
         if self.is_share:
             message = (
                 f"memory={self.settings.memory} of {format_bytes(experts)} of experts is {format_bytes(self.expert_bytes)}, "

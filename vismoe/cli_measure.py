@@ -1,6 +1,8 @@
 """`vismoe plan`, `vismoe eval` and `vismoe replay`: figures without a conversation, as tables or as one JSON object."""
 
+import contextlib
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from vismoe.cli_options import (
     Command,
@@ -14,7 +16,7 @@ from vismoe.cli_options import (
     one_model,
     print_json,
 )
-from vismoe.config import Settings, format_bytes
+from vismoe.config import Settings, format_bytes, parse_bytes
 from vismoe.errors import InputError
 
 __all__ = ["EVAL", "PLAN", "REPLAY"]
@@ -27,7 +29,28 @@ def replay_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--slots", nargs="+", required=True, metavar="N", help="cache sizes to compare: slabs, or a share such as 25%%"
     )
+    parser.add_argument("--window", type=at_least_one, metavar="W", help="MoE layers ahead that eviction protects (default: 5)")
+    parser.add_argument(
+        "--pinned-layers", type=at_least_one, metavar="LAYERS", help="first MoE layers that never leave (default: 0)"
+    )
+    parser.add_argument("--prefetch", action="store_true", help="fetch what the recorded lookahead expects, under the byte cap")
+    parser.add_argument(
+        "--link", type=parse_bytes, metavar="SIZE", help="bytes per second between the tiers; then stalls are counted"
+    )
+    parser.add_argument("--layer-seconds", type=float, metavar="S", help="what a MoE layer computes, while the link can prefetch")
     parser.add_argument("--json", action="store_true", help="one JSON object with all rows")
+
+
+def replay_conditions(arguments: Namespace) -> dict[str, Any]:
+    """What was asked for, by the names of Conditions."""
+    names = {
+        "window": "window",
+        "pinned_layers": "pinned_layers",
+        "link": "link_bytes_per_s",
+        "layer_seconds": "compute_s_per_layer",
+    }
+    given = {field: getattr(arguments, flag) for flag, field in names.items() if getattr(arguments, flag) is not None}
+    return {**given, "prefetch": arguments.prefetch}
 
 
 def run_replay(arguments: Namespace) -> int:
@@ -35,7 +58,7 @@ def run_replay(arguments: Namespace) -> int:
     from vismoe.simulate.replay import compare, format_table
     from vismoe.simulate.trace import Trace
 
-    rows = compare(Trace.open(arguments.trace), [_slots(text) for text in arguments.slots])
+    rows = compare(Trace.open(arguments.trace), [_slots(text) for text in arguments.slots], **replay_conditions(arguments))
     if arguments.json:
         print_json(arguments, {"trace": arguments.trace, "rows": [row.to_json() for row in rows]})
     else:
@@ -78,6 +101,10 @@ def eval_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
     parser.add_argument("--n", type=at_least_one, default=50, metavar="N", help="how many questions of each kind (default: 50)")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these kinds of question, e.g. count where")
+    parser.add_argument(
+        "--batch", type=at_least_one, default=EVAL_BATCH, metavar="B", help=f"questions answered together (default: {EVAL_BATCH})"
+    )
+    parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay (best with --batch 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
     add_model_flags(parser)
     add_settings(parser)
@@ -100,15 +127,16 @@ def run_eval(arguments: Namespace) -> int:
     with load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=None)
         before = engine.metrics.snapshot()
-        result = evaluate(
-            engine.model,
-            engine.processor,
-            arguments.seed,
-            arguments.n,
-            arguments.kinds or KINDS,
-            batch_size=EVAL_BATCH,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+        with engine.record(arguments.trace) if arguments.trace else contextlib.nullcontext():
+            result = evaluate(
+                engine.model,
+                engine.processor,
+                arguments.seed,
+                arguments.n,
+                arguments.kinds or KINDS,
+                batch_size=arguments.batch,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
         cache = (engine.metrics.snapshot() - before).to_json()
         plan = engine.plan.to_json()
     if arguments.json:

@@ -10,14 +10,32 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from vismoe.eval.questions import ASK, THANKS, Turn, ask_choice_where, ask_compare, several_turns, share_a_noun
+from vismoe.eval.questions import (
+    ASK,
+    ASK_COUNT,
+    ASK_EXISTS,
+    ASK_WHERE,
+    THANKS,
+    Turn,
+    ask_choice_where,
+    ask_compare,
+    count_turn,
+    exists_turn,
+    several_turns,
+    share_a_noun,
+    where_turn,
+)
 from vismoe.eval.scenes import BASE_PX, OTHER_SIZES, WORLD, Difficulty, Item, Scene, compose, random_scene, scene_random
 from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS
 
 SYMBOLS = LETTERS + DIGITS
 TOKEN_PX = 32
 BIN_TOKENS = 64
-TRAINING_ONLY = {"choice where": ask_choice_where}
+STRANGERS = tuple(
+    "lion zebra person man woman table chair phone horse bird mouse tiger bear monkey snake shoe hat cup book door window river "
+    "mountain road truck plane computer bottle knife spoon pen robot child baby duck sheep goat wolf shark whale spider potato "
+    "tomato onion orange pear grape cherry sandwich cookie bench bridge tower castle lamp bed sofa bag box ring".split()
+)
 ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 NEXT_USER = "\n<|im_start|>user\n"
 
@@ -92,6 +110,19 @@ def rough(rng: random.Random, question: str) -> str:
     if draw < 0.1:
         return question[0].lower() + question[1:]
     return question.rstrip("?.") if draw < 0.2 and "\n" not in question else question
+
+
+def ask_stranger(rng: random.Random, scene: Scene) -> Turn:
+    """A question about something that is not of this world: the answer is no, whatever the word."""
+    letters = "".join(rng.choice("aabcdeeefghiiklmnooprstuy") for _ in range(rng.randint(3, 7)))
+    noun = rng.choice(STRANGERS) if rng.random() < 0.6 else letters
+    draw = rng.random()
+    if draw < 0.6:
+        return exists_turn(rng.choice(ASK_EXISTS), noun, False)
+    return count_turn(rng.choice(ASK_COUNT), noun, 0) if draw < 0.8 else where_turn(rng.choice(ASK_WHERE), noun, None)
+
+
+TRAINING_ONLY = {"choice where": ask_choice_where, "stranger": ask_stranger}
 
 
 def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Turn, ...]:

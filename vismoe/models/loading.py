@@ -129,7 +129,8 @@ def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings)
         mover = DeviceMover(HostTier(store, memory.host_slabs, page_locked=True), device)
     else:
         mover = DiskMover(store)
-    backends = {"kernels": "torch (eager's arithmetic, bit-identical)", "mover": type(mover).__name__}
+    why = "eager's arithmetic, bit-identical" + ("; the only kernels of this version" if settings.kernels == "auto" else "")
+    backends = {"kernels": f"torch ({why})", "mover": type(mover).__name__}
     lookahead: GateLookahead | str = "not asked for"
     if settings.lookahead != "none":
         lookahead = GateLookahead.of(model, inventory, settings.window)

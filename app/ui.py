@@ -38,7 +38,10 @@ STYLE = """
 def require_gradio() -> None:
     """Raises ConfigError where gradio is missing."""
     if importlib.util.find_spec("gradio") is None:
-        raise ConfigError('the chat page needs gradio, which is not installed. Fix: pip install "vismoe[serve]"')
+        raise ConfigError(
+            'the chat page needs gradio, which is not installed. Fix: pip install "vismoe[serve]", '
+            'in a checkout: .venv/bin/pip install -e ".[serve]"'
+        )
 
 
 def pictures_folder() -> Path:

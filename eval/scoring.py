@@ -36,17 +36,22 @@ def score(turn: Turn, answer: str) -> float:
     said, true = words(answer), words(turn.answer)
     if turn.kind == "text" and '"' in turn.answer:
         return character_accuracy(printed(turn.answer), printed(answer))
+    if turn.kind == "choice":
+        return float(option(answer) == option(turn.answer))
     if turn.kind == "count":
-        return float([number_word(word) for word in said] == true)
+        numbers = [number for word in said if (number := number_word(word)) in NUMBERS]
+        return float(numbers == [number_word(true[0])])
     if turn.kind == "where":
-        return float(
-            place(answer) == place(turn.answer) and said[:3] == true[:3]
-            if true[:1] == ["there"]
-            else place(answer) == place(turn.answer)
-        )
-    if turn.kind == "choice" or true[:1] in (["yes"], ["no"]):
+        return float(said == true if true[:1] == ["there"] else "not" not in said and place(answer) == place(turn.answer))
+    if true[:1] in (["yes"], ["no"]):
         return float(said[:1] == true[:1])
     return float(said == true)
+
+
+def option(answer: str) -> str | None:
+    """The letter that an answer to a multiple-choice question begins with, as in "B", "b)" or "B. A cat."."""
+    found = re.match(r"\W*([A-Da-d])\b(?!['\u2019])", answer)
+    return found.group(1).upper() if found else None
 
 
 def number_word(word: str) -> str:

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from PIL import Image
 
 from vismoe import cli, cli_options
-from vismoe.config import Settings
+from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import BudgetError, ConfigError, ContextError, InputError, TransferError
 
 FIGURES = ("answer", "plan", "encode", "prefill", "decode", "cache")
@@ -107,7 +107,8 @@ def test_every_setting_is_a_flag_with_its_default_in_the_help():
     assert list(cli_options.MEANINGS) == [field.name for field in dataclasses.fields(Settings)]
     for field in dataclasses.fields(Settings):
         assert f"--{field.name.replace('_', '-')}" in text
-        assert f"(default: {'none' if field.default is None else field.default})" in text
+        default = ENGINE_DEFAULTS.get(field.name, "none" if field.default is None else field.default)
+        assert f"(default: {default})" in text
 
 
 def test_flags_reach_the_engine_with_their_types_and_the_rest_is_left_to_it(engine):
@@ -160,10 +161,11 @@ def test_a_setting_that_cannot_be_is_refused_before_anything_is_loaded(engine, c
     ],
 )
 def test_a_flag_that_cannot_be_read_is_a_usage_error(flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["chat", *flags.split(), "Hi?"])
-    assert stop.value.code == 2
-    assert flags.split()[0] in capsys.readouterr().err
+    assert cli.main(["chat", *flags.split(), "Hi?"]) == 2
+    said = capsys.readouterr()
+    assert flags.split()[0] in said.err and not said.out
+    assert cli.main(["chat", "--json", *flags.split(), "Hi?"]) == 2
+    assert flags.split()[0] in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_help_and_version_import_neither_torch_nor_transformers():

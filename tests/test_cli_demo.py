@@ -149,6 +149,27 @@ def terminal():
         os.close(each.master)
 
 
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
+    """Experts crawl in over an emulated link, so that there is an answer to be stopped."""
+    chat = terminal("--memory", "25%", "--lookahead", "none", "--emulated-link-bytes-per-s", "3MiB", "--image", PICTURE)
+    chat.wait_for("> ")
+    chat.type("Describe the image.")
+    chat.wait_for("Describe the image.")
+    for after_s in (1.0, 6.0):  # in the prefill, and then wherever it is
+        time.sleep(after_s)
+        chat.process.send_signal(signal.SIGINT)
+        chat.wait_for("[stopped]")
+        chat.wait_for("> ")
+        chat.type("Describe the image.")
+        chat.wait_for("Describe the image.")
+    time.sleep(1)
+    chat.process.send_signal(signal.SIGINT)
+    chat.wait_for("[stopped]")
+    chat.wait_for("> ")
+    chat.press_ctrl_d()
+    assert chat.process.wait(timeout=30) == 0
+
+
 def test_a_conversation_on_a_terminal(terminal):
     chat = terminal("--memory", "50%", *LONG)
     chat.wait_for("> ")

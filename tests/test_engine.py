@@ -1,6 +1,7 @@
 """The engine as a person meets it: answers, cancelling, faults while serving, closing. On the bundled demo model."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -123,7 +124,7 @@ def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine
         (ask("What is <|image_pad|>?"), InputError, "stands for an image"),
         ([{"role": "assistant", "content": "hello"}], InputError, "no user message"),
         (ask(image=PICTURE.resize((1000, 2))), InputError, "crop or resize"),
-        (ask("word " * 9000), ContextError, "--context"),
+        (ask("word " * 9000), ContextError, "the model's own limit is 4096"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_before_anything_runs(engine, messages, error, says):
@@ -139,6 +140,36 @@ def test_image_tokens_bound_what_an_image_costs(engine):
     more = engine.chat(ask(image=PICTURE.resize((512, 512))), max_tokens=1)
     list(more)
     assert more.figures.visual_tokens > 64
+
+
+def test_a_conversation_longer_than_the_plan_is_refused_with_the_context_that_works(copied_model):
+    says = r"planned context is 64. Fix: load with context=\d+"
+    with (
+        vismoe.load(copied_model, memory="50%", device="cpu", context=64) as engine,
+        pytest.raises(ContextError, match=says) as refused,
+    ):
+        engine.chat(ask())
+    context = int(re.search(r"context=(\d+)", str(refused.value)).group(1))
+    with vismoe.load(copied_model, memory="50%", device="cpu", context=context) as engine:
+        assert "".join(engine.chat(ask(), max_tokens=4))
+
+
+def test_a_hub_name_and_a_revision_are_found_in_the_cache_offline(tmp_path, monkeypatch):
+    """The layout of the hub's cache: models--owner--name/{refs/<branch>, snapshots/<commit>/...}."""
+    for branch, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        repository = tmp_path / "models--someone--demo"
+        shutil.copytree(demo_model(), repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+    config = json.loads((repository / "snapshots" / ("b" * 40) / "config.json").read_text())
+    config["text_config"]["num_experts_per_tok"] = 2  # tells the revisions apart
+    (repository / "snapshots" / ("b" * 40) / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for revision, top_k in ((None, 4), ("v2", 2)):
+        with vismoe.load("someone/demo", memory="50%", device="cpu", revision=revision) as engine:
+            assert engine._runtime.pager.inventory.layers[0].top_k == top_k
+            assert "".join(engine.chat(ask(), max_tokens=4))
 
 
 def test_context_is_enforced_under_plain_generate(copied_model):

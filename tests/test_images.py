@@ -132,11 +132,13 @@ def test_colour_spaces_become_rgb(mode):
 def test_of_an_animation_the_first_frame_is_used_and_said(caplog):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
     animation = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    image = Image.open(io.BytesIO(animation))
-    image.seek(2)  # also when the caller has looked at another frame before
     with caplog.at_level(logging.WARNING, logger="vismoe"):
-        assert open_image(image).getpixel((0, 0)) == (255, 0, 0)
+        assert open_image(animation).getpixel((0, 0)) == (255, 0, 0)
     assert "3 frames" in caplog.text
+    image = Image.open(io.BytesIO(animation))
+    image.seek(2)
+    assert open_image(image).getpixel((0, 0)) == (0, 0, 255), "a Pillow image is taken as it stands"
+    assert image.tell() == 2, "and not changed"
 
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.MOV", "clip.webm"])

@@ -92,6 +92,12 @@ def test_scoring_forgives_wording_but_no_fact() -> None:
     assert score(Turn("where", "", "In the top left."), "At the top.") == 0
     assert score(Turn("count", "", "Three."), "3") == 1
     assert score(Turn("choice", "", "B"), "B.") == 1
+    for answer, right in (("A", 1), ("a)", 1), ("A. A cat.", 1), ("", 0), ("the", 0), ("A cat.", 1), ("B", 0), ("Banana", 0)):
+        assert score(Turn("choice", "", "A"), answer) == right, answer
+    assert score(Turn("where", "", "In the top left."), "Not in the top left but at the bottom.") == 0
+    assert score(Turn("where", "", "There is no cat."), "There is no dog.") == 0
+    assert score(Turn("count", "", "Two."), "There are two.") == 1
+    assert score(Turn("count", "", "Two."), "Two or three.") == 0
     assert score(Turn("text", "", 'It says "STOP".'), 'It says "STEP".') == 0.75
     assert character_accuracy("AB", "ABAB") == 0 and printed("The word is STOP.") == "STOP"
     assert place("nowhere") is None

@@ -10,11 +10,12 @@ import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vismoe.cli_chat import CHAT, UI
 from vismoe.cli_measure import EVAL, PLAN, REPLAY
 from vismoe.cli_options import INTERRUPTED, error_report, print_json
-from vismoe.errors import VisMoEError
+from vismoe.errors import ConfigError, VisMoEError
 
 REFUSED = 2
 
@@ -27,10 +28,17 @@ examples:
 COMMANDS = {"chat": CHAT, "ui": UI, "plan": PLAN, "eval": EVAL, "replay": REPLAY}
 
 
+class CommandParser(ArgumentParser):
+    """Refuses arguments as everything else is refused: one message, exit code 2, with `--json` as a JSON object."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. Fix: {self.prog} --help lists what there is")
+
+
 def command_parser(name: str) -> ArgumentParser:
     """The parser of one subcommand."""
     command = COMMANDS[name]
-    parser = ArgumentParser(
+    parser = CommandParser(
         prog=f"vismoe {name}",
         description=command.summary,
         epilog=f"examples:\n{command.examples}",
@@ -70,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         overview_parser().print_help()
         return REFUSED
     name = overview_parser().parse_args(argv[:1]).command
-    arguments = command_parser(name).parse_intermixed_args(argv[1:])
-    arguments.stdout = sys.stdout
-    wants_json = getattr(arguments, "json", False)
+    wants_json = "--json" in argv[1:]
+    arguments = argparse.Namespace(stdout=sys.stdout)
     try:
+        command_parser(name).parse_intermixed_args(argv[1:], arguments)
         with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
             return COMMANDS[name].run(arguments)
     except VisMoEError as error:

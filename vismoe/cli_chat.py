@@ -124,5 +124,5 @@ UI = Command(
     """\
   vismoe ui                                                      http://127.0.0.1:7860
   vismoe ui Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB --port 8000
-Needs gradio: pip install "vismoe[serve]".""",
+Needs gradio: pip install "vismoe[serve]", in a checkout: .venv/bin/pip install -e ".[serve]".""",
 )

@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vismoe.errors import ClosedError, InputError, VisMoEError
@@ -147,7 +148,10 @@ class Conversation:
             self.ask(line)
 
     def attach(self, text: str) -> None:
-        paths = shlex.split(text) if text.strip()[:1] in ("'", '"') else [text.strip()]
+        paths = [text.strip()]
+        if not Path(paths[0]).exists():  # quoted, or with escaped blanks, as a terminal pastes a dropped file
+            with contextlib.suppress(ValueError):
+                paths = shlex.split(text) or paths
         if paths == [""]:
             raise InputError("/image needs a path, e.g. /image photo.jpg")
         for image in open_images(paths):

@@ -10,13 +10,14 @@ from vismoe.cli_options import (
     add_one_model,
     add_settings,
     at_least_one,
+    bytes_per_s,
     given_settings,
     load_engine,
     model_options,
     one_model,
     print_json,
 )
-from vismoe.config import Settings, format_bytes, parse_bytes
+from vismoe.config import Settings, format_bytes
 from vismoe.errors import InputError
 
 __all__ = ["EVAL", "PLAN", "REPLAY"]
@@ -35,7 +36,7 @@ def replay_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--prefetch", action="store_true", help="fetch what the recorded lookahead expects, under the byte cap")
     parser.add_argument(
-        "--link", type=parse_bytes, metavar="SIZE", help="bytes per second between the tiers; then stalls are counted"
+        "--link", type=bytes_per_s, metavar="SIZE", help="bytes per second between the tiers; then stalls are counted"
     )
     parser.add_argument("--layer-seconds", type=float, metavar="S", help="what a MoE layer computes, while the link can prefetch")
     parser.add_argument("--json", action="store_true", help="one JSON object with all rows")
@@ -104,7 +105,7 @@ def eval_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=at_least_one, default=EVAL_BATCH, metavar="B", help=f"questions answered together (default: {EVAL_BATCH})"
     )
-    parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay (best with --batch 1)")
+    parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay; needs --batch 1")
     parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
     add_model_flags(parser)
     add_settings(parser)
@@ -114,6 +115,10 @@ def run_eval(arguments: Namespace) -> int:
     """Asks the questions, a few at a time so that they fit the planned context."""
     model = one_model(arguments)
     given_settings(arguments)
+    if arguments.trace and arguments.batch > 1:
+        raise InputError(
+            "--trace records questions one at a time: rows of a batch that have finished would count. Fix: --batch 1"
+        )
     from rich.console import Console
     from rich.progress import Progress
 
@@ -127,6 +132,10 @@ def run_eval(arguments: Namespace) -> int:
     with load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=None)
         before = engine.metrics.snapshot()
+        if not hasattr(engine.processor, "image_processor"):
+            raise InputError(
+                f"{engine.name} is a text model; the questions are about pictures. Fix: choose a vision-language model"
+            )
         with engine.record(arguments.trace) if arguments.trace else contextlib.nullcontext():
             result = evaluate(
                 engine.model,

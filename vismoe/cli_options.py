@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from vismoe.config import Settings, parse_bytes
+from vismoe.config import ENGINE_DEFAULTS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def add_settings(parser: ArgumentParser) -> None:
     hints = typing.get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         placeholder, meaning = MEANINGS[field.name]
-        default = "none" if field.default is None else field.default
+        default = ENGINE_DEFAULTS.get(field.name, "none" if field.default is None else field.default)
         options: dict[str, Any] = {"help": f"{meaning} (default: {default})", "default": argparse.SUPPRESS}
         hint = hints[field.name]
         if typing.get_origin(hint) is Literal:
@@ -161,11 +161,11 @@ def _reader(hint: Any) -> Callable[[str], Any]:
     if str in alternatives:
         return str
     if float in alternatives:
-        return _bytes_per_s
+        return bytes_per_s
     return int
 
 
-def _bytes_per_s(text: str) -> float:
+def bytes_per_s(text: str) -> float:
     try:
         return float(parse_bytes(text))
     except ConfigError as error:
@@ -202,13 +202,15 @@ def image_token_range(text: str) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def ctrl_c_exits() -> Iterator[None]:
+def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
     """Within, Ctrl-C ends the process at once. While libraries are imported and a model is read there is nothing to put in order,
     and a KeyboardInterrupt could be lost in somebody's destructor or arrive wrapped in an ImportError.
     """
 
     def leave(number: int, frame: Any) -> None:
         print("\ninterrupted", file=sys.stderr, flush=True)
+        if getattr(arguments, "json", False):
+            print_json(arguments, {"error": {"type": "Interrupted", "message": "Ctrl-C while loading"}})
         os._exit(INTERRUPTED)
 
     before = signal.signal(signal.SIGINT, leave)
@@ -221,7 +223,7 @@ def ctrl_c_exits() -> Iterator[None]:
 def load_engine(arguments: Namespace, model: str | None) -> "Engine":
     """The engine these flags ask for. torch and transformers are imported here and not before."""
     given = given_settings(arguments)
-    with ctrl_c_exits():
+    with ctrl_c_exits(arguments):
         from vismoe.engine import load
 
         return load(model, **model_options(arguments), **given)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, set_seed
 
-from vismoe.config import Settings
+from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
 from vismoe.generate import Cancelled, Clock, Figures, Reply, TokenStream
 from vismoe.memory.hardware import torch_device
@@ -53,7 +53,7 @@ def load(
     `settings` are those of `vismoe.config.Settings`, e.g. `memory="20GiB"` or `memory="25%"`; kernels default to `auto` here.
     `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
     """
-    chosen = Settings.of(**{"kernels": "auto", **settings})
+    chosen = Settings.of(**{**ENGINE_DEFAULTS, **settings})
     name = str(model if model is not None else demo_model())
     config = read_config(name, revision=revision)
     refuse_prequantized(config)
@@ -79,6 +79,7 @@ class Engine:
         self._prompts = prompts
         self._runtime = runtime_of(model)
         self._clock = Clock()
+        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vismoe-model")
         self._requests = itertools.count()
         self._closed = False
@@ -127,14 +128,16 @@ class Engine:
         if max_tokens < 1:
             raise InputError(f"max_tokens={max_tokens}: an answer has at least one token")
         prompt = self._prompts.build(messages, open_image, image_tokens)
-        if prompt.tokens >= self.plan.context:
+        longest = min(self.plan.context, self._positions)
+        if prompt.tokens >= longest:
+            more = f"load with context={2 * prompt.tokens} (--context), " if longest < self._positions else ""
+            whose = "planned context is" if longest < self._positions else "model's own limit is"
             raise ContextError(
-                f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the planned context is "
-                f"{self.plan.context}. Fix: load with context={2 * prompt.tokens} (--context), use smaller images "
-                "(--image-tokens), or start anew"
+                f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the {whose} {longest}. "
+                f"Fix: {more}use smaller images (--image-tokens), or start anew"
             )
         reply = Reply()
-        options: dict[str, Any] = {"max_new_tokens": min(max_tokens, self.plan.context - prompt.tokens), "do_sample": sample}
+        options: dict[str, Any] = {"max_new_tokens": min(max_tokens, longest - prompt.tokens), "do_sample": sample}
         if not sample:
             options |= {"temperature": None, "top_p": None, "top_k": None}
         self._on_model_thread(self._answer, reply, prompt, options, seed)

@@ -1,7 +1,7 @@
 """The tier below the device: how many records host memory keeps. Pure; nothing on a CPU unless a link is emulated."""
 
 from vismoe.config import Settings, format_bytes, parse_bytes
-from vismoe.errors import BudgetError
+from vismoe.errors import BudgetError, ConfigError
 from vismoe.memory.apportion import LEAST_SLABS, experts_of, fill, least_slabs, record_bytes
 from vismoe.memory.needs import Footprint, Hardware
 from vismoe.memory.parts import Part, staging_part, total
@@ -20,6 +20,8 @@ def host_tier(
     inventory = need.inventory
     experts = experts_of(inventory.layers, len(inventory.layouts))
     if hardware.device == "cpu":
+        if settings.host_memory is not None:
+            raise ConfigError("host_memory bounds the tier between disk and GPU, and this runs on the CPU. Fix: leave it out")
         if settings.emulated_link_bytes_per_s is None:
             return (), ()
         note = "all experts; the device's slabs alias them, and this is outside the budget"
@@ -33,6 +35,8 @@ def host_tier(
     if bound < needed:
         given = f"{format_bytes(bound)} " + ("are free beside the reserve" if asked is None else "were given")
         message = f"the page-locked host tier needs at least {format_bytes(needed)}, {given}"
+        if needed > free:
+            raise BudgetError(f"{message}; {format_bytes(free)} of RAM are free", f"a machine with {size_up(needed)} of free RAM")
         raise BudgetError(message, f"--host-memory {size_up(needed)}")
     if bound > free:
         raise BudgetError(

@@ -55,7 +55,7 @@ class Plan:
         return sum(part.bytes for part in (*self.parts, *self.host_parts) if part.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole plan with numbers in bytes, for `--json`, `/metrics` and the UI."""
+        """The whole plan with numbers in bytes, for `--json` and the page."""
         return dataclasses.asdict(self) | {"total_bytes": self.total_bytes, "host_bytes": self.host_bytes}
 
     def table(self) -> str:

@@ -69,10 +69,11 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     """An upright RGB picture from a path, encoded bytes, a `data:` URI or a Pillow image (which is not changed).
 
     Raises InputError: nothing there, not an image, damaged, empty, a video, or more than `max_pixels`.
-    Of an animation or a multi-page file the first frame is used, and a warning on the `vismoe` logger says so.
+    Of an animation or a multi-page file the first frame is used, and a warning on the `vismoe` logger says so; of a Pillow
+    image the frame it stands at.
     """
     if isinstance(source, Image.Image):
-        return _upright_rgb(source, "the image", max_pixels)
+        return _upright_rgb(source, "the image", max_pixels, first_frame=False)
     if isinstance(source, str) and source[:5].lower() == "data:":
         source = _data_uri_bytes(source)
     if isinstance(source, bytes):
@@ -81,16 +82,17 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         raise InputError(f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}")
     if str(source).lower().startswith(("http://", "https://", "ftp://")):
         raise InputError(f"{source}: images are not downloaded; save the file and give its path")
-    path = Path(source).expanduser()
+    path = Path(source)
     try:
+        path = path.expanduser()
         if not path.exists():
             raise InputError(f"{source}: no such file (looked in {Path.cwd()})")
         if not path.is_file():
             raise InputError(f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file")
         with path.open("rb") as file:
             return _decode(file, str(source), max_pixels, path.suffix.lower())
-    except OSError as error:
-        raise InputError(f"{str(source)[:200]}: cannot be read: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
+        raise InputError(f"{str(source)[:200]}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _data_uri_bytes(uri: str) -> bytes:
@@ -141,7 +143,7 @@ def _is_video(header: bytes) -> bool:
     )
 
 
-def _upright_rgb(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
+def _upright_rgb(image: Image.Image, name: str, max_pixels: int, first_frame: bool = True) -> Image.Image:
     width, height = image.size
     if width * height == 0:
         raise InputError(f"{name}: empty ({width} x {height} pixels)")
@@ -150,7 +152,7 @@ def _upright_rgb(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
             f"{name}: {width} x {height} = {width * height:,} pixels, the limit is {max_pixels:,}; scale it down first"
         )
     try:
-        frames = getattr(image, "n_frames", 1)
+        frames = getattr(image, "n_frames", 1) if first_frame else 1
         if frames > 1:
             image.seek(0)
         image.load()

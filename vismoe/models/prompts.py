@@ -30,13 +30,16 @@ class PromptBuilder:
 
     processor: Any
     image_token_id: int | None
+    placeholders: tuple[str, ...] = ()  # tokens of the family that stand for images and videos
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str, revision: str | None) -> "PromptBuilder":
         hub = {"revision": revision} if revision else {}
         image_token = getattr(model.config, "image_token_id", None)
         loaded = load_processor(name, **hub) if image_token is not None else AutoTokenizer.from_pretrained(name, **hub)
-        return cls(loaded, image_token)
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        ids = [getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")]
+        return cls(loaded, image_token, tuple(tokenizer.convert_ids_to_tokens(i) for i in ids if i is not None))
 
     @property
     def tokenizer(self) -> Any:
@@ -101,9 +104,9 @@ class PromptBuilder:
 
     def _without_placeholders(self, text: str) -> str:
         """User text as it is; what stands for an image in the model's own language may not be typed."""
-        token = self.tokenizer.convert_ids_to_tokens(self.image_token_id) if self.image_token_id is not None else None
-        if token is not None and token in text:
-            raise InputError(f"the text contains {token}, which stands for an image. Fix: leave it out, and attach the image")
+        for token in self.placeholders:
+            if token in text:
+                raise InputError(f"the text contains {token}, which stands for an image. Fix: leave it out, and attach the image")
         return text
 
     def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:

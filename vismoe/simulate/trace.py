@@ -44,7 +44,12 @@ class TraceWriter:
     ):
         """Starts a trace, or goes on with the one at `path`; raises TraceError when that is of another model."""
         self.path, self._flush_bytes = Path(path), flush_bytes
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TraceError(
+                f"{path} cannot be a trace folder: {error.strerror}. Fix: record to a new or empty folder"
+            ) from error
         described = {"model": model, "fingerprint": fingerprint, "inventory": _inventory_to_json(inventory)}
         self._shards, self._written_steps = 0, 0
         if (self.path / HEADER).exists():

@@ -16,7 +16,7 @@ from vismoe.types import ExpertId, MoELayer
 
 FREE, LOADING, RESIDENT = 0, 1, 2
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
-LFU_HALF_LIFE_STEPS = 64  # forward steps after which a use counts half; the best of 4 ... infinity on traces of the demo model
+LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
 
 
 @dataclass(frozen=True)

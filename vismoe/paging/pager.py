@@ -194,7 +194,12 @@ class Pager:
         self._guesses_used += 1
 
     def _next_prefetch(self) -> Ticket | None:
-        """The best guess that is still absent, allowed by the cap, and finds a slab; a slab is taken now, not earlier."""
+        """The best guess that is still absent, allowed by the cap, and finds a slab; a slab is taken now, not earlier.
+
+        One guess at a time: a copy cannot be called back, and a demand should not have to wait for several.
+        """
+        if any(ticket.speculative for ticket in self.tickets.values()):
+            return None
         streaming = self.phase is Phase.PREFILL
         while self._wanted_ahead and not self._closed:
             expert, priority = self._wanted_ahead.pop()

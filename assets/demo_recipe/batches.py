@@ -227,7 +227,7 @@ def positions(batch: Batch, grid: tuple[int, int], images: int, image_token: int
             prefix.append((start, start, start))
             start, token = start + 1, token + 1
     rows = len(batch.bins)
-    first = torch.tensor(prefix).T[:, None].expand(-1, rows, -1)
+    first = torch.tensor(prefix, device=batch.offset.device).T[:, None].expand(-1, rows, -1)
     later = (start + batch.offset).view(1, rows, -1).expand(3, -1, -1)
     return torch.cat((first, later), dim=2)
 

@@ -1,9 +1,10 @@
 """Train the demo model from nothing: `python assets/train_demo_model.py`.
 
-With no options this is the recipe of the committed assets/demo-model, up to what is said above STAGES, and the result lies in
-~/.cache/vismoe/train/model (`--work`), to be copied by hand. On a GPU it has not been run yet. First the vision tower learns to see, with throw-away heads
-that name what is at each visual token; then the whole model learns to answer, from plain scenes to the full world. Batches are
-functions of (stage, step), the state is saved as it goes, and a second start continues where the first stopped.
+With no options this is the recipe of the committed assets/demo-model, up to what is said above STAGES; the result lies in
+~/.cache/vismoe/train/model (`--work`), to be copied by hand. On a GPU it has not been run yet. First the vision tower learns to
+see, with throw-away heads that name what is at each visual token; then the whole model learns to answer, from plain scenes to
+the full world. Batches are functions of (stage, step), the state is saved as it goes, and a second start continues where the
+first stopped.
 """
 
 import argparse

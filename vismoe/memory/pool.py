@@ -64,7 +64,9 @@ class SlabPool:
     def free_only(self, slabs: list[int]) -> None:
         """Make exactly these slabs free; for repair after an interrupt."""
         self._free = sorted(slabs, reverse=True)
-        self._is_free = [slab in set(slabs) for slab in range(self.capacity)]
+        self._is_free = [False] * self.capacity
+        for slab in slabs:
+            self._is_free[slab] = True
 
     def record(self, slab: int) -> torch.Tensor:
         """The slab's bytes, uint8 `[record_bytes]`."""

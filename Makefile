@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.vismoe-base
 DEV := $(VENV)/.vismoe-dev
+# The oldest transformers supported and the hub client it wants, beside the environment's own: PYTHONPATH puts them in front.
+OLDEST := $(VENV)/transformers-5.17
+OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 
 # The first interpreter that runs and is 3.11 or newer. `make PYTHON=/path/to/python3.12 test` chooses another one.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -16,10 +19,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types format clean
+.PHONY: help demo test test-oldest models check lint types format clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "  Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the download of the CUDA libraries."
 
 demo: $(BASE) ## ask the bundled model about a picture, with a quarter of its experts in memory
@@ -27,6 +30,12 @@ demo: $(BASE) ## ask the bundled model about a picture, with a quarter of its ex
 
 test: $(DEV) ## the test suite
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supported
+	@PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+models: $(OLDEST)/.done ## write docs/models.md
+	@$(BIN)/python tests/models_page.py $$(PYTHONPATH=$(OLDEST) $(BIN)/python tests/models_page.py --names)
 
 check: lint types ## style, imports and types, no tests
 
@@ -61,3 +70,8 @@ $(DEV): pyproject.toml | $(BIN)/python
 	@echo "Installing vismoe and what its tests need into $(VENV); torch, transformers and gradio come along, which takes a minute or several."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(BASE)
+
+$(OLDEST)/.done: Makefile | $(DEV)
+	@echo "Installing transformers 5.17 into $(OLDEST)."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST) $(OLDEST_PACKAGES)
+	@touch $@

@@ -1,6 +1,14 @@
-"""What holds for every test: no time limits inside hypothesis, since a busy machine is not a failure."""
+"""What holds for every test: no time limits inside hypothesis, and nothing of what this user's machine was measured to be.
+
+A busy machine is not a failure; and a test must not depend on a profile that `vismoe doctor` left in the home directory.
+"""
+
+import os
+import tempfile
 
 from hypothesis import settings
 
 settings.register_profile("vismoe", deadline=None)
 settings.load_profile("vismoe")
+CACHE = tempfile.TemporaryDirectory(prefix="vismoe-test-cache-")
+os.environ["VISMOE_CACHE"] = CACHE.name

@@ -1,17 +1,19 @@
 """Footprints measured on the meta device, checked against the same model with real tensors and shapes worked out by hand."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers as T
-from tiny_models import BUILDERS, FAMILIES, WITH_IMAGES, build, prompt, save
+from tiny_models import BUILDERS, FAMILIES, WITH_IMAGES, build, image_tokens, prompt, save
 
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.memory.plan import Footprint
+from vismoe.models.adapters import adapt
 from vismoe.models.components import backbone_bytes, component_of
-from vismoe.models.families import expert_modules
+from vismoe.models.families import expert_modules, expert_parameters
 from vismoe.models.footprint import footprint
 from vismoe.models.locate import inventory_of
 from vismoe.models.preview import describe, preview
@@ -21,7 +23,9 @@ CONTEXT = 48
 
 def on_meta(family: str) -> T.PreTrainedModel:
     with torch.device("meta"):
-        return BUILDERS[family]().eval()
+        model = BUILDERS[family]()
+    adapt(model)
+    return model
 
 
 def measured(family: str, context: int = CONTEXT) -> Footprint:
@@ -36,7 +40,8 @@ def nbytes(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_of_the_backbone_is_counted_once(family):
     model = build(family)
-    experts = sum(nbytes(p) for _, module in expert_modules(model) for p in module.parameters(recurse=False))
+    adapt(model)
+    experts = sum({id(p): nbytes(p) for _, module in expert_modules(model) for p in expert_parameters(module).values()}.values())
     everything = sum(nbytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
     assert sum(size for _, size in backbone_bytes(model)) == everything - experts
     assert dict(backbone_bytes(on_meta(family))) == dict(backbone_bytes(model))
@@ -46,11 +51,10 @@ def test_every_tensor_of_the_backbone_is_counted_once(family):
 def test_the_kv_cache_is_what_generation_really_holds(family):
     model = build(family)
     ids = torch.randint(5, 490, (1, CONTEXT))
-    cache = T.DynamicCache(config=model.config.get_text_config())
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = model(input_ids=ids, use_cache=True).past_key_values
     real = 0
-    for layer in cache.layers:
+    for layer in (*cache.layers, cache):
         for value in vars(layer).values():
             tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
             real += sum(nbytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.ndim)
@@ -59,9 +63,9 @@ def test_the_kv_cache_is_what_generation_really_holds(family):
 
 def test_sliding_windows_keep_no_more_than_their_window():
     need = measured("gemma4", context=48)
-    sliding, full = need.cache_layers
+    sliding, full, other = need.cache_layers
     assert sliding.window_tokens == 31 and full.window_tokens is None
-    assert need.cache_bytes(1000) == 31 * sliding.token_bytes + 1000 * full.token_bytes
+    assert need.cache_bytes(1000) == 31 * sliding.token_bytes + 1000 * (full.token_bytes + other.token_bytes)
 
 
 def test_live_memory_of_a_prefill_counts_what_a_layer_holds_by_hand():
@@ -73,13 +77,13 @@ def test_live_memory_of_a_prefill_counts_what_a_layer_holds_by_hand():
     assert need.prefill(200) <= (need.prefill(400) + need.prefill(4)) // 2 + 1000
 
 
-@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) & set(WITH_IMAGES)))
 def test_vision_towers_are_run_and_their_features_are_held(family):
     need = measured(family)
     assert need.max_image_tokens == CONTEXT
     pixels = prompt(family)["pixel_values"]
-    assert need.image_token_bytes >= 4 * nbytes(pixels[0]) + 64 * 4  # four patches, and a row of features
-    assert need.encode(CONTEXT) > need.encode(8) > 8 * need.image_token_bytes // 2
+    assert need.image_token_bytes >= nbytes(pixels) // image_tokens(family) + 64 * 4  # its pixels, and a row of features
+    assert need.encode(CONTEXT) >= need.encode(8) > 8 * need.image_token_bytes // 2
 
 
 def test_measuring_leaves_the_model_as_it_was():
@@ -139,7 +143,8 @@ def test_a_preview_reads_headers_only_and_agrees_with_the_loaded_model(tmp_path)
     loaded = T.Qwen3VLMoeForConditionalGeneration.from_pretrained(
         folder, dtype="auto", quantization_config=VisMoEConfig(memory="50%", context=CONTEXT)
     )
-    assert runtime_of(loaded).plan == made
+    loaded_plan = runtime_of(loaded).plan
+    assert replace(loaded_plan, reading=()) == replace(made, reading=())  # free RAM changes from one moment to the next
 
 
 def test_what_cannot_be_described_says_what_to_do(tmp_path, monkeypatch):

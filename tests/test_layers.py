@@ -12,18 +12,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = {
-    "types": 0, "errors": 0, "metrics": 0, "config": 0,
+    "types": 0, "errors": 0, "metrics": 0, "config": 0, "timeline": 0, "threads": 0,
     "formats": 1,
-    "store": 2, "memory": 2, "kernels": 2, "precision": 2, "vision": 2,
+    "store": 2, "memory": 2, "kernels": 2, "machine": 2, "precision": 2, "vision": 2,
     "paging": 3,
     "models": 4, "lookahead": 4, "simulate": 4,
     "speculate": 5,
     "engine": 6, "generate": 6,
-    "cli": 7, "app": 7, "eval": 7, "predictor_training": 7,
+    "bench": 7, "cli": 7, "app": 7, "eval": 7, "predictor_training": 7,
 }  # fmt: skip
 FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "predictor_training": "vismoe.predictor_training"}
 # Never needed to import the package: each lives behind an extra, or is a build of torch that a user may lack.
-OPTIONAL = {"torchvision", "gradio", "lmms_eval", "fastapi", "triton", "uvicorn"}
+OPTIONAL = {"torchvision", "gradio", "lmms_eval", "fastapi", "triton", "uvicorn", "gguf", "llama_cpp"}
 
 
 def row_of(part: str) -> int | None:

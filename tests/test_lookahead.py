@@ -14,12 +14,17 @@ from vismoe.errors import ConfigError
 from vismoe.lookahead.gate import GateLookahead, _predict
 from vismoe.models.experts import ExpertRuntime
 
-WITHOUT = {"ernie4_5_vl_moe", "gemma4", "nemotron_h"}
+WITHOUT = set(
+    "afmoe beam cohere2_moe dbrx deepseek_v4 diffusion_gemma dots3_note ernie4_5_vl_moe flex_olmo gemma4 longcat_flash "
+    "muse_spark nemotron_h qwen4_exp zaya".split()
+)
 
 
 def load(family, folder, **settings):
     tiny_models.save(family, folder)
-    return tiny_models.model_class(folder).from_pretrained(folder, quantization_config=VisMoEConfig(memory="50%", **settings))
+    return tiny_models.model_class(folder).from_pretrained(
+        folder, quantization_config=VisMoEConfig(memory="50%", context=512, **settings)
+    )
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -41,7 +46,10 @@ def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(famil
         owner, residual = self.lookahead._residual
         assert owner == layer
         chosen, _ = _predict(self.lookahead._layers[layer], residual.reshape(-1, residual.shape[-1]))
-        assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
+        if family == "llama4":  # its adapter asks for the union of the experts
+            assert torch.equal(chosen.unique(), index.unique())
+        else:
+            assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
         compared += 1
         return run(self, layer, module, hidden, index, factors)
 

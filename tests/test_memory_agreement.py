@@ -9,9 +9,40 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import streamed_checkpoint
+import transformers as T
+
+from vismoe.bench.checkpoint import write_checkpoint
+
+TEXT: dict[str, Any] = dict(
+    vocab_size=4096,
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_hidden_layers=12,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    moe_intermediate_size=456,
+    num_experts=64,
+    num_experts_per_tok=4,
+    max_position_embeddings=4096,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[12, 10, 10], mrope_interleaved=True),
+)
+VISION: dict[str, Any] = dict(
+    depth=4,
+    hidden_size=256,
+    intermediate_size=640,
+    num_heads=8,
+    patch_size=16,
+    temporal_patch_size=2,
+    spatial_merge_size=2,
+    out_hidden_size=1024,
+    num_position_embeddings=256,
+    deepstack_visual_indexes=[1, 2, 3],
+)
+TOKENS = dict(image_token_id=4000, video_token_id=4001, vision_start_token_id=4002, vision_end_token_id=4003)
 
 SERVE = r"""
 import json, sys
@@ -54,8 +85,12 @@ def checkpoint(tmp_path_factory):
         pytest.skip("needs 5 GiB of free disk")
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("resident size is read from Linux's /proc")
-    assert streamed_checkpoint.write(folder) >= 2 * 2**30
-    yield folder
+    config = T.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION, dtype="bfloat16", **TOKENS)
+    written = write_checkpoint(
+        config, T.Qwen3VLMoeForConditionalGeneration, folder / "checkpoint", progress=False, shard_bytes=2**30
+    )
+    assert written.total_bytes >= 2 * 2**30
+    yield written.folder
     shutil.rmtree(folder)
 
 

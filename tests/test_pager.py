@@ -1,8 +1,10 @@
 """The pager against its invariants: 10^5 random steps, an integrity check after each, and what must happen in small cases."""
 
 import contextlib
+import linecache
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -94,7 +96,7 @@ def random_walk(seed: int, steps: int, experts: list[int], geometries: list[int]
     finally:
         pager.close()
     pager.check_integrity()
-    assert not any(table.leases.any() or table.demanded.any() for table in pager.tables)
+    assert not any(table.demanded.any() for table in pager.tables)
     return pager
 
 
@@ -171,6 +173,79 @@ def test_a_prefill_chunk_with_lookahead_does_not_flush_it_either():
     assert pager.metrics.snapshot().total("prefetched_bytes") > 0, "nothing was guessed"
     assert kept >= 32 - 4 - pager.tables[0].ring_limit, "more than a ring's worth and the last token's experts was flushed"
     pager.close()
+
+
+@pytest.mark.parametrize(("experts", "slabs"), [([4], 2), ([6, 4], 3), ([4, 4], 2)])
+def test_a_prefill_that_finds_only_its_own_layer_in_the_ring_still_ends(experts, slabs):
+    """Every slab is in the ring and demanded again: the one that is computed last is given up and read again."""
+    store = NumberStore(experts, [0] * len(experts))
+    pager = make_pager(store, [slabs], threads=1)
+    everything = list(range(2 * slabs))
+    for wanted in (everything[:slabs], everything[slabs:], everything):
+        pager.begin_step(Phase.PREFILL)
+        with pager.demand(0, wanted, keep=[]) as demand:
+            seen = [check(ExpertId(0, expert), weights) or expert for expert, weights in demand.in_order()]
+        assert seen == wanted
+        pager.check_integrity()
+    pager.close()
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_ctrl_c_at_every_line_of_the_pager_is_repaired(phase):
+    """KeyboardInterrupt before the n-th line that the model's thread runs in vismoe/paging, for every n until nothing is left.
+
+    Not before lines with `with`: they are announced again on leaving, where CPython handles no signal before `__exit__` has run.
+    """
+
+    def serve(pager: Pager) -> None:
+        pager.begin_step(phase)
+        for layer in range(3):
+            with pager.demand(layer, list(range(5)), None if phase is Phase.DECODE else [4]) as demand:
+                for expert, weights in demand.as_ready() if phase is Phase.DECODE else demand.in_order():
+                    check(ExpertId(layer, expert), weights)
+
+    def tracer(left: list[int]):
+        def line(frame, event, arg):
+            if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+            return line
+
+        return lambda frame, event, arg: line if "vismoe/paging" in frame.f_code.co_filename else None
+
+    moment = interrupted = 0
+    while True:
+        moment += 1
+        pager = make_pager(NumberStore([8] * 3, [0, 1, 0]), [3, 3], threads=1)
+        before = sys.gettrace()
+        sys.settrace(tracer([moment]))
+        try:
+            serve(pager)
+            break
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        with deadline(20, f"the pager hangs after an interrupt before line {moment}"):
+            serve(pager)
+            pager.check_integrity()
+            pager.close()
+    assert interrupted == moment - 1 > 300
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, what: str):
+    def late(number, frame):
+        raise AssertionError(what)
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
@@ -271,6 +346,8 @@ def test_closing_with_copies_in_flight_ends_them_and_says_so():
     serving.start()
     closing = threading.Thread(target=pager.close)
     closing.start()
+    while not pager._closed:
+        time.sleep(0.001)
     gate.set()
     closing.join(10)
     serving.join(10)

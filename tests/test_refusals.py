@@ -9,6 +9,7 @@ import torch
 import transformers as T
 
 from vismoe.errors import UnsupportedModelError
+from vismoe.models.adapters import adapt
 from vismoe.models.families import (
     SUMS_IN_FLOAT32,
     SUMS_IN_ROUTING_TYPE,
@@ -19,11 +20,9 @@ from vismoe.models.families import (
 )
 
 BASE = tiny_models.BASE
+TOP_K = {"llama4": 1, "longcat_flash": 3, "zaya": 1}
 SEQ2SEQ = dict(vocab_size=64, d_model=32, num_experts=4)
 FOREIGN = {
-    "llama4_text": lambda: T.Llama4ForCausalLM(
-        T.Llama4TextConfig(**BASE, head_dim=16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1)
-    ),
     "jetmoe": lambda: T.JetMoeForCausalLM(
         T.JetMoeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, kv_channels=8, intermediate_size=48)
     ),
@@ -37,12 +36,6 @@ FOREIGN = {
         )
     ),
     "doge": lambda: T.DogeForCausalLM(T.DogeConfig(**BASE, is_moe=True, num_experts=16, num_experts_per_tok=2)),
-    "dbrx": lambda: T.DbrxForCausalLM(
-        T.DbrxConfig(
-            d_model=64, n_heads=4, n_layers=2, max_seq_len=128, vocab_size=64, attn_config=dict(kv_n_heads=2, rope_theta=10000.0),
-            ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
-        )
-    ),
 }  # fmt: skip
 
 
@@ -58,8 +51,9 @@ def test_a_mixture_of_experts_that_is_not_on_the_interface_is_refused_by_name(fa
 def test_every_family_on_the_interface_passes(family):
     with torch.device("meta"):
         model = tiny_models.BUILDERS[family]()
+    adapt(model)
     refuse_unsupported(model)
-    assert {top_k_of(model, path) for path, _ in expert_modules(model)} == {2}
+    assert {top_k_of(model, path) for path, _ in expert_modules(model)} == {TOP_K.get(family, 2)}
 
 
 def test_aria_passes_exactly_where_transformers_has_put_it_on_the_interface():
@@ -105,6 +99,13 @@ def test_families_with_a_row_of_their_own_say_why():
     with torch.device("meta"):
         model = FOREIGN["doge"]()
     with pytest.raises(UnsupportedModelError, match=r"^doge: its experts are rows of an embedding"):
+        refuse_unsupported(model)
+
+
+def test_a_model_of_several_models_names_the_one_to_load():
+    model = torch.nn.Module()
+    model.config = T.Qwen3OmniMoeConfig()
+    with pytest.raises(UnsupportedModelError, match=r"^qwen3_omni_moe: .*Instead: its thinker.*Qwen3OmniMoeThinker"):
         refuse_unsupported(model)
 
 

@@ -10,7 +10,9 @@ import tiny_models
 import torch
 
 from vismoe.errors import CheckpointError, ClosedError
+from vismoe.models.adapters import adapt
 from vismoe.models.locate import locate_experts
+from vismoe.store import files
 from vismoe.store.checkpoint import CheckpointStore, Part
 from vismoe.store.safetensors_header import SafetensorsHeader
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, RecordLayout
@@ -20,7 +22,9 @@ def on_meta(folder, dtype=torch.float32):
     """The model of a checkpoint without any weights."""
     model_class = tiny_models.model_class(folder)
     with torch.device("meta"):
-        return model_class._from_config(model_class.config_class.from_pretrained(folder), dtype=dtype)
+        model = model_class._from_config(model_class.config_class.from_pretrained(folder), dtype=dtype)
+    adapt(model)
+    return model
 
 
 def store_of(folder, dtype=torch.float32) -> CheckpointStore:
@@ -41,9 +45,16 @@ def read(store, expert) -> dict[str, torch.Tensor]:
     return store.inventory.layout(expert.layer).views(record)
 
 
+def past_cache(store) -> None:
+    refused = store.read_past_cache()
+    if refused:
+        pytest.skip(refused)
+
+
 def assert_equal_to(reference, store):
     """Every section of every expert is the row of the reference's parameter, in value and in type."""
-    parameters = dict(reference.named_parameters())
+    adapt(reference)
+    parameters = dict(reference.named_parameters(remove_duplicate=False))
     seen = set()
     for expert in every_expert(store):
         path = store.inventory.layers[expert.layer].path
@@ -72,7 +83,69 @@ def test_every_expert_equals_the_row_of_the_eager_parameter(family, tmp_path):
     for dtype in (torch.float32, torch.bfloat16):  # as stored, and cast once on load
         store = store_of(tmp_path, dtype)
         assert_equal_to(tiny_models.reference(tmp_path, dtype), store)
-        assert (store.scratch_bytes == 0) == (dtype is torch.float32)
+        assert (store.scratch_bytes == 0) == (dtype is torch.float32 and "inkling" not in family)  # which stores interleaved rows
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "ernie4_5_vl_moe", "gpt_oss"])
+def test_reading_past_the_page_cache_gives_the_same_experts(family, tmp_path):
+    tiny_models.save(family, tmp_path, dtype=torch.bfloat16, max_shard_size="30KB")  # many ends of files
+    for dtype in (torch.bfloat16, torch.float32):
+        store = store_of(tmp_path, dtype)
+        past_cache(store)
+        assert_equal_to(tiny_models.reference(tmp_path, dtype), store)
+
+
+def test_a_stretch_larger_than_the_bounce_buffer_is_read_in_several_requests(qwen, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BOUNCE_BYTES", files.BLOCK_BYTES)
+    store = store_of(qwen)
+    past_cache(store)
+    sizes = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda d, buffers, at: sizes.append(sum(map(len, buffers))) or preadv(d, buffers, at))
+    assert_equal_to(tiny_models.reference(qwen), store)
+    assert set(sizes) == {files.BLOCK_BYTES} and len(sizes) > len(every_expert(store))
+
+
+def test_a_file_truncated_while_reading_past_the_page_cache_is_the_same_error(own_copy):
+    (file,) = own_copy.glob("*.safetensors")
+    store, size = store_of(own_copy), file.stat().st_size
+    past_cache(store)
+    os.truncate(file, 4096)
+    with pytest.raises(CheckpointError, match=rf"truncated after loading.*has 4096 now and had {size}"):
+        store.read(ExpertId(2, 5), record_for(store, ExpertId(2, 5)))
+
+
+def test_torn_reads_past_the_page_cache_are_continued(qwen, monkeypatch):
+    store = store_of(qwen)
+    past_cache(store)
+    preadv, random = os.preadv, torch.Generator().manual_seed(0)
+
+    def torn(descriptor, buffers, offset):
+        (buffer,) = buffers
+        count = 512 * int(torch.randint(1, max(2, len(buffer) // 512 + 1), (1,), generator=random))
+        return preadv(descriptor, [buffer[:count]], offset)
+
+    monkeypatch.setattr(os, "preadv", torn)
+    assert_equal_to(tiny_models.reference(qwen), store)
+
+
+@pytest.mark.parametrize("where", ["open", "preadv"])
+def test_a_filesystem_without_o_direct_is_said_and_the_store_goes_on(where, qwen, monkeypatch):
+    store = store_of(qwen)
+    openat = os.open
+
+    def refuse(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", str(path))
+        return openat(path, flags, *more)
+
+    def fail(*arguments):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, where, refuse if where == "open" else fail)
+    assert "has no O_DIRECT" in store.read_past_cache()
+    monkeypatch.undo()
+    assert_equal_to(tiny_models.reference(qwen), store)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -120,7 +193,7 @@ def test_no_byte_of_another_expert_is_read(family, tmp_path, monkeypatch):
     preadv = os.preadv
 
     def spy(descriptor, buffers, offset):
-        ranges.append((store._descriptors.index(descriptor), offset, offset + sum(map(len, buffers))))
+        ranges.append((store._files.hold()._descriptors.index(descriptor), offset, offset + sum(map(len, buffers))))
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", spy)
@@ -225,7 +298,7 @@ def test_a_failing_disk_is_an_error_with_path_and_offset(qwen, monkeypatch):
         store.read(ExpertId(0, 0), record_for(store, ExpertId(0, 0)))
 
 
-def test_a_closed_store_refuses_to_read_and_closing_waits_for_running_reads(qwen, monkeypatch):
+def test_a_closed_store_refuses_to_read_and_a_running_read_ends_well(qwen, monkeypatch):
     store = store_of(qwen)
     entered, go = threading.Event(), threading.Event()
     preadv = os.preadv
@@ -236,14 +309,17 @@ def test_a_closed_store_refuses_to_read_and_closing_waits_for_running_reads(qwen
         return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", slow)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, store, ExpertId(0, 0))
         entered.wait(5)
-        closing = pool.submit(store.close)
-        assert not closing.done()
+        (descriptor,) = store._files.hold()._descriptors
+        store.close()
+        os.fstat(descriptor)  # still open
         go.set()
-        closing.result(5)
-        reading.result(5)
+        expected = tiny_models.reference(qwen).model.layers[0].mlp.experts.down_proj[0]
+        assert torch.equal(reading.result(5)["down_proj"], expected)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
     with pytest.raises(ClosedError):
         read(store, ExpertId(0, 0))
     store.close()  # twice is fine

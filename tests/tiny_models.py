@@ -1,21 +1,24 @@
-"""Tiny random models of twenty MoE families, saved the way the hub stores them, and eager references to compare with.
+"""Tiny random models of every family in the zoo, saved the way the hub stores them, and eager references to compare with.
 
 No dimension hides a mistake: 2I differs from H and I from H everywhere, so a transposed or swapped tensor never fits by accident;
-some families have more than ten experts, whose names sort differently as text and as numbers.
+some families have more than ten experts, whose names sort differently as text and as numbers; no bias is zero.
 A reference holds every parameter in fresh memory, because float32 results depend on the alignment of an operand.
 """
 
+import inspect
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as T
+from family_zoo import IMAGE_TOKEN, families, tiny_config
+from models_page import refusal_of
 from safetensors.torch import load_file, save_file
 
-IMAGE_TOKEN = 500
+SELECTED = "vision_feature_select_strategy"  # which llama4 wants to be told in older releases
 PATCHES = (1, 4, 6)  # frames, rows, columns of patches: 6 visual tokens after merging 2 x 2
-
 BASE: dict[str, Any] = dict(
     vocab_size=512,
     hidden_size=64,
@@ -29,154 +32,133 @@ BASE: dict[str, Any] = dict(
     eos_token_id=2,
     initializer_range=0.1,
 )
-MOE = BASE | dict(moe_intermediate_size=24, num_experts_per_tok=2)
-LATENT = MOE | dict(
-    num_key_value_heads=4,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-    kv_lora_rank=16,
-    q_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=16,
-)
-LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
-TOWER = dict(depth=2, hidden_size=32, intermediate_size=80, num_heads=4, spatial_merge_size=2)
-TOKENS = dict(image_token_id=IMAGE_TOKEN, video_token_id=501)
-MARKED = TOKENS | dict(image_start_token_id=502, image_end_token_id=503, video_start_token_id=504, video_end_token_id=505)
 
 
 def rope(*section: int, **more: Any) -> dict[str, Any]:
     return dict(rope_type="default", rope_theta=10000.0, mrope_section=list(section), **more)
 
 
-def qwen3_vl_moe() -> T.PreTrainedModel:
-    text = MOE | dict(head_dim=16, num_experts=6, rope_parameters=rope(4, 2, 2, mrope_interleaved=True))
-    vision = TOWER | dict(
-        patch_size=16, temporal_patch_size=2, out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0, 1]
-    )
-    return T.Qwen3VLMoeForConditionalGeneration(
-        T.Qwen3VLMoeConfig(text_config=text, vision_config=vision, vision_start_token_id=502, vision_end_token_id=503, **TOKENS)
-    )
-
-
-def qwen3_5_moe() -> T.PreTrainedModel:
-    text = MOE | LINEAR
-    text |= dict(num_hidden_layers=4, head_dim=32, shared_expert_intermediate_size=48, num_experts=6)
-    text |= dict(rope_parameters=rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25))
-    vision = TOWER | dict(patch_size=16, temporal_patch_size=2, out_hidden_size=64, num_position_embeddings=64)
-    return T.Qwen3_5MoeForConditionalGeneration(
-        T.Qwen3_5MoeConfig(text_config=text, vision_config=vision, vision_start_token_id=502, vision_end_token_id=503, **TOKENS)
-    )
-
-
-def glm4v_moe() -> T.PreTrainedModel:
-    text = MOE | dict(head_dim=16, n_routed_experts=8, first_k_dense_replace=1, n_group=1, topk_group=1)
-    text |= dict(rope_parameters=rope(2, 1, 1, partial_rotary_factor=0.5))
-    vision = TOWER | dict(patch_size=14, temporal_patch_size=2, out_hidden_size=64, image_size=56)
-    return T.Glm4vMoeForConditionalGeneration(T.Glm4vMoeConfig(text_config=text, vision_config=vision, **MARKED))
-
-
-def ernie4_5_vl_moe() -> T.PreTrainedModel:
-    text = BASE | dict(moe_intermediate_size=[24, 12], moe_num_experts=6, moe_k=2, moe_num_shared_experts=1)
-    text |= dict(mlp_layer_types=["dense", "sparse", "sparse"], rope_parameters=rope(3, 3, 2))
-    vision = TOWER | dict(patch_size=14)
-    return T.Ernie4_5_VLMoeForConditionalGeneration(T.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision, **MARKED))
-
-
-def gemma4() -> T.PreTrainedModel:
-    values = MOE | dict(num_hidden_layers=2, head_dim=16, global_head_dim=16, num_experts=6, top_k_experts=2)
-    values |= dict(enable_moe_block=True, layer_types=["sliding_attention", "full_attention"], sliding_window=32)
-    values |= dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=512, num_kv_shared_layers=0)
-    return T.Gemma4ForCausalLM(T.Gemma4TextConfig(**values))
-
-
-def gpt_oss() -> T.PreTrainedModel:
-    values = BASE | dict(head_dim=16, num_local_experts=6, num_experts_per_tok=2)
-    values |= dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-    values |= dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0))
-    model = T.GptOssForCausalLM(T.GptOssConfig(**values))
-    with torch.no_grad():  # biases start at zero, which would hide a lost one
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.1)
-    return model
-
-
-def qwen3_next() -> T.PreTrainedModel:
-    values = MOE | LINEAR | dict(num_hidden_layers=4, head_dim=16, shared_expert_intermediate_size=48, num_experts=6)
-    return T.Qwen3NextForCausalLM(T.Qwen3NextConfig(**values))
-
-
-def deepseek_v3() -> T.PreTrainedModel:
-    return T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**LATENT, n_routed_experts=8, n_group=2, topk_group=1))
-
-
-def deepseek_v2() -> T.PreTrainedModel:
-    return T.DeepseekV2ForCausalLM(
-        T.DeepseekV2Config(**LATENT, n_routed_experts=6, n_group=1, topk_group=1, topk_method="greedy")
-    )
-
-
-def jamba() -> T.PreTrainedModel:
-    values = BASE | dict(num_experts=4, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1)
-    values |= dict(expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False)
-    return T.JambaForCausalLM(T.JambaConfig(**values, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2))
-
-
-def lfm2_moe() -> T.PreTrainedModel:
-    values = MOE | dict(num_experts=6, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"])
-    return T.Lfm2MoeForCausalLM(T.Lfm2MoeConfig(**values))
-
-
-def nemotron_h() -> T.PreTrainedModel:
-    values = MOE | dict(layers_block_type=["mamba", "moe", "attention"], n_routed_experts=6, head_dim=16, n_group=1, topk_group=1)
-    values |= dict(moe_shared_expert_intermediate_size=24, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=1)
-    return T.NemotronHForCausalLM(T.NemotronHConfig(**values))
-
-
-def ernie4_5_moe() -> T.PreTrainedModel:
-    values = BASE | dict(moe_intermediate_size=24, moe_num_experts=6, moe_k=2, moe_layer_start_index=1, moe_num_shared_experts=1)
-    return T.Ernie4_5_MoeForCausalLM(T.Ernie4_5_MoeConfig(**values))
-
-
-def glm4_moe() -> T.PreTrainedModel:
-    values = MOE | dict(head_dim=16, n_routed_experts=8, first_k_dense_replace=1, n_group=1, topk_group=1)
-    return T.Glm4MoeForCausalLM(T.Glm4MoeConfig(**values))
-
-
-LOCAL = BASE | dict(num_local_experts=6, num_experts_per_tok=2)
-BUILDERS: dict[str, Callable[[], T.PreTrainedModel]] = {
-    "qwen3_vl_moe": qwen3_vl_moe,
-    "qwen3_5_moe": qwen3_5_moe,
-    "glm4v_moe": glm4v_moe,
-    "ernie4_5_vl_moe": ernie4_5_vl_moe,
-    "gemma4": gemma4,
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "mixtral": lambda: T.MixtralForCausalLM(T.MixtralConfig(**LOCAL)),
-    "qwen2_moe": lambda: T.Qwen2MoeForCausalLM(T.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=48, num_experts=6)),
-    "qwen3_moe": lambda: T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**MOE, head_dim=16, num_experts=12)),
-    "qwen3_next": qwen3_next,
-    "phimoe": lambda: T.PhimoeForCausalLM(T.PhimoeConfig(**LOCAL)),
-    "olmoe": lambda: T.OlmoeForCausalLM(T.OlmoeConfig(**BASE, num_experts=6, num_experts_per_tok=2)),
-    "gpt_oss": gpt_oss,
-    "glm4_moe": glm4_moe,
-    "minimax_m2": lambda: T.MiniMaxM2ForCausalLM(T.MiniMaxM2Config(**LOCAL, head_dim=16)),
-    "granitemoe": lambda: T.GraniteMoeForCausalLM(T.GraniteMoeConfig(**LOCAL)),
-    "ernie4_5_moe": ernie4_5_moe,
-    "lfm2_moe": lfm2_moe,
-    "jamba": jamba,
-    "nemotron_h": nemotron_h,
+SAM = dict(image_size=128, patch_size=8, output_channels=16, downsample_channels=[24, 32], mlp_dim=80, global_attn_indexes=[1])
+# What a family wants that the zoo's sizes do not say. Sub-configurations are dicts under their names.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "aria": dict(projector_patch_to_query_dict={49: 4}),
+    "dbrx": dict(
+        d_model=64,
+        n_heads=4,
+        n_layers=3,
+        attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0),
+        ffn_config=dict(ffn_hidden_size=48, moe_num_experts=6, moe_top_k=2),
+    ),
+    "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse", "sparse"]), vision_config=dict(sam_config=SAM)),
+    "deepseek_v3": dict(n_routed_experts=8, n_group=2),
+    "dots3_note": dict(
+        text_config=dict(
+            num_key_value_heads=4,
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=4,
+            swa_q_lora_rank=16,
+            swa_kv_lora_rank=16,
+            swa_head_dim=24,
+            swa_qk_nope_head_dim=16,
+            swa_v_head_dim=16,
+        ),
+        vision_config=dict(adapter_in_dim=32, adapter_out_dim=64, mlp_layer_types=["dense", "sparse"], num_local_experts=4),
+        audio_config=dict(adapter_input_size=32, adapter_out_dim=64),
+    ),
+    "diffusion_gemma": dict(
+        text_config=dict(global_head_dim=16), vision_config=dict(model_type="gemma4_vision", position_embedding_size=64)
+    ),
+    "ernie4_5_vl_moe": dict(text_config=dict(moe_intermediate_size=[24, 12], rope_parameters=rope(3, 3, 2))),
+    "flint": dict(mlp_only_layers=[0]),
+    "gemma4": dict(
+        text_config=dict(
+            enable_moe_block=True, global_head_dim=16, hidden_size_per_layer_input=0, vocab_size_per_layer_input=512
+        ),
+        vision_config=dict(position_embedding_size=64),
+    ),
+    "glm4_moe": dict(n_routed_experts=11),
+    "glm4v_moe": dict(text_config=dict(rope_parameters=rope(2, 1, 1, partial_rotary_factor=0.5))),
+    "glm5_next": dict(text_config=dict(num_key_value_heads=4, qk_rope_head_dim=0)),
+    "gpt_oss": dict(num_local_experts=11),
+    "granitemoehybrid": dict(layer_types=["mamba", "attention", "mamba"], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16),
+    "inkling_mm_model": dict(vision_config=dict(n_layers=5, patch_size=4)),
+    "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),
+    "jetmoe": dict(num_experts_per_tok=2, kv_channels=16),
+    "llama4": dict(
+        text_config=dict(intermediate_size_mlp=80, num_experts_per_tok=1),
+        vision_config=dict(
+            image_size=56,
+            patch_size=14,
+            intermediate_size=128,
+            projector_input_dim=48,
+            projector_output_dim=48,
+            vision_output_dim=48,
+        ),
+    ),
+    "longcat_flash": dict(num_layers=2, ffn_hidden_size=96, expert_ffn_hidden_size=24, moe_topk=3, zero_expert_num=2),
+    "minimax_m3_vl": dict(projector_hidden_size=48),
+    "mistral_large4": dict(vision_config=dict(image_size=64)),
+    "muse_spark": dict(
+        out_hidden_size=128, projector_hidden_size=48, audio_config=dict(num_hidden_layers=4, hidden_sizes=[16] * 4)
+    ),
+    "nemotron_h": dict(layers_block_type=["mamba", "moe", "attention", "moe"]),
+    "nllb-moe": dict(
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_sparse_step=1,
+        decoder_sparse_step=1,
+        num_experts=4,
+    ),
+    "qwen3_5_moe": dict(
+        text_config=dict(head_dim=32, rope_parameters=rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25))
+    ),
+    "qwen3_moe": dict(num_experts=12),
+    "qwen3_omni_moe_thinker": dict(
+        text_config=dict(rope_parameters=rope(4, 2, 2, mrope_interleaved=True)),
+        vision_start_token_id=498,
+        audio_config=dict(
+            d_model=32,
+            encoder_layers=2,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            output_dim=64,
+            downsample_hidden_size=16,
+            num_mel_bins=16,
+        ),
+    ),
+    "qwen3_vl_moe": dict(text_config=dict(rope_parameters=rope(4, 2, 2, mrope_interleaved=True))),
+    "qwen4_exp": dict(
+        text_config=dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4)
+    ),
+    "step3p7": dict(
+        text_config=dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), vision_config=dict(image_size=56)
+    ),
+    "switch_transformers": dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4),
+    "unlimited_ocr": dict(vision_config=dict(sam_config=SAM)),
+    "zaya": dict(num_experts_per_tok=1),
 }
-FAMILIES = tuple(BUILDERS)
-WITH_IMAGES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "ernie4_5_vl_moe")
+FAMILIES = tuple(family for family in families() if not refusal_of(family))
+WITH_IMAGES = tuple(name for name, family in families().items() if family.with_images)
 
 
 def build(family: str, seed: int = 0) -> T.PreTrainedModel:
     """A float32 model with random weights, the same for the same seed."""
     torch.manual_seed(seed)
-    return BUILDERS[family]().eval()
+    model = families()[family].model_class(tiny_config(family, OVERRIDES.get(family, {}))).eval()
+    with torch.no_grad():  # zeros, as biases are initialised, would hide a lost tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and tensor.device.type != "meta" and ("bias" in name or not tensor.any()):
+                tensor.normal_(0, 0.1)
+    return model
+
+
+BUILDERS: dict[str, Callable[[], T.PreTrainedModel]] = {family: partial(build, family) for family in families()}
 
 
 def save(
@@ -210,17 +192,63 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> T.PreTrainedM
 def prompt(family: str, tokens: int = 9, *, dtype: torch.dtype = torch.float32, batch: int = 1) -> dict[str, Any]:
     """Inputs of a prefill; the families with images get one per row, between two stretches of text."""
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(5, 490, (batch, tokens), generator=generator)
+    text = torch.randint(5, 490, (batch, tokens), generator=generator)
+    accepted = inspect.signature(families()[family].model_class.forward).parameters
+    decoder = dict(decoder_input_ids=text[:, :4].clone()) if "decoder_input_ids" in accepted else {}
     if family not in WITH_IMAGES:
-        return dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-    frames, rows, columns = PATCHES
-    visual = torch.full((batch, frames * rows * columns // 4), IMAGE_TOKEN)
-    start, end = torch.full((batch, 1), 502), torch.full((batch, 1), 503)
-    ids = torch.cat((ids[:, :3], start, visual, end, ids[:, 3:]), dim=1)
-    patch, temporal = (16, 2) if family.startswith("qwen") else (14, 1 if family.startswith("ernie") else 2)
-    pixels = torch.randn(batch * frames * rows * columns, 3 * temporal * patch * patch, generator=generator)
+        return dict(input_ids=text, attention_mask=torch.ones_like(text), **decoder)
+    visual = torch.full((batch, image_tokens(family)), IMAGE_TOKEN)
+    start, end = torch.full((batch, 1), IMAGE_TOKEN - 2), torch.full((batch, 1), IMAGE_TOKEN - 1)
+    ids = torch.cat((text[:, :3], start, visual, end, text[:, 3:]), dim=1)
     kinds = (ids == IMAGE_TOKEN).int()
-    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds)
-    if family == "ernie4_5_vl_moe":
-        inputs["moe_mm_token_type_ids"] = kinds
-    return inputs | dict(pixel_values=pixels.to(dtype), image_grid_thw=torch.tensor([PATCHES] * batch))
+    typed = {name: kinds for name in ("mm_token_type_ids", "moe_mm_token_type_ids") if name in accepted}
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), **typed, **decoder)
+    return inputs | picture(family, batch, dtype, generator)
+
+
+def picture(family: str, batch: int, dtype: torch.dtype, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What the family's processor would make of `batch` small pictures."""
+    vision = tiny_config(family, OVERRIDES.get(family, {})).vision_config
+    accepted = inspect.signature(image_encoder(family)).parameters
+    frames, rows, columns = PATCHES
+
+    def pixels(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    if family == "inkling_mm_model":
+        return dict(pixel_values=pixels(batch * 6, vision.temporal_patch_size, *[vision.patch_size] * 2, 3))
+    if family == "inkling2":
+        side = vision.patch_size * vision.spatial_merge_size
+        return dict(pixel_values=pixels(batch * 6, side, side, 3), image_grid_thw=torch.tensor([(1, 2, 3)] * batch))
+    if "image_grid_thw" in accepted:
+        temporal = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
+        shape = (batch * frames * rows * columns, 3 * temporal * vision.patch_size**2)
+        return dict(pixel_values=pixels(*shape), image_grid_thw=torch.tensor([PATCHES] * batch))
+    if "image_position_ids" in accepted:
+        side = 2 * vision.pooling_kernel_size
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+        shape = (batch, side * side, 3 * vision.patch_size**2)
+        return dict(pixel_values=pixels(*shape), image_position_ids=places.expand(batch, -1, -1).clone())
+    side = getattr(vision, "image_size", None) or vision.sam_config.image_size
+    values = dict(pixel_values=pixels(batch, 3, side, side))
+    return values | dict(image_sizes=torch.tensor([(side, side)] * batch)) if "image_sizes" in accepted else values
+
+
+@cache
+def image_encoder(family: str) -> Callable[..., Any]:
+    """The method that makes features of pixels; some families keep it on an inner model."""
+    return next(part.get_image_features for part in build(family).modules() if hasattr(part, "get_image_features"))
+
+
+@cache
+def image_tokens(family: str) -> int:
+    """Tokens that one of our pictures takes: the rows that the family's own vision tower makes of it."""
+    encoder = image_encoder(family)
+    vision = tiny_config(family, OVERRIDES.get(family, {})).vision_config
+    wanted = {name: getattr(vision, name) for name in inspect.signature(encoder).parameters if name == SELECTED}
+    with torch.no_grad():
+        output = encoder(**picture(family, 1, torch.float32, torch.Generator()), **wanted)
+    features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    while not isinstance(features, torch.Tensor):
+        features = features[0]
+    return features.flatten(0, -2).shape[0]

@@ -10,6 +10,8 @@ Names are imported when first used: torch and transformers take seconds, and `vi
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vismoe import threads as _threads
+
 if TYPE_CHECKING:
     from vismoe.config import Settings
     from vismoe.engine import Engine, load
@@ -31,6 +33,9 @@ _HOMES = {
     "load": "vismoe.engine",
     "runtime_of": "vismoe.models.loading",
 }
+
+
+_threads.let_workers_sleep()  # before torch is imported
 
 
 def __getattr__(name: str) -> Any:

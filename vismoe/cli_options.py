@@ -64,7 +64,9 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
     "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
     "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave"),
-    "io_threads": ("THREADS", "threads that read experts from disk"),
+    "reads": ("NAME", "read through the page cache or past it; auto looks at the free RAM and at what vismoe doctor measured"),
+    "embeddings": ("NAME", "hold the token embeddings, or read rows as tokens need them, to make room for experts"),
+    "io_threads": ("THREADS", "threads that read experts from disk; auto takes what vismoe doctor measured"),
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
@@ -143,7 +145,7 @@ def add_settings(parser: ArgumentParser) -> None:
         if typing.get_origin(hint) is Literal:
             options["choices"] = typing.get_args(hint)
         else:
-            options |= {"type": _reader(hint), "metavar": placeholder}
+            options |= {"type": thread_count if field.name == "io_threads" else _reader(hint), "metavar": placeholder}
         group.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 
@@ -184,6 +186,11 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def thread_count(text: str) -> int | str:
+    """A whole number of at least 1, or `auto`."""
+    return text if text == "auto" else at_least_one(text)
 
 
 def device_name(text: str) -> str:

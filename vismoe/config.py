@@ -76,7 +76,9 @@ class Settings:
     window: int = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
     eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class
     pinned_layers: int = 0  # L_pinned: MoE layers whose experts never leave; in replays every one of them cost hits elsewhere
-    io_threads: int = 2
+    reads: Literal["auto", "cached", "direct"] = "auto"  # through the page cache, or past it with O_DIRECT
+    embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts
+    io_threads: int | str = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
     emulated_link_bytes_per_s: float | None = None  # CPU only: copies complete as if over a link of this rate
 
     def __post_init__(self) -> None:
@@ -90,6 +92,8 @@ class Settings:
             if getattr(field.type, "__origin__", None) is Literal and value not in allowed:  # type: ignore[operator]
                 raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(map(repr, allowed or ()))}")
         for name, least in (("context", 1), ("window", 1), ("io_threads", 1), ("pinned_layers", 0)):
+            if name == "io_threads" and self.io_threads == "auto":
+                continue
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: a whole number of at least {least}")
         if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:

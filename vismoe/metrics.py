@@ -20,7 +20,9 @@ COUNTERS = (
     "evictions",
     "bytes_read",  # from disk
     "bytes_copied",  # over the link between host and device tiers
-    "stall_seconds",
+    "stall_seconds",  # waiting for copies
+    "compute_seconds",  # experts' arithmetic (on a GPU: launching it)
+    "layer_seconds",  # the whole experts function: stall, compute, and the control path
     "prefetched_bytes",
     "wasted_prefetch_bytes",
     "steps",  # times the layer ran
@@ -45,6 +47,10 @@ class Snapshot:
         hits, misses = self.total("hits", phase), self.total("misses", phase)
         return hits / (hits + misses) if hits + misses else None
 
+    def control_seconds(self, phase: Phase | None = None) -> float:
+        """What the experts function took beside waiting and arithmetic: routing, paging, combining."""
+        return self.total("layer_seconds", phase) - self.total("stall_seconds", phase) - self.total("compute_seconds", phase)
+
     def to_json(self) -> dict[str, Any]:
         """Totals, per phase, and per layer; counts and bytes as integers."""
 
@@ -68,10 +74,20 @@ class Metrics:
     def __init__(self, layers: int):
         self._values = np.zeros((len(PHASES), layers, len(COUNTERS)))
         self._column = {name: i for i, name in enumerate(COUNTERS)}
+        self._steps, self._hits = self._column["steps"], self._column["hits"]
         self._row = {phase: i for i, phase in enumerate(PHASES)}
 
     def add(self, counter: str, phase: Phase, layer: int, amount: float = 1) -> None:
         self._values[self._row[phase], layer, self._column[counter]] += amount
+
+    def count_demand(self, phase: Phase, layer: int, hits: int, misses: int, late: int) -> None:
+        """One layer step."""
+        values = self._values[self._row[phase], layer]
+        values[self._steps] += 1
+        values[self._hits] += hits
+        if misses:
+            values[self._column["misses"]] += misses
+            values[self._column["late"]] += late
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._values.copy())

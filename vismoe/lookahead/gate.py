@@ -15,6 +15,7 @@ from torch import nn
 from vismoe.types import ExpertInventory
 
 NORMS = ("post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")  # the norm between the residual stream and the MoE block
+OTHER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then the ones above norm something else
 ROUTERS = ("gate", "router")
 
 
@@ -49,7 +50,7 @@ class GateLookahead:
             block = model.get_submodule(block_path)
             norms = [getattr(decoder_layer, name) for name in NORMS if hasattr(decoder_layer, name)]
             routers = [getattr(block, name) for name in ROUTERS if isinstance(getattr(block, name, None), nn.Module)]
-            if len(norms) != 1 or len(routers) != 1 or hasattr(decoder_layer, "pre_feedforward_layernorm"):
+            if len(norms) != 1 or len(routers) != 1 or any(hasattr(decoder_layer, name) for name in OTHER_NORMS):
                 return f"{type(decoder_layer).__name__} does not have one norm and one router before its experts"
             layers.append(RoutedLayer(norms[0], routers[0], _biases(block, routers[0]), moe.top_k, moe.num_experts))
         if len({id(layer.norm) for layer in layers}) != len(layers):

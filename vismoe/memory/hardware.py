@@ -1,6 +1,7 @@
 """What the machine can still give: free memory of the device and the host, cores. Looks, allocates nothing."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -42,8 +43,45 @@ def torch_device(device: str | torch.device | None) -> torch.device:
 
 
 def cores() -> int:
+    """Cores whose time this process may use: its affinity, and what control groups grant."""
+    quota = cpu_quota()
+    return affinity_cores() if quota is None else max(1, min(affinity_cores(), int(quota)))
+
+
+def affinity_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota(groups: Path = CGROUPS, self_file: Path = SELF) -> float | None:
+    """Cores' worth of processor time that the tightest control group grants, version 1 or 2; None without a limit."""
+    granted = [quota for folder in _cpu_groups(groups, self_file) if (quota := _quota(folder)) is not None]
+    return min(granted, default=None)
+
+
+def _cpu_groups(groups: Path, self_file: Path) -> Iterator[Path]:
+    """This process's group in every hierarchy that limits processor time, and the groups around it."""
+    for line in self_file.read_text().splitlines() if self_file.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root = groups
+        elif "cpu" in controllers.split(","):
+            root = next((groups / name for name in ("cpu", controllers) if (groups / name).is_dir()), groups)
+        else:
+            continue
+        here = root / path.lstrip("/")
+        yield from (folder for folder in (here, *here.parents) if folder == root or root in folder.parents)
+
+
+def _quota(folder: Path) -> float | None:
+    together, apart = folder / "cpu.max", folder / "cpu.cfs_quota_us"
+    if together.exists():  # version 2: "max 100000" or "150000 100000"
+        quota, period = together.read_text().split()
+    elif apart.exists():
+        quota, period = apart.read_text().strip(), (folder / "cpu.cfs_period_us").read_text()
+    else:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def host_memory() -> tuple[int, int]:

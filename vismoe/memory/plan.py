@@ -20,6 +20,7 @@ from vismoe.memory.sizes import percent_up, size_down, size_up
 __all__ = ["CacheLayer", "Curve", "Footprint", "Hardware", "Part", "Plan", "plan"]
 
 AUTO_SHARE = 0.8  # of the free device memory that memory="auto" takes at most
+AUTO_IO_THREADS = 2  # where nobody has looked at the disk
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Plan:
     resident_experts: int  # pinned and slabs together
     total_experts: int
     io_threads: int
+    reading: tuple[str, ...] = ()  # what stays on disk and how it is read, with the reasons; filled in by who arranges it
 
     @property
     def total_bytes(self) -> int:
@@ -74,6 +76,9 @@ class Plan:
             yield "in host memory", "", ""
             yield from self._part_rows(self.host_parts)
             yield "  total", format_bytes(self.host_bytes), "outside the budget"
+        if self.reading:
+            yield "on disk", "", ""
+            yield from (("  " + sentence, "", "") for sentence in self.reading)
 
     @staticmethod
     def _part_rows(parts: tuple[Part, ...]) -> Iterator[tuple[str, str, str]]:
@@ -119,7 +124,8 @@ class _Case:
 
     @property
     def io_threads(self) -> int:
-        return max(1, self.settings.io_threads // self.hardware.local_world_size)
+        asked = self.settings.io_threads
+        return max(1, (asked if isinstance(asked, int) else AUTO_IO_THREADS) // self.hardware.local_world_size)
 
     @property
     def ranks(self) -> int:

@@ -1,7 +1,7 @@
 """Which part of a model each tensor belongs to, by transformers' naming conventions. Nothing is lost: the rest is `other`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -34,12 +34,19 @@ def component_of(name: str) -> str:
     return next((component for component, pattern in COMPONENTS if pattern.search(name)), OTHER)
 
 
+def is_vision(path: str) -> bool:
+    """Whether the module at `path` is a vision tower or a part of one."""
+    return component_of(f"{path}.") == "vision tower"
+
+
 def backbone_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer but the routed experts' weights, tied ones once."""
     experts = {f"{path}.{name}" for path, module in expert_modules(model) for name in expert_parameters(module)}
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name not in experts and name not in tied:
+    seen: set[int] = set()
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if name not in experts and name not in tied and id(tensor) not in seen:
+            seen.add(id(tensor))
             yield name, tensor
 
 
@@ -49,3 +56,13 @@ def backbone_bytes(model: nn.Module) -> tuple[tuple[str, int], ...]:
     for name, tensor in backbone_tensors(model):
         sums[component_of(name)] += tensor.numel() * tensor.element_size()
     return tuple((component, nbytes) for component, nbytes in sums.items() if nbytes)
+
+
+def decode_read_bytes(components: Iterable[tuple[str, int]]) -> int:
+    """Weights outside the experts that one step of the decoder reads once, from (component, bytes).
+
+    Of the embeddings a step reads single rows; where there is no head of its own they are the head, and read as a whole.
+    """
+    sizes = dict(components)
+    unread = {"vision tower", "audio tower", *(["embeddings"] if "lm head" in sizes else [])}
+    return sum(nbytes for name, nbytes in sizes.items() if name not in unread)

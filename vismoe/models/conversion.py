@@ -30,6 +30,7 @@ class ExpertParameter:
     patterns: Sequence[str] = ()  # all sources, in the order in which operations concatenate them
     operations: Sequence[Any] = ()
     share: tuple[int, int] = (0, 1)  # (index, number) of the parameters that split the keys between them
+    spare_rows: int = 0  # tensors that may follow those of the last expert and mean nothing
 
     @property
     def num_experts(self) -> int:
@@ -68,18 +69,22 @@ def _column(parameter: ExpertParameter, pattern: str, parts: dict[str, Part]) ->
     if any(isinstance(operation, MERGING) for operation in parameter.operations):
         index, targets = parameter.share
         share = math.ceil(len(keys) / targets)
+        if len(keys) == parameter.num_experts + parameter.spare_rows:
+            keys, share = keys[: parameter.num_experts], parameter.num_experts
         if len(keys) != parameter.num_experts * targets:
             raise _incomplete(parameter, pattern, keys, parameter.num_experts * targets)
         return [(parts[key],) for key in keys[index * share : (index + 1) * share]]
     if len(keys) != 1:
         raise _incomplete(parameter, pattern, keys, 1)
     whole = parts[keys[0]]
-    if not whole.shape or whole.shape[0] != parameter.num_experts:
+    if whole.shape == (parameter.num_experts * parameter.shape[1], *parameter.shape[2:]):  # the experts' rows as one matrix
+        whole = whole._replace(shape=parameter.shape)
+    if not whole.shape or whole.shape[0] not in (parameter.num_experts, parameter.num_experts + parameter.spare_rows):
         raise CheckpointError(
             f"{keys[0]} has shape {whole.shape}, the model wants {parameter.num_experts} experts. "
             "Fix: use the config.json that belongs to these files"
         )
-    row_bytes = whole.nbytes // parameter.num_experts
+    row_bytes = whole.nbytes // whole.shape[0]
     return [
         (Part(whole.file, whole.offset_bytes + e * row_bytes, whole.shape[1:], whole.dtype),)
         for e in range(parameter.num_experts)

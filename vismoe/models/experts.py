@@ -7,7 +7,9 @@ in 64-byte aligned slabs, additions in ascending expert id rounded in the output
 Shapes: hidden `[T, H]`, top_k_index `[T, K]` int64, top_k_weights `[T, K]`. One device-to-host read per layer: the routing.
 """
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +22,8 @@ from transformers.integrations.moe import ExpertsInterface
 from vismoe.errors import BusyError, ContextError, UnsupportedModelError
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.memory.plan import Plan
-from vismoe.models.families import accumulator_dtype, expert_modules
+from vismoe.models.components import is_vision
+from vismoe.models.families import accumulator_dtype, expert_modules, stack_of
 from vismoe.paging.pager import Pager
 from vismoe.simulate.steps import TokenKind
 from vismoe.store.expert_store import ExpertStore
@@ -49,8 +52,9 @@ class Step:
     phase: Phase = Phase.PREFILL
     batch: int = 1
     tokens: int = 0  # B * S
-    thread: int = 0  # the thread that began it
+    thread: int = 0  # the thread that began it; nobody else may run layers of this step
     kinds: np.ndarray | None = None  # uint8 [B * S] of TokenKind; None: all text
+    padded: bool = False  # some of the tokens are padding
 
 
 class _NoBackward(torch.autograd.Function):
@@ -98,8 +102,9 @@ class ExpertRuntime:
         for layer, (_, module) in enumerate(modules):
             module._vismoe_binding = (self, layer)  # type: ignore[assignment]
         model.register_forward_pre_hook(self._note_token_kinds, with_kwargs=True)
-        for path in dict.fromkeys(path.rpartition(".layers.")[0] for path, _ in modules):
-            model.get_submodule(path).register_forward_pre_hook(self._begin_step, with_kwargs=True)
+        for path in dict.fromkeys(stack_of(path) for path, _ in modules):
+            begin = self._begin_encode if is_vision(path) else self._begin_step
+            model.get_submodule(path).register_forward_pre_hook(begin, with_kwargs=True)
 
     # -- hooks
     def _note_token_kinds(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,10 +140,17 @@ class ExpertRuntime:
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS)
         self.pager.begin_step(Phase.DECODE if decoding else Phase.PREFILL, new_sequence=past == 0)
-        self.step = Step(Phase.DECODE if decoding else Phase.PREFILL, batch, batch * new, threading.get_ident(), kinds)
+        padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
+        phase = Phase.DECODE if decoding else Phase.PREFILL
+        self.step = Step(phase, batch, batch * new, threading.get_ident(), kinds, padded)
         if self.recorder is not None:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
+
+    def _begin_encode(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A vision tower with routed experts of its own: its rows are patches, of which the tokens are made later."""
+        self.pager.begin_step(Phase.ENCODE)
+        self.step = Step(Phase.ENCODE, thread=threading.get_ident())
 
     # -- one MoE layer
     def run(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -157,40 +169,46 @@ class ExpertRuntime:
                 "two threads run this model at the same time; its experts serve one forward pass at a time. "
                 "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
             )
-        if torch.is_grad_enabled() and (hidden.requires_grad or factors.requires_grad):
-            with torch.no_grad():
-                result = self._compute(layer, module, hidden.detach(), index, factors.detach())
-            return _NoBackward.apply(hidden, factors, result)
-        return self._compute(layer, module, hidden, index, factors)
+        began_s = time.perf_counter()
+        graph = torch.is_grad_enabled() and (hidden.requires_grad or factors.requires_grad)
+        try:
+            with torch.no_grad() if graph else contextlib.nullcontext():
+                result = self._compute(layer, module, hidden, index, factors)
+        finally:
+            self.pager.layer_ended(self.step.phase, layer, began_s, hidden.shape[0])
+        return _NoBackward.apply(hidden, factors, result) if graph else result
 
     def _compute(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Demand the experts, compute them as they come, add them up in ascending id."""
         out = torch.zeros_like(hidden, dtype=accumulator_dtype(module, hidden, factors))
         routing = index.cpu().numpy()
-        rows = RowsByExpert(routing, module.num_experts, hidden.device)
         decoding = self.step.phase is Phase.DECODE
+        rows = Rows.of(routing, module.num_experts, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
         with self.pager.demand(layer, rows.experts, keep, self._real_tokens_experts(routing)) as demand:
             scores = self._look_ahead(layer)
-            if self.recorder is not None:
-                if len(routing) != self.step.tokens:
-                    raise UnsupportedModelError(
-                        f"routing of this family cannot be recorded: {len(routing)} of {self.step.tokens} tokens reach "
-                        f"MoE layer {layer}, and a trace needs to know which. Fix: run without recording"
-                    )
-                self.recorder.layer(layer, routing, factors.float().cpu().numpy(), scores)
+            if self.recorder is not None and self.step.phase is not Phase.ENCODE:
+                self._record(layer, routing, factors, scores)
             if not decoding:
                 for expert, weights in demand.in_order():
-                    token, choice = rows.of(expert)
-                    out.index_add_(0, token, weighted_output(module, weights, hidden, token, choice, factors).to(out.dtype))
+                    rows.add(out, expert, rows.weigh(expert, expert_output(module, weights, rows.inputs(expert))))
                 return out.to(hidden.dtype)
-            parts: dict[int, torch.Tensor] = {}
-            for expert, weights in demand.as_ready():
-                token, choice = rows.of(expert)
-                parts[expert] = weighted_output(module, weights, hidden, token, choice, factors)
+            parts = {
+                expert: rows.weigh(expert, expert_output(module, weights, rows.inputs(expert)))
+                for expert, weights in demand.as_ready()
+            }
         for expert in rows.experts:
-            out.index_add_(0, rows.of(expert)[0], parts[expert].to(out.dtype))
+            rows.add(out, expert, parts[expert])
         return out.to(hidden.dtype)
+
+    def _record(self, layer: int, routing: np.ndarray, factors: torch.Tensor, scores: np.ndarray | None) -> None:
+        assert self.recorder is not None
+        if len(routing) != self.step.tokens:
+            raise UnsupportedModelError(
+                f"routing of this family cannot be recorded: {len(routing)} of {self.step.tokens} tokens reach "
+                f"MoE layer {layer}, and a trace needs to know which. Fix: run without recording"
+            )
+        self.recorder.layer(layer, routing, factors.float().cpu().numpy(), scores)
 
     def _look_ahead(self, layer: int) -> np.ndarray | None:
         """Tell the pager what the next layers will want; off while nothing misses."""
@@ -215,46 +233,80 @@ class ExpertRuntime:
 
     def _real_tokens_experts(self, routing: np.ndarray) -> Collection[int] | None:
         kinds = self.step.kinds
-        if kinds is None or kinds.size != len(routing) or not (kinds == TokenKind.PAD).any():
+        if not self.step.padded or kinds is None or kinds.size != len(routing):
             return None
         return set(routing[kinds != TokenKind.PAD].ravel().tolist())
 
 
-class RowsByExpert:
-    """Which (token, choice) pairs go to which expert, in eager's order: by choice, then by token."""
+class Rows:
+    """Which (token, choice) pairs go to which expert, in eager's order: by choice, then by token.
 
-    def __init__(self, routing: np.ndarray, num_experts: int, device: torch.device):
+    `experts`: ascending ids; ids from `num_experts` on are sentinels, with nothing to compute.
+    """
+
+    def __init__(self, routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor):
+        self._hidden, self._factors = hidden, factors
         flat = routing.T.ravel()  # [K * T], choice-major, as eager's torch.where over [K, T] walks it
         order = np.argsort(flat, kind="stable")
         ids, starts = np.unique(flat[order], return_index=True)
-        known = int(np.searchsorted(ids, num_experts))  # ids from num_experts on are sentinels: nothing to compute
+        known = int(np.searchsorted(ids, num_experts))
         self.experts: list[int] = ids[:known].tolist()
         ends = [*starts[1:].tolist(), flat.size]
-        self._range = {e: (int(starts[i]), ends[i]) for i, e in enumerate(self.experts)}
+        self._range = {e: slice(int(starts[i]), ends[i]) for i, e in enumerate(self.experts)}
         choice, token = np.divmod(order, len(routing))
-        self._token, self._choice = torch.from_numpy(token).to(device), torch.from_numpy(choice).to(device)
+        self._token, self._choice = torch.from_numpy(token).to(hidden.device), torch.from_numpy(choice).to(hidden.device)
 
-    def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token `[n]`, choice `[n]`) int64 of one expert."""
-        start, end = self._range[expert]
-        return self._token[start:end], self._choice[start:end]
+    @staticmethod
+    def of(routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor) -> "Rows | OneRow":
+        """The rows of a routing `[T, K]`; a single token has a shorter way to the same numbers."""
+        if len(routing) == 1:
+            row = OneRow(routing[0].tolist(), num_experts, hidden, factors)
+            if row.distinct:
+                return row
+        return Rows(routing, num_experts, hidden, factors)
+
+    def inputs(self, expert: int) -> torch.Tensor:
+        """The hidden states `[n, H]` of one expert's tokens, in fresh memory."""
+        return self._hidden[self._token[self._range[expert]]]
+
+    def weigh(self, expert: int, output: torch.Tensor) -> torch.Tensor:
+        """Its output `[n, H]` times the routing weights."""
+        rows = self._range[expert]
+        return output * self._factors[self._token[rows], self._choice[rows], None]
+
+    def add(self, out: torch.Tensor, expert: int, part: torch.Tensor) -> None:
+        """Add one expert's part to the layer's output, rounded in its type."""
+        out.index_add_(0, self._token[self._range[expert]], part.to(out.dtype))
 
 
-def weighted_output(
-    module: Any,
-    weights: dict[str, torch.Tensor],
-    hidden: torch.Tensor,
-    token: torch.Tensor,
-    choice: torch.Tensor,
-    factors: torch.Tensor,
-) -> torch.Tensor:
-    """One expert on its rows, times the routing weight, `[n, H]`; the activation is the model's own."""
-    up = _linear(module, hidden[token], weights, "gate_up_proj" if module.has_gate else "up_proj")
+class OneRow:
+    """The same for one token: no index tensors, one copy of the input for all experts."""
+
+    def __init__(self, chosen: list[int], num_experts: int, hidden: torch.Tensor, factors: torch.Tensor):
+        self._choice = {expert: choice for choice, expert in enumerate(chosen) if expert < num_experts}
+        self.distinct = len(self._choice) == sum(expert < num_experts for expert in chosen)
+        self.experts = sorted(self._choice)
+        self._row = hidden.clone(memory_format=torch.contiguous_format)
+        self._factors = factors.unbind(1)
+
+    def inputs(self, expert: int) -> torch.Tensor:
+        return self._row
+
+    def weigh(self, expert: int, output: torch.Tensor) -> torch.Tensor:
+        return output * self._factors[self._choice[expert]]
+
+    def add(self, out: torch.Tensor, expert: int, part: torch.Tensor) -> None:
+        out += part.to(out.dtype)
+
+
+def expert_output(module: Any, weights: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """One expert on its rows `[n, H]`, before the routing weight; the activation is the model's own."""
+    if hasattr(module, "page_expert"):  # a family with arithmetic of its own (adapters.py)
+        return module.page_expert(weights, rows)
+    up = _linear(module, rows, weights, "gate_up_proj" if module.has_gate else "up_proj")
     activated = module._apply_gate(up) if module.has_gate else module.act_fn(up)
     down = _linear(module, activated, weights, "down_proj")
-    if getattr(module, "has_post_expert_norm", False):  # since transformers 5.23
-        down = module.post_expert_norm(down)
-    return down * factors[token, choice, None]
+    return module.post_expert_norm(down) if getattr(module, "has_post_expert_norm", False) else down  # since transformers 5.23
 
 
 def _linear(module: Any, rows: torch.Tensor, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:

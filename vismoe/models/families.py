@@ -4,6 +4,7 @@ Experts are found through transformers' experts interface (the attributes its de
 row here only where it differs. Promise: a model whose experts we cannot take over is never run silently without us.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,16 @@ from torch import nn
 
 from vismoe.errors import UnsupportedModelError
 
-__all__ = ["accumulator_dtype", "expert_modules", "expert_parameters", "refuse_prequantized", "refuse_unsupported", "top_k_of"]
+__all__ = [
+    "accumulator_dtype",
+    "expert_modules",
+    "expert_parameters",
+    "refuse_prequantized",
+    "refuse_unsupported",
+    "stack_of",
+    "top_k_of",
+    "unmark_quantized",
+]
 
 ON_INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts")
 ROUTERS = ("gate", "router")
@@ -31,12 +41,14 @@ class Refusal:
 
 RESIDENT = "load it without VisMoE, or with device_map='auto', which moves whole layers"
 REFUSED = {
-    "llama4": Refusal("its experts are batched over all tokens and bypass the experts interface", RESIDENT),
-    "llama4_text": Refusal("its experts are batched over all tokens and bypass the experts interface", RESIDENT),
-    "dbrx": Refusal("its experts bypass the experts interface", "a Mixtral or Qwen3-MoE checkpoint, or " + RESIDENT),
+    "jetmoe": Refusal("its attention consists of experts too, and its loops need sizes that only a real run gives", RESIDENT),
     "doge": Refusal("its experts are rows of an embedding, too small to page", RESIDENT),
     "switch_transformers": Refusal("its experts are separate modules in an encoder-decoder", RESIDENT),
     "nllb-moe": Refusal("its experts are separate modules in an encoder-decoder", RESIDENT),
+    "qwen3_omni_moe": Refusal(
+        "it chains a thinker, a talker and a voice, and has no forward pass of its own",
+        "its thinker, which reads images and writes text: Qwen3OmniMoeThinkerForConditionalGeneration, from the same checkpoint",
+    ),
     "openai_privacy_filter": Refusal("it classifies tokens, all in float32, and generates nothing", RESIDENT),
 }
 # Eager experts sum a token's experts in the hidden states' type, except in these classes:
@@ -49,6 +61,11 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if all(hasattr(module, attribute) for attribute in ON_INTERFACE):
             yield path, module
+
+
+def stack_of(path: str) -> str:
+    """The path of the model whose layers hold the experts at `path`: `model` for `model.layers.3.mlp.experts`."""
+    return re.split(r"\.?\w+\.\d+\.", path, maxsplit=1)[0]
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -81,6 +98,14 @@ def accumulator_dtype(module: nn.Module, hidden: torch.Tensor, routing_weights: 
     if name in SUMS_IN_FLOAT32:
         return torch.float32
     return routing_weights.dtype if name in SUMS_IN_ROUTING_TYPE else hidden.dtype
+
+
+def unmark_quantized(model: nn.Module) -> None:
+    """Take back what transformers notes on a model with a quantizer: some families (jamba) then compute otherwise."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_is_quantized"):
+            del config._is_quantized
 
 
 def refuse_prequantized(config: Any) -> None:
@@ -130,7 +155,8 @@ def _foreign_experts(model: nn.Module, on_interface: list[str]) -> list[str]:
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         inside = any(path == known or path.startswith(known + ".") for known in (*on_interface, *found))
-        if inside or "shared" in name:  # shared experts are dense
+        around = any(known.startswith(path + ".") for known in on_interface)
+        if inside or around or "shared" in name:  # shared experts are dense
             continue
         stacked = any(p.ndim == 3 and p.shape[0] > 1 for p in module.parameters(recurse=False))
         if name.endswith("experts") or (stacked and "expert" in type(module).__name__.lower()):

@@ -6,6 +6,7 @@ states are exact whatever the family.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from vismoe.config import Settings
 from vismoe.memory.needs import CacheLayer, Curve, Footprint
 from vismoe.models.components import backbone_bytes
 from vismoe.models.families import expert_modules
-from vismoe.models.live_memory import META, FusedAttention, LiveMemory, forwards_replaced, one_expert_for_all
+from vismoe.models.live_memory import META, FusedAttention, LiveMemory, all_chosen, forwards_replaced, one_expert_for_all
 from vismoe.models.vision_memory import vision_memory
 from vismoe.types import ExpertInventory
 
@@ -66,8 +67,14 @@ def footprint(
         logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
         combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
         scratch_bytes=scratch_bytes,
-        tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size,
+        tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
     )
+
+
+def _has_tokenizer(model: Any) -> bool:
+    """Not so for checkpoints made to be measured; a hub name always has one."""
+    folder = Path(model.config._name_or_path)
+    return not folder.is_dir() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
 
 
 class _Forward:
@@ -86,14 +93,22 @@ class _Forward:
 def _run(model: Any, tokens: int, mask_bytes: int = 0) -> tuple[int, int, tuple[CacheLayer, ...]]:
     """(peak of the prefill, peak of the decode step, cache layers)."""
     experts = [module for _, module in expert_modules(model)]
-    cache = DynamicCache(config=model.config.get_text_config())
-    with torch.no_grad(), LiveMemory() as memory, FusedAttention(mask_bytes), forwards_replaced(experts, one_expert_for_all):
+    usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
+    cache = DynamicCache(config=model.config.get_text_config()) if usual else None
+    replaced = forwards_replaced(experts, one_expert_for_all)
+    with torch.no_grad(), all_chosen(), LiveMemory() as memory, FusedAttention(mask_bytes), replaced:
         ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        prefill_bytes, layers = memory.peak_bytes, tuple(_cache_layer(layer) for layer in cache.layers)
+        cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        prefill_bytes, layers = memory.peak_bytes, _cache_layers(cache)
         memory.peak_bytes = memory.live_bytes
         model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
         return prefill_bytes, memory.peak_bytes, layers
+
+
+def _cache_layers(cache: Any) -> tuple[CacheLayer, ...]:
+    """The layers of a cache, and what a family's own kind of cache keeps beside them (minimax)."""
+    beside = _cache_layer(cache)
+    return (*map(_cache_layer, cache.layers), *([beside] if beside.state_bytes else []))
 
 
 def _cache_layer(layer: Any) -> CacheLayer:
@@ -104,9 +119,11 @@ def _cache_layer(layer: Any) -> CacheLayer:
             if not isinstance(tensor, torch.Tensor) or tensor.device != META or not tensor.ndim:
                 continue
             nbytes = tensor.numel() * tensor.element_size()
-            if name.startswith(GROWING) and tensor.ndim > 1 and tensor.shape[-2]:
-                token_bytes += nbytes // tensor.shape[-2]
-                copy_bytes = max(copy_bytes, nbytes // tensor.shape[-2])
+            axis = -2 if tensor.is_floating_point() else -1  # position ids have no width
+            tokens = tensor.shape[axis] if tensor.ndim > 1 else 0
+            if name.startswith(GROWING) and tokens:
+                token_bytes += nbytes // tokens
+                copy_bytes = max(copy_bytes, nbytes // tokens)
             else:
                 state_bytes += nbytes
     window = getattr(layer, "sliding_window", None)

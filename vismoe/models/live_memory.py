@@ -8,16 +8,23 @@ all tokens is the worst case), and tensors of constants that a model makes on th
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental import _config as symbolic
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vismoe.models.experts import expert_output
+from vismoe.models.families import expert_parameters
+
 META = torch.device("meta")
+# All rows are chosen by a mask or by nonzero(): the most it can be.
+all_chosen = partial(symbolic.patch, meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
 class LiveMemory(TorchDispatchMode):
@@ -90,34 +97,22 @@ def one_expert_for_all(module: Any, hidden_states: torch.Tensor, index: torch.Te
     """What the experts function holds at most: one expert that every token chose, as eager computes it. [T, H] -> [T, H]"""
     order, _ = torch.sort(index.flatten())
     out = torch.zeros_like(hidden_states)
-    rows = torch.empty_like(hidden_states)
-    result = _expert(module, rows)
+    rows = torch.empty_like(hidden_states[: -(-len(hidden_states) // getattr(module, "row_groups", 1))])
+    result = expert_output(module, {name: p[0] for name, p in expert_parameters(module).items()}, rows)
     result = result * torch.empty(len(rows), 1, dtype=weights.dtype, device=META)
-    out.add_(result.to(out.dtype))
+    out[: len(rows)].add_(result.to(out.dtype))
     del order
     return out
 
 
-def _expert(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    def project(rows: torch.Tensor, name: str) -> torch.Tensor:
-        weight = getattr(module, name)[0]
-        result = rows @ weight if module.is_transposed else F.linear(rows, weight)
-        return result + getattr(module, f"{name}_bias")[0] if getattr(module, "has_bias", False) else result
-
-    if module.has_gate:
-        hidden = module._apply_gate(project(rows, "gate_up_proj"))
-    else:
-        hidden = module.act_fn(project(rows, "up_proj"))
-    return project(hidden, "down_proj")
-
-
 @contextmanager
 def forwards_replaced(modules: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Run these modules with another forward inside the block; their own comes back after it."""
-    for module in modules:
-        module.forward = forward.__get__(module)
+    """Run these experts modules with another function inside the block; their own comes back after it."""
+    replaced = [(module, "run_experts" if hasattr(module, "run_experts") else "forward") for module in modules]
+    for module, name in replaced:
+        setattr(module, name, forward.__get__(module))
     try:
         yield
     finally:
-        for module in modules:
-            del module.forward
+        for module, name in replaced:
+            delattr(module, name)

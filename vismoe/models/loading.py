@@ -22,16 +22,20 @@ from vismoe.lookahead.gate import GateLookahead
 from vismoe.memory.hardware import probe, torch_device
 from vismoe.memory.host import HostTier
 from vismoe.memory.kernel_cache import bound_kernel_caches
-from vismoe.memory.plan import Plan, plan
+from vismoe.memory.plan import Plan
 from vismoe.memory.pool import SlabPool
+from vismoe.models.adapters import adapt
+from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
-from vismoe.models.families import refuse_unsupported
+from vismoe.models.families import refuse_unsupported, unmark_quantized
 from vismoe.models.footprint import footprint
 from vismoe.models.locate import locate_experts
+from vismoe.models.reading import settle_reading, start_reading
 from vismoe.models.stripping import own_memory, strip_experts
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
 from vismoe.store.checkpoint import CheckpointStore
+from vismoe.threads import waiting
 
 __all__ = ["VisMoEConfig", "runtime_of"]
 
@@ -73,21 +77,35 @@ class VisMoEQuantizer(HfQuantizer):
     ) -> None:
         settings = self.quantization_config.settings
         bound_kernel_caches()
+        adapt(model)
         refuse_unsupported(model)
         device = _one_device(device_map)
         store = locate_experts(model, checkpoint_files, model.dtype)
         try:
             with torch.device("cpu"):  # the loader's own context would put what the footprint needs to know on meta
                 needs = footprint(model, store.inventory, settings, scratch_bytes=store.scratch_bytes)
-            self.plan = plan(needs, settings, probe(device))
+            table = table_of(model, store.headers)
+            reading = settle_reading(
+                needs,
+                settings,
+                probe(device),
+                bounce_bytes=store.bounce_bytes,
+                table_bytes=table_bytes(model) if table else 0,
+                files=store.paths,
+            )
+            self.plan = start_reading(store, reading, settings)
+            if table and reading.embeddings_on_disk:
+                weakref.finalize(model, leave_on_disk(model, table).close)
         except BaseException:
             store.close()
             raise
+        weakref.finalize(model, store.close)  # also when loading fails later
         self._store, self._settings = store, settings
         strip_experts(model)
         model.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        unmark_quantized(model)
         own_memory(model)
         attach(model, self._store, self.plan, self._settings)
         return model
@@ -130,7 +148,7 @@ def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings)
     else:
         mover = DiskMover(store)
     why = "eager's arithmetic, bit-identical" + ("; the only kernels of this version" if settings.kernels == "auto" else "")
-    backends = {"kernels": f"torch ({why})", "mover": type(mover).__name__}
+    backends = {"kernels": f"torch ({why})", "mover": type(mover).__name__, "reads": "; ".join(memory.reading)}
     lookahead: GateLookahead | str = "not asked for"
     if settings.lookahead != "none":
         lookahead = GateLookahead.of(model, inventory, settings.window)
@@ -138,6 +156,10 @@ def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings)
             store.close()
             raise ConfigError(f"lookahead='gate' does not fit this family: {lookahead}. Fix: lookahead='none' or 'auto'")
     backends["lookahead"] = f"none ({lookahead})" if isinstance(lookahead, str) else f"gate, {settings.window} layers ahead"
+    if device.type == "cpu":
+        backends["workers"] = waiting().why
+        if not waiting().settled:
+            logger.warning("torch's worker threads will fight the copying ones for the cores: %s", waiting().why)
     logger.info("backends: %s", backends)
     pager = Pager(
         inventory,
@@ -151,15 +173,10 @@ def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings)
     runtime = ExpertRuntime(pager, memory, device, lookahead if isinstance(lookahead, GateLookahead) else None, store, backends)
     runtime.bind(model)
     model._vismoe_runtime = runtime
-    weakref.finalize(model, _shut_down, pager, store)
+    weakref.finalize(model, pager.close)  # runs before the store's, which was made earlier
     for _ in tqdm(pager.pin_prefix(), "Pinning experts", sum(pinned), unit="expert", delay=1, disable=None):
         pass
     return runtime
-
-
-def _shut_down(pager: Pager, store: CheckpointStore) -> None:
-    pager.close()
-    store.close()
 
 
 def _one_device(device_map: Any) -> torch.device:

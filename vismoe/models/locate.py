@@ -5,7 +5,8 @@ its operations (conversion.py) how. Linear in the number of keys: 48 layers x 12
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vismoe.store.checkpoint import CheckpointStore, Part
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
-__all__ = ["inventory_of", "locate_experts"]
+__all__ = ["inventory_of", "locate_experts", "locate_tensor"]
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # whatever else lies in a file means something by a scale
 
@@ -57,6 +58,18 @@ def locate_experts(
     return CheckpointStore(headers, inventory, locators, config_file.read_bytes() if config_file.is_file() else b"")
 
 
+def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -> tuple[SafetensorsHeader, Part] | None:
+    """Where the parameter `name` of `model` lies unconverted in a checkpoint, or None."""
+    shape, names = tuple(model.get_parameter(name).shape), _Names(model)
+    for header in headers:
+        for key, entry in header.tensors.items():
+            if entry.shape == shape and entry.dtype in PLAIN:
+                found, _, converter = names.of(key)
+                if found == name and converter is None:
+                    return header, Part(0, entry.offset_bytes, entry.shape, entry.dtype)
+    return None
+
+
 def _safetensors_only(model: Any, files: Iterable[str | Path] | None) -> list[Path]:
     paths = [Path(file) for file in files or ()]
     other = [path.name for path in paths if path.suffix != ".safetensors"]
@@ -69,23 +82,34 @@ def _safetensors_only(model: Any, files: Iterable[str | Path] | None) -> list[Pa
     return paths
 
 
+class _Names:
+    """What transformers' loader makes of a checkpoint's keys."""
+
+    def __init__(self, model: Any):
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [transform for transform in mapping if isinstance(transform, loading.WeightRenaming)]
+        self._converters = [transform for transform in mapping if isinstance(transform, loading.WeightConverter)]
+        self._by_pattern = {pattern: converter for converter in self._converters for pattern in converter.source_patterns}
+        self._prefix, self._meta = model.base_model_prefix, model.state_dict()
+
+    def of(self, key: str) -> tuple[str, str | None, Any]:
+        """(name in the model, the pattern that matched, its converter); None and None where nothing converts."""
+        name, pattern = loading.rename_source_key(key, self._renamings, self._converters, self._prefix, self._meta)
+        if name not in self._meta and key in self._meta:  # already in the model's own names
+            name, pattern = loading.rename_source_key(key, [], [], self._prefix, self._meta)
+        return name, pattern, self._by_pattern[pattern] if pattern is not None else None
+
+
 def _collect(model: Any, headers: list[SafetensorsHeader]) -> dict[str, ExpertParameter]:
     """All expert parameters by full name, with the checkpoint keys that feed them, as transformers' loader would assign them."""
     parameters = {
-        f"{path}.{name}": ExpertParameter(f"{path}.{name}", tuple(parameter.shape))
+        f"{path}.{name}": ExpertParameter(f"{path}.{name}", tuple(parameter.shape), spare_rows=getattr(module, "spare_rows", 0))
         for path, module in expert_modules(model)
         for name, parameter in expert_parameters(module).items()
     }
-    mapping = get_model_conversion_mapping(model)
-    renamings = [transform for transform in mapping if isinstance(transform, loading.WeightRenaming)]
-    converters = [transform for transform in mapping if isinstance(transform, loading.WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, meta = model.base_model_prefix, model.state_dict()
+    names = _Names(model)
     for key in sorted({key for header in headers for key in header.tensors}, key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, meta)
-        if name not in meta and key in meta:  # already in the model's own names
-            name, pattern = loading.rename_source_key(key, [], [], prefix, meta)
-        converter = by_pattern[pattern] if pattern is not None else None
+        name, pattern, converter = names.of(key)
         first, targets = (converter.target_patterns[0], converter.target_patterns) if converter else (name, [name])
         for index, target in enumerate(targets):
             parameter = parameters.get(name.replace(first, target, 1))
@@ -97,6 +121,9 @@ def _collect(model: Any, headers: list[SafetensorsHeader]) -> dict[str, ExpertPa
             else:
                 parameter.patterns, parameter.operations = converter.source_patterns, converter.operations
                 parameter.share = (index, len(targets))
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if name in parameters and not parameters[name].keys:  # an encoder and a decoder with the same experts
+            parameters[name] = replace(parameters[source], name=name)
     return parameters
 
 

@@ -16,10 +16,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.memory.hardware import probe
-from vismoe.memory.plan import Plan, plan
+from vismoe.memory.plan import Plan
+from vismoe.models.adapters import adapt
+from vismoe.models.embeddings import table_bytes, table_of
 from vismoe.models.families import refuse_prequantized, refuse_unsupported
 from vismoe.models.footprint import footprint
 from vismoe.models.locate import inventory_of, locate_experts
+from vismoe.models.reading import settle_reading
+from vismoe.store.files import bounce_bytes
 
 __all__ = ["describe", "model_class", "preview", "read_config", "torch_dtype"]
 
@@ -39,12 +43,15 @@ def preview(
     described, files = describe(model, revision=revision, dtype=dtype)
     if files:
         store = locate_experts(described, files, described.dtype)
-        inventory, scratch_bytes = store.inventory, store.scratch_bytes
+        inventory, scratch_bytes, bounce = store.inventory, store.scratch_bytes, store.bounce_bytes
+        table = table_bytes(described) if table_of(described, store.headers) else 0
         store.close()
     else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
         inventory = inventory_of(described, described.dtype)
         scratch_bytes = max(section.nbytes for layout in inventory.layouts for section in layout.sections)
-    return plan(footprint(described, inventory, settings, scratch_bytes=scratch_bytes), settings, probe(device))
+        bounce, table = bounce_bytes(max(layout.record_bytes for layout in inventory.layouts)), table_bytes(described)
+    needs = footprint(described, inventory, settings, scratch_bytes=scratch_bytes)
+    return settle_reading(needs, settings, probe(device), bounce_bytes=bounce, table_bytes=table, files=files).plan
 
 
 def describe(
@@ -56,6 +63,7 @@ def describe(
     cls = model_class(config)
     with torch.device("meta"):
         described = cls._from_config(config, dtype=torch_dtype(config, dtype))
+    adapt(described)
     refuse_unsupported(described)
     return described.eval(), checkpoint_files(model, revision=revision)
 

@@ -21,6 +21,7 @@ def strip_experts(model: nn.Module) -> int:
     The attributes stay, as None. The checkpoint's experts are then neither loaded, nor reported as unexpected, nor initialised.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     elements = 0
     for path, module in expert_modules(model):
         for name, parameter in expert_parameters(module).items():
@@ -28,7 +29,11 @@ def strip_experts(model: nn.Module) -> int:
             delattr(module, name)
             module.register_parameter(name, None)
             ignored.add(re.escape(f"{path}.{name}") + "$")
+            tied.pop(f"{path}.{name}", None)
         module._is_hf_initialized = True  # type: ignore[assignment]  # or _init_weights would touch the None
+        block = model.get_submodule(path.rpartition(".")[0])
+        if not block._parameters and not block._buffers:  # some families initialise the experts from there
+            block._is_hf_initialized = True  # type: ignore[assignment]
     model._keys_to_ignore_on_load_unexpected = ignored  # type: ignore[assignment]
     return elements
 

@@ -1,7 +1,8 @@
-"""The experts of the running layer, lent out one at a time inside a `with`.
+"""The experts of the running layer, lent out inside a `with`: what is here at once, what is missing as it arrives.
 
 Two orders. `as_ready` (decode): residents first, then whatever arrives; the caller combines by expert id itself.
 `in_order` (prefill): ascending id, so that the caller can add results as it goes, while later ids are on their way.
+A demanded slab is not evicted until its expert was computed; the books are settled once per group of experts, not per expert.
 Demands larger than the pool are served in waves: a slab is taken again as soon as its expert was computed. Two slabs suffice.
 """
 
@@ -10,10 +11,11 @@ from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vismoe.errors import ClosedError, TransferError
-from vismoe.paging.page_table import LOADING, RESIDENT, Room
+from vismoe.paging.page_table import RESIDENT, Room
 from vismoe.paging.transfer import Ticket
 from vismoe.types import ExpertId
 
@@ -36,101 +38,121 @@ class Demand:
         self._absent: list[int] = []  # no slab yet, ascending
         self._tickets: dict[int, Ticket] = {}
         self._counted = counted
-        self._lent: tuple[int, int] | None = None  # (expert, slab)
+        self._compute_s = 0.0
 
     def __enter__(self) -> "Demand":
         pager, table = self._pager, self._table
         with pager.lock:
-            pager.check_open()
-            pager.open_demand()
-            pager.running_layer = self._layer
+            pager.open_demand(self._layer)
             table.enter_layer(self._layer)
-            pager.tick += 1
-            pager.metrics.add("steps", pager.phase, self._layer)
-            for expert in self._todo:
-                slab = int(table.slab_of[self._base + expert])
-                resident = slab >= 0 and table.state[slab] == RESIDENT
-                late = slab >= 0 and table.state[slab] == LOADING
-                if slab >= 0:
-                    if table.enter_demand(slab, stays=self._keep is None or expert in self._keep):
-                        pager.count_use_of_guess()
-                    if late:
-                        self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
-                else:
-                    self._absent.append(expert)
-                if self._counted is None or expert in self._counted:
-                    pager.metrics.add("hits" if resident else "misses", pager.phase, self._layer)
-                    if late:
-                        pager.metrics.add("late", pager.phase, self._layer)
-                if not resident:
-                    pager.misses_this_step += 1
-            self._issue()
+            slabs = self._slabs(self._todo)
+            present = slabs >= 0
+            if not present.all():
+                self._absent = [expert for expert, here in zip(self._todo, present.tolist()) if not here]
+            here = slabs[present] if self._absent else slabs
+            stays: bool | np.ndarray = True
+            if self._keep is not None:
+                stays = np.array([e in self._keep for e, p in zip(self._todo, present.tolist()) if p], dtype=bool)
+            pager.count_use_of_guesses(table.enter_demand(here, stays))
+            late = [] if not pager.tickets else [e for e in self._todo if ExpertId(self._layer, e) in pager.tickets]
+            for expert in late:
+                self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
+            self._count(late)
+            if self._absent:
+                self._issue()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Nothing of this demand stays leased or protected; copies under way end as ordinary residents."""
-        self._take_back(computed=False)
+        """Nothing of this demand stays protected; copies under way end as ordinary residents.
+
+        An interrupt (Ctrl-C) may have struck between any two changes: then the books are put in order.
+        """
         with self._pager.lock:
-            self._absent.clear()
-            for expert in self._todo:
-                slab = self._table.slab_of[self._base + expert]
-                if slab >= 0:
-                    self._table.leave_demand(slab)
+            if kind is not None and not issubclass(kind, Exception):
+                self._pager.repair()
+            elif self._todo:  # the loop over the experts was left early
+                slabs = self._slabs(self._todo)
+                self._leave(slabs[slabs >= 0])
+            self._pager.metrics.add("compute_seconds", self._pager.phase, self._layer, self._compute_s)
             self._pager.close_demand()
 
     def as_ready(self) -> Iterator[tuple[int, Weights]]:
-        """(expert, weights) in the order of arrival; the weights are leased until the next one is asked for."""
-        while self._todo:
-            with self._pager.lock:
-                expert = next((e for e in self._todo if self._is_resident(e)), None)
-                if expert is None:
-                    self._issue()
-            if expert is None:
-                self._wait([self._tickets[e] for e in self._todo if e in self._tickets])
-            else:
-                yield from self._lend(expert)
+        """(expert, weights) in the order of arrival; the weights are there until the next one is asked for."""
+        return self._serve(in_order=False)
 
     def in_order(self) -> Iterator[tuple[int, Weights]]:
-        """(expert, weights) by ascending id; the weights are leased until the next one is asked for."""
+        """(expert, weights) by ascending id; the weights are there until the next one is asked for."""
+        return self._serve(in_order=True)
+
+    def _serve(self, in_order: bool) -> Iterator[tuple[int, Weights]]:
+        pool, timeline = self._table.pool, self._pager.timeline
         while self._todo:
-            expert = self._todo[0]
             with self._pager.lock:
-                resident = self._is_resident(expert)
-                if not resident and expert not in self._tickets:
-                    self._issue(must=True)
-            if resident:
-                yield from self._lend(expert)
-            else:
-                self._wait([self._tickets[expert]] if expert in self._tickets else [])
-
-    # -- one lease
-    def _lend(self, expert: int) -> Iterator[tuple[int, Weights]]:
-        with self._pager.lock:
-            slab = int(self._table.slab_of[self._base + expert])
-            assert self._table.state[slab] == RESIDENT
-            self._table.leases[slab] += 1
-            self._lent = (expert, slab)
-        yield expert, self._table.pool.weights(slab)
-        self._take_back(computed=True)
-
-    def _take_back(self, computed: bool) -> None:
-        """End the lease, if there is one. Also called when the loop over the experts was left early."""
-        pager, table = self._pager, self._table
-        with pager.lock:
-            if self._lent is None:
-                return
-            (expert, slab), self._lent = self._lent, None
-            pager.transfer.released(pager.inventory.layers[self._layer].geometry, slab)
-            table.leases[slab] -= 1
-            table.leave_demand(slab)
+                ready = self._ready(in_order)
+                if not ready and self._absent:
+                    self._issue(must=in_order and self._todo[0] not in self._tickets)
+            if not ready:
+                first = self._todo[:1] if in_order else self._todo
+                self._wait([self._tickets[e] for e in first if e in self._tickets])
+                continue
+            computed = []
+            for expert, slab in ready:
+                began_s = time.perf_counter()
+                yield expert, pool.weights(slab)
+                ended_s = time.perf_counter()
+                self._compute_s += ended_s - began_s
+                if timeline is not None:
+                    timeline.span("compute", f"layer {self._layer}", began_s, ended_s, expert=expert)
+                computed.append(expert)
+                if self._absent:  # somebody waits for this slab
+                    self._take_back(computed)
+                    computed = []
             if computed:
-                table.used(slab, pager.tick)
-                self._todo.remove(expert)
+                self._take_back(computed)
+
+    # -- the books; under the lock
+    def _slabs(self, experts: list[int]) -> np.ndarray:
+        """int32 `[n]`: where each expert is or will be, -1 for nowhere."""
+        return self._table.slab_of[np.add(experts, self._base)] if experts else np.empty(0, dtype=np.int32)
+
+    def _count(self, late: list[int]) -> None:
+        pager, counted = self._pager, self._counted
+        misses = len(self._absent) + len(late)
+        pager.misses_this_step += misses
+        demanded = len(self._todo)
+        if counted is not None:
+            demanded = sum(expert in counted for expert in self._todo)
+            late = [expert for expert in late if expert in counted]
+            misses = len(late) + sum(expert in counted for expert in self._absent)
+        pager.metrics.count_demand(pager.phase, self._layer, demanded - misses, misses, len(late))
+
+    def _ready(self, in_order: bool) -> list[tuple[int, int]]:
+        """(expert, slab) of what can be computed now; in order: only up to the first expert that cannot."""
+        slabs = self._slabs(self._todo)
+        if not self._absent and not self._tickets:
+            return list(zip(self._todo, slabs.tolist()))
+        resident = (slabs >= 0) & (self._table.state[slabs] == RESIDENT)
+        if in_order and not resident.all():
+            resident[resident.argmin() :] = False
+        return [(e, s) for e, s, here in zip(self._todo, slabs.tolist(), resident.tolist()) if here]
+
+    def _leave(self, slabs: np.ndarray) -> None:
+        self._pager.transfer.released(self._pager.inventory.layers[self._layer].geometry, slabs)
+        self._table.leave_demand(slabs)
+
+    def _take_back(self, computed: list[int]) -> None:
+        """These experts were computed; their slabs protect themselves by what they are worth from now on."""
+        with self._pager.lock:
+            slabs = self._slabs(computed)
+            self._leave(slabs)
+            self._table.used(slabs, self._pager.tick)
+            self._todo = self._todo[len(computed) :] if self._todo[: len(computed)] == computed else self._without(computed)
+            if self._absent:
                 self._issue()
 
-    def _is_resident(self, expert: int) -> bool:
-        slab = self._table.slab_of[self._base + expert]
-        return slab >= 0 and self._table.state[slab] == RESIDENT
+    def _without(self, computed: list[int]) -> list[int]:
+        done = set(computed)
+        return [expert for expert in self._todo if expert not in done]
 
     # -- copies; under the lock
     def _issue(self, must: bool = False) -> None:
@@ -156,11 +178,13 @@ class Demand:
         table = self._table
         for expert in reversed(self._todo[1:]):
             slab = table.slab_of[self._base + expert]
-            if slab >= 0 and table.demanded[slab] and not table.pinned[slab] and not table.leases[slab]:
+            if slab >= 0 and table.demanded[slab] and not table.pinned[slab]:
                 table.demanded[slab] = False
+                room = self._pager.make_room(self._layer, streaming, must=True)
+                assert room is not None, "a resident that was given up makes room"
                 self._absent.append(expert)
                 self._absent.sort()
-                return self._pager.make_room(self._layer, streaming, must=True)
+                return room
         return None
 
     def _wait(self, tickets: list[Ticket]) -> None:
@@ -170,19 +194,21 @@ class Demand:
             waiting = tickets or list(pager.tickets.values())
             if not waiting:  # the last copy ended between two looks; now there is a slab
                 self._issue(must=True)
-                assert self._tickets or any(self._is_resident(e) for e in self._todo), (
-                    "no slab can be taken: the pool is too small"
-                )
+                assert self._tickets or self._ready(in_order=False), "no slab can be taken: the pool is too small"
                 return
         began_s = time.perf_counter()
         pager.transfer.wait_any(waiting)
+        ended_s = time.perf_counter()
+        if pager.timeline is not None:
+            pager.timeline.span("stall", f"layer {self._layer}", began_s, ended_s)
         with pager.lock:
-            pager.metrics.add("stall_seconds", pager.phase, self._layer, time.perf_counter() - began_s)
+            pager.metrics.add("stall_seconds", pager.phase, self._layer, ended_s - began_s)
             for expert, ticket in list(self._tickets.items()):
                 if not ticket.done:
                     continue
                 del self._tickets[expert]
-                if ticket.error is None or self._is_resident(expert):
+                slab = self._table.slab_of[self._base + expert]
+                if ticket.error is None or (slab >= 0 and self._table.state[slab] == RESIDENT):
                     continue
                 if isinstance(ticket.error, ClosedError):
                     raise ticket.error

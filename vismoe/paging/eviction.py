@@ -5,7 +5,7 @@ next W MoE layers of this token; what an earlier token left there counts), then 
 not yet demanded), then *window-protected* (in the window and demanded before), farthest layer first. Within a class the
 lowest score goes first; ties by slab index. The window does not wrap over the end of the model.
 
-Never taken: free slabs (there is nothing in them), loading, leased or pinned ones, and the running layer's demand.
+Never taken: free slabs (there is nothing in them), loading or pinned ones, and what the running layer still has to compute.
 A prefetch may take only the first three classes, and a speculative slab only from a lower priority than its own.
 """
 
@@ -21,7 +21,7 @@ class SlabView:
     """What eviction may know of a pool. All arrays are `[S]`, one entry per slab, and are only read."""
 
     layer: np.ndarray  # int32: MoE layer of the resident expert
-    evictable: np.ndarray  # bool: resident, not leased, not pinned, not in the running layer's demand
+    evictable: np.ndarray  # bool: resident, not pinned, not waited for by the running layer
     streamed: np.ndarray  # bool: came in for one prefill chunk only and was computed
     speculative: np.ndarray  # bool: prefetched and not yet demanded
     priority: np.ndarray  # float32: the lookahead's score of the resident expert for this token

@@ -58,7 +58,6 @@ class PageTable:
         self.expert_in = np.full(slabs, -1, dtype=np.int32)
         self.layer_in = np.full(slabs, -1, dtype=np.int32)
         self.state = np.zeros(slabs, dtype=np.uint8)
-        self.leases = np.zeros(slabs, dtype=np.int16)
         self.pinned = np.zeros(slabs, dtype=bool)
         self.demanded = np.zeros(slabs, dtype=bool)  # by the running layer, not computed yet
         self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk
@@ -66,6 +65,7 @@ class PageTable:
         self.speculative = np.zeros(slabs, dtype=bool)
         self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
         self._use_weight = 1.0
+        self._ring_in_use = False
 
     # -- reading
     def flat(self, expert: ExpertId) -> int:
@@ -73,7 +73,7 @@ class PageTable:
 
     def evictable(self) -> np.ndarray:
         """bool `[S]`: resident, and nobody needs it at this moment."""
-        return (self.state == RESIDENT) & (self.leases == 0) & ~(self.pinned | self.demanded)
+        return (self.state == RESIDENT) & ~(self.pinned | self.demanded)
 
     def victim(self, running_layer: int, window: int, prefetch_priority: float | None = None) -> int | None:
         """The slab to take next, by the order of `eviction`, or None."""
@@ -93,6 +93,7 @@ class PageTable:
     # -- changing
     def begin_step(self) -> None:
         """A forward step begins: earlier uses count a little less, by making this one's count more."""
+        self._ring_in_use = bool(self.ring.any())
         self._use_weight *= 2 ** (1 / LFU_HALF_LIFE_STEPS)
         if self._use_weight > 1e100:  # keep the ratios, not the size
             self.uses /= self._use_weight
@@ -108,7 +109,8 @@ class PageTable:
         slab = self.pool.take()
         if slab is not None:
             return Room(slab, False, None)
-        return self._evict_for(self.victim(running_layer, window), streaming, self.pool.capacity if must else self.ring_limit)
+        limit = self.pool.capacity + 1 if must else self.ring_limit
+        return self._evict_for(self.victim(running_layer, window), streaming, limit)
 
     def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
         """A slab for a prefetch; it never takes the last one that a demand could have."""
@@ -130,27 +132,35 @@ class PageTable:
 
     def enter_layer(self, layer: int) -> None:
         """Guesses in the ring whose layer has passed are used up."""
-        self.streamed |= self.ring & self.speculative & (self.layer_in < layer)
+        if self._ring_in_use:
+            self.streamed |= self.ring & self.speculative & (self.layer_in < layer)
 
-    def enter_demand(self, slab: int, stays: bool) -> bool:
-        """The running layer wants what is (or soon will be) in `slab`; True when it was a guess. `stays`: it is for the cache."""
-        guessed = bool(self.speculative[slab])
-        self.speculative[slab] = self.streamed[slab] = False
-        self.demanded[slab] = True
-        if stays:
-            self.ring[slab] = False
-        return guessed
+    def enter_demand(self, slabs: np.ndarray, stays: bool | np.ndarray) -> int:
+        """The running layer wants what is (or soon will be) in `slabs` `[n]`; returns how many were guesses.
 
-    def leave_demand(self, slab: int) -> None:
-        """Computed, or given up: nothing protects it now."""
-        self.demanded[slab] = False
-        self.streamed[slab] = self.ring[slab] and self.state[slab] == RESIDENT
+        `stays` (bool, or bool `[n]`): it is for the cache, and not only for this prefill chunk.
+        """
+        guesses = int(np.count_nonzero(self.speculative[slabs]))
+        if guesses:
+            self.speculative[slabs] = False
+        self.demanded[slabs] = True
+        if self._ring_in_use:
+            self.streamed[slabs] = False
+            self.ring[slabs] &= np.logical_not(stays)
+        return guesses
+
+    def leave_demand(self, slabs: np.ndarray) -> None:
+        """Computed, or given up: nothing protects them now."""
+        self.demanded[slabs] = False
+        if self._ring_in_use:
+            self.streamed[slabs] = self.ring[slabs] & (self.state[slabs] == RESIDENT)
 
     def begin_load(self, flat: int, slab: int, *, speculative: bool = False, ring: bool = False, demanded: bool = False) -> None:
         assert self.state[slab] == FREE and self.slab_of[flat] == -1
         self.slab_of[flat], self.expert_in[slab], self.layer_in[slab] = slab, flat, self.layer_of[flat]
         self.state[slab] = LOADING
         self.speculative[slab], self.ring[slab], self.demanded[slab] = speculative, ring, demanded
+        self._ring_in_use |= ring
         self.worth[slab] = self.uses[flat] if self.order != "lru" else 0.0
 
     def end_load(self, flat: int, succeeded: bool) -> None:
@@ -165,7 +175,7 @@ class PageTable:
 
     def evict(self, slab: int) -> Evicted:
         """Empty a resident slab; the caller holds it now (state free, not in the pool's free list)."""
-        assert self.state[slab] == RESIDENT and self.leases[slab] == 0 and not self.pinned[slab]
+        assert self.state[slab] == RESIDENT and not self.demanded[slab] and not self.pinned[slab]
         evicted = Evicted(self.id_of[self.expert_in[slab]], bool(self.speculative[slab]))
         self._clear(slab)
         return evicted
@@ -174,15 +184,13 @@ class PageTable:
         self.slab_of[self.expert_in[slab]] = -1
         self.expert_in[slab] = self.layer_in[slab] = -1
         self.state[slab] = FREE
-        self.leases[slab] = 0
         self.demanded[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
 
-    def used(self, slab: int, tick: int) -> None:
-        """An expert was computed: it is no guess any more, and worth more."""
-        flat = self.expert_in[slab]
-        self.speculative[slab] = False
+    def used(self, slabs: np.ndarray, tick: int) -> None:
+        """The experts in `slabs` `[n]` were computed: worth more."""
+        flat = self.expert_in[slabs]
         self.uses[flat] += self._use_weight
-        self.worth[slab] = float(tick) if self.order == "lru" else self.uses[flat]
+        self.worth[slabs] = float(tick) if self.order == "lru" else self.uses[flat]
 
     def repair(self, loading: Collection[int]) -> None:
         """After an interrupt in the middle of a change: keep what is certainly true, free the rest.
@@ -195,7 +203,6 @@ class PageTable:
                 self.expert_in[slab] = self.layer_in[slab] = -1
                 self.state[slab] = FREE
                 self.pinned[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
-        self.leases[:] = 0
         self.demanded[:] = False
         held = np.flatnonzero(self.state != FREE)
         self.slab_of[:] = -1
@@ -211,6 +218,6 @@ class PageTable:
         assert (self.expert_in[held] >= 0).all() and (self.slab_of[self.expert_in[held]] == held).all()
         assert np.count_nonzero(self.slab_of >= 0) == held.size, "an expert points to a slab that does not hold it"
         empty = self.state == FREE
-        assert (self.expert_in[empty] == -1).all() and not self.leases[empty].any() and not self.pinned[empty].any()
-        assert (self.leases >= 0).all() and (self.layer_in[held] == self.layer_of[self.expert_in[held]]).all()
-        assert not (self.streamed & ~self.ring).any()
+        assert (self.expert_in[empty] == -1).all() and not (self.demanded | self.pinned)[empty].any()
+        assert (self.layer_in[held] == self.layer_of[self.expert_in[held]]).all()
+        assert not (self.streamed & ~self.ring).any() and (self._ring_in_use or not self.ring.any())

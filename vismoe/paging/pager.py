@@ -6,6 +6,7 @@ One thread at a time runs the model and makes demands; worker threads copy. Ever
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from vismoe.paging.demand import Demand
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import SpeculationCap, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
+from vismoe.timeline import Timeline
 from vismoe.types import ExpertId, ExpertInventory, Phase
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Pager:
     ):
         self.inventory, self.window, self.pinned_layers = inventory, window, pinned_layers
         self.metrics = Metrics(len(inventory.layers))
+        self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
         unit = max(layout.record_bytes for layout in inventory.layouts)
@@ -112,6 +115,14 @@ class Pager:
                         table.pinned[table.slab_of[table.flat(ExpertId(layer.index, expert))]] = True
                     yield ExpertId(layer.index, expert)
 
+    def layer_ended(self, phase: Phase, layer: int, began_s: float, tokens: int) -> None:
+        """The experts function of a layer has returned, or failed."""
+        ended_s = time.perf_counter()
+        with self.lock:
+            self.metrics.add("layer_seconds", phase, layer, ended_s - began_s)
+        if self.timeline is not None:
+            self.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=tokens)
+
     def end_request(self) -> None:
         """Guesses nobody used by now were wasted."""
         with self.lock:
@@ -150,15 +161,22 @@ class Pager:
                 "another thread is in the middle of a forward pass of this model; its experts serve one at a time. "
                 "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
             )
+        self.repair()
+        self._serving = None
+
+    def repair(self) -> None:
+        """After an interrupt: keep what is certain. Called under the lock, by the thread that was interrupted."""
         running = self.transfer.forget_interrupted(list(self.tickets.values()))
         self.tickets = {ticket.expert: ticket for ticket in running}
         for geometry, table in enumerate(self.tables):
             table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})
-        self._serving = None
 
-    def open_demand(self) -> None:
+    def open_demand(self, layer: int) -> None:
+        self.check_open()
         self._claim()
         self._serving = threading.get_ident()
+        self.running_layer = layer
+        self.tick += 1
 
     def close_demand(self) -> None:
         self._serving = None
@@ -190,8 +208,8 @@ class Pager:
         self._guesses_wasted += 1
         self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, self.inventory.layout(expert.layer).record_bytes)
 
-    def count_use_of_guess(self) -> None:
-        self._guesses_used += 1
+    def count_use_of_guesses(self, count: int) -> None:
+        self._guesses_used += count
 
     def _next_prefetch(self) -> Ticket | None:
         """The best guess that is still absent, allowed by the cap, and finds a slab; a slab is taken now, not earlier.
@@ -231,5 +249,15 @@ class Pager:
         del self.tickets[ticket.expert]
         self.metrics.add("bytes_read", self.phase, ticket.expert.layer, ticket.moved.disk_bytes)
         self.metrics.add("bytes_copied", self.phase, ticket.expert.layer, ticket.moved.link_bytes)
+        if self.timeline is not None and ticket.began_s:
+            self.timeline.span(
+                threading.current_thread().name,
+                "prefetch" if ticket.speculative else "copy",
+                ticket.began_s,
+                time.perf_counter(),
+                layer=ticket.expert.layer,
+                expert=ticket.expert.expert,
+                bytes=ticket.moved.disk_bytes or ticket.moved.link_bytes,
+            )
         if ticket.error is not None and ticket.speculative:
             logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from vismoe.errors import ClosedError
@@ -39,22 +40,31 @@ class Ticket:
     slab: int
     speculative: bool = False
     runner: int | None = None  # the thread that copies
+    began_s: float = 0.0
     done: bool = False
     error: BaseException | None = None
     moved: Moved = field(default_factory=Moved)
 
 
 class Mover(Protocol):
-    """Brings one record into one slab; called without locks from any thread."""
+    """Brings one record into one slab; called without locks from any thread.
+
+    `by_demander`: the thread that waits for a copy may make it itself. Not where a copy holds more than its own ticket: that
+    thread can be interrupted (Ctrl-C) anywhere.
+    """
+
+    by_demander: bool
 
     def move(self, ticket: Ticket, pool: SlabPool) -> Moved: ...
 
-    def released(self, geometry: int, slab: int) -> None:
-        """The computation that used the slab was queued; whoever overwrites the slab must wait for it."""
+    def released(self, geometry: int, slabs: np.ndarray) -> None:
+        """The computation that used these slabs was queued; whoever overwrites one must wait for it."""
 
 
 class DiskMover:
     """Disk to slab; the CPU's only step."""
+
+    by_demander = True
 
     def __init__(self, store: ExpertStore):
         self._store = store
@@ -62,7 +72,7 @@ class DiskMover:
     def move(self, ticket: Ticket, pool: SlabPool) -> Moved:
         return Moved(disk_bytes=self._store.read(ticket.expert, pool.record(ticket.slab)))
 
-    def released(self, geometry: int, slab: int) -> None:
+    def released(self, geometry: int, slabs: np.ndarray) -> None:
         """CPU computation is over when it returns."""
 
 
@@ -70,9 +80,11 @@ class DeviceMover:
     """Disk to page-locked host tier to device slab, on a stream of its own.
 
     Orders kept (FluxMoE, algorithm 1). Write after read: the copy stream waits for the event recorded on the compute stream
-    when the slab's last lease ended. Read after write: a ticket is done only after its copy's event was waited for on the
-    host, so no kernel that was launched later can see the old bytes. The host record stays leased until then.
+    when the demand that used the slab let go of it. Read after write: a ticket is done only after its copy's event was waited
+    for on the host, so no kernel that was launched later can see the old bytes. The host record stays leased until then.
     """
+
+    by_demander = False
 
     def __init__(self, host: HostTier, device: torch.device):
         self._host, self._device = host, device
@@ -90,8 +102,10 @@ class DeviceMover:
             copied.synchronize()
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
 
-    def released(self, geometry: int, slab: int) -> None:
-        self._last_read[geometry, slab] = torch.cuda.current_stream(self._device).record_event()
+    def released(self, geometry: int, slabs: np.ndarray) -> None:
+        event = torch.cuda.current_stream(self._device).record_event()
+        for slab in slabs.tolist():
+            self._last_read[geometry, slab] = event
 
 
 class EmulatedLinkMover:
@@ -100,6 +114,8 @@ class EmulatedLinkMover:
     Transfers queue on one link: each completes `record_bytes / rate` after the one before it. Nothing is copied, so the link may
     be faster than this machine could copy. Figures made with it are emulated and must be labelled so.
     """
+
+    by_demander = False
 
     def __init__(self, host: HostTier, bytes_per_s: float):
         self._host, self._rate = host, bytes_per_s
@@ -115,7 +131,7 @@ class EmulatedLinkMover:
             time.sleep(max(0.0, done_at_s - time.perf_counter()))
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
 
-    def released(self, geometry: int, slab: int) -> None:
+    def released(self, geometry: int, slabs: np.ndarray) -> None:
         """CPU computation is over when it returns."""
 
 
@@ -155,8 +171,8 @@ class Transfer:
         """There may be something to prefetch. Called under the lock."""
         self._changed.notify_all()
 
-    def released(self, geometry: int, slab: int) -> None:
-        self._mover.released(geometry, slab)
+    def released(self, geometry: int, slabs: np.ndarray) -> None:
+        self._mover.released(geometry, slabs)
 
     def wait_any(self, tickets: Collection[Ticket]) -> None:
         """Return when one of `tickets` is done; run queued demands meanwhile. Called without the lock."""
@@ -167,7 +183,7 @@ class Transfer:
                         return
                     if self._closed:
                         raise ClosedError("the engine was closed while an expert was on its way")
-                    if self._queue:
+                    if self._queue and self._mover.by_demander:
                         mine = self._start(self._queue.popleft())
                         break
                     self._changed.wait()
@@ -181,7 +197,7 @@ class Transfer:
         return [ticket for ticket in tickets if ticket.runner not in mine and not ticket.done]
 
     def _start(self, ticket: Ticket) -> Ticket:
-        ticket.runner = threading.get_ident()
+        ticket.runner, ticket.began_s = threading.get_ident(), time.perf_counter()
         return ticket
 
     def _next(self) -> Ticket | None:

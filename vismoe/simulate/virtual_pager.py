@@ -125,11 +125,8 @@ class VirtualPager:
         decoding = demand.phase is Phase.DECODE
         keep = None if decoding else set((demand.last + base).tolist())
         table.enter_layer(demand.layer)
-        self._used += sum(
-            table.enter_demand(int(slab), stays=keep is None or flat in keep)
-            for flat, slab in zip(wanted, slabs, strict=True)
-            if slab >= 0
-        )
+        present = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab >= 0]
+        self._used += table.enter_demand(here, np.array([keep is None or flat in keep for flat in present], dtype=bool))
         self._tick += 1
         self._misses_this_step += len(wanted) - len(here) + late
         for counter, amount in (
@@ -187,8 +184,8 @@ class VirtualPager:
             self._issue(serving, must=True)
         slab = int(table.slab_of[flat])
         assert table.state[slab] == RESIDENT, "no slab can be taken: the pool is too small"
-        table.leave_demand(slab)
-        table.used(slab, self._tick)
+        table.leave_demand(np.array([slab]))
+        table.used(np.array([slab]), self._tick)
         serving.todo.pop(0)
         self._issue(serving)
 

@@ -1,23 +1,23 @@
 """Experts read in place from safetensors files: the store that needs no conversion.
 
-Which bytes make up an expert is plain data (`Locator`), built elsewhere from the model. Promises: one `preadv` per stretch
-that is contiguous on disk, straight into the record wherever type and orientation match; never mmap (a truncated file is an
-error, not a dead process); never a byte of another expert. Offsets are absolute, in bytes.
+Which bytes make up an expert is plain data (`Locator`), built elsewhere from the model. Promises: one read per stretch that is
+contiguous on disk, straight into the record wherever type and orientation match; no byte of another expert reaches a record.
+Offsets are absolute, in bytes.
 """
 
 import enum
 import hashlib
 import math
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from vismoe.errors import CheckpointError, ClosedError
-from vismoe.store.safetensors_header import AGAIN, SafetensorsHeader
+from vismoe.store.files import CheckpointFiles, OpenFiles, bounce_bytes
+from vismoe.store.safetensors_header import SafetensorsHeader
 from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
 
 __all__ = ["Arrangement", "CheckpointStore", "Locator", "Part"]
@@ -94,51 +94,44 @@ class CheckpointStore:
         self._reads = [
             [_compile(inventory.layout(layer.index), locator) for locator in locators[layer.index]] for layer in inventory.layers
         ]
-        bounced = (bounce.part.nbytes for layer in self._reads for _, bounces in layer for bounce in bounces)
-        self.scratch_bytes = max(bounced, default=0)
+        every = [reads for layer in self._reads for reads in layer]
+        self.scratch_bytes = max((bounce.part.nbytes for _, bounces in every for bounce in bounces), default=0)
+        stretches = (sum(stop - start for start, stop in stretch.pieces) for direct, _ in every for stretch in direct)
+        self.stretch_bytes = max((self.scratch_bytes, *stretches))
         self._scratch = threading.local()
-        self._idle = threading.Condition()
-        self._reading = 0
-        self._closed = False
-        self._descriptors: list[int] = []
-        try:
-            for header in self.headers:
-                self._descriptors.append(os.open(header.path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            self.close()
-            raise CheckpointError(f"{header.path} cannot be opened: {error.strerror}. Fix: {AGAIN}") from error
+        self._files = CheckpointFiles(headers)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [header.path for header in self.headers]
+
+    @property
+    def bounce_bytes(self) -> int:
+        """What one reading thread needs beside `scratch_bytes` to read past the page cache."""
+        return bounce_bytes(self.stretch_bytes)
+
+    def read_past_cache(self) -> str | None:
+        """Read with O_DIRECT from now on; or say why this filesystem cannot. Called before the first read."""
+        return self._files.read_past_cache(self.stretch_bytes)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
-        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with one expert; return bytes read from disk."""
+        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with one expert; return its bytes on disk."""
         layout = self.inventory.layout(expert.layer)
         assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= layout.record_bytes, record.shape
         assert record.data_ptr() % ALIGNMENT_BYTES == 0, f"record at {record.data_ptr():#x} is not {ALIGNMENT_BYTES}-byte aligned"
         stretches, bounces = self._reads[expert.layer][expert.expert]
-        with self._idle:
-            if self._closed:
-                raise ClosedError("the expert store was closed")
-            self._reading += 1
-        try:
-            into = record.numpy().data
-            nbytes = 0
-            for stretch in stretches:
-                pieces = [into[start:stop] for start, stop in stretch.pieces]
-                nbytes += self._fill(stretch.file, stretch.offset_bytes, pieces)
-            for bounce in bounces:
-                nbytes += self._bounce(bounce, record)
-            return nbytes
-        finally:
-            with self._idle:
-                self._reading -= 1
-                self._idle.notify_all()
+        into, files = record.numpy(), self._files.hold()
+        nbytes = 0
+        for stretch in stretches:
+            pieces = [into[start:stop] for start, stop in stretch.pieces]
+            nbytes += files.fill(stretch.file, stretch.offset_bytes, pieces)
+        for bounce in bounces:
+            nbytes += self._rearrange(files, bounce, record)
+        return nbytes
 
     def close(self) -> None:
-        """Close the files once no read is running; reading afterwards raises ClosedError."""
-        with self._idle:
-            self._closed = True
-            self._idle.wait_for(lambda: self._reading == 0)
-            while self._descriptors:
-                os.close(self._descriptors.pop())
+        """Refuse further reads with ClosedError; the files are closed when the last read that is running has ended."""
+        self._files.close()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -148,38 +141,13 @@ class CheckpointStore:
             digest.update(f"{header.path.name} {header.sha256} {header.file_bytes} {header.mtime_ns}\n".encode())
         return digest.hexdigest()
 
-    def _fill(self, file: int, offset_bytes: int, pieces: list[memoryview]) -> int:
-        """Read from `offset_bytes` until all pieces are full; EINTR is retried by Python itself (PEP 475)."""
-        wanted = sum(map(len, pieces))
-        done = 0
-        while True:
-            try:
-                count = os.preadv(self._descriptors[file], pieces, offset_bytes + done)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.headers[file].path}: reading {wanted - done} bytes at offset {offset_bytes + done} failed: "
-                    f"{error.strerror}. Fix: check the disk, then load the model again"
-                ) from error
-            done += count
-            if done == wanted:
-                return wanted
-            if count == 0:
-                header, size = self.headers[file], os.fstat(self._descriptors[file]).st_size
-                raise CheckpointError(
-                    f"{header.path} was truncated after loading: {wanted} bytes at offset {offset_bytes} are needed, "
-                    f"the file has {size} now and had {header.file_bytes}. Fix: {AGAIN}, then load the model again"
-                )
-            while count >= len(pieces[0]):
-                count -= len(pieces.pop(0))
-            pieces[0] = pieces[0][count:]
-
-    def _bounce(self, bounce: _Bounce, record: torch.Tensor) -> int:
+    def _rearrange(self, files: OpenFiles, bounce: _Bounce, record: torch.Tensor) -> int:
         """Read a part into this thread's scratch, then rearrange and cast it into the record in one copy."""
         scratch = getattr(self._scratch, "buffer", None)
         if scratch is None:
             scratch = self._scratch.buffer = torch.empty(self.scratch_bytes, dtype=torch.uint8)
         part = bounce.part
-        nbytes = self._fill(part.file, part.offset_bytes, [scratch.numpy().data[: part.nbytes]])
+        nbytes = files.fill(part.file, part.offset_bytes, [scratch.numpy()[: part.nbytes]])
         on_disk = scratch[:nbytes].view(part.dtype).view(part.shape)
         into = record[bounce.start : bounce.stop].view(bounce.dtype).view(bounce.shape)
         part.arrangement.copy(on_disk, into)

@@ -10,7 +10,7 @@ __all__ = ["ExpertStore"]
 
 
 class ExpertStore(Protocol):
-    """Records on disk. Reading is thread-safe; closing waits for reads that are running."""
+    """Records on disk. Reading is thread-safe, and a read that is running when the store is closed still ends well."""
 
     @property
     def inventory(self) -> ExpertInventory:

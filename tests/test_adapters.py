@@ -1,0 +1,42 @@
+"""Families with a loop of their own: what the run over all families (test_families.py) does not reach."""
+
+import pytest
+import tiny_models
+import torch
+from test_families import load_paged
+
+from vismoe.models.adapters import ADAPTERS, adapt
+from vismoe.models.families import expert_modules, expert_parameters
+
+ADAPTED = ("dbrx", "llama4", "longcat_flash", "step3p7")
+
+
+def test_every_adapter_belongs_to_a_class_of_the_installed_transformers():
+    classes = {type(module).__name__ for family in ADAPTED for module in tiny_models.build(family).modules()}
+    assert ADAPTERS.keys() <= classes
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapting_twice_changes_nothing_and_the_experts_have_a_row_each(family):
+    with torch.device("meta"):
+        model = tiny_models.BUILDERS[family]()
+    assert not list(expert_modules(model))
+    adapt(model)
+    once = [type(module) for module in model.modules()]
+    adapt(model)
+    assert [type(module) for module in model.modules()] == once
+    for _, module in expert_modules(model):
+        assert {p.shape[0] for p in expert_parameters(module).values()} == {6}
+
+
+@torch.inference_mode()
+def test_tokens_that_choose_nothing_but_identities_need_no_expert(tmp_path):
+    tiny_models.save("longcat_flash", tmp_path)
+    reference, model = tiny_models.reference(tmp_path), load_paged(tmp_path, torch.float32, context=64)
+    for router in (*reference.modules(), *model.modules()):
+        if type(router).__name__ == "LongcatFlashTopkRouter":
+            router.top_k = 2
+            router.e_score_correction_bias[:] = -100.0
+            router.e_score_correction_bias[-2:] = 100.0
+    inputs = tiny_models.prompt("longcat_flash", batch=2)
+    assert torch.equal(reference(**inputs).logits, model(**inputs).logits)

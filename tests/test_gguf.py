@@ -1,0 +1,183 @@
+"""GGUF files against transformers: the same bytes in llama.cpp's places, and llama.cpp's logits for the same tokens.
+
+llama.cpp keeps activations in other types than transformers, so a router's near tie can choose another expert; such a position is
+far off and its neighbours are not. Hence medians and shares of positions, not maxima.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+import transformers as T
+from small_geometries import small_config
+
+from vismoe.bench.checkpoint import write_checkpoint
+from vismoe.bench.geometry import GEOMETRIES, geometry_config, model_class_of
+from vismoe.bench.gguf import gguf_refusal, write_gguf
+from vismoe.bench.llama_cpp import ARCHITECTURES
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+# One geometry of every family; the others of the table differ in sizes only.
+FAMILIES = {geometry.config_class: name for name, geometry in reversed(GEOMETRIES.items()) if name != "tiny"}
+CHANGES: dict[str, dict[str, Any]] = {"deepseek-v2-lite": dict(q_lora_rank=48)}  # as its larger sister has
+
+
+def written(name: str, folder: Path, **changes: Any) -> Path:
+    """A checkpoint of a small geometry."""
+    config = small_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return write_checkpoint(config, model_class_of(name), folder / "checkpoint", skew=0.5, progress=False).folder
+
+
+def transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tiny_models.reference(folder)(input_ids=ids[None]).logits[0]
+
+
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in FAMILIES.values()), *CHANGES.items()])
+def test_llama_cpp_computes_the_same_logits(name, changes, tmp_path):
+    pytest.importorskip("gguf")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
+    folder = written(name, tmp_path, **changes)
+    write_gguf(folder, tmp_path / "model.gguf", progress=False)
+    ids = torch.randint(300, 1900, (40,), generator=torch.Generator().manual_seed(0))
+    llama = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+    llama.eval(ids.tolist())
+    theirs = torch.from_numpy(np.array(llama.scores[: len(ids)])).float()
+    llama.close()
+    ours = transformers_logits(folder, ids)
+    cosine = torch.cosine_similarity(ours, theirs, dim=-1)
+    assert cosine.median() > 0.9999, cosine
+    assert (cosine > 0.999).float().mean() >= 0.8, cosine
+    assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.8
+
+
+def test_experts_lie_in_stacked_tensors_and_vectors_and_routers_are_float32(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    folder = written("qwen3-30b-a3b", tmp_path)
+    write_gguf(folder, tmp_path / "model.gguf", progress=False)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    model = tiny_models.reference(folder, torch.bfloat16)
+    experts = model.model.layers[1].mlp.experts
+    gate, up = experts.gate_up_proj.chunk(2, dim=1)
+    for part, weight in (("gate", gate), ("up", up), ("down", experts.down_proj)):
+        tensor = tensors[f"blk.1.ffn_{part}_exps.weight"]
+        assert tuple(tensor.shape) == tuple(reversed(weight.shape))
+        assert torch.equal(torch.from_numpy(tensor.data.copy()).view(torch.bfloat16).view(weight.shape), weight)
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert {name for name, kind in kinds.items() if kind == "F32"} == {
+        name for name in kinds if "norm" in name or "ffn_gate_inp" in name
+    }
+    assert len(tensors) == 3 + 3 * 12
+
+
+def test_a_vision_tower_is_left_out(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    write_gguf(written("qwen3-vl-30b-a3b", tmp_path), tmp_path / "model.gguf", progress=False)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert not [tensor.name for tensor in reader.tensors if not tensor.name.startswith(("blk.", "output", "token_embd"))]
+    assert reader.fields["general.architecture"].contents() == "qwen3vlmoe"
+
+
+def test_an_unfinished_file_never_bears_the_name(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    from vismoe.store.checkpoint import CheckpointStore
+
+    folder = written("mixtral-8x7b", tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"older")
+
+    def broken(self, expert, record):
+        raise CheckpointError("truncated")
+
+    monkeypatch.setattr(CheckpointStore, "read", broken)
+    with pytest.raises(CheckpointError, match="truncated"):
+        write_gguf(folder, tmp_path / "model.gguf", progress=False)
+    assert (tmp_path / "model.gguf").read_bytes() == b"older"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "model.gguf"}
+
+
+def test_a_checkpoint_in_another_type_is_refused(tmp_path):
+    pytest.importorskip("gguf")
+    tiny_models.save("qwen2_moe", tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="not in bf16"):
+        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", progress=False)
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match="pip install"):
+        write_gguf(tmp_path, tmp_path / "model.gguf")
+
+
+def test_every_architecture_is_compared():
+    assert {small_config(name).model_type for name in FAMILIES.values()} == set(ARCHITECTURES)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from vismoe.bench.checkpoint import write_checkpoint
+from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.bench.gguf import write_gguf
+
+def status(field):
+    line = next(line for line in open("/proc/self/status") if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+config, folder = geometry_config("tiny", 4), Path(sys.argv[1])
+for width in (32, 2048):
+    config.text_config.moe_intermediate_size = width
+    written = write_checkpoint(config, model_class_of("tiny"), folder / str(width), progress=False)
+    baseline = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    write_gguf(written.folder, folder / f"{width}.gguf", progress=False)
+print(status("VmHWM") - baseline)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident size is read from Linux's /proc")
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    pytest.importorskip("gguf")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "2048.gguf").stat().st_size > 400e6
+    assert int(done.stdout.splitlines()[-1]) < 64 * 2**20
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_every_geometry_of_the_table_can_be_written(name):
+    assert gguf_refusal(geometry_config(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (T.JambaConfig(), "jamba has no row"),
+        (geometry_config("qwen3-vl-30b-a3b", 3), "more layers than the 3 that take visual features, and this has 3"),
+        (T.Qwen3MoeConfig(norm_topk_prob=False), "norm_topk_prob=True for granted"),
+        (T.Qwen3MoeConfig(norm_topk_prob=True, mlp_only_layers=[0]), r"this model has \[0\]"),
+        (
+            T.OlmoeConfig(num_key_value_heads=4),
+            "num_key_value_heads = num_attention_heads for granted, and this model has 4 and 16",
+        ),
+        (T.OlmoeConfig(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)), "'linear'"),
+    ],
+)
+def test_what_llama_cpp_would_compute_differently_is_refused_by_name(config, reason):
+    refusal = gguf_refusal(config)
+    assert refusal is not None and re.search(reason, refusal)
+
+
+def test_writing_a_refused_model_is_an_error(tmp_path):
+    pytest.importorskip("gguf")
+    tiny_models.save("jamba", tmp_path / "checkpoint")
+    with pytest.raises(UnsupportedModelError, match="jamba has no row"):
+        write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf")

@@ -1,0 +1,15 @@
+"""docs/models.md says what the tables and the installed transformers say."""
+
+from family_zoo import families
+from models_page import OLDEST, PAGE, is_oldest, page, result_of, rows
+
+
+def test_the_page_is_what_make_models_writes():
+    written = PAGE.read_text()
+    listed = rows(written)
+    of_oldest = {name for name, (_, _, since, _, _) in listed.items() if since == OLDEST}
+    if is_oldest():
+        assert of_oldest == families().keys()
+        assert {name: listed[name][-1] for name in of_oldest} == {name: result_of(name) for name in of_oldest}
+    else:
+        assert written == page(of_oldest), "run `make models`"

@@ -1,0 +1,159 @@
+"""A checkpoint of any geometry with random bfloat16 weights, streamed to disk in the hub's layout.
+
+Promises: at most 64 MiB of memory beside the model's description, whatever the checkpoint's size; the same arguments make the
+same bytes; a folder of the final name is complete; a folder that holds the same checkpoint already is used as it is.
+There is no tokenizer: benchmarks drive token ids.
+"""
+
+import copy
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from vismoe.bench.weights import Noise, Recipe, Weights, weights_of
+from vismoe.config import format_bytes
+from vismoe.errors import ConfigError
+
+__all__ = ["MANIFEST", "Written", "refuse_small_disk", "write_checkpoint"]
+
+FORMAT = 1  # of the weights: raise it when the same arguments make other bytes
+MANIFEST = "vismoe-bench.json"
+SHARD_BYTES = 5 * 10**9
+SPARE_BYTES = 2**28  # of the disk, left to others
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint on disk."""
+
+    folder: Path
+    total_bytes: int  # of all tensors
+    expert_bytes: int  # of them routed experts
+    reused: bool  # it was there already
+
+
+def write_checkpoint(
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    folder: str | Path,
+    *,
+    skew: float = 0.0,
+    seed: int = 0,
+    progress: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> Written:
+    """Write a random model of `config` into `folder`, or reuse what is there; `skew` is Zipf's exponent, see `weights.py`.
+
+    Tied embeddings make greedy decoding repeat one token. Raises ConfigError for a skew that cannot be, a folder that holds
+    something else, or a disk that is too small.
+    """
+    if not (math.isfinite(skew) and skew >= 0):
+        raise ConfigError(f"skew={skew}: Zipf's exponent is a number from 0 (uniform) upwards. Fix: 0, or 1 for a strong skew")
+    folder = Path(folder)
+    identity = _identity(config, model_class, skew, seed)
+    manifest = _complete_manifest(folder)
+    if manifest is not None and all(manifest.get(key) == value for key, value in identity.items()):
+        return Written(folder, manifest["total_bytes"], manifest["expert_bytes"], reused=True)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} holds something else than this checkpoint. Fix: name another folder, or delete this one")
+    config = copy.deepcopy(config)
+    config.architectures, config.dtype = [model_class.__name__], torch.bfloat16
+    weights = weights_of(config, model_class, skew=skew, seed=seed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    refuse_small_disk(folder.parent, weights.total_bytes)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir()
+    try:
+        files = _write_shards(partial, weights, seed, shard_bytes, progress)
+        config.save_pretrained(partial)
+        sizes = dict(total_bytes=weights.total_bytes, expert_bytes=weights.expert_bytes)
+        (partial / MANIFEST).write_text(json.dumps({**identity, **sizes, "files": files}, indent=1))
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Written(folder, weights.total_bytes, weights.expert_bytes, reused=False)
+
+
+def _identity(config: PreTrainedConfig, model_class: type, skew: float, seed: int) -> dict[str, Any]:
+    """What two equal checkpoints have in common."""
+    volatile = ("transformers_version", "architectures", "dtype")
+    values = {key: value for key, value in config.to_dict().items() if key not in volatile}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    return {"format": FORMAT, "model_class": model_class.__name__, "config_sha256": digest, "skew": skew, "seed": seed}
+
+
+def _complete_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder whose files all have the size that it says; None otherwise."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
+    except (OSError, ValueError, KeyError):
+        return None
+    return manifest if sizes == manifest["files"] else None
+
+
+def refuse_small_disk(folder: Path, total_bytes: int) -> None:
+    """Raises ConfigError unless `total_bytes` and a little more are free where `folder` lies."""
+    free_bytes, needed_bytes = shutil.disk_usage(folder).free, total_bytes + SPARE_BYTES
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"{format_bytes(total_bytes)} are to be written, {folder} has {format_bytes(free_bytes)} free and "
+            f"{format_bytes(SPARE_BYTES)} stay free. Fix: fewer layers, a folder on a larger disk, or free "
+            f"{format_bytes(needed_bytes - free_bytes)}"
+        )
+
+
+def _write_shards(folder: Path, weights: Weights, seed: int, shard_bytes: int, progress: bool) -> dict[str, int]:
+    """Write all tensors and the index; return the size of every file."""
+    shards = list(_split(weights.recipes, shard_bytes))
+    noise, weight_map, sizes = Noise(seed), {}, {}
+    with tqdm(total=weights.total_bytes, unit="B", unit_scale=True, desc=folder.stem, disable=not progress) as bar:
+        for number, shard in enumerate(shards, 1):
+            path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
+            _write_shard(path, shard, noise, bar)
+            weight_map.update(dict.fromkeys(shard, path.name))
+            sizes[path.name] = path.stat().st_size
+    index = {"metadata": {"total_size": weights.total_bytes}, "weight_map": weight_map}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
+    return sizes
+
+
+def _split(recipes: dict[str, Recipe], shard_bytes: int) -> Iterator[dict[str, Recipe]]:
+    """Consecutive tensors of at most `shard_bytes` together; a larger tensor has a shard of its own."""
+    shard: dict[str, Recipe] = {}
+    size = 0
+    for name, recipe in recipes.items():
+        if shard and size + recipe.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = recipe
+        size += recipe.nbytes
+    yield shard
+
+
+def _write_shard(path: Path, shard: dict[str, Recipe], noise: Noise, bar: tqdm) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, recipe in shard.items():
+        header[name] = {"dtype": "BF16", "shape": list(recipe.shape), "data_offsets": [offset, offset + recipe.nbytes]}
+        offset += recipe.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, recipe in shard.items():
+            for piece in noise.pieces(name, recipe):
+                file.write(piece.view(torch.uint8).numpy().data)
+                bar.update(2 * len(piece))

@@ -1,0 +1,149 @@
+"""What the control path costs: Python and dispatch per MoE layer and token, with every expert resident and synthetic routing.
+
+The experts are a few kilobytes each, so that arithmetic costs next to nothing and what is timed is everything else. The same
+arithmetic, written as plainly as torch allows, is timed beside it: what remains is ours.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from vismoe.memory.pool import SlabPool
+from vismoe.models.experts import ExpertRuntime, Step
+from vismoe.paging.pager import Pager
+from vismoe.paging.transfer import DiskMover
+from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
+
+__all__ = ["ControlTime", "measure_control"]
+
+HIDDEN, INTERMEDIATE = 64, 24
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class ControlTime:
+    """Microseconds per MoE layer and token, medians over rounds."""
+
+    layers: int
+    experts: int
+    top_k: int
+    us_per_layer: float  # the whole experts function, its tiny arithmetic included
+    parts: dict[str, float]  # where it goes; they add up to `us_per_layer`
+
+    @property
+    def control_us_per_layer(self) -> float:
+        """Without the arithmetic that any implementation would dispatch."""
+        return self.us_per_layer - self.parts["arithmetic"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "control_us_per_layer": self.control_us_per_layer}
+
+    def table(self) -> str:
+        head = f"{self.layers} MoE layers x {self.experts} experts, top-{self.top_k}, one token, all resident, synthetic routing"
+        width = max(map(len, self.parts))
+        rows = [f"  {name:<{width}}  {us:7.1f} us" for name, us in self.parts.items()]
+        totals = f"{self.us_per_layer:.1f} us per MoE layer and token, {self.control_us_per_layer:.1f} us without the arithmetic"
+        return "\n".join([head, *rows, totals])
+
+
+class _Zeros:
+    """An expert store without a disk."""
+
+    scratch_bytes = 0
+    fingerprint = "zeros"
+
+    def __init__(self, inventory: ExpertInventory):
+        self.inventory = inventory
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        record.zero_()
+        return record.numel()
+
+    def close(self) -> None:
+        pass
+
+
+def measure_control(layers: int = 48, experts: int = 128, top_k: int = 8, steps: int = 40) -> ControlTime:
+    """Run `steps` decode steps of one token through the experts function alone, `ROUNDS` times."""
+    module: Any = Qwen3MoeExperts(
+        Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=experts, num_experts_per_tok=top_k)
+    )
+    parameters = dict(module.named_parameters())
+    layout = RecordLayout.of({n: tuple(p.shape[1:]) for n, p in parameters.items()}, dict.fromkeys(parameters, torch.float32))
+    inventory = ExpertInventory(
+        tuple(MoELayer(i, f"layers.{i}.mlp.experts", experts, top_k, 0) for i in range(layers)), (layout,)
+    )
+    store = _Zeros(inventory)
+    pager = Pager(inventory, (SlabPool(layout, layers * experts),), DiskMover(store), threads=1)
+    try:
+        for layer in range(layers):
+            with pager.demand(layer, range(experts)) as demand:
+                for _ in demand.as_ready():
+                    pass
+        runtime = ExpertRuntime(pager, None, torch.device("cpu"), None, store, {})  # type: ignore[arg-type]  # nothing asks for a plan
+        return _measure(runtime, module, steps)
+    finally:
+        pager.close()
+
+
+@torch.inference_mode()
+def _measure(runtime: ExpertRuntime, module: Any, steps: int) -> ControlTime:
+    pager, layers = runtime.pager, runtime.pager.inventory.layers
+    generator = torch.Generator().manual_seed(0)
+    shape = (steps, len(layers), layers[0].num_experts)
+    routing = torch.rand(shape, generator=generator).topk(layers[0].top_k).indices[:, :, None]  # [steps, L, 1, K]
+    factors = torch.full((1, layers[0].top_k), 1 / layers[0].top_k)
+    columns = factors.unbind(1)
+    hidden = torch.randn(1, HIDDEN, generator=generator)
+    pool, slab_of = pager.tables[0].pool, pager.tables[0].slab_of.tolist()
+    weights_of = [[pool.weights(slab) for slab in slab_of[b : b + layers[0].num_experts]] for b in pager.tables[0].base.values()]
+
+    def us_per_layer(act: Callable[[int, torch.Tensor], Any]) -> float:
+        """Of `act(layer, index)` over all steps and layers."""
+        began_s = time.perf_counter()
+        for step in routing:
+            pager.begin_step(Phase.DECODE)
+            runtime.step = Step(Phase.DECODE, batch=1, tokens=1, thread=threading.get_ident())
+            for layer, index in enumerate(step):
+                act(layer, index)
+        return 1e6 * (time.perf_counter() - began_s) / (steps * len(layers))
+
+    def page(layer: int, index: torch.Tensor) -> None:
+        with pager.demand(layer, sorted(index[0].tolist())) as demand:
+            for _ in demand.as_ready():
+                pass
+
+    def read(layer: int, index: torch.Tensor) -> list[int]:
+        return index.cpu().numpy()[0].tolist()
+
+    def compute(layer: int, index: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for expert, factor in zip(read(layer, index), columns):
+            weights = weights_of[layer][expert]
+            up = torch.nn.functional.linear(hidden, weights["gate_up_proj"])
+            out += torch.nn.functional.linear(module._apply_gate(up), weights["down_proj"]) * factor
+        return out
+
+    acts = {
+        "loop": lambda layer, index: None,
+        "whole": lambda layer, index: runtime.run(layer, module, hidden, index, factors),
+        "arithmetic": compute,
+        "paging": page,
+        "reading": read,
+    }
+    rounds = [{name: us_per_layer(act) for name, act in acts.items()} for _ in range(ROUNDS)]  # side by side, for noise hits all
+    loop, whole, arithmetic, paging, reading = (statistics.median(each[name] for each in rounds) for name in acts)
+    parts = {
+        "arithmetic": arithmetic - reading,
+        "reading the routing": reading - loop,
+        "paging": paging - reading,
+        "rows, weighing and combining": whole - arithmetic - paging + reading,
+    }
+    return ControlTime(len(layers), layers[0].num_experts, layers[0].top_k, whole - loop, parts)

@@ -1,0 +1,74 @@
+"""How fast a model could decode at most: rates over the bytes that one token reads. Pure.
+
+Nothing is faster than its slowest reader, so these bound every engine on this machine; what is reached lies below.
+"""
+
+from dataclasses import dataclass
+
+from vismoe.machine.choices import Choices, fits_page_cache
+from vismoe.machine.profile import Profile, disk_of
+from vismoe.memory.plan import AUTO_SHARE
+
+__all__ = [
+    "EXAMPLES",
+    "MISS_SHARES",
+    "ModelSize",
+    "miss_bytes_per_s",
+    "resident_tokens_per_s",
+    "spare_bytes",
+    "tokens_per_s",
+]
+
+MISS_SHARES = (0.25, 0.5)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What decides the speed of decoding one sequence."""
+
+    name: str
+    expert_bytes: int  # of one expert, the largest where they differ
+    experts_bytes: int  # of all routed experts
+    token_experts_bytes: int  # of those that one token uses, in all layers
+    dense_bytes: int  # of everything else that one token reads: attention, shared MLPs, routers, the language model head
+
+    @classmethod
+    def of(cls, name: str, *, expert_bytes: int, layers: int, experts: int, top_k: int, dense_bytes: int) -> "ModelSize":
+        """All MoE layers alike."""
+        return cls(name, expert_bytes, layers * experts * expert_bytes, layers * top_k * expert_bytes, dense_bytes)
+
+
+EXAMPLES = (  # in bfloat16, by their published configurations
+    ModelSize.of("demo model", expert_bytes=3 * 192 * 64 * 2, layers=8, experts=32, top_k=4, dense_bytes=2_121_216),
+    ModelSize.of("Qwen3-30B-A3B", expert_bytes=3 * 2048 * 768 * 2, layers=48, experts=128, top_k=8, dense_bytes=2_459_992_064),
+    ModelSize.of("Mixtral-8x7B", expert_bytes=3 * 4096 * 14336 * 2, layers=32, experts=8, top_k=2, dense_bytes=2_948_603_904),
+)
+
+
+def spare_bytes(size: ModelSize, free_bytes: int) -> int:
+    """RAM that `memory="auto"` leaves beside the model."""
+    return free_bytes - min(int(free_bytes * AUTO_SHARE), size.experts_bytes + size.dense_bytes)
+
+
+def resident_tokens_per_s(profile: Profile, size: ModelSize, device: str) -> float:
+    """With every weight in the memory of the device."""
+    link = profile.link(device)
+    rate = link.device_read_bytes_per_s if link else profile.dram_bytes_per_s
+    return rate / (size.token_experts_bytes + size.dense_bytes)
+
+
+def miss_bytes_per_s(profile: Profile, size: ModelSize, choices: Choices, free_bytes: int, path: str) -> float | None:
+    """How fast missing experts arrive in RAM; None where the disk of `path` was not measured."""
+    disk = disk_of(profile, path)
+    if disk is None:
+        return None
+    if fits_page_cache(size.experts_bytes, spare_bytes(size, free_bytes)):
+        return disk.cached_bytes_per_s
+    best = disk.best(direct=choices.direct_reads, request_bytes=size.expert_bytes)
+    return best.bytes_per_s if best else None
+
+
+def tokens_per_s(profile: Profile, size: ModelSize, device: str, miss_share: float, miss_bytes_per_s: float) -> float:
+    """With this share of the demanded experts missing, and their arrival hidden behind everything else."""
+    arriving = miss_bytes_per_s / (miss_share * size.token_experts_bytes)
+    return min(resident_tokens_per_s(profile, size, device), arriving)

@@ -1,0 +1,107 @@
+"""How experts are read from disk, chosen from what was measured: a profile and a few numbers in, a choice with reasons out."""
+
+import os
+from dataclasses import dataclass
+
+from vismoe.config import format_bytes
+from vismoe.machine.profile import Profile, disk_of
+from vismoe.machine.rates import DiskRate, DiskRates
+
+__all__ = ["Choices", "choose", "fits_page_cache", "format_rate"]
+
+MOST_THREADS = 8
+UNMEASURED_THREADS = 2
+UNMEASURED_DIRECT_BYTES = 2**20  # an expert of this size keeps a disk busy in one request, and would churn the page cache
+PAGE_CACHE_MARGIN = 1.1  # RAM beyond the plan holds the experts when it holds this many times their bytes
+GOOD_ENOUGH = 0.9  # of the best rate: below that, threads are missing; a way of reading that saves a copy is as good as the best
+NOT_MEASURED = "this disk is not measured; run vismoe doctor"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a store reads. `reasons` has one sentence for each field."""
+
+    direct_reads: bool  # O_DIRECT, past the page cache
+    io_threads: int  # 1 to 8
+    reasons: dict[str, str]
+
+
+def choose(
+    profile: Profile | None,
+    *,
+    expert_bytes: int,
+    checkpoint_bytes: int,
+    spare_bytes: int,
+    cores: int,
+    device: str,
+    path: str | os.PathLike[str],
+) -> Choices:
+    """How to read experts of `expert_bytes` from the filesystem of `path` for `device` (`cpu`, `cuda`, `cuda:1`).
+
+    `checkpoint_bytes` is what all experts take on disk; `spare_bytes` the RAM that is free beyond the plan, and may be negative;
+    `cores` is what this process may use. A filesystem that `profile` does not know is treated as if there were no profile.
+    """
+    disk = disk_of(profile, path) if profile else None
+    copies = fits_page_cache(checkpoint_bytes, spare_bytes)  # after the first read of each, by the processor
+    direct, why_direct = _direct(disk, expert_bytes, checkpoint_bytes, spare_bytes)
+    link = profile.link(device) if profile else None
+    link_bytes_per_s = link.best_bytes_per_s(page_locked=link.page_lock_refused is None) if link else None
+    threads, why_threads = _threads(disk, direct, expert_bytes, max(1, cores) if copies else MOST_THREADS, link_bytes_per_s)
+    return Choices(direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
+
+
+def fits_page_cache(checkpoint_bytes: int, spare_bytes: int) -> bool:
+    """Whether the page cache can hold all experts, so that only the first read of each goes to the disk."""
+    return spare_bytes >= checkpoint_bytes * PAGE_CACHE_MARGIN
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """`2.4e9` -> `2.4 GB/s`."""
+    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.1f} MB/s"
+
+
+def _direct(disk: DiskRates | None, expert_bytes: int, checkpoint_bytes: int, spare_bytes: int) -> tuple[bool, str]:
+    room = f"the {format_bytes(max(0, spare_bytes))} of RAM beyond the plan"
+    if fits_page_cache(checkpoint_bytes, spare_bytes):
+        rate = f", which copies {format_rate(disk.cached_bytes_per_s)} when warm" if disk else ""
+        return False, f"page cache: the experts ({format_bytes(checkpoint_bytes)}) fit {room}{rate}"
+    unfit = f"the experts ({format_bytes(checkpoint_bytes)}) do not fit {room}"
+    if disk is None:
+        direct = expert_bytes >= UNMEASURED_DIRECT_BYTES
+        compared = "at least" if direct else "less than"
+        way = "O_DIRECT" if direct else "page cache"
+        size = f"an expert ({format_bytes(expert_bytes)}) has {compared} {format_bytes(UNMEASURED_DIRECT_BYTES)}"
+        return direct, f"{way}: {size}, and {unfit}; {NOT_MEASURED}"
+    past, through = (disk.best(direct=direct, request_bytes=expert_bytes) for direct in (True, False))
+    if past is None:
+        return False, f"page cache: {disk.direct_refused or 'no O_DIRECT rate was measured'}; {unfit}"
+    if through is None:
+        return True, f"O_DIRECT: {_reached(past)}; {unfit}"
+    if past.bytes_per_s >= GOOD_ENOUGH * through.bytes_per_s:
+        return True, f"O_DIRECT: {_reached(past)}, against {format_rate(through.bytes_per_s)} through the page cache; {unfit}"
+    return False, f"page cache: {_reached(through)} when cold, against {format_rate(past.bytes_per_s)} with O_DIRECT; {unfit}"
+
+
+def _reached(rate: DiskRate) -> str:
+    return f"{format_rate(rate.bytes_per_s)} at {format_bytes(rate.request_bytes)} and depth {rate.depth}"
+
+
+def _threads(
+    disk: DiskRates | None, direct: bool, expert_bytes: int, most: int, link_bytes_per_s: float | None
+) -> tuple[int, str]:
+    """The fewest threads, up to `most`, that come near the best rate."""
+    curve = disk.curve(direct=direct, request_bytes=expert_bytes) if disk else ()
+    if not curve:
+        return UNMEASURED_THREADS, f"{UNMEASURED_THREADS} threads: {NOT_MEASURED}"
+    most = min(most, MOST_THREADS)
+    useful = [rate for rate in curve if rate.depth <= most] or curve[:1]
+    best = max(rate.bytes_per_s for rate in useful)
+    enough = GOOD_ENOUGH * min(best, link_bytes_per_s or best)
+    chosen = next(rate for rate in useful if rate.bytes_per_s >= enough)
+    threads = min(chosen.depth, MOST_THREADS)
+    plural = "s" if threads > 1 else ""
+    reached = f"{format_rate(chosen.bytes_per_s)} at {format_bytes(chosen.request_bytes)}"
+    bound = f"the best of up to {most} is {format_rate(best)}"
+    if link_bytes_per_s and link_bytes_per_s < best:
+        bound = f"the GPU's link takes {format_rate(link_bytes_per_s)}"
+    return threads, f"{threads} thread{plural}: {reached}, and {bound}"

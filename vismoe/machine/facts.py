@@ -1,0 +1,167 @@
+"""What the machine has, found by looking: nothing is measured, and nothing is allocated. Sizes in bytes.
+
+Linux is read from /proc and /sys; elsewhere what cannot be read is None, empty or zero.
+"""
+
+import hashlib
+import os
+import platform
+import resource
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from vismoe.memory.hardware import affinity_cores, cpu_quota, host_memory
+
+__all__ = ["Facts", "Gpu", "cpu_of", "facts", "machine_key"]
+
+# What our kernels, or the libraries below torch, have separate code for: the name in /proc/cpuinfo, and the name people use.
+FEATURES = {
+    name: name
+    for name in (
+        "avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 avx_vnni amx_tile amx_int8 amx_bf16 "
+        "sve sve2 bf16 i8mm"
+    ).split()
+} | {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fp16", "neon": "neon"}
+ARM_MAKERS = {"0x41": "ARM", "0x48": "HiSilicon", "0x4e": "NVIDIA", "0x51": "Qualcomm", "0x61": "Apple", "0xc0": "Ampere"}
+PACKAGES = ("vismoe", "torch", "transformers", "numpy")
+CPUINFO = Path("/proc/cpuinfo")
+DRIVER = Path("/proc/driver/nvidia/version")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that torch sees."""
+
+    name: str
+    memory_bytes: int
+    compute_capability: str  # "9.0"
+    pci_link: str | None  # "32.0 GT/s x16", as negotiated now: an idle GPU may have lowered it
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One look at the machine, from inside this process."""
+
+    system: str
+    cpu: str
+    features: tuple[str, ...]
+    machine_cores: int  # logical
+    affinity_cores: int  # those this process may run on
+    quota_cores: float | None  # processor time a control group grants, in cores
+    ram_bytes: int  # that the machine has
+    ram_total_bytes: int  # that a control group leaves of it
+    ram_free_bytes: int  # page cache counts as free
+    swap_used_bytes: int
+    memory_lock_limit_bytes: int | None
+    huge_pages: str | None  # transparent ones: always, madvise or never
+    steal_share: float  # of processor time since boot, taken by other virtual machines
+    load_average: float | None  # processes that ran or waited to run, over the last minute
+    omp_threads: str | None  # OMP_NUM_THREADS
+    libc: str
+    allocator: str | None  # a library put before libc's allocator
+    gpus: tuple[Gpu, ...]
+    cuda_build: str | None  # of torch; None for a build without CUDA
+    nvidia_driver: bool
+    versions: dict[str, str]
+
+    @property
+    def usable_cores(self) -> int:
+        """Threads that can run at the same time without being throttled."""
+        quota = self.affinity_cores if self.quota_cores is None else int(self.quota_cores)
+        return max(1, min(self.affinity_cores, quota))
+
+
+def facts() -> Facts:
+    """What is there now."""
+    cpu, features = cpu_of(CPUINFO.read_text()) if CPUINFO.exists() else (None, ())
+    free, total = host_memory()
+    lock_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    times = psutil.cpu_times()
+    return Facts(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=cpu or platform.processor() or platform.machine(),
+        features=features,
+        machine_cores=os.cpu_count() or 1,
+        affinity_cores=affinity_cores(),
+        quota_cores=cpu_quota(),
+        ram_bytes=psutil.virtual_memory().total,
+        ram_total_bytes=total,
+        ram_free_bytes=free,
+        swap_used_bytes=psutil.swap_memory().used,
+        memory_lock_limit_bytes=None if lock_limit == resource.RLIM_INFINITY else lock_limit,
+        huge_pages=chosen_of(HUGE_PAGES.read_text()) if HUGE_PAGES.exists() else None,
+        steal_share=getattr(times, "steal", 0.0) / max(sum(times), 1.0),
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        omp_threads=os.environ.get("OMP_NUM_THREADS"),
+        libc=" ".join(platform.libc_ver()).strip() or "unknown",
+        allocator=os.environ.get("LD_PRELOAD") or os.environ.get("DYLD_INSERT_LIBRARIES"),
+        gpus=tuple(gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else (),
+        cuda_build=torch.version.cuda,
+        nvidia_driver=DRIVER.exists(),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    )
+
+
+def cpu_of(cpuinfo: str) -> tuple[str | None, tuple[str, ...]]:
+    """(model name, features we care about) from the text of /proc/cpuinfo, of x86 or ARM."""
+    first: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        first.setdefault(name.strip(), value.strip())
+    flags = set(first.get("flags", first.get("Features", "")).split())
+    features = tuple(dict.fromkeys(ours for flag, ours in FEATURES.items() if flag in flags))
+    if "model name" in first:
+        return first["model name"], features
+    if "CPU part" not in first:
+        return None, features
+    maker = first.get("CPU implementer", "?")
+    return f"{ARM_MAKERS.get(maker, maker)} core, part {first['CPU part']}", features
+
+
+def chosen_of(text: str) -> str | None:
+    """`always [madvise] never` -> `madvise`."""
+    return next((word.strip("[]") for word in text.split() if word.startswith("[")), None)
+
+
+def gpu(index: int) -> Gpu:
+    found: Any = torch.cuda.get_device_properties(index)
+    address: list[Any] = [
+        getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
+    ]  # not in every build of torch
+    link = None if None in address else pci_link(PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*address))
+    return Gpu(found.name, found.total_memory, f"{found.major}.{found.minor}", link)
+
+
+def pci_link(folder: Path) -> str | None:
+    """`32.0 GT/s x16` of a PCI device's folder in /sys; None where it is not readable."""
+    speed, width = folder / "current_link_speed", folder / "current_link_width"
+    if not (speed.exists() and width.exists()):
+        return None
+    return f"{speed.read_text().strip().removesuffix(' PCIe')} x{width.read_text().strip()}"
+
+
+def machine_key(found: Facts) -> str:
+    """Names the machine as this process may use it: figures measured under another key do not hold here."""
+    disk = os.statvfs("/")
+    parts = (
+        found.cpu,
+        f"{found.machine_cores} cores, {found.usable_cores} usable",
+        f"{round(found.ram_bytes / 2**30)} GiB",
+        f"{disk.f_fsid:x} {disk.f_blocks * disk.f_frsize}",
+        *(gpu.name for gpu in found.gpus),
+    )
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,139 @@
+"""What was measured on this machine, and the file that remembers it.
+
+One JSON file per machine key under `$VISMOE_CACHE`, `$XDG_CACHE_HOME/vismoe` or `~/.cache/vismoe`: a home that several machines
+share holds one each. A file that cannot be used (cut off, older, of another machine) is left aside with a logged warning.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vismoe.machine.disk import filesystem_key
+from vismoe.machine.facts import Facts, facts, machine_key
+from vismoe.machine.rates import DiskRates, DramRates, LinkRates
+
+__all__ = ["SCHEMA", "Profile", "disk_of", "load_profile", "merged", "profile_file", "save_profile"]
+
+SCHEMA = 1
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The rates of one machine. `disks` holds every filesystem that was measured, each with its own time."""
+
+    machine: str  # `machine_key`
+    measured_unix_s: float
+    facts: Facts  # as they were then
+    dram: DramRates
+    disks: tuple[DiskRates, ...]
+    links: tuple[LinkRates, ...]
+    schema: int = SCHEMA
+
+    @property
+    def dram_bytes_per_s(self) -> float:
+        """Reading memory with all usable cores, or with one where others kept the rest busy."""
+        return max(self.dram.bytes_per_s, self.dram.single_thread_bytes_per_s)
+
+    def best_disk_bytes_per_s(self, path: str | os.PathLike[str]) -> float | None:
+        """The fastest cold rate of the filesystem on which `path` lies, either way of reading; None where it was not measured."""
+        disk = disk_of(self, path)
+        best = disk.best() if disk else None
+        return best.bytes_per_s if best else None
+
+    def link(self, device: str) -> LinkRates | None:
+        """The rates of a GPU (`cuda` is `cuda:0`)."""
+        name = "cuda:0" if device == "cuda" else device
+        return next((link for link in self.links if link.device == name), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Profile":
+        """Raises ValueError for anything that `to_json` did not write."""
+        if isinstance(value, dict) and value.get("schema") != SCHEMA:
+            raise ValueError(f"schema {value.get('schema')!r}, not {SCHEMA}")
+        return _decoded(cls, value)
+
+
+def disk_of(profile: Profile, path: str | os.PathLike[str]) -> DiskRates | None:
+    """The rates of the filesystem on which `path` lies, or would lie; None where it was not measured."""
+    key = filesystem_key(path)
+    return next((disk for disk in profile.disks if disk.key == key), None)
+
+
+def merged(old: Profile, new: Profile) -> Profile:
+    """`new`, with the filesystems that only `old` knows."""
+    known = {disk.key for disk in new.disks}
+    return dataclasses.replace(new, disks=(*new.disks, *(disk for disk in old.disks if disk.key not in known)))
+
+
+def profile_file(machine: str) -> Path:
+    """Where the profile of a machine key is kept."""
+    base = os.environ.get("VISMOE_CACHE")
+    folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vismoe"
+    return folder / f"machine-{machine}.json"
+
+
+def load_profile() -> Profile | None:
+    """What was measured on this machine before; None without a file that can be used."""
+    machine = machine_key(facts())
+    file = profile_file(machine)
+    try:
+        profile = Profile.from_json(json.loads(file.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s is not used: %s. Fix: vismoe doctor --refresh", file, error)
+        return None
+    if profile.machine != machine:
+        logger.warning("%s is not used: it was measured on another machine. Fix: vismoe doctor --refresh", file)
+        return None
+    return profile
+
+
+def save_profile(profile: Profile) -> Path:
+    """Replaces the file in one step; returns it. Raises OSError where the folder cannot be written."""
+    file = profile_file(profile.machine)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.stem, suffix=".new", delete=False) as new:
+        try:
+            json.dump(profile.to_json(), new, indent=1)
+            new.close()
+            os.replace(new.name, file)
+        except BaseException:
+            os.unlink(new.name)
+            raise
+    return file
+
+
+def _decoded(kind: type[T], value: Any) -> T:
+    """A value of type `kind` from what json.loads gives; every field must be there and of its type."""
+    return typing.cast(T, _decode(kind, value, kind.__name__))
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if not isinstance(value, dict) or value.keys() != hints.keys():
+            raise ValueError(f"{where} has other fields than {', '.join(hints)}")
+        return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+    if origin is types.UnionType:
+        return None if value is None else _decode(inner[0], value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_decode(inner[0], item, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {str(name): _decode(inner[1], item, where) for name, item in value.items()}
+    if type(value) is kind:
+        return value
+    raise ValueError(f"{where} is {value!r}")

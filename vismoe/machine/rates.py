@@ -1,0 +1,184 @@
+"""How fast the machine reads: the records of all rates, and the measurement of memory and of the link to a GPU.
+
+Rates are in bytes per second, and every measurement is bounded in time. Disks are measured in `disk.py`.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vismoe.memory.hardware import host_memory
+
+__all__ = [
+    "FULL",
+    "QUICK",
+    "DiskRate",
+    "DiskRates",
+    "DramRates",
+    "Effort",
+    "LinkRate",
+    "LinkRates",
+    "dram_rates",
+    "link_rates",
+]
+
+MIB = 2**20
+ROUNDS = 5
+LINK_REQUESTS_BYTES = (MIB, 8 * MIB, 64 * MIB)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure."""
+
+    requests_bytes: tuple[int, ...]
+    depths: tuple[int, ...]
+    point_s: float  # time for one pair of them, in one pass
+    passes: int  # the median counts
+    scratch_bytes: int
+    dram_bytes: int
+
+    @property
+    def disk_points(self) -> int:
+        """Readings, at most: both ways, every pass."""
+        return 2 * self.passes * len(self.requests_bytes) * len(self.depths)
+
+
+FULL = Effort((64 * 2**10, 256 * 2**10, MIB, 4 * MIB, 16 * MIB), (1, 2, 4, 8), 0.1, 3, 1024 * MIB, 1024 * MIB)
+QUICK = Effort((256 * 2**10, 2 * MIB, 8 * MIB), (1, 2, 4, 8), 0.06, 1, 256 * MIB, 512 * MIB)
+
+
+@dataclass(frozen=True)
+class DramRates:
+    """Reading memory that no cache holds."""
+
+    buffer_bytes: int
+    threads: int
+    bytes_per_s: float
+    single_thread_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class DiskRate:
+    """Random reads of `request_bytes` in `depth` threads: with O_DIRECT, or through a page cache that has none of the file."""
+
+    direct: bool
+    request_bytes: int
+    depth: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """One filesystem, measured once."""
+
+    key: str  # `filesystem_key`
+    folder: str  # where it was measured
+    filesystem: str  # "ext4 on /dev/sda1"
+    measured_unix_s: float
+    rates: tuple[DiskRate, ...]
+    cached_bytes_per_s: float  # copying from a page cache that has all of the file
+    direct_refused: str | None  # why there are no O_DIRECT rates
+
+    def best(self, *, direct: bool | None = None, request_bytes: int | None = None) -> DiskRate | None:
+        """The fastest rate, of one way of reading and of the measured request size nearest to one."""
+        return max(self.curve(direct=direct, request_bytes=request_bytes), key=lambda rate: rate.bytes_per_s, default=None)
+
+    def curve(self, *, direct: bool | None = None, request_bytes: int | None = None) -> tuple[DiskRate, ...]:
+        """The rates of one way of reading, at the measured request size nearest to `request_bytes`, by depth."""
+        rates = [rate for rate in self.rates if direct is None or rate.direct == direct]
+        if request_bytes is not None and rates:
+            nearest = min({rate.request_bytes for rate in rates}, key=lambda size: abs(math.log(size / request_bytes)))
+            rates = [rate for rate in rates if rate.request_bytes == nearest]
+        return tuple(sorted(rates, key=lambda rate: rate.depth))
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """Copies of `request_bytes` from host memory to a GPU."""
+
+    page_locked: bool
+    request_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """One GPU: the way to it, and its own memory."""
+
+    device: str  # "cuda:0"
+    rates: tuple[LinkRate, ...]
+    device_read_bytes_per_s: float
+    page_lock_refused: str | None  # why there are no page-locked rates
+
+    def best_bytes_per_s(self, *, page_locked: bool) -> float | None:
+        return max((rate.bytes_per_s for rate in self.rates if rate.page_locked == page_locked), default=None)
+
+
+# ------------------------------------------------------------------ memory
+def dram_rates(threads: int, nbytes: int) -> DramRates:
+    """Sums memory in `threads` threads, each over its own share of `nbytes` (less where little is free), and in one."""
+    nbytes = min(nbytes, host_memory()[0] // 8)
+    return DramRates(nbytes, threads, _summing(threads, nbytes), _summing(1, nbytes))
+
+
+def _summing(threads: int, nbytes: int) -> float:
+    """Bytes per second; the median of several rounds."""
+    words = max(1, nbytes // threads // 8)
+    together = threading.Barrier(threads)
+
+    def rounds(_: int) -> list[tuple[float, float]]:
+        mine = np.ones(words, np.int64)  # touched by the thread that reads it: on its own memory node
+        spans = []
+        for _round in range(ROUNDS + 1):
+            together.wait()
+            start = time.perf_counter()
+            mine.sum()
+            spans.append((start, time.perf_counter()))
+        return spans[1:]
+
+    with ThreadPoolExecutor(threads) as pool:
+        spans = list(zip(*pool.map(rounds, range(threads)), strict=True))
+    return threads * words * 8 / statistics.median(max(e for _, e in span) - min(s for s, _ in span) for span in spans)
+
+
+# ------------------------------------------------------------------ a GPU and the way to it
+def link_rates(device: str) -> LinkRates:
+    """Copies from host memory, pageable and page-locked, to `device` (a GPU), and reads of its own memory."""
+    rates, refused = [], None
+    for page_locked, request_bytes in itertools.product((False, True), LINK_REQUESTS_BYTES):
+        try:
+            host = torch.ones(request_bytes, dtype=torch.uint8, pin_memory=page_locked)
+        except RuntimeError as error:
+            refused = str(error).strip().splitlines()[0]
+            break
+        there = torch.empty(request_bytes, dtype=torch.uint8, device=device)
+        copy = functools.partial(there.copy_, host, non_blocking=True)
+        rates.append(LinkRate(page_locked, request_bytes, request_bytes / _gpu_seconds(copy, device)))
+    nbytes = min(1024 * MIB, torch.cuda.mem_get_info(device)[0] // 8)
+    words = torch.ones(nbytes // 8, dtype=torch.int64, device=device)
+    return LinkRates(device, tuple(rates), words.nbytes / _gpu_seconds(words.sum, device), refused)
+
+
+def _gpu_seconds(work: Callable[[], object], device: str, at_least_s: float = 0.05) -> float:
+    """Time of one call: calls are queued back to back until the GPU was busy for `at_least_s`."""
+    calls = 1
+    while True:
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - start
+        if elapsed >= at_least_s:
+            return elapsed / calls
+        calls *= 2

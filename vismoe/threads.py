@@ -1,0 +1,53 @@
+"""How torch's worker threads wait for each other. OpenMP reads it once, when torch is imported.
+
+By default they spin. While experts are copied, the copying threads need those cores: on two cores a spinning product took ten
+times as long as one whose threads sleep (docs/benchmark.md).
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Waiting", "let_workers_sleep", "waiting", "without_us"]
+
+POLICY = "OMP_WAIT_POLICY"
+VARIABLES = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # somebody who sets one of these has decided
+DEFAULT_SPINS = {"GOMP_SPINCOUNT": "300000"}  # what libgomp takes where nothing is set
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What was settled, and why."""
+
+    settled: bool  # by us or by the user, and not too late
+    ours: bool
+    why: str
+
+
+_waiting = Waiting(settled=False, ours=False, why="vismoe was not imported as a package")
+
+
+def waiting() -> Waiting:
+    """How the workers of this process wait."""
+    return _waiting
+
+
+def let_workers_sleep() -> None:
+    """Ask OpenMP's workers to sleep, unless the user has decided or torch is there already. Called when vismoe is imported."""
+    global _waiting
+    decided = next((name for name in VARIABLES if name in os.environ), None)
+    if decided:
+        _waiting = Waiting(True, False, f"{decided}={os.environ[decided]} is set")
+    elif "torch" in sys.modules:
+        why = "they spin: torch was imported before vismoe. Fix: import vismoe first, or set OMP_WAIT_POLICY=PASSIVE"
+        _waiting = Waiting(False, False, why)
+    else:
+        os.environ[POLICY] = "PASSIVE"
+        _waiting = Waiting(True, True, "they sleep while they wait")
+
+
+def without_us(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process whose workers wait as they would if this package were not there."""
+    theirs = {name: value for name, value in environment.items() if not (name == POLICY and _waiting.ours)}
+    return theirs if any(name in theirs for name in VARIABLES) else theirs | DEFAULT_SPINS

@@ -5,6 +5,7 @@ far off and its neighbours are not. Hence medians and shares of positions, not m
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,15 @@ def test_an_unfinished_file_never_bears_the_name(tmp_path, monkeypatch):
         write_gguf(folder, tmp_path / "model.gguf", progress=False)
     assert (tmp_path / "model.gguf").read_bytes() == b"older"
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "model.gguf"}
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    folder, usage = written("mixtral-8x7b", tmp_path), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ConfigError, match="1000 B free"):
+        write_gguf(folder, tmp_path / "model.gguf", progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
 
 
 def test_a_checkpoint_in_another_type_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The `vismoe` command: `chat`, `ui`, `plan`, `eval`, `replay`, `doctor`.
+"""The `vismoe` command: `chat`, `ui`, `plan`, `eval`, `replay`, `doctor`, `bench`.
 
 Exit codes: 0; 2 for an error the user can act on, said in one message without a traceback; 130 after Ctrl-C. With `--json`
 stdout is exactly one JSON object, `{"error": ...}` in the case of an error. Heavy imports happen after the arguments are read.
@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
+from vismoe.cli_bench import BENCH
 from vismoe.cli_chat import CHAT, UI
 from vismoe.cli_doctor import DOCTOR
 from vismoe.cli_measure import EVAL, PLAN, REPLAY
@@ -26,7 +27,7 @@ examples:
   vismoe chat Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB     a conversation, with 20 GiB in all
   vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB      what would go where, before downloading a weight
   vismoe COMMAND --help                                         more about one command"""
-COMMANDS = {"chat": CHAT, "ui": UI, "plan": PLAN, "eval": EVAL, "replay": REPLAY, "doctor": DOCTOR}
+COMMANDS = {"chat": CHAT, "ui": UI, "plan": PLAN, "eval": EVAL, "replay": REPLAY, "doctor": DOCTOR, "bench": BENCH}
 
 
 class CommandParser(ArgumentParser):

@@ -99,9 +99,12 @@ def _threads(
     enough = GOOD_ENOUGH * min(best, link_bytes_per_s or best)
     chosen = next(rate for rate in useful if rate.bytes_per_s >= enough)
     threads = min(chosen.depth, MOST_THREADS)
+    copies = direct and threads == 1  # out of its bounce buffer, while the disk would wait for a single thread
+    threads += copies
     plural = "s" if threads > 1 else ""
     reached = f"{format_rate(chosen.bytes_per_s)} at {format_bytes(chosen.request_bytes)}"
     bound = f"the best of up to {most} is {format_rate(best)}"
     if link_bytes_per_s and link_bytes_per_s < best:
         bound = f"the GPU's link takes {format_rate(link_bytes_per_s)}"
-    return threads, f"{threads} thread{plural}: {reached}, and {bound}"
+    why = ", and a second thread reads while the first copies" if copies else ""
+    return threads, f"{threads} thread{plural}: {reached}, and {bound}{why}"

@@ -1,0 +1,138 @@
+"""Real workers: cold requests that read from storage, memory that is the worker's own, and no worker that outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vismoe.bench.fairness import IMPORTS_BYTES
+from vismoe.bench.job import Job
+from vismoe.bench.limits import Groups, cached_bytes, drop_caches
+from vismoe.bench.process import disk_bytes, release_mapped
+from vismoe.bench.run import run_job
+from vismoe.bench.subject import generate, gguf_of
+from vismoe.config import Settings
+from vismoe.errors import ConfigError
+from vismoe.models.preview import preview
+
+MIB = 2**20
+ROOT = Path(__file__).parents[1]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="read from Linux's /proc")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A generated checkpoint whose experts are stacked on disk, so that transformers maps them."""
+    return generate(tmp_path_factory.mktemp("bench"), "tiny", 4, 0.0, 0, quiet=True)
+
+
+def job_of(contestant, subject, **fields):
+    settings = {"memory": "50%", "context": 40}
+    job = Job(contestant, subject.name, "bfloat16", "cpu", tuple(range(20, 52)), 4, 1, 1, 0, settings)
+    return replace(job, files=tuple(map(str, subject.files)), **fields)
+
+
+def printed(code: str) -> str:
+    """What Python says about `code`, in a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def skip_where_reads_are_not_counted(file: Path) -> None:
+    before = disk_bytes()
+    if before is None or drop_caches([file]):
+        pytest.skip(f"{file} cannot be made cold here, or nobody counts what is read")
+    file.read_bytes()
+    if not (disk_bytes() or 0) - before:
+        pytest.skip(f"reads from the file system of {file} are not counted")
+
+
+@pytest.mark.parametrize("contestant", ["vismoe", "transformers", "llama.cpp-mmap"])
+def test_a_cold_request_reads_its_experts_from_storage_and_a_warm_one_does_not_read_more(contestant, tiny):
+    skip_where_reads_are_not_counted(tiny.files[0])
+    job = job_of(contestant, tiny)
+    if contestant.startswith("llama"):
+        pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source, by hand")
+        pytest.importorskip("gguf")
+        file = str(gguf_of(tiny, quiet=True))
+        job = replace(job, gguf=file, files=(file,))
+    found = run_job(job, Groups(None))
+    assert "failed" not in found, found["failed"]
+    assert found["cached_bytes"] <= 0.05 * found["files_bytes"] and found["files_bytes"] > tiny.inventory.total_bytes
+    cold, warm = found["requests"]
+    assert cold["prefill_disk_bytes"] > 0.5 * tiny.inventory.total_bytes
+    assert warm["prefill_disk_bytes"] < cold["prefill_disk_bytes"]
+
+
+@linux
+def test_pages_that_this_process_has_mapped_are_released_and_private_copies_stay(tmp_path):
+    import mmap
+
+    file = tmp_path / "weights"
+    file.write_bytes(os.urandom(4 * MIB))
+    os.sync()
+    with file.open("rb") as opened:
+        read_only = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        private = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    assert sum(read_only[::4096]) == sum(private[::4096])
+    private[:5] = b"mine!"
+    if drop_caches([file]) < 4 * MIB:
+        pytest.skip("pages in use can be dropped here as they are")
+    release_mapped([file])
+    assert drop_caches([file]) == cached_bytes(file) <= MIB
+    assert private[:5] == b"mine!" and private[5:] == read_only[5:]
+
+
+@linux
+def test_the_peak_is_not_that_of_a_fat_parent():
+    child = "from vismoe.bench.process import peak_rss_bytes; print(peak_rss_bytes())"
+    fat = f"hog = bytearray(b'x') * {300 * MIB}; import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert 2 * MIB < int(printed(fat)) < 200 * MIB
+
+
+@linux
+def test_a_worker_ends_with_its_parent_however_that_ends():
+    child = (
+        "from vismoe.bench.process import die_with_parent; import time; "
+        "die_with_parent(); print('ready', flush=True); time.sleep(60)"
+    )
+    parent = (
+        f"import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
+        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        orphan = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    until_s = time.monotonic() + 20
+    while _runs(orphan) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not _runs(orphan)
+
+
+def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_worker_of_llama_cpp_carries_neither_torch_nor_transformers():
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source, by hand")
+    code = (
+        "import sys; from vismoe.bench import worker; from vismoe.bench.job import Job; import llama_cpp; "
+        "worker._loader_of(Job('llama.cpp-mmap', '', '', 'cpu', (), 2, 0, 1, 0)); "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)), 'vismoe.bench.llama_runner' in sys.modules)"
+    )
+    assert printed(code).strip() == "[] True"
+
+
+def test_vismoe_finishes_under_a_limit_that_leaves_no_more_than_its_imports_beside_the_budget(tiny):
+    plan = preview(tiny.name, Settings.of(memory="50%", context=40, kernels="auto"))
+    try:
+        groups = Groups(plan.budget_bytes + IMPORTS_BYTES)
+    except ConfigError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    found = run_job(job_of("vismoe", tiny), groups)
+    assert "failed" not in found, found["failed"]

@@ -1,0 +1,275 @@
+"""Workers in turn: who runs when, what is left of one that fails, is killed or interrupted, and how runs become figures."""
+
+import io
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vismoe.bench import worker
+from vismoe.bench.job import COLD, WARM, Job, Request, contestants_of
+from vismoe.bench.limits import Groups
+from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
+from vismoe.bench.run import run_all, run_job, schedule
+from vismoe.errors import ConfigError
+
+JOB = Job("vismoe", "model", "bfloat16", "cpu", (1, 2), 3, 2, 1, 0)
+DONE = "import json, os, pathlib, signal, sys, time; job = json.loads(sys.stdin.read()); out = pathlib.Path(sys.argv[1]); "
+
+
+def script(body: str) -> tuple[str, ...]:
+    """A worker that runs `body` after reading its job."""
+    return (sys.executable, "-c", DONE + body)
+
+
+# ------------------------------------------------------------------ order
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True), st.integers(1, 7))
+def test_every_repeat_runs_everyone_once_and_begins_with_another(names, repeats):
+    order = schedule(names, repeats)
+    turns = [[name for turn, name in order if turn == repeat] for repeat in range(repeats)]
+    assert all(sorted(turn) == sorted(names) for turn in turns)
+    assert [turn[0] for turn in turns] == [names[repeat % len(names)] for repeat in range(repeats)]
+
+
+def test_baselines_are_words_or_contestants_and_ours_comes_first():
+    assert contestants_of(["transformers"]) == ("vismoe", "transformers", "transformers-eager")
+    assert contestants_of(["transformers-eager", "accelerate"]) == ("vismoe", "transformers-eager", "accelerate")
+    with pytest.raises(ConfigError, match=r"no such baseline\. Fix: choose among transformers, accelerate, llama\.cpp"):
+        contestants_of(["vllm"])
+
+
+def test_a_baseline_that_is_not_installed_is_refused_with_the_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install llama-cpp-python"):
+        contestants_of(["llama.cpp"])
+
+
+# ------------------------------------------------------------------ workers
+def test_a_job_survives_json():
+    job = Job("accelerate", "m", "bfloat16", "cpu", (1, 2), 3, 2, 1, 9, {"memory": "25%"}, None, (64, 32), ("a",), None, "f", "t")
+    assert Job.from_json(job.to_json()) == job
+    assert Job.from_json(JOB.to_json()) == JOB
+
+
+def test_a_worker_gets_its_job_and_threads_and_its_result_comes_back():
+    body = "out.write_text(json.dumps({'echo': job['contestant'], 'threads': os.environ['OMP_NUM_THREADS']}))"
+    found = run_job(JOB, Groups(None), script(body))
+    assert found == {"echo": "vismoe", "threads": "1", "peak_bytes": None}
+
+
+def test_a_worker_that_breaks_is_reported_with_its_last_words():
+    assert run_job(JOB, Groups(None), script("sys.exit('no such model')"))["failed"].endswith("exit code 1:\nno such model")
+    killed = run_job(JOB, Groups(None), script("os.kill(os.getpid(), signal.SIGKILL)"))
+    assert "signal SIGKILL" in killed["failed"]
+    refused = run_job(JOB, Groups(None), script("out.write_text(json.dumps({'error': 'BudgetError: too small'}))"))
+    assert refused["failed"] == "BudgetError: too small"
+
+
+def test_who_failed_is_not_tried_again_and_the_others_go_on():
+    body = "out.write_text(json.dumps({'error': 'no'} if job['contestant'] == 'a' else {'x': 1}))"
+    jobs = {name: replace(JOB, contestant=name) for name in "ab"}
+    begun = []
+    outcome = run_all(jobs, 2, Groups(None), begun.append, script(body))
+    assert [(run["contestant"], run["repeat"]) for run in outcome.runs] == [("a", 0), ("b", 0), ("b", 1)]
+    assert len(begun) == 3 and not outcome.interrupted
+
+
+def test_a_timeline_that_fails_does_not_lose_what_was_measured():
+    measured = "out.write_text(json.dumps({'x': 1})); sys.exit('no space left')"
+    found = run_job(replace(JOB, trace="t.json"), Groups(None), script(measured))
+    assert found["x"] == 1 and "failed" not in found and found["trace_failed"].endswith("no space left")
+
+
+def test_the_result_is_there_before_the_timeline_is_written(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(worker, "_loader_of", lambda job: Runner)
+    monkeypatch.setattr(worker, "die_with_parent", lambda: None)
+    monkeypatch.setattr(Runner, "trace", lambda self, path: seen.append((tmp_path / "result").exists()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(replace(JOB, trace="t.json").to_json()))
+    assert worker.main([str(tmp_path / "result")]) == 0 and seen == [True]
+
+
+def test_ctrl_c_ends_the_worker_and_keeps_what_was_measured(tmp_path):
+    body = (
+        "job['contestant'] == 'a' and (out.write_text('{\"x\": 1}'), sys.exit()); "
+        "pathlib.Path(job['model']).write_text(str(os.getpid())); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    )
+    jobs = {name: replace(JOB, contestant=name, model=str(tmp_path / "pid")) for name in "ab"}
+    began_s = time.monotonic()
+    outcome = run_all(jobs, 3, Groups(None), worker=script(body))
+    assert outcome.interrupted and [run["contestant"] for run in outcome.runs] == ["a"]
+    assert time.monotonic() - began_s < 50
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIG_DFL)
+
+
+def test_only_the_last_repeat_writes_a_timeline_and_the_offload_folder_goes(tmp_path):
+    body = "out.write_text(json.dumps({'trace': job['trace'], 'there': os.path.isdir(job['offload_folder'])}))"
+    folder = tmp_path / "offload"
+    job = replace(JOB, offload_folder=str(folder), trace="t.json")
+    outcome = run_all({"vismoe": job}, 2, Groups(None), worker=script(body))
+    assert [(run["trace"], run["there"]) for run in outcome.runs] == [(None, True), ("t.json", True)]
+    assert not folder.exists()
+
+
+class Runner:
+    """A contestant that remembers what it was asked."""
+
+    notes = {"experts": "none"}
+
+    def __init__(self, job):
+        self.asked = []
+
+    def request(self, state):
+        self.asked.append(state)
+        return request(state)
+
+    def trace(self, path):
+        self.asked.append(path)
+
+
+def request(state=WARM, decode_s=2.0, ids=(5, 6, 7), counters=None, prompt_tokens=4) -> Request:
+    return Request(state, 0.0, 1.0, prompt_tokens, 0, decode_s, 2, ids, 100, 300, counters)
+
+
+def test_a_worker_asks_cold_then_warm_and_drops_the_files_before(tmp_path, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(worker, "drop_caches", lambda paths: dropped.extend(map(str, paths)) or 5)
+    (tmp_path / "offload").mkdir()
+    (tmp_path / "offload" / "w").touch()
+    (tmp_path / "weights").write_bytes(b"weights")
+    job = replace(JOB, files=(str(tmp_path / "weights"),), offload_folder=str(tmp_path / "offload"), trace="t.json")
+    answer, runner = worker.answer(job, Runner)
+    assert [one.state for one in answer.requests] == [COLD, WARM, WARM]
+    assert runner.asked == [COLD, WARM, WARM]
+    assert dropped == [str(tmp_path / "weights"), str(tmp_path / "offload" / "w")]
+    assert (answer.cached_bytes, answer.files_bytes) == (5, 7)
+
+
+def test_an_error_of_a_contestant_is_the_workers_result(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(replace(JOB, model=str(tmp_path)).to_json()))
+    assert worker.main([str(tmp_path / "result")]) == 1
+    assert "CheckpointError" in json.loads((tmp_path / "result").read_text())["error"]
+    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+# ------------------------------------------------------------------ figures
+WORK = Work(prefill_bytes=600, decode_bytes=50, backbone_bytes=100, expert_bytes=10)
+CEILINGS = Ceilings(100.0, 600.0, None, "by hand")
+COUNTERS = dict(hits=3, misses=1, late=0, bytes_read=40, bytes_copied=0, stall_seconds=0.5, wasted_prefetch_bytes=8)
+COUNTERS |= dict(layer_seconds=1.25, compute_seconds=0.625, steps=4)
+
+
+def runs_of(name, *answers, **fields):
+    """One run per answer; an answer is its decode times, the first of them cold."""
+    for repeat, times in enumerate(answers):
+        requests = [vars(request(COLD if not i else WARM, seconds)) for i, seconds in enumerate(times)]
+        run = dict(
+            contestant=name,
+            repeat=repeat,
+            load_s=1.0,
+            peak_bytes=None,
+            peak_rss_bytes=7,
+            cached_bytes=0,
+            files_bytes=1000,
+            notes={},
+        )
+        yield {**run, "requests": requests, **fields}
+
+
+def test_the_figures_of_a_request():
+    figures = measures(vars(request(counters={"decode": COUNTERS})), WORK, CEILINGS)
+    assert figures["decode_tokens_per_s"] == 1.0 and figures["prefill_tokens_per_s"] == 4.0
+    assert figures["decode_memory_share"] == 2 * 50 / 2.0 / 100.0
+    assert figures["decode_disk_share"] == 300 / 2.0 / 600.0 and figures["decode_disk_bytes_per_token"] == 150
+    assert figures["decode_hit_rate"] == 0.75 and figures["decode_stall_share"] == 0.25
+    assert figures["decode_control_us_per_layer"] == 1e6 * 0.125 / 4
+    assert figures["decode_link_share"] is None and figures["encode_s"] is None
+    assert "prefill_hit_rate" not in figures
+
+
+def test_medians_with_extremes_cold_and_warm_apart():
+    found = summary([*runs_of("vismoe", (4.0, 2.0, 1.0), (8.0, 2.0, 0.5)), *runs_of("accelerate", (16.0, 8.0))], WORK, CEILINGS)
+    assert list(found) == ["vismoe", "accelerate"]
+    ours = found["vismoe"]
+    assert ours["cold"]["decode_tokens_per_s"] == {"median": statistics.median([0.5, 0.25]), "min": 0.25, "max": 0.5, "n": 2}
+    assert ours["warm"]["decode_tokens_per_s"] == {"median": 2.0, "min": 1.5, "max": 2.5, "n": 2}  # of processes
+    assert ours["peak_bytes"] == 7 and ours["repeats"] == 2
+    assert found["accelerate"]["vismoe_is_times_as_fast"]["cold"]["decode"] == 0.375 / 0.125
+    assert found["accelerate"]["vismoe_is_times_as_fast"]["warm"]["decode"] == 2.0 / 0.25
+    assert ours["first_answer_s"]["median"] == 2.0
+    assert len({tuple(row) for row in found.values()}) == 1
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"), [("cached_bytes", 51, "stayed in the page cache"), ("disk", 149, "read 299 B of")]
+)
+def test_who_was_not_really_cold_gets_no_cold_ratio_and_the_reason(field, value, reason):
+    (ours,), (theirs,) = runs_of("vismoe", (4.0, 2.0)), runs_of("transformers", (4.0, 2.0))
+    if field == "disk":
+        theirs["requests"][0] |= dict(prefill_disk_bytes=value, decode_disk_bytes=150)
+    else:
+        theirs[field] = value
+    row = summary([ours, theirs], WORK, CEILINGS)["transformers"]
+    assert reason in row["not_cold"] and row["vismoe_is_times_as_fast"]["cold"]["decode"] is None
+    assert row["vismoe_is_times_as_fast"]["warm"]["decode"] == 1.0
+
+
+def test_prefill_is_what_vismoe_counted_and_unknown_where_routing_is_not_uniform():
+    counted = {"contestant": "vismoe", "requests": [vars(request(counters={"prefill": COUNTERS}))]}
+    assert observed(WORK, [counted, {"contestant": "accelerate", "failed": "no"}]).prefill_bytes == 100 + 4 * 10
+    unknown = replace(WORK, prefill_bytes=None)
+    assert observed(unknown, []) == unknown and measures(vars(request()), unknown, CEILINGS)["prefill_memory_share"] is None
+
+
+def test_nothing_in_common_other_answers_and_shares_above_a_ceiling_are_warnings():
+    runs = [*runs_of("vismoe", (4.0, 2.0)), *runs_of("accelerate", (4.0, 0.4), (4.0, 2.0))]
+    ample = Ceilings(10_000.0, 600.0, None, "by hand")
+    (above,) = warnings(summary(runs, WORK, ample))
+    assert "accelerate is above a ceiling (warm decode disk share 125%)" in above  # 300 bytes in 0.4 s, 600 bytes per second
+    runs[1]["requests"][0]["token_ids"] = (9, 9, 9)
+    runs[0]["requests"][0]["token_ids"] = (1, 1, 1)
+    said = "\n".join(warnings(summary(runs, WORK, ample)))
+    assert "vismoe did not give the same tokens" in said and "vismoe has not one new token in common with accelerate" in said
+
+
+def test_a_contestant_that_failed_keeps_its_reason_and_what_it_measured_before():
+    runs = [*runs_of("vismoe", (4.0, 2.0)), {"contestant": "vismoe", "repeat": 1, "failed": "killed"}]
+    found = summary(runs, WORK, CEILINGS)["vismoe"]
+    assert found["failed"] == "killed" and found["repeats"] == 1 and found["cold"]["decode_tokens_per_s"]["n"] == 1
+    only_failed = summary(runs[1:], WORK, CEILINGS)["vismoe"]
+    assert only_failed["failed"] == "killed" and only_failed["cold"] == {} and only_failed["load_s"] is None
+
+
+def test_answers_are_held_against_eager_if_it_ran():
+    def answered(name, *ids, prompt_tokens=4):
+        return dict(contestant=name, requests=[vars(request(ids=one, prompt_tokens=prompt_tokens)) for one in ids])
+
+    runs = [
+        answered("vismoe", (1, 2, 3), (1, 2, 3)),
+        answered("transformers", (1, 2, 9)),
+        answered("transformers-eager", (1, 2, 3)),
+        answered("llama.cpp-mmap", (1, 2, 3), prompt_tokens=2),
+        answered("accelerate", (4, 2, 3), (1, 2, 3)),
+        dict(contestant="llama.cpp-resident", failed="no"),
+    ]
+    found = agreement(runs)
+    assert {name: row["equal_tokens"] for name, row in found.items()} == {
+        "vismoe": 3, "transformers": 2, "transformers-eager": 3, "llama.cpp-mmap": None, "accelerate": 0
+    }  # fmt: skip
+    assert {row["with"] for row in found.values()} == {"transformers-eager"}
+    assert [name for name, row in found.items() if not row["same_every_time"]] == ["accelerate"]
+
+
+def test_what_is_not_known_is_left_out_of_a_spread():
+    assert spread([None, 2.0, None]) == {"median": 2.0, "min": 2.0, "max": 2.0, "n": 1}
+    assert spread([None]) is None

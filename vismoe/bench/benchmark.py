@@ -1,0 +1,309 @@
+"""One benchmark from its order to its report: prepare the weights, refuse what is unfair, run the workers, gather the figures."""
+
+import dataclasses
+import os
+import re
+import types
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vismoe.bench.control import measure_control
+from vismoe.bench.environment import ceilings_of, commit, hardware, versions
+from vismoe.bench.fairness import IMPORTS_BYTES, Conditions, Entry, does_not_fit, labels, refusals
+from vismoe.bench.job import CONTESTANTS, OURS, Job, contestants_of
+from vismoe.bench.limits import Groups
+from vismoe.bench.prompt import picture_tokens, random_ids
+from vismoe.bench.report import Work, ceilings_json, observed, summary, warnings
+from vismoe.bench.run import run_all
+from vismoe.bench.subject import GgufFile, Subject, generate, gguf_file, gguf_of, refuse_unusable, sketch, subject_of
+from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes, parse_bytes
+from vismoe.engine import demo_model
+from vismoe.errors import BudgetError, ConfigError, InputError
+from vismoe.memory.hardware import cores, host_memory, torch_device
+from vismoe.memory.plan import Plan
+from vismoe.memory.sizes import size_up
+from vismoe.models.images import open_image
+from vismoe.models.preview import preview
+from vismoe.models.prompts import PromptBuilder
+
+__all__ = ["Order", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What was asked for on the command line."""
+
+    model: str | None  # None: the geometry, or the demo model
+    geometry: str | None
+    layers: int | None
+    skew: float
+    seed: int
+    folder: Path
+    prompt: str | None
+    prompt_tokens: int
+    new_tokens: int
+    picture: tuple[int, int] | None
+    repeats: int
+    warm: int
+    baselines: tuple[str, ...]
+    limit: int | None
+    warm_cache: bool
+    gguf: str | None
+    threads: int | None
+    trace: str | None
+    control: bool
+    dtype: str | None
+    revision: str | None
+    device: str | None
+    settings: dict[str, Any]
+    command: tuple[str, ...]
+    quiet: bool
+
+
+def run(
+    order: Order,
+    *,
+    say: Callable[[str], None],
+    progress: Callable[[int], AbstractContextManager[Callable[[str], None]]],
+) -> dict[str, Any]:
+    """The report, the object of `--json`. Whatever can be refused is refused before a gigabyte is written.
+
+    Raises ConfigError for an unfair comparison, with every reason, and for what cannot be measured here.
+    """
+    names = contestants_of(order.baselines)
+    groups = Groups(order.limit)
+    _refuse_impossible(order, names)
+    subject = _subject(order, names, say)
+    task = _task(order, subject, names)
+    unfit = {entry.contestant: reason for entry in task.entries if (reason := does_not_fit(entry, task.conditions))}
+    jobs = {name: _job_of(name, task.job, order) for name in names if name not in unfit}
+    ceilings = ceilings_of(subject.files[0].parent, task.job.device, Settings.of(**task.job.settings), progress=not order.quiet)
+    control = _control(subject) if order.control else None
+    with progress(order.repeats * len(jobs)) as begin:
+        outcome = run_all(jobs, order.repeats, groups, begin)
+    prompt_tokens = len(task.job.token_ids) + picture_tokens(subject.config, order.picture)
+    uniform = order.geometry is not None and not order.skew
+    work = observed(Work.of(subject.backbone, subject.inventory, prompt_tokens, uniform), outcome.runs)
+    unstarted = [{"contestant": name, "failed": reason} for name, reason in unfit.items()]
+    figures = summary([*outcome.runs, *unstarted], work, ceilings)
+    return {
+        "command": list(order.command),
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "model": subject.to_json(),
+        "conditions": _conditions_json(order, task.job, task.conditions, groups),
+        "labels": [
+            *labels(task.entries, task.conditions),
+            *_routing_label(order),
+            *ceilings.doubts,
+            *warnings(figures),
+            *(f"no timeline was written: {run['trace_failed']}" for run in outcome.runs if "trace_failed" in run),
+        ],
+        "ceilings": ceilings_json(ceilings, work),
+        "control": control,
+        "contestants": figures,
+        "runs": [{name: value for name, value in run.items() if name != "notes"} for run in outcome.runs],
+        "interrupted": outcome.interrupted,
+    }
+
+
+@dataclass(frozen=True)
+class _Task:
+    """An order that was found possible and fair."""
+
+    job: Job
+    entries: tuple[Entry, ...]
+    conditions: Conditions
+
+
+def _refuse_impossible(order: Order, names: Sequence[str]) -> None:
+    """Raise for what no model could change."""
+    if order.threads and order.threads > cores():
+        raise ConfigError(f"--threads {order.threads}: this process may use {cores()} cores. Fix: --threads {cores()} or fewer")
+    if order.trace and not Path(order.trace).absolute().parent.is_dir():
+        raise InputError(f"--trace {order.trace}: there is no folder {Path(order.trace).absolute().parent}. Fix: make it first")
+    if order.gguf and not _needs_gguf(names):
+        raise ConfigError("--gguf is read by llama.cpp alone. Fix: --baseline llama.cpp, or leave it out")
+    if "accelerate" in names:
+        refuse_unusable(order.folder)
+
+
+def _needs_gguf(names: Sequence[str]) -> bool:
+    return any(CONTESTANTS[name].package == "llama_cpp" for name in names)
+
+
+def _subject(order: Order, names: Sequence[str], say: Callable[[str], None]) -> Subject:
+    """The model; a generated one is written only after everything was checked that its configuration tells."""
+    wants_twin = _needs_gguf(names) and order.gguf is None
+    if order.geometry is None:
+        subject = subject_of(order.model or str(demo_model()), order.revision, order.dtype)
+        if wants_twin:
+            _task(order, subject, names)
+            gguf_of(subject, quiet=order.quiet)
+        return subject
+    with sketch(order.geometry, order.layers) as planned:
+        _task(order, planned, names)
+    subject = generate(order.folder, order.geometry, order.layers, order.skew, order.seed, gguf=wants_twin, quiet=order.quiet)
+    say(f"{subject.name}: {format_bytes(subject.weights_bytes)}, kept for next time (vismoe bench --clean deletes it)")
+    return subject
+
+
+def _task(order: Order, subject: Subject, names: Sequence[str]) -> _Task:
+    """What is to be done; raises for what is impossible with this model, or unfair."""
+    job, plan = _job(order, subject, names)
+    entries, conditions = _entries(names, subject, job, order.gguf), _conditions(order, plan)
+    if unfair := refusals(entries, conditions):
+        raise ConfigError("unfair, and not measured: " + "\n".join(unfair))
+    return _Task(job, tuple(entries), conditions)
+
+
+def _job(order: Order, subject: Subject, names: Sequence[str]) -> tuple[Job, Plan]:
+    """What the workers share, and VisMoE's plan."""
+    ids = _prompt_ids(order, subject)
+    longest = len(ids) + picture_tokens(subject.config, order.picture) + order.new_tokens
+    positions = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
+    if positions and longest > positions:
+        raise ConfigError(
+            f"prompt and answer have {longest} tokens, the model {positions} positions. "
+            "Fix: fewer --prompt-tokens, fewer --new-tokens, or a smaller --image"
+        )
+    settings = {"context": longest, **order.settings}
+    if settings["context"] < longest:
+        raise ConfigError(f"--context {settings['context']}: prompt and answer have {longest} tokens. Fix: --context {longest}")
+    device = str(torch_device(order.device))
+    if settings.get("memory", "auto") == "auto" and order.limit is not None and device == "cpu":
+        settings["memory"] = max(1, order.limit - IMPORTS_BYTES)
+    plan = _plan(order, subject, settings, device)
+    job = Job(
+        contestant="",
+        model=subject.name,
+        dtype=subject.dtype,
+        device=device,
+        token_ids=ids,
+        new_tokens=order.new_tokens,
+        warm_requests=order.warm,
+        threads=order.threads or cores(),
+        held_bytes=_held_bytes(subject, plan),
+        settings=settings,
+        revision=subject.revision,
+        picture=order.picture,
+        files=tuple(map(str, subject.files)),
+        gguf=(order.gguf or str(gguf_file(subject))) if _needs_gguf(names) else None,
+    )
+    return job, plan
+
+
+def _plan(order: Order, subject: Subject, settings: dict[str, Any], device: str) -> Plan:
+    planned = Settings.of(**{**ENGINE_DEFAULTS, **settings})
+    try:
+        return preview(subject.name, planned, device=device, revision=subject.revision, dtype=subject.dtype)
+    except BudgetError as error:
+        needed = re.fullmatch(r"--memory (\S+)", error.fix)
+        if order.limit is None or "memory" in order.settings or needed is None:
+            raise
+        least = size_up(parse_bytes(needed[1]) + IMPORTS_BYTES)
+        raise ConfigError(
+            f"--limit {format_bytes(order.limit)} is too small: VisMoE needs {needed[1]} for this model, and "
+            f"{format_bytes(IMPORTS_BYTES)} are for the process itself. Fix: --limit {least} or more"
+        ) from error
+
+
+def _held_bytes(subject: Subject, plan: Plan) -> int:
+    """Bytes of weights that VisMoE holds in memory."""
+    experts = sum(part.bytes for part in plan.parts if part.name.startswith(("pinned prefix", "expert pool")))
+    return experts + sum(nbytes for _, nbytes in subject.backbone)
+
+
+def _prompt_ids(order: Order, subject: Subject) -> tuple[int, ...]:
+    if order.prompt is None:
+        return random_ids(subject.config, order.prompt_tokens, order.seed)
+    prompts = PromptBuilder.of(types.SimpleNamespace(config=subject.config), subject.name, subject.revision)
+    return tuple(prompts.build([{"role": "user", "content": order.prompt}], open_image).inputs["input_ids"][0].tolist())
+
+
+def _job_of(name: str, job: Job, order: Order) -> Job:
+    """The job of one contestant: only its own files are dropped, only ours has a timeline, only accelerate a folder."""
+    package = CONTESTANTS[name].package
+    return replace(
+        job,
+        contestant=name,
+        files=(job.gguf,) if package == "llama_cpp" and job.gguf else job.files,
+        offload_folder=str(order.folder / f"offload-{os.getpid()}") if package == "accelerate" else None,
+        trace=order.trace if name == OURS else None,
+    )
+
+
+def _entries(names: Sequence[str], subject: Subject, job: Job, gguf: str | None) -> list[Entry]:
+    """`gguf` is the file that was named; one that we make has the weights of the subject."""
+    theirs = GgufFile.read(Path(gguf), subject.dtype) if gguf else None
+    if theirs and (reason := theirs.difference(subject)):
+        raise ConfigError(f"--gguf {gguf} is another model ({reason}). Fix: a file with the weights of this one")
+    entries = []
+    for name in names:
+        contestant = CONTESTANTS[name]
+        llama = contestant.package == "llama_cpp"
+        twin_bytes = theirs.tensor_bytes if theirs else subject.language_bytes
+        entries.append(
+            Entry(
+                contestant=name,
+                needs_all=contestant.needs_all,
+                precision=theirs.precision if llama and theirs else subject.dtype,
+                weights_bytes=twin_bytes if llama else subject.weights_bytes,
+                device="cpu" if llama else job.device,
+                sees_picture=contestant.sees_images,
+            )
+        )
+    return entries
+
+
+def _conditions(order: Order, plan: Plan) -> Conditions:
+    return Conditions(
+        memory_bytes=plan.budget_bytes if plan.device == "cpu" else plan.host_bytes,
+        limit_bytes=order.limit,
+        ram_bytes=host_memory()[1],
+        warm_cache=order.warm_cache,
+        emulated_link="emulated_link_bytes_per_s" in order.settings,
+        picture=order.picture is not None,
+    )
+
+
+def _conditions_json(order: Order, job: Job, conditions: Conditions, groups: Groups) -> dict[str, Any]:
+    ids = len(job.token_ids)
+    prompt = f"a prompt of {ids} tokens" if order.prompt is not None else f"{ids} random ids (seed {order.seed})"
+    picture = f" after a picture of {order.picture[0]} x {order.picture[1]}" if order.picture else ""
+    return {
+        **dataclasses.asdict(conditions),
+        "held_bytes": job.held_bytes,
+        "limited_by": groups.how,
+        "prompt": prompt + picture,
+        "prompt_tokens": ids,
+        "picture": order.picture,
+        "new_tokens": order.new_tokens,
+        "repeats": order.repeats,
+        "warm_requests": order.warm,
+        "threads": job.threads,
+        "device": job.device,
+        "settings": job.settings,
+    }
+
+
+def _routing_label(order: Order) -> list[str]:
+    """Random ids and weights do not behave like words and trained ones."""
+    if order.prompt is not None:
+        return []
+    if order.geometry is not None:
+        routing = f"skewed with Zipf exponent {order.skew:g}" if order.skew else "uniform"
+        return [
+            f"random weights: routing is {routing} (--skew), and equally likely tokens let answers in half precision part early"
+        ]
+    return ["random ids: routing is not that of real text. Fix: --prompt TEXT"]
+
+
+def _control(subject: Subject) -> dict[str, Any]:
+    layers = subject.inventory.layers
+    most_experts, top_k = max(layer.num_experts for layer in layers), max(layer.top_k for layer in layers)
+    return measure_control(len(layers), most_experts, top_k).to_json()

@@ -1,0 +1,168 @@
+"""How each contestant on transformers loads a model and answers one prompt, with the times of encode, prefill and decode.
+
+All share one loop: `generate()` with a streamer that looks at the clock, so that only what is compared differs. Lives in a
+worker. llama.cpp has a file of its own, which imports neither torch nor transformers.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig
+
+from vismoe.bench.job import OURS, WARM, Job, Request
+from vismoe.bench.process import difference, disk_bytes
+from vismoe.bench.prompt import model_inputs
+from vismoe.config import ENGINE_DEFAULTS
+from vismoe.memory.hardware import host_memory
+from vismoe.models.loading import VisMoEConfig, runtime_of
+from vismoe.models.preview import model_class, read_config, torch_dtype
+from vismoe.models.prompts import VISION_TOWERS
+from vismoe.timeline import Timeline
+
+__all__ = ["LOADERS", "Runner", "VisMoERunner"]
+
+
+class Runner(Protocol):
+    """A loaded contestant."""
+
+    notes: dict[str, Any]
+
+    def request(self, state: str) -> Request:
+        """The job's prompt and `new_tokens` greedy tokens after it."""
+
+
+@dataclass
+class Stamps:
+    """A streamer for generate(): notes when tokens arrive, and what was read until the first one."""
+
+    token_ids: list[int] = field(default_factory=list)
+    first_s: float = 0.0
+    last_s: float = 0.0
+    first_disk_bytes: int | None = None
+    _prompt_seen: bool = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self.last_s = time.perf_counter()
+            if not self.token_ids:
+                self.first_s, self.first_disk_bytes = self.last_s, disk_bytes()
+            self.token_ids += value.flatten().tolist()
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class TransformersRunner:
+    """A model of transformers, ours included."""
+
+    def __init__(self, job: Job, model: Any, notes: dict[str, Any]):
+        self.model, self.notes, self._job = model.eval(), notes, job
+        self._inputs = {name: value.to(job.device) for name, value in model_inputs(model, job.token_ids, job.picture).items()}
+        model.generation_config = GenerationConfig(  # exactly that many: nothing ends the answer early
+            do_sample=False, min_new_tokens=job.new_tokens, max_new_tokens=job.new_tokens, pad_token_id=0
+        )
+        self._encode_s = self.began_s = 0.0
+        tower = next((module for path, module in model.named_modules() if path.rpartition(".")[2] in VISION_TOWERS), None)
+        if tower is not None:
+            tower.register_forward_pre_hook(lambda *_: self._encoding(-time.perf_counter()))
+            tower.register_forward_hook(lambda *_: self._encoding(time.perf_counter()))
+
+    def _encoding(self, signed_s: float) -> None:
+        if self._job.device != "cpu":
+            torch.cuda.synchronize()
+        self._encode_s += signed_s
+
+    def request(self, state: str) -> Request:
+        stamps, self._encode_s = Stamps(), 0.0
+        ids = self._inputs["input_ids"][0]
+        disk, self.began_s = disk_bytes(), time.perf_counter()
+        with torch.inference_mode():
+            self.model.generate(**self._inputs, streamer=stamps)
+        return Request(
+            state=state,
+            encode_s=self._encode_s,
+            prefill_s=stamps.first_s - self.began_s - self._encode_s,
+            prompt_tokens=len(ids),
+            visual_tokens=int((ids == self.model.config.image_token_id).sum()) if self._job.picture else 0,
+            decode_s=stamps.last_s - stamps.first_s,
+            decode_tokens=len(stamps.token_ids) - 1,
+            token_ids=tuple(stamps.token_ids),
+            prefill_disk_bytes=difference(stamps.first_disk_bytes, disk),
+            decode_disk_bytes=difference(disk_bytes(), stamps.first_disk_bytes),
+        )
+
+
+class VisMoERunner(TransformersRunner):
+    """Ours: the same loop, with the pager's counters, and a timeline on demand."""
+
+    def request(self, state: str) -> Request:
+        pager = runtime_of(self.model).pager
+        before = pager.metrics.snapshot()
+        request = super().request(state)
+        pager.end_request()
+        return dataclasses.replace(request, counters=(pager.metrics.snapshot() - before).to_json()["per_phase"])
+
+    def trace(self, path: str) -> None:
+        """Write the timeline of one more request."""
+        pager = runtime_of(self.model).pager
+        pager.timeline = timeline = Timeline()
+        request = self.request(WARM)
+        pager.timeline = None
+        first_s = self.began_s + request.encode_s + request.prefill_s
+        timeline.span("phase", "prefill", self.began_s, first_s, tokens=request.prompt_tokens, encode_s=request.encode_s)
+        timeline.span("phase", "decode", first_s, first_s + request.decode_s, tokens=request.decode_tokens)
+        timeline.write(path)
+
+
+def _loaded(job: Job, **options: Any) -> Any:
+    config = read_config(job.model, revision=job.revision)
+    return model_class(config).from_pretrained(
+        job.model, revision=job.revision or "main", dtype=torch_dtype(config, job.dtype), **options
+    )
+
+
+def load_vismoe(job: Job) -> VisMoERunner:
+    settings = {**ENGINE_DEFAULTS, **job.settings}
+    place = job.device if job.device != "cpu" else None
+    model = _loaded(job, device_map=place, quantization_config=VisMoEConfig(**settings))
+    runtime = runtime_of(model)
+    notes = {"backends": runtime.backends, "plan": runtime.plan.to_json(), "settings": job.settings}
+    return VisMoERunner(job, model, notes)
+
+
+def load_transformers(job: Job, experts: str | None = None) -> TransformersRunner:
+    """Everything on the device. `experts` None leaves the implementation to transformers."""
+    options = {} if experts is None else {"experts_implementation": experts}
+    place = job.device if job.device != "cpu" else None
+    return _transformers_runner(job, _loaded(job, device_map=place, **options))
+
+
+def load_accelerate(job: Job) -> TransformersRunner:
+    """As many weights in memory as VisMoE's plan holds, the rest in `offload_folder`; on a GPU free RAM comes between."""
+    place = torch.device(job.device)
+    memory = {"cpu": job.held_bytes} if place.type == "cpu" else {place.index or 0: job.held_bytes, "cpu": host_memory()[0]}
+    model = _loaded(job, device_map="auto", max_memory=memory, offload_folder=job.offload_folder)
+    runner = _transformers_runner(job, model)
+    places = list(map(str, getattr(model, "hf_device_map", {"": job.device}).values()))
+    runner.notes |= {"max_memory": {str(name): nbytes for name, nbytes in memory.items()}}
+    runner.notes |= {"modules": {where: places.count(where) for where in sorted(set(places))}}
+    return runner
+
+
+def _transformers_runner(job: Job, model: Any) -> TransformersRunner:
+    config = model.config.get_text_config()
+    return TransformersRunner(job, model, {"experts": config._experts_implementation, "attention": config._attn_implementation})
+
+
+LOADERS: dict[str, Callable[[Job], Runner]] = {
+    OURS: load_vismoe,
+    "transformers": load_transformers,
+    "transformers-eager": functools.partial(load_transformers, experts="eager"),
+    "accelerate": load_accelerate,
+}

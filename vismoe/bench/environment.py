@@ -1,0 +1,93 @@
+"""Where figures come from: hardware, versions, commit, and the ceilings that the machine profile knows."""
+
+import dataclasses
+import os
+import subprocess
+import tempfile
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from vismoe.bench.report import Ceilings
+from vismoe.config import Settings
+from vismoe.errors import InputError
+from vismoe.machine.facts import facts
+from vismoe.machine.measure import measure, measure_disk
+from vismoe.machine.profile import Profile, load_profile, merged, save_profile
+
+__all__ = ["ceilings_of", "commit", "hardware", "versions"]
+
+PACKAGES = ("vismoe", "torch", "transformers", "accelerate", "llama_cpp_python", "gguf", "numpy")
+
+
+def hardware() -> dict[str, Any]:
+    return dataclasses.asdict(facts())
+
+
+def versions() -> dict[str, str | None]:
+    """Of every package that a contestant runs on; None where it is not installed."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package runs from, `+changes` where files differ from it; None outside of one."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    name, changes = (_git(folder, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")))
+    return None if name is None else name + ("+changes" if changes else "")
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", os.fspath(folder), *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def ceilings_of(path: Path, device: str, settings: Settings, progress: bool) -> Ceilings:
+    """Ceilings for weights at `path` on `device`: the machine profile (`vismoe doctor`), or measured now and kept."""
+    profile, how, doubts = _profile_of(path, progress)
+    link = profile.link(device)
+    memory = link.device_read_bytes_per_s if link else profile.dram_bytes_per_s
+    over_link = settings.emulated_link_bytes_per_s or (link.best_bytes_per_s(page_locked=True) if link else None)
+    load, usable = profile.facts.load_average, profile.facts.usable_cores
+    if load is not None and load > usable:
+        doubts += (f"ceilings were measured on a busy machine (load {load:.1f} on {usable} cores): they may be too low",)
+    return Ceilings(memory, profile.best_disk_bytes_per_s(path), over_link, how, doubts)
+
+
+def _profile_of(path: Path, progress: bool) -> tuple[Profile, str, tuple[str, ...]]:
+    """(the profile, how it was come by, what is missing in it and why)."""
+    kept = load_profile()
+    if kept is not None and kept.best_disk_bytes_per_s(path):
+        return kept, f"machine profile, measured {_age(time.time() - kept.measured_unix_s)} ago", ()
+    try:
+        new = replace(kept, disks=(measure_disk(path, progress=progress),)) if kept else measure(path, progress=progress)
+    except InputError as error:
+        doubt = f"the disk of {path} has no ceiling: {error}"
+        if kept is not None:
+            return kept, f"machine profile, measured {_age(time.time() - kept.measured_unix_s)} ago", (doubt,)
+        return measure(tempfile.gettempdir(), progress=progress), "measured quickly before the first run", (doubt,)
+    profile, what = (merged(kept, new), "machine profile, its disk") if kept else (new, "machine profile,")
+    how = f"{what} measured quickly before the first run"
+    try:
+        save_profile(profile)
+    except OSError as error:
+        return profile, how, (f"the ceilings are not kept: {error.strerror}",)
+    return profile, how, ()
+
+
+def _age(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.0f} hours" if hours >= 2 else f"{seconds / 60:.0f} minutes"

@@ -1,0 +1,125 @@
+"""Which comparisons are refused as unfair, who cannot take part, and what must be said beside the figures. Pure.
+
+Fair means: the same weights at the same precision on the same device, and the same memory, page cache included; a rate is only
+ever set against another one of the same state (cold or warm). Threads and tokens are equal because all jobs are copies of one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vismoe.bench.job import OURS
+from vismoe.config import format_bytes
+from vismoe.memory.sizes import size_up
+
+__all__ = ["IMPORTS_BYTES", "Conditions", "Entry", "does_not_fit", "labels", "refusals"]
+
+# What a limit must leave beside VisMoE's budget: a worker that imported torch and transformers holds 261 MiB when it plans, and
+# the engine refuses a budget above what is free then. Most of it comes back: a plan lies above the real growth (with one of
+# 2.70 GB the whole process ended with 2.67 GB of its own, and 0.11 GB of mapped libraries).
+IMPORTS_BYTES = 288 * 2**20
+NOTEWORTHY = 0.1  # of a limit
+CACHE_SIZED_BYTES = 2**28  # weights that a processor's last cache may hold, or much of them
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one contestant would run with."""
+
+    contestant: str
+    needs_all: bool  # of its weights in memory
+    precision: str  # of the weights: bfloat16, q4_0, ...
+    weights_bytes: int  # of everything it loads
+    device: str
+    sees_picture: bool
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for all of them."""
+
+    memory_bytes: int  # of the host, that VisMoE may use: its budget on a CPU, the host tier beside a GPU
+    limit_bytes: int | None  # of each worker's control group, page cache included
+    ram_bytes: int
+    warm_cache: bool  # the user wants a comparison without a limit
+    emulated_link: bool
+    picture: bool
+
+    @property
+    def least_limit_bytes(self) -> int:
+        return self.memory_bytes + IMPORTS_BYTES
+
+    @property
+    def unused_share(self) -> float:
+        """Of the limit: what VisMoE's budget leaves to nobody."""
+        return 1 - self.least_limit_bytes / self.limit_bytes if self.limit_bytes else 0.0
+
+
+def refusals(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
+    """Why these must not be set side by side, each with its fix; empty when the comparison is fair."""
+    ours = _ours(entries)
+    rivals = [entry for entry in entries if entry is not ours]
+    found = [reason for rival in rivals for reason in _differences(ours, rival)]
+    limit = conditions.limit_bytes
+    if limit is not None and limit > conditions.ram_bytes:
+        found.append(
+            f"--limit {format_bytes(limit)} is more than the {format_bytes(conditions.ram_bytes)} of RAM here. "
+            f"Fix: a --limit below {format_bytes(conditions.ram_bytes)}"
+        )
+    if limit is not None and limit < conditions.least_limit_bytes:
+        found.append(
+            f"--limit {format_bytes(limit)} is less than VisMoE's budget of {format_bytes(conditions.memory_bytes)} and the "
+            f"{format_bytes(IMPORTS_BYTES)} of an idle process. "
+            f"Fix: --limit {size_up(conditions.least_limit_bytes)}, or a smaller --memory"
+        )
+    if rivals and conditions.emulated_link:
+        found.append("an emulated link slows VisMoE alone. Fix: leave out --emulated-link-bytes-per-s, or --baseline")
+    if rivals and limit is None and not conditions.warm_cache and conditions.memory_bytes < ours.weights_bytes:
+        found.append(
+            f"VisMoE would stay within {format_bytes(conditions.memory_bytes)} of memory while the page cache may hold all "
+            f"{format_bytes(ours.weights_bytes)} of weights for everyone. Fix: --limit {size_up(conditions.least_limit_bytes)}, "
+            "or --warm-cache to say that this is what you want to see"
+        )
+    return found
+
+
+def _ours(entries: Sequence[Entry]) -> Entry:
+    return next(entry for entry in entries if entry.contestant == OURS)
+
+
+def _differences(ours: Entry, rival: Entry) -> list[str]:
+    found = []
+    if rival.precision != ours.precision:
+        found.append(
+            f"{rival.contestant} has {rival.precision} weights, vismoe {ours.precision}. "
+            f"Fix: --gguf with {ours.precision} weights, or the same --dtype"
+        )
+    if rival.device != ours.device:
+        found.append(f"{rival.contestant} runs on {rival.device}, vismoe on {ours.device}. Fix: --device {rival.device}")
+    return found
+
+
+def does_not_fit(entry: Entry, conditions: Conditions) -> str | None:
+    """Why a contestant is not started: without a limit it would take the machine down. Under a limit its group decides."""
+    if not entry.needs_all or entry.device != "cpu" or conditions.limit_bytes or entry.weights_bytes <= conditions.ram_bytes:
+        return None
+    return f"does not fit the RAM: {format_bytes(entry.weights_bytes)} of weights, {format_bytes(conditions.ram_bytes)} of RAM"
+
+
+def labels(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
+    """What has to be read with the figures."""
+    found, ours = [], _ours(entries)
+    if conditions.limit_bytes is None:
+        found.append("no memory limit: after the cold request the page cache serves everyone; not a memory-limited comparison")
+    if len(entries) > 1 and conditions.unused_share > NOTEWORTHY:
+        found.append(
+            f"VisMoE keeps to its budget of {format_bytes(conditions.memory_bytes)}, the others may use all of the limit of "
+            f"{format_bytes(conditions.limit_bytes or 0)}, page cache included; without --memory the budget follows the limit"
+        )
+    if ours.weights_bytes < CACHE_SIZED_BYTES:
+        found.append(f"{format_bytes(ours.weights_bytes)} of weights: processor caches serve them; shares of DRAM say little")
+    if conditions.emulated_link:
+        found.append("emulated link: figures are those of a link that this machine does not have")
+    if conditions.picture and not all(entry.sees_picture for entry in entries):
+        blind = ", ".join(entry.contestant for entry in entries if not entry.sees_picture)
+        found.append(f"{blind}: text of the prompt only, without the picture; prefill is not comparable")
+    return found

@@ -1,0 +1,70 @@
+"""What a worker knows about its own process: bytes read from storage, the most memory it held, files it has mapped.
+
+Linux tells it in /proc; where there is none, figures are None or the nearest that the system has. Imports nothing heavy.
+"""
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = ["die_with_parent", "difference", "disk_bytes", "peak_rss_bytes", "release_mapped"]
+
+PROC = Path("/proc/self")
+PR_SET_PDEATHSIG = 1
+MADV_DONTNEED, MADV_PAGEOUT = 4, 21
+MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+\s+(/.*)")  # first line of a mapping in smaps
+
+
+def die_with_parent() -> None:
+    """From now on this process is killed when its parent ends, however that ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def disk_bytes() -> int | None:
+    """Bytes this process had read from storage so far, page faults in mapped files included; None where that is not counted."""
+    if not (PROC / "io").exists():
+        return None
+    return int(dict(line.split(": ") for line in (PROC / "io").read_text().splitlines())["read_bytes"])
+
+
+def difference(later: int | None, earlier: int | None) -> int | None:
+    return None if later is None or earlier is None else later - earlier
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this program held at once. getrusage also counts what the process was before it became this program."""
+    if (PROC / "status").exists():
+        line = next(line for line in (PROC / "status").read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def release_mapped(paths: Iterable[str | Path]) -> None:
+    """Let go of the pages of these files that mappings of this process hold: only then can they leave the page cache.
+
+    A mapping without private copies reads its file again when it is touched; one with copies keeps those.
+    """
+    wanted = {os.path.realpath(path) for path in paths}
+    libc = ctypes.CDLL(None)
+    for start, end, path, has_copies in _mappings():
+        if path in wanted:
+            advice = MADV_PAGEOUT if has_copies else MADV_DONTNEED
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+
+
+def _mappings() -> Iterator[tuple[int, int, str, bool]]:
+    """(start, end, path, whether pages were written to and so are no longer the file's) of every mapped file."""
+    lines = (PROC / "smaps").read_text().splitlines() if (PROC / "smaps").exists() else []
+    mapping = None
+    for line in lines:
+        if found := MAPPING.fullmatch(line):
+            mapping = int(found[1], 16), int(found[2], 16), found[3]
+        elif line.startswith("Anonymous:") and mapping is not None:
+            yield *mapping, int(line.split()[1]) > 0
+            mapping = None

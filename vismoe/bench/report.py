@@ -1,0 +1,234 @@
+"""From raw runs to figures: medians with extremes, cold and warm apart, shares of the ceilings, agreement of the answers. Pure.
+
+Runs are those of `run.Outcome`. Rates are tokens per second, sizes bytes, times seconds; what is not known is None.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from vismoe.bench.job import COLD, OURS, WARM
+from vismoe.bench.traffic import expert_read_bytes, share
+from vismoe.config import format_bytes
+from vismoe.models.components import decode_read_bytes
+
+__all__ = ["Ceilings", "Work", "agreement", "measures", "observed", "spread", "summary", "warnings"]
+
+STATES = (COLD, WARM)
+REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the first that ran is what the others are held against
+PHASES = ("prefill", "decode")
+MOST_CACHED_SHARE = 0.05  # of the weight files, in the page cache when a cold request begins
+LEAST_READ_SHARE = 0.5  # of the weights that the prompt needs, read from storage in a cold request
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine could do at best, and how that is known."""
+
+    memory_bytes_per_s: float | None  # of the memory next to what computes
+    disk_bytes_per_s: float | None
+    link_bytes_per_s: float | None  # between the tiers, None without a device or an emulated one
+    how: str
+    doubts: tuple[str, ...] = ()  # why one of them is unknown, or may be wrong
+
+
+@dataclass(frozen=True)
+class Work:
+    """Weights that each phase must touch at least, in bytes: the whole prompt, and a token of decoding."""
+
+    prefill_bytes: float | None  # None: routing is not uniform, and nobody counted
+    decode_bytes: float
+    backbone_bytes: float  # of both
+    expert_bytes: float  # of one routed expert; the mean where they differ
+
+    @classmethod
+    def of(cls, backbone: Sequence[tuple[str, int]], inventory: Any, prompt_tokens: int, uniform: bool) -> "Work":
+        fixed = decode_read_bytes(backbone)
+        prefill = fixed + expert_read_bytes(inventory, prompt_tokens) if uniform else None
+        experts = sum(layer.num_experts for layer in inventory.layers)
+        return cls(prefill, fixed + expert_read_bytes(inventory, 1), fixed, inventory.total_bytes / experts)
+
+
+def observed(work: Work, runs: Sequence[Mapping[str, Any]]) -> Work:
+    """`work` with the experts that the prompt demanded where VisMoE ran and counted them: everybody computes the same routing."""
+    counters = [request["counters"]["prefill"] for run in runs for request in run.get("requests", ()) if request["counters"]]
+    if not counters:
+        return work
+    demanded = statistics.median(one["hits"] + one["misses"] for one in counters)
+    return replace(work, prefill_bytes=work.backbone_bytes + demanded * work.expert_bytes)
+
+
+def measures(request: Mapping[str, Any], work: Work, ceilings: Ceilings) -> dict[str, float | None]:
+    """The figures of one request."""
+    tokens = {"prefill": request["prompt_tokens"], "decode": request["decode_tokens"]}
+    needed = {"prefill": work.prefill_bytes, "decode": work.decode_bytes * tokens["decode"]}
+    found: dict[str, float | None] = {"encode_s": request["encode_s"] or None, "prefill_s": request["prefill_s"]}
+    for phase in PHASES:
+        seconds, read = request[f"{phase}_s"], request[f"{phase}_disk_bytes"]
+        counters = (request["counters"] or {}).get(phase)
+        found |= {
+            f"{phase}_tokens_per_s": tokens[phase] / seconds,
+            f"{phase}_disk_bytes_per_token": None if read is None else read / tokens[phase],
+            f"{phase}_memory_share": share(needed[phase], seconds, ceilings.memory_bytes_per_s),
+            f"{phase}_disk_share": share(read, seconds, ceilings.disk_bytes_per_s),
+        }
+        if counters:
+            found |= {
+                f"{phase}_hit_rate": _hit_rate(counters),
+                f"{phase}_bytes_read_per_token": counters["bytes_read"] / tokens[phase],
+                f"{phase}_bytes_copied_per_token": counters["bytes_copied"] / tokens[phase],
+                f"{phase}_stall_share": counters["stall_seconds"] / seconds,
+                f"{phase}_control_us_per_layer": 1e6 * _control_s(counters) / counters["steps"] if counters["steps"] else None,
+                f"{phase}_wasted_prefetch_bytes_per_token": counters["wasted_prefetch_bytes"] / tokens[phase],
+                f"{phase}_link_share": share(counters["bytes_copied"], seconds, ceilings.link_bytes_per_s),
+            }
+    return found
+
+
+def _control_s(counters: Mapping[str, float]) -> float:
+    """Of the experts function: neither waiting nor arithmetic."""
+    return counters["layer_seconds"] - counters["stall_seconds"] - counters["compute_seconds"]
+
+
+def _hit_rate(counters: Mapping[str, float]) -> float | None:
+    demanded = counters["hits"] + counters["misses"]
+    return counters["hits"] / demanded if demanded else None
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """`{"median", "min", "max", "n"}` of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"median": statistics.median(known), "min": min(known), "max": max(known), "n": len(known)}
+
+
+def summary(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings) -> dict[str, dict[str, Any]]:
+    """Per contestant, ours first: a row with the same keys for each.
+
+    `cold` and `warm` hold the spread over processes of every measure (empty where nothing was measured), `first_answer_s` is
+    loading and the cold request's first token, `failed` the reason or None, `not_cold` why no cold ratio is given.
+    """
+    found = {name: _of_one([run for run in runs if run["contestant"] == name], work, ceilings) for name in _names(runs)}
+    agreed = agreement(runs)
+    for name, row in found.items():
+        row["agreement"] = agreed.get(name)
+        row["vismoe_is_times_as_fast"] = {
+            state: {phase: _compared(found.get(OURS), row, state, phase) for phase in PHASES} for state in STATES
+        }
+    return found
+
+
+def warnings(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What must make a reader doubt the figures of `summary`."""
+    found = []
+    for name, row in figures.items():
+        same = row["agreement"]
+        if same and same["equal_tokens"] == 0:
+            found.append(f"warning: {name} has not one new token in common with {same['with']}: is it the same model?")
+        if same and not same["same_every_time"]:
+            found.append(f"warning: {name} did not give the same tokens every time")
+        above = [
+            f"{state} {measure.replace('_', ' ')} {spread['max']:.0%}"
+            for state in STATES
+            for measure, spread in row[state].items()
+            if spread and measure.endswith(("memory_share", "disk_share", "link_share")) and spread["max"] > 1
+        ]
+        if above:
+            found.append(f"warning: {name} is above a ceiling ({', '.join(above)}): caches served it, or the ceiling is too low")
+    return found
+
+
+def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted({run["contestant"] for run in runs}, key=lambda name: (name != OURS, name))
+
+
+def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings) -> dict[str, Any]:
+    done = [run for run in runs if "failed" not in run]
+    row: dict[str, Any] = {
+        "repeats": len(done),
+        "load_s": spread(run["load_s"] for run in done),
+        "first_answer_s": spread(run["load_s"] + cold["encode_s"] + cold["prefill_s"] for run in done for cold in _colds(run)),
+        "peak_bytes": max((run["peak_bytes"] or run["peak_rss_bytes"] for run in done), default=None),
+        "cached_bytes": max((run["cached_bytes"] for run in done), default=None),
+        "not_cold": next((reason for run in done if (reason := _not_cold(run, work))), None),
+        "notes": done[-1]["notes"] if done else {},
+        "failed": next((run["failed"] for run in runs if "failed" in run), None),
+    }
+    for state in STATES:
+        processes = [
+            _medians([measures(request, work, ceilings) for request in run["requests"] if request["state"] == state])
+            for run in done
+        ]
+        names = dict.fromkeys(name for one in processes for name in one)
+        row[state] = {name: spread(one.get(name) for one in processes) for name in names}
+    return row
+
+
+def _colds(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [request for request in run["requests"] if request["state"] == COLD]
+
+
+def _medians(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """One process: each measure over its requests."""
+    spreads = {name: spread(one.get(name) for one in figures) for name in dict.fromkeys(name for one in figures for name in one)}
+    return {name: found["median"] if found else None for name, found in spreads.items()}
+
+
+def _not_cold(run: Mapping[str, Any], work: Work) -> str | None:
+    """Why the cold request of a process is not held against others: memory served it."""
+    if run["cached_bytes"] > MOST_CACHED_SHARE * run["files_bytes"]:
+        return f"{format_bytes(run['cached_bytes'])} of {format_bytes(run['files_bytes'])} of weights stayed in the page cache"
+    for cold in _colds(run):
+        if cold["prefill_disk_bytes"] is None:
+            return "bytes read from storage are not counted here"
+        read = cold["prefill_disk_bytes"] + cold["decode_disk_bytes"]
+        if work.prefill_bytes is not None and read < LEAST_READ_SHARE * work.prefill_bytes:
+            needs = f"the {format_bytes(work.prefill_bytes)} of weights that it needs"
+            return f"its cold request read {format_bytes(read)} of {needs} from storage, the rest was in memory after loading"
+    return None
+
+
+def _compared(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any], state: str, phase: str) -> float | None:
+    """How many times as fast we are; None where one did not run, or was not really cold."""
+    measure = f"{phase}_tokens_per_s"
+    if ours is None or not ours[state].get(measure) or not theirs[state].get(measure):
+        return None
+    if state == COLD and (ours["not_cold"] or theirs["not_cold"]):
+        return None
+    return ours[state][measure]["median"] / theirs[state][measure]["median"]
+
+
+def agreement(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How many new tokens, from the first on, each contestant has in common with the reference: did they compute the same model?
+
+    Bit-identity is held elsewhere; half-precision sums in another order part two greedy answers sooner or later.
+    """
+    answers: dict[str, list[tuple[int, Any]]] = {}
+    for run in runs:
+        for request in run.get("requests", ()):
+            answers.setdefault(run["contestant"], []).append((request["prompt_tokens"], tuple(request["token_ids"])))
+    reference = next((name for name in REFERENCES if name in answers), None)
+    if reference is None:
+        return {}
+    prompt_tokens, expected = answers[reference][0]
+    return {
+        name: {
+            "with": reference,
+            "equal_tokens": _common(ids[0][1], expected) if ids[0][0] == prompt_tokens else None,  # None: another prompt
+            "tokens": len(expected),
+            "same_every_time": len(set(ids)) == 1,
+        }
+        for name, ids in answers.items()
+    }
+
+
+def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+
+
+def ceilings_json(ceilings: Ceilings, work: Work) -> dict[str, Any]:
+    """The ceilings, and the rates that they allow at most."""
+    rate = ceilings.memory_bytes_per_s
+    return {**asdict(ceilings), **asdict(work), "decode_tokens_per_s_at_most": rate / work.decode_bytes if rate else None}

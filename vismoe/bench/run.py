@@ -1,0 +1,117 @@
+"""Runs jobs in turn: every repeat of every contestant in a fresh process, inside a fresh control group, with cold files.
+
+The order rotates from repeat to repeat, so that nobody is always first. Ctrl-C ends the worker under way and keeps what was
+measured.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vismoe.bench.job import OURS, Job
+from vismoe.bench.limits import Groups, drop_caches
+from vismoe.config import format_bytes
+from vismoe.threads import without_us
+
+__all__ = ["Outcome", "run_all", "run_job", "schedule"]
+
+WORKER = (sys.executable, "-m", "vismoe.bench.worker")
+LOG_LINES = 12  # of a worker that failed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured: one row per worker, `{"contestant", "repeat"}` and either the answer's fields or `failed`."""
+
+    runs: tuple[dict[str, Any], ...]
+    interrupted: bool
+
+
+def schedule(names: Sequence[str], repeats: int) -> list[tuple[int, str]]:
+    """(repeat, contestant) in the order of running: each repeat begins with another contestant."""
+    turns = [(*names[repeat % len(names) :], *names[: repeat % len(names)]) for repeat in range(repeats)]
+    return [(repeat, name) for repeat, turn in enumerate(turns) for name in turn]
+
+
+def run_all(
+    jobs: Mapping[str, Job],
+    repeats: int,
+    groups: Groups,
+    progress: Callable[[str], None] = lambda doing: None,
+    worker: Sequence[str] = WORKER,
+) -> Outcome:
+    """Run every job `repeats` times; a contestant that failed once is not tried again. `progress` is told what begins."""
+    runs: list[dict[str, Any]] = []
+    failed: set[str] = set()
+    try:
+        for repeat, name in schedule(list(jobs), repeats):
+            if name in failed:
+                continue
+            progress(f"{name}, repeat {repeat + 1} of {repeats}")
+            job = jobs[name] if repeat == repeats - 1 else replace(jobs[name], trace=None)  # one timeline, of the last repeat
+            runs.append({"contestant": name, "repeat": repeat, **run_job(job, groups, worker)})
+            if "failed" in runs[-1]:
+                failed.add(name)
+    except KeyboardInterrupt:
+        return Outcome(tuple(runs), interrupted=True)
+    return Outcome(tuple(runs), interrupted=False)
+
+
+def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
+    """One worker from cold files to its answer: the fields of Answer or `failed` with the reason, and `peak_bytes` of its group;
+    `trace_failed` where only the timeline after the answer did not work."""
+    drop_caches(job.files)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
+        if job.offload_folder:
+            Path(job.offload_folder).mkdir(parents=True, exist_ok=True)
+            stack.callback(shutil.rmtree, job.offload_folder, ignore_errors=True)
+        group = groups.make()
+        stack.callback(group.remove)
+        code, result, log = _supervise(group.command([*worker, str(folder / "result")]), job, folder)
+        report = group.report()
+    if "error" in result:
+        result = {"failed": result["error"]}
+    elif code or not result:
+        how = _how_it_ended(code, report.kills, report.peak_bytes, groups.limit_bytes, log)
+        result = {**result, "trace_failed": how} if result else {"failed": how}
+    return {**result, "peak_bytes": report.peak_bytes}
+
+
+def _supervise(argv: Sequence[str], job: Job, folder: Path) -> tuple[int, dict[str, Any], str]:
+    """(exit code, result or {}, the last lines it printed); the worker never outlives this call."""
+    (folder / "job").write_text(job.to_json())
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
+    usual = dict(os.environ) if job.contestant == OURS else without_us(os.environ)
+    environment = {**usual, **threads, "GGML_NO_BACKTRACE": "1"}  # a trace would be all that the log ends with
+    with (folder / "job").open() as order, (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            argv, stdin=order, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+    result = folder / "result"
+    lines = (folder / "log").read_text(errors="replace").splitlines()
+    return code, json.loads(result.read_text()) if result.exists() else {}, "\n".join(lines[-LOG_LINES:])
+
+
+def _how_it_ended(code: int, kills: int | None, peak_bytes: int | None, limit_bytes: int | None, log: str) -> str:
+    """Why a worker left no result."""
+    if limit_bytes is not None and (kills or (kills is None and code == -signal.SIGKILL)):
+        peak = f", peak {format_bytes(peak_bytes)}" if peak_bytes else ""
+        return f"killed by the memory limit of {format_bytes(limit_bytes)}{peak}"
+    ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"the worker ended with {ended}:\n{log}"

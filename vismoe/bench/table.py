@@ -1,0 +1,156 @@
+"""The report of a benchmark as tables for people. Input is the object of `--json`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vismoe.bench.job import CONTESTANTS, OURS
+from vismoe.config import format_bytes
+
+__all__ = ["print_report"]
+
+NOTHING = "-"
+SPEED_LEGEND = """
+medians, in brackets the extremes over processes; how many times as fast vismoe is in prefill, decode.
+first answer: loading and the cold prefill; files are dropped in between, so what loading left in the page cache is read again"""
+SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill tokens/s", "decode tokens/s", "vismoe is")
+TRAFFIC_COLUMNS = (
+    "contestant",
+    "phase",
+    "memory",
+    "disk",
+    "storage/token",
+    "fetched/token",
+    "hits",
+    "stalled",
+    "wasted",
+    "control/layer",
+)
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """Conditions, speeds, where the bytes came from, whether all computed the same, and what must be said."""
+    for line in _head(report):
+        console.print(Text(line), soft_wrap=True, highlight=False)
+    console.print(SPEED_LEGEND, soft_wrap=True)
+    console.print(_speeds(report))
+    console.print(
+        "\nshares of the ceilings; bytes from storage and of experts fetched, per token; Python's control path, per MoE layer",
+        soft_wrap=True,
+    )
+    console.print(_traffic(report))
+    console.print()
+    if report["control"]:
+        control = report["control"]
+        ours = f"{control['control_us_per_layer']:.0f} us of it control (synthetic: all resident, tiny experts)"
+        console.print(f"Python: {control['us_per_layer']:.0f} us per MoE layer and token, {ours}", highlight=False)
+    for line in _notes(report):
+        console.print(Text(line), soft_wrap=True, highlight=False)
+
+
+def _head(report: dict[str, Any]) -> list[str]:
+    model, conditions, ceilings = report["model"], report["conditions"], report["ceilings"]
+    limit = conditions["limit_bytes"]
+    limited = f"limit {format_bytes(limit)} ({conditions['limited_by']})" if limit else "no limit"
+    rates = [f"{what} {format_bytes(rate)}/s" for what in ("memory", "disk", "link") if (rate := ceilings[f"{what}_bytes_per_s"])]
+    most = ceilings["decode_tokens_per_s_at_most"]
+    return [
+        f"{model['name']}: {model['family']}, {model['dtype']}, {format_bytes(model['weights_bytes'])} of weights, "
+        f"{format_bytes(model['expert_bytes'])} of them experts",
+        f"memory {format_bytes(conditions['memory_bytes'])}, "
+        f"{limited}, "
+        f"{conditions['threads']} threads, {conditions['prompt']}, {conditions['new_tokens']} new tokens, "
+        f"{conditions['repeats']} repeats of 1 cold and {conditions['warm_requests']} warm requests",
+        f"ceilings: {', '.join(rates)} ({ceilings['how']})" + (f"; memory allows {most:.1f} tokens/s" if most else ""),
+    ]
+
+
+def _table(columns: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=number < 2)
+    return table
+
+
+def _speeds(report: dict[str, Any]) -> Table:
+    table = _table(SPEED_COLUMNS)
+    for name, row in report["contestants"].items():
+        if row["failed"]:
+            table.add_row(name, Text("failed", style="red"))
+        for state in ("cold", "warm"):
+            if figures := row[state]:
+                faster = row["vismoe_is_times_as_fast"][state]
+                table.add_row(
+                    name,
+                    state,
+                    _value(row["first_answer_s"] if state == "cold" else None, "{:.1f} s".format),
+                    _value(figures.get("encode_s"), "{:.2f} s".format),
+                    _range(figures["prefill_tokens_per_s"]),
+                    _range(figures["decode_tokens_per_s"]),
+                    _faster(faster) if name != OURS else "",
+                )
+    return table
+
+
+def _traffic(report: dict[str, Any]) -> Table:
+    linked = report["ceilings"]["link_bytes_per_s"] is not None
+    columns = (*TRAFFIC_COLUMNS[:4], "link", *TRAFFIC_COLUMNS[4:]) if linked else TRAFFIC_COLUMNS
+    table = _table(columns)
+    for name, row in report["contestants"].items():
+        for state in ("cold", "warm"):
+            for phase in ("prefill", "decode"):
+                figures = {key.removeprefix(f"{phase}_"): value for key, value in row[state].items()}
+                if figures:
+                    tiers = ("memory", "disk", "link") if linked else ("memory", "disk")
+                    table.add_row(
+                        name,
+                        f"{state} {phase}",
+                        *(_value(figures.get(f"{tier}_share"), "{:.0%}".format) for tier in tiers),
+                        _value(figures.get("disk_bytes_per_token"), format_bytes),
+                        _value(figures.get("bytes_read_per_token"), format_bytes),
+                        _value(figures.get("hit_rate"), "{:.1%}".format),
+                        _value(figures.get("stall_share"), "{:.0%}".format),
+                        _value(figures.get("wasted_prefetch_bytes_per_token"), format_bytes),
+                        _value(figures.get("control_us_per_layer") if phase == "decode" else None, "{:,.0f} us".format),
+                    )
+    return table
+
+
+def _faster(times: dict[str, float | None]) -> str:
+    return ", ".join(f"{one:.2f}x" for one in times.values() if one) or NOTHING
+
+
+def _value(spread: dict[str, float] | None, form: Callable[[float], str]) -> str:
+    return form(spread["median"]) if spread else NOTHING
+
+
+def _range(spread: dict[str, float]) -> str:
+    median, least, most = (_number(spread[name]) for name in ("median", "min", "max"))
+    return f"{median} ({least}-{most})" if spread["n"] > 1 else median
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, row in report["contestants"].items():
+        experts = row["notes"].get("experts")
+        lines.append(f"{name}: {CONTESTANTS[name].what}" + (f" ({experts})" if experts else ""))
+        if row["repeats"]:
+            lines[-1] += f"; loaded in {row['load_s']['median']:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
+        if row["failed"]:
+            lines[-1] += f": {row['failed']}"
+        same = row["agreement"]
+        if same and same["with"] != name and same["equal_tokens"] is not None:
+            lines[-1] += f"; the first {same['equal_tokens']} of {same['tokens']} new tokens are those of {same['with']}"
+        if row["cached_bytes"]:
+            lines.append(f"  {format_bytes(row['cached_bytes'])} of its weight files stayed in the page cache")
+        if row["not_cold"]:
+            lines.append(f"  no cold ratio: {row['not_cold']}")
+    lines += [label if label.startswith("warning: ") else f"note: {label}" for label in report["labels"]]
+    return [*lines, "interrupted: not all was measured"] if report["interrupted"] else lines

@@ -1,0 +1,75 @@
+"""One worker process: `python -m vismoe.bench.worker RESULT` reads a job from stdin and leaves its answer in the file RESULT.
+
+The file appears complete or not at all, so a worker that was killed leaves none. What libraries print goes where the parent says.
+Nothing heavy is imported before the contestant is known, so each carries only what it runs on.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vismoe.bench.job import COLD, CONTESTANTS, WARM, Answer, Job
+from vismoe.bench.limits import drop_caches
+from vismoe.bench.process import die_with_parent, peak_rss_bytes, release_mapped
+
+__all__ = ["answer", "main"]
+
+
+def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
+    """(what was measured, the runner): load, drop what loading left in the page cache, time the cold and the warm requests."""
+    began_s = time.perf_counter()
+    runner = load(job)
+    load_s = time.perf_counter() - began_s
+    files = [*map(Path, job.files), *_files_in(job.offload_folder)]
+    release_mapped(files)
+    cached_bytes = drop_caches(files)
+    requests = [runner.request(COLD), *(runner.request(WARM) for _ in range(job.warm_requests))]
+    files_bytes = sum(file.stat().st_size for file in files)
+    return Answer(load_s, tuple(requests), peak_rss_bytes(), cached_bytes, files_bytes, runner.notes), runner
+
+
+def _files_in(folder: str | None) -> list[Path]:
+    return [path for path in Path(folder).rglob("*") if path.is_file()] if folder else []
+
+
+def _loader_of(job: Job) -> Callable[[Job], Any]:
+    if CONTESTANTS[job.contestant].package == "llama_cpp":
+        from vismoe.bench import llama_runner
+
+        return llama_runner.LOADERS[job.contestant]
+    import torch
+
+    from vismoe.bench import contestants
+
+    torch.set_num_threads(job.threads)
+    return contestants.LOADERS[job.contestant]
+
+
+def _leave(file: Path, result: dict[str, Any]) -> None:
+    unfinished = file.with_name(file.name + ".part")
+    unfinished.write_text(json.dumps(result))
+    os.replace(unfinished, file)
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0; 1 for an error, which is then in the result as `{"error": ...}`. A timeline is written after the result."""
+    die_with_parent()
+    job = Job.from_json(sys.stdin.read())
+    try:
+        found, runner = answer(job, _loader_of(job))
+    except Exception as error:  # the process boundary: the parent reports it
+        _leave(Path(argv[0]), {"error": f"{type(error).__name__}: {error}"})
+        return 1
+    _leave(Path(argv[0]), dataclasses.asdict(found))
+    if job.trace:
+        runner.trace(job.trace)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
 # Worker pools of torch that spin while they wait slow each other down when two processes share the cores.
-export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 2000
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help

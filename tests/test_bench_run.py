@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vismoe.bench import run as runs
 from vismoe.bench import worker
 from vismoe.bench.job import COLD, WARM, Job, Request, contestants_of
 from vismoe.bench.limits import Groups
@@ -79,6 +80,15 @@ def test_who_failed_is_not_tried_again_and_the_others_go_on():
     outcome = run_all(jobs, 2, Groups(None), begun.append, script(body))
     assert [(run["contestant"], run["repeat"]) for run in outcome.runs] == [("a", 0), ("b", 0), ("b", 1)]
     assert len(begun) == 3 and not outcome.interrupted
+
+
+def test_everybodys_files_are_dropped_before_each_worker(monkeypatch):
+    """Or the weights that one contestant read fill the RAM of the next."""
+    dropped = []
+    monkeypatch.setattr(runs, "drop_caches", lambda files: dropped.append(set(files)))
+    jobs = {name: replace(JOB, contestant=name, files=(f"{name}.bin", "shared.bin")) for name in "ab"}
+    run_all(jobs, 2, Groups(None), worker=script("out.write_text(json.dumps({'x': 1}))"))
+    assert dropped[0] == {"a.bin", "b.bin", "shared.bin"} and len(dropped) == 4 and len(set(map(frozenset, dropped))) == 1
 
 
 def test_a_timeline_that_fails_does_not_lose_what_was_measured():

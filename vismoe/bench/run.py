@@ -52,11 +52,13 @@ def run_all(
     """Run every job `repeats` times; a contestant that failed once is not tried again. `progress` is told what begins."""
     runs: list[dict[str, Any]] = []
     failed: set[str] = set()
+    files = {file for job in jobs.values() for file in job.files}  # also those of the others: they would fill the RAM
     try:
         for repeat, name in schedule(list(jobs), repeats):
             if name in failed:
                 continue
             progress(f"{name}, repeat {repeat + 1} of {repeats}")
+            drop_caches(files)
             job = jobs[name] if repeat == repeats - 1 else replace(jobs[name], trace=None)  # one timeline, of the last repeat
             runs.append({"contestant": name, "repeat": repeat, **run_job(job, groups, worker)})
             if "failed" in runs[-1]:
@@ -69,7 +71,6 @@ def run_all(
 def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
     """One worker from cold files to its answer: the fields of Answer or `failed` with the reason, and `peak_bytes` of its group;
     `trace_failed` where only the timeline after the answer did not work."""
-    drop_caches(job.files)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
         if job.offload_folder:

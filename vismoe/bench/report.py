@@ -126,7 +126,9 @@ def warnings(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for name, row in figures.items():
         same = row["agreement"]
         if same and same["equal_tokens"] == 0:
-            found.append(f"warning: {name} has not one new token in common with {same['with']}: is it the same model?")
+            found.append(
+                f"warning: {name} has not one new token in common with {same['with']}: another model, or a near tie at the start"
+            )
         if same and not same["same_every_time"]:
             found.append(f"warning: {name} did not give the same tokens every time")
         above = [

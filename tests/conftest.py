@@ -1,9 +1,11 @@
 """What holds for every test: no time limits inside hypothesis, and nothing of what this user's machine was measured to be.
 
-A busy machine is not a failure; and a test must not depend on a profile that `vismoe doctor` left in the home directory.
+A busy machine is not a failure; a test must not depend on a profile that `vismoe doctor` left in the home directory; and Ctrl-C
+means the same where a script started the suite in the background, with the signal ignored.
 """
 
 import os
+import signal
 import tempfile
 
 from hypothesis import settings
@@ -12,3 +14,4 @@ settings.register_profile("vismoe", deadline=None)
 settings.load_profile("vismoe")
 CACHE = tempfile.TemporaryDirectory(prefix="vismoe-test-cache-")
 os.environ["VISMOE_CACHE"] = CACHE.name
+signal.signal(signal.SIGINT, signal.default_int_handler)

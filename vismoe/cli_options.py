@@ -145,7 +145,7 @@ def add_settings(parser: ArgumentParser) -> None:
         if typing.get_origin(hint) is Literal:
             options["choices"] = typing.get_args(hint)
         else:
-            options |= {"type": thread_count if field.name == "io_threads" else _reader(hint), "metavar": placeholder}
+            options |= {"type": _reader(hint), "metavar": placeholder}
         group.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 
@@ -160,6 +160,8 @@ def _reader(hint: Any) -> Callable[[str], Any]:
     alternatives = (
         typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
     )
+    if any(typing.get_origin(alternative) is Literal for alternative in alternatives):
+        return count_or_auto
     if str in alternatives:
         return str
     if float in alternatives:
@@ -188,7 +190,7 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def thread_count(text: str) -> int | str:
+def count_or_auto(text: str) -> int | str:
     """A whole number of at least 1, or `auto`."""
     return text if text == "auto" else at_least_one(text)
 

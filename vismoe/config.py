@@ -11,6 +11,7 @@ from typing import Any, Literal
 from vismoe.errors import ConfigError
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
+UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
 
@@ -78,7 +79,7 @@ class Settings:
     pinned_layers: int = 0  # L_pinned: MoE layers whose experts never leave; in replays every one of them cost hits elsewhere
     reads: Literal["auto", "cached", "direct"] = "auto"  # through the page cache, or past it with O_DIRECT
     embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts
-    io_threads: int | str = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
+    io_threads: int | Literal["auto"] = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
     emulated_link_bytes_per_s: float | None = None  # CPU only: copies complete as if over a link of this rate
 
     def __post_init__(self) -> None:
@@ -92,10 +93,11 @@ class Settings:
             if getattr(field.type, "__origin__", None) is Literal and value not in allowed:  # type: ignore[operator]
                 raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(map(repr, allowed or ()))}")
         for name, least in (("context", 1), ("window", 1), ("io_threads", 1), ("pinned_layers", 0)):
-            if name == "io_threads" and self.io_threads == "auto":
-                continue
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: a whole number of at least {least}")
+            value = getattr(self, name)
+            if value != getattr(type(self), name) and (  # a default may be "auto"
+                not isinstance(value, int) or value < least
+            ):
+                raise ConfigError(f"{name}={value!r}: a whole number of at least {least}")
         if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:
             raise ConfigError(f"emulated_link_bytes_per_s={self.emulated_link_bytes_per_s}: must be above zero")
 

@@ -47,10 +47,6 @@ class Snapshot:
         hits, misses = self.total("hits", phase), self.total("misses", phase)
         return hits / (hits + misses) if hits + misses else None
 
-    def control_seconds(self, phase: Phase | None = None) -> float:
-        """What the experts function took beside waiting and arithmetic: routing, paging, combining."""
-        return self.total("layer_seconds", phase) - self.total("stall_seconds", phase) - self.total("compute_seconds", phase)
-
     def to_json(self) -> dict[str, Any]:
         """Totals, per phase, and per layer; counts and bytes as integers."""
 

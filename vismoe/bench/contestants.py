@@ -128,6 +128,7 @@ def _loaded(job: Job, **options: Any) -> Any:
 
 
 def load_vismoe(job: Job) -> VisMoERunner:
+    """Ours, with the settings of the job."""
     settings = {**ENGINE_DEFAULTS, **job.settings}
     place = job.device if job.device != "cpu" else None
     model = _loaded(job, device_map=place, quantization_config=VisMoEConfig(**settings))

@@ -47,6 +47,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         control = report["control"]
         ours = f"{control['control_us_per_layer']:.0f} us of it control (synthetic: all resident, tiny experts)"
         console.print(f"Python: {control['us_per_layer']:.0f} us per MoE layer and token, {ours}", highlight=False)
+        for part, us in control["parts"].items():
+            console.print(f"  {part}: {us:.0f} us", highlight=False)
     for line in _notes(report):
         console.print(Text(line), soft_wrap=True, highlight=False)
 

@@ -3,14 +3,13 @@
 import os
 from dataclasses import dataclass
 
-from vismoe.config import format_bytes
+from vismoe.config import UNMEASURED_IO_THREADS, format_bytes
 from vismoe.machine.profile import Profile, disk_of
 from vismoe.machine.rates import DiskRate, DiskRates
 
 __all__ = ["Choices", "choose", "fits_page_cache", "format_rate"]
 
 MOST_THREADS = 8
-UNMEASURED_THREADS = 2
 UNMEASURED_DIRECT_BYTES = 2**20  # an expert of this size keeps a disk busy in one request, and would churn the page cache
 PAGE_CACHE_MARGIN = 1.1  # RAM beyond the plan holds the experts when it holds this many times their bytes
 GOOD_ENOUGH = 0.9  # of the best rate: below that, threads are missing; a way of reading that saves a copy is as good as the best
@@ -92,7 +91,7 @@ def _threads(
     """The fewest threads, up to `most`, that come near the best rate."""
     curve = disk.curve(direct=direct, request_bytes=expert_bytes) if disk else ()
     if not curve:
-        return UNMEASURED_THREADS, f"{UNMEASURED_THREADS} threads: {NOT_MEASURED}"
+        return UNMEASURED_IO_THREADS, f"{UNMEASURED_IO_THREADS} threads: {NOT_MEASURED}"
     most = min(most, MOST_THREADS)
     useful = [rate for rate in curve if rate.depth <= most] or curve[:1]
     best = max(rate.bytes_per_s for rate in useful)

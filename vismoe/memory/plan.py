@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vismoe.config import Budget, Settings, format_bytes
+from vismoe.config import UNMEASURED_IO_THREADS, Budget, Settings, format_bytes
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.memory.apportion import Division, fill, least_slabs, most_pinned, prefix_bytes, record_bytes, safe_slabs
 from vismoe.memory.host_tier import host_tier
@@ -20,7 +20,6 @@ from vismoe.memory.sizes import percent_up, size_down, size_up
 __all__ = ["CacheLayer", "Curve", "Footprint", "Hardware", "Part", "Plan", "plan"]
 
 AUTO_SHARE = 0.8  # of the free device memory that memory="auto" takes at most
-AUTO_IO_THREADS = 2  # where nobody has looked at the disk
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class _Case:
     @property
     def io_threads(self) -> int:
         asked = self.settings.io_threads
-        return max(1, (asked if isinstance(asked, int) else AUTO_IO_THREADS) // self.hardware.local_world_size)
+        return max(1, (asked if isinstance(asked, int) else UNMEASURED_IO_THREADS) // self.hardware.local_world_size)
 
     @property
     def ranks(self) -> int:

@@ -146,13 +146,10 @@ class Demand:
             slabs = self._slabs(computed)
             self._leave(slabs)
             self._table.used(slabs, self._pager.tick)
-            self._todo = self._todo[len(computed) :] if self._todo[: len(computed)] == computed else self._without(computed)
+            done = set(computed)
+            self._todo = [expert for expert in self._todo if expert not in done]
             if self._absent:
                 self._issue()
-
-    def _without(self, computed: list[int]) -> list[int]:
-        done = set(computed)
-        return [expert for expert in self._todo if expert not in done]
 
     # -- copies; under the lock
     def _issue(self, must: bool = False) -> None:

@@ -105,7 +105,7 @@ def facts() -> Facts:
         gpus=tuple(gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else (),
         cuda_build=torch.version.cuda,
         nvidia_driver=DRIVER.exists(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "torch": torch.__version__},
     )
 
 

@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.vismoe-base
 DEV := $(VENV)/.vismoe-dev
+NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
 # The oldest transformers supported and the hub client it wants, beside the environment's own: PYTHONPATH puts them in front.
 OLDEST := $(VENV)/transformers-5.17
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
@@ -61,12 +62,12 @@ $(BIN)/python:
 		echo "then run make again, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
 	$(PYTHON) -m venv $(VENV)
 
-$(BASE): pyproject.toml | $(BIN)/python
-	@echo "Installing vismoe into $(VENV); torch and transformers come along, which takes a minute or several."
+$(BASE): pyproject.toml $(NATIVE) | $(BIN)/python
+	@echo "Building and installing vismoe into $(VENV); torch and transformers come along, which takes a minute or several."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
-$(DEV): pyproject.toml | $(BIN)/python
+$(DEV): pyproject.toml $(NATIVE) | $(BIN)/python
 	@echo "Installing vismoe and what its tests need into $(VENV); torch, transformers and gradio come along, which takes a minute or several."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(BASE)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+BLOCK_BYTES = 4096  # a multiple of every disk's logical block: O_DIRECT wants offsets, sizes and memory aligned to it
 ALIGNMENT_BYTES = 64  # of records, sections and slabs: GEMV results in float32 depend on operand alignment
 
 
@@ -30,9 +31,55 @@ class Phase(enum.StrEnum):
     DECODE = "decode"
 
 
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the record alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+class Format(enum.StrEnum):
+    """How an expert's numbers are encoded."""
+
+    RAW = "raw"  # the checkpoint's own type, the model's own orientation
+    LOSSLESS = "lossless"  # bf16 with its exponents packed; on disk and in host memory, slabs hold it decoded
+    INT8 = "int8"  # the integer formats: a scale and an offset per group of inputs
+    INT4 = "int4"
+    INT2 = "int2"
+
+    @property
+    def exact(self) -> bool:
+        """No weight loses a bit."""
+        return self in (Format.RAW, Format.LOSSLESS)
+
+
+class Gate(enum.StrEnum):
+    """How the first product of an expert holds gate and up."""
+
+    NONE = "none"  # there is only up
+    CONCATENATED = "concatenated"  # rows 0 .. I of the first matrix are the gate, I .. 2I are up
+    INTERLEAVED = "interleaved"  # even rows are the gate, odd ones are up
+
+
+class Activation(enum.StrEnum):
+    """What an expert does between its products; `g` is the gate, `u` is up (u alone without a gate)."""
+
+    SILU = "silu"  # silu(g) * u
+    GELU_TANH = "gelu_tanh"  # 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) * u
+    GELU_ERF = "gelu_erf"  # 0.5 g (1 + erf(g / sqrt(2))) * u
+    RELU_SQUARED = "relu_squared"  # relu(g)^2 * u
+    CLAMPED_SWIGLU = "clamped_swiglu"  # g, u clamped to `limit` (g from above only): g sigmoid(alpha g) * (u + 1); gpt-oss
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """How an experts module uses the sections of its records: enough to compute an expert without the module."""
+
+    up: str  # section of the first matrix, `gate_up_proj` or `up_proj`; its bias, if any, is `<up>_bias`
+    down: str
+    transposed: bool  # matrices are [in, out] in the model; [out, in] otherwise
+    gate: Gate
+    activation: Activation
+    alpha: float = 1.0  # of clamped_swiglu
+    limit: float = math.inf
+
+
+def aligned(nbytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """`nbytes` rounded up to the alignment of records, or another one."""
+    return -(-nbytes // alignment_bytes) * alignment_bytes
 
 
 @dataclass(frozen=True)
@@ -91,7 +138,13 @@ class ExpertInventory:
     """All routed experts of a model: its MoE layers in order and the distinct record layouts (geometries)."""
 
     layers: tuple[MoELayer, ...]
-    layouts: tuple[RecordLayout, ...]
+    layouts: tuple[RecordLayout, ...]  # of what slabs hold
+    model_layouts: tuple[RecordLayout, ...] = ()  # in the model's dtype and orientation, where slabs hold another format
+
+    @property
+    def raw_layouts(self) -> tuple[RecordLayout, ...]:
+        """Layouts in the model's dtype and orientation, by geometry."""
+        return self.model_layouts or self.layouts
 
     def layout(self, layer: int) -> RecordLayout:
         return self.layouts[self.layers[layer].geometry]
@@ -102,4 +155,9 @@ class ExpertInventory:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all experts as records in the model's dtype: what `memory="100%"` means."""
+        return sum(layer.num_experts * self.raw_layouts[layer.geometry].record_bytes for layer in self.layers)
+
+    @cached_property
+    def slab_bytes(self) -> int:
+        """Bytes of slabs for all experts, in the format that slabs hold."""
         return sum(layer.num_experts * self.layout(layer.index).record_bytes for layer in self.layers)

@@ -24,10 +24,10 @@ from vismoe.config import format_bytes
 from vismoe.errors import InputError
 from vismoe.machine.rates import FULL, MIB, DiskRate, DiskRates, Effort
 from vismoe.memory.hardware import cores
+from vismoe.types import BLOCK_BYTES
 
 __all__ = ["disk_rates", "filesystem_key", "nearest_folder"]
 
-BLOCK_BYTES = 4096  # what O_DIRECT wants addresses, offsets and sizes to be multiples of
 LEAST_SCRATCH_BYTES = 64 * MIB
 LEAST_EXISTING_BYTES = 256 * MIB  # a file in the folder is measured in place of a scratch file from this size on
 WEIGHTS = ("*.safetensors", "*.gguf")

@@ -15,10 +15,10 @@ import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
 from vismoe.store.safetensors_header import AGAIN, SafetensorsHeader
+from vismoe.types import BLOCK_BYTES
 
 __all__ = ["CheckpointFiles", "OpenFiles", "bounce_bytes"]
 
-BLOCK_BYTES = 4096  # a multiple of every disk's logical block
 LOGICAL_BLOCK_BYTES = 512  # the smallest: what O_DIRECT returns is a multiple of it, but for the end of a file
 MOST_BOUNCE_BYTES = 4 * 2**20  # of one request: large enough for the disk, small enough to be copied out of the caches
 

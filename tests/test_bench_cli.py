@@ -28,8 +28,8 @@ from vismoe.machine.profile import Profile
 from vismoe.machine.rates import DramRates
 
 REPORT = {
-    "command", "commit", "versions", "hardware", "model", "conditions", "labels", "ceilings", "control", "contestants", "runs",
-    "interrupted",
+    "command", "commit", "versions", "hardware", "model", "stores", "conditions", "labels", "ceilings", "control", "contestants",
+    "runs", "interrupted",
 }  # fmt: skip
 TINY = "bench --geometry tiny --layers 2 --repeats 1 --warm 1 --prompt-tokens 12 --new-tokens 4 --memory 50% --threads 1".split()
 
@@ -82,8 +82,34 @@ def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, 
     assert rows["accelerate"]["notes"]["modules"].keys() == {"cpu", "disk"}  # it was given no more than half of the experts
     first, *_ = report["runs"]
     assert first["requests"][0]["visual_tokens"] > 0 and len(first["requests"]) == 2
+    assert report["versions"].keys() >= {"python", "torch", "accelerate", "llama_cpp_python"} and "logits" not in first
     tracks = {event["args"]["name"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "M"}
     assert {"phase", "compute"} <= tracks
+
+
+def test_formats_are_packed_and_run_beside_their_partners(cache, capsys):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source, by hand")
+    pytest.importorskip("gguf")
+    flags = "--layers 4 --formats raw,packed,int8 --kernels torch --baseline llama.cpp-mmap --warm-cache --moe-time"
+    assert cli.main([*TINY, *flags.split()]) == 0
+    *table, last = capsys.readouterr().out.strip().splitlines()
+    report = json.loads(last)
+    rows = report["contestants"]
+    assert list(rows) == ["vismoe", "vismoe packed", "llama.cpp-mmap", "vismoe int8", "llama.cpp-mmap q8_0"]
+    for name, row in rows.items():
+        assert row["failed"] is None, row["failed"]
+        assert row["moe_us"]["prefill"]["median"] > 0 and row["moe_us"]["decode"]["median"] > 0
+        assert row["agreement"]["correlation"] > 0.95, name
+    assert rows["vismoe packed"]["agreement"]["equal_tokens"] == 4
+    assert [store["format"] for store in report["stores"]] == ["raw", "int8"]
+    assert all(store["packed_s"] for store in report["stores"]) and 8 < report["stores"][1]["bits_per_weight"] < 10
+    assert not [label for label in report["labels"] if label.startswith("warning: the first logits")]
+    assert any(re.match(r"vismoe int8 +llama\.cpp-mmap q8_0 .*x, .*x", line) for line in table)
+
+
+def test_a_format_that_is_not_packed_is_refused_for_somebodys_model(tiny, capsys, tmp_path):
+    assert cli.main(["bench", tiny, "--formats", "int4", "--store", str(tmp_path), "--memory", "50%"]) == 2
+    assert "vismoe pack" in capsys.readouterr().err
 
 
 def test_json_prints_nothing_but_the_report_and_ctrl_c_what_there_is(tiny, capsys, monkeypatch):
@@ -124,6 +150,9 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
         ("bench --geometry tiny --prompt hello", "no tokenizer"),
         ("bench --geometry tinny", "tiny"),
         ("bench --baseline vllm", "choose among"),
+        ("bench --formats int3", "int3: choose among raw, packed, lossless"),
+        ("bench --kernels torch,triton", "triton: choose among auto, torch, fast"),
+        ("bench --formats int8 --baseline llama.cpp --gguf model.gguf", "generated checkpoints only"),
         ("bench --new-tokens 1", "at least 2"),
         ("bench --image 12", "WIDTHxHEIGHT"),
         ("bench --limit 3XB", "is not a size"),
@@ -223,9 +252,10 @@ def test_clean_deletes_what_was_generated_and_nothing_else(cache, tmp_path, caps
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").touch()
     (tmp_path / "mine.gguf").touch()
-    leftovers = ("tiny-4-layers-skew-0.5-seed-1.gguf", "tiny-4-layers-skew-0-seed--1.gguf.partial", "offload-999999999")
+    leftovers = ("tiny-4-layers-skew-0.5-seed-1.q4_0.gguf", "tiny-4-layers-skew-0-seed--1.gguf.partial", "offload-999999999")
+    leftovers += ("tiny-4-layers-skew-0-seed-1.store",)
     for name in leftovers:
-        (tmp_path / name).mkdir() if name.startswith("offload") else (tmp_path / name).touch()
+        (tmp_path / name).touch() if "gguf" in name else (tmp_path / name).mkdir()
     (tmp_path / f"offload-{os.getpid()}").mkdir()
     assert cli.main(["bench", "--clean", "--folder", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

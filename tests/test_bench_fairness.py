@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vismoe.bench.fairness import IMPORTS_BYTES, Conditions, Entry, does_not_fit, labels, refusals
+from vismoe.bench.job import Contestant
 from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import parse_bytes
 from vismoe.memory.sizes import size_up
@@ -14,12 +15,16 @@ from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 GIB = 2**30
 LEAST = f"--limit {size_up(2 * GIB + IMPORTS_BYTES)}"  # beside a budget of 2 GiB
-OURS = Entry("vismoe", False, "bfloat16", 10 * GIB, "cpu", True)
+OURS = Entry(Contestant("vismoe"), "bfloat16", 10 * GIB, "cpu")
 FAIR = Conditions(2 * GIB, 3 * GIB, 64 * GIB, warm_cache=False, emulated_link=False, picture=False)
 
 
-def rival(**other):
-    return dataclasses.replace(OURS, contestant="llama.cpp-mmap", **other)
+def rival(way="llama.cpp-mmap", format="raw", **other):
+    return dataclasses.replace(OURS, contestant=Contestant(way, format), **other)
+
+
+def ours(format):
+    return dataclasses.replace(OURS, contestant=Contestant("vismoe", format), weights_bytes=4 * GIB)
 
 
 def under(**other):
@@ -33,7 +38,8 @@ def test_the_same_weights_under_the_same_limit_are_fair():
 @pytest.mark.parametrize(
     ("entry", "conditions", "reason", "fix"),
     [
-        (rival(precision="q4_0"), FAIR, "q4_0 weights, vismoe bfloat16", "--gguf with bfloat16 weights"),
+        (rival(dtype="q4_0"), FAIR, "q4_0 weights, vismoe bfloat16", "--gguf with bfloat16 weights"),
+        (rival(format="int4"), FAIR, "llama.cpp-mmap q4_0 has q4_0 experts, and vismoe runs without int4", "--formats int4"),
         (
             rival(),
             under(limit_bytes=None),
@@ -52,6 +58,28 @@ def test_one_unfairness_gives_one_reason_with_a_fix(entry, conditions, reason, f
         assert not found
     else:
         assert len(found) == 1 and reason in found[0] and fix in found[0].split("Fix: ")[1]
+
+
+def test_lossy_formats_stand_beside_their_partners_and_whoever_keeps_every_bit():
+    partners = [rival(), rival("accelerate"), rival(format="int8"), rival(format="int4")]
+    assert refusals([OURS, ours("int8"), ours("int4"), *partners], FAIR) == []
+    (reason,) = refusals([OURS, ours("int8"), *partners], FAIR)
+    assert "q4_0" in reason
+    assert refusals([ours("int4"), rival("transformers")], FAIR) == []
+
+
+def test_what_a_format_is_held_against_is_said_with_its_bits():
+    tight = under(limit_bytes=int(2.4 * GIB))
+    said = labels([OURS, ours("int8"), ours("int2"), rival(), rival(format="int8")], tight)
+    assert [label.split(":")[0].split(";")[0] for label in said] == [
+        "int8 (8.25 bits per expert weight) is held against q8_0 (8.5)",
+        "int2 (2.5 bits per expert weight) has no rival of its precision",
+    ]
+    assert not labels([OURS, ours("lossless"), rival()], tight)
+
+
+def test_the_largest_of_ours_decides_whether_a_limit_is_needed():
+    assert "the page cache may hold all 10.00 GiB" in refusals([ours("int4"), OURS, rival()], under(limit_bytes=None))[0]
 
 
 def test_another_device_is_refused():
@@ -77,10 +105,11 @@ def test_ours_alone_needs_no_limit():
 
 def test_what_needs_more_than_the_ram_is_not_started_without_a_limit_and_under_one_the_group_decides():
     free = under(limit_bytes=None, ram_bytes=8 * GIB)
-    assert does_not_fit(rival(needs_all=True), free) == "does not fit the RAM: 10.00 GiB of weights, 8.00 GiB of RAM"
-    assert does_not_fit(rival(needs_all=True), under(ram_bytes=8 * GIB)) is None
+    resident = rival("transformers")
+    assert does_not_fit(resident, free) == "does not fit the RAM: 10.00 GiB of weights, 8.00 GiB of RAM"
+    assert does_not_fit(resident, under(ram_bytes=8 * GIB)) is None
     assert does_not_fit(rival(), free) is None
-    assert does_not_fit(rival(needs_all=True, device="cuda"), free) is None
+    assert does_not_fit(dataclasses.replace(resident, device="cuda"), free) is None
 
 
 def test_weights_that_caches_hold_are_said_to_be_small():
@@ -95,7 +124,7 @@ def test_a_budget_far_below_the_limit_is_said():
 
 
 def test_who_does_not_see_the_picture_is_named():
-    (label,) = labels([OURS, rival(sees_picture=False)], under(picture=True, limit_bytes=int(2.4 * GIB)))
+    (label,) = labels([OURS, rival()], under(picture=True, limit_bytes=int(2.4 * GIB)))
     assert "llama.cpp-mmap" in label and "vismoe" not in label
 
 

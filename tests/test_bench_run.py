@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vismoe.bench import run as runs
 from vismoe.bench import worker
-from vismoe.bench.job import COLD, WARM, Job, Request, contestants_of
+from vismoe.bench.job import COLD, WARM, Contestant, Job, Request, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
 from vismoe.bench.run import run_all, run_job, schedule
@@ -39,11 +39,29 @@ def test_every_repeat_runs_everyone_once_and_begins_with_another(names, repeats)
     assert [turn[0] for turn in turns] == [names[repeat % len(names)] for repeat in range(repeats)]
 
 
-def test_baselines_are_words_or_contestants_and_ours_comes_first():
-    assert contestants_of(["transformers"]) == ("vismoe", "transformers", "transformers-eager")
-    assert contestants_of(["transformers-eager", "accelerate"]) == ("vismoe", "transformers-eager", "accelerate")
+def names(*asked):
+    return [one.name for one in contestants_of(*asked)]
+
+
+def test_baselines_are_words_or_ways_and_ours_comes_first():
+    assert names(["transformers"]) == ["vismoe", "transformers", "transformers-eager"]
+    assert names(["transformers-eager", "accelerate"]) == ["vismoe", "transformers-eager", "accelerate"]
     with pytest.raises(ConfigError, match=r"no such baseline\. Fix: choose among transformers, accelerate, llama\.cpp"):
         contestants_of(["vllm"])
+
+
+def test_every_format_is_a_contestant_and_llama_cpp_runs_in_its_partners(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    asked = ["accelerate", "llama.cpp-mmap"]
+    assert names(asked, ["raw", "lossless", "int8", "int2"]) == [
+        "vismoe", "vismoe lossless", "vismoe int8", "vismoe int2", "accelerate", "llama.cpp-mmap", "llama.cpp-mmap q8_0"
+    ]  # fmt: skip
+    assert names(asked, ["int4"]) == ["vismoe int4", "accelerate", "llama.cpp-mmap q4_0"]
+    assert names([], ["packed", "int4"], ["torch", "fast"]) == [
+        "vismoe packed torch", "vismoe packed fast", "vismoe int4 torch", "vismoe int4 fast"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no type like int2\. Fix: --formats with raw, int8, int4"):
+        names(asked, ["int2"])
 
 
 def test_a_baseline_that_is_not_installed_is_refused_with_the_package(monkeypatch):
@@ -54,13 +72,15 @@ def test_a_baseline_that_is_not_installed_is_refused_with_the_package(monkeypatc
 
 # ------------------------------------------------------------------ workers
 def test_a_job_survives_json():
-    job = Job("accelerate", "m", "bfloat16", "cpu", (1, 2), 3, 2, 1, 9, {"memory": "25%"}, None, (64, 32), ("a",), None, "f", "t")
+    job = Job(
+        "accelerate", "m", "bfloat16", "cpu", (1, 2), 3, 2, 1, 9, {"memory": "25%"}, None, (64, 32), ("a",), None, "f", "t", True
+    )
     assert Job.from_json(job.to_json()) == job
     assert Job.from_json(JOB.to_json()) == JOB
 
 
 def test_a_worker_gets_its_job_and_threads_and_its_result_comes_back():
-    body = "out.write_text(json.dumps({'echo': job['contestant'], 'threads': os.environ['OMP_NUM_THREADS']}))"
+    body = "out.write_text(json.dumps({'echo': job['way'], 'threads': os.environ['OMP_NUM_THREADS']}))"
     found = run_job(JOB, Groups(None), script(body))
     assert found == {"echo": "vismoe", "threads": "1", "peak_bytes": None}
 
@@ -74,8 +94,8 @@ def test_a_worker_that_breaks_is_reported_with_its_last_words():
 
 
 def test_who_failed_is_not_tried_again_and_the_others_go_on():
-    body = "out.write_text(json.dumps({'error': 'no'} if job['contestant'] == 'a' else {'x': 1}))"
-    jobs = {name: replace(JOB, contestant=name) for name in "ab"}
+    body = "out.write_text(json.dumps({'error': 'no'} if job['way'] == 'a' else {'x': 1}))"
+    jobs = {name: replace(JOB, way=name) for name in "ab"}
     begun = []
     outcome = run_all(jobs, 2, Groups(None), begun.append, script(body))
     assert [(run["contestant"], run["repeat"]) for run in outcome.runs] == [("a", 0), ("b", 0), ("b", 1)]
@@ -86,7 +106,7 @@ def test_everybodys_files_are_dropped_before_each_worker(monkeypatch):
     """Or the weights that one contestant read fill the RAM of the next."""
     dropped = []
     monkeypatch.setattr(runs, "drop_caches", lambda files: dropped.append(set(files)))
-    jobs = {name: replace(JOB, contestant=name, files=(f"{name}.bin", "shared.bin")) for name in "ab"}
+    jobs = {name: replace(JOB, way=name, files=(f"{name}.bin", "shared.bin")) for name in "ab"}
     run_all(jobs, 2, Groups(None), worker=script("out.write_text(json.dumps({'x': 1}))"))
     assert dropped[0] == {"a.bin", "b.bin", "shared.bin"} and len(dropped) == 4 and len(set(map(frozenset, dropped))) == 1
 
@@ -108,10 +128,10 @@ def test_the_result_is_there_before_the_timeline_is_written(tmp_path, monkeypatc
 
 def test_ctrl_c_ends_the_worker_and_keeps_what_was_measured(tmp_path):
     body = (
-        "job['contestant'] == 'a' and (out.write_text('{\"x\": 1}'), sys.exit()); "
+        "job['way'] == 'a' and (out.write_text('{\"x\": 1}'), sys.exit()); "
         "pathlib.Path(job['model']).write_text(str(os.getpid())); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     )
-    jobs = {name: replace(JOB, contestant=name, model=str(tmp_path / "pid")) for name in "ab"}
+    jobs = {name: replace(JOB, way=name, model=str(tmp_path / "pid")) for name in "ab"}
     began_s = time.monotonic()
     outcome = run_all(jobs, 3, Groups(None), worker=script(body))
     assert outcome.interrupted and [run["contestant"] for run in outcome.runs] == ["a"]
@@ -133,6 +153,7 @@ class Runner:
     """A contestant that remembers what it was asked."""
 
     notes = {"experts": "none"}
+    logits = (0.5, 0.25)
 
     def __init__(self, job):
         self.asked = []
@@ -140,6 +161,10 @@ class Runner:
     def request(self, state):
         self.asked.append(state)
         return request(state)
+
+    def moe_s(self):
+        self.asked.append("experts")
+        return {"prefill": 0.5, "decode": 0.25}
 
     def trace(self, path):
         self.asked.append(path)
@@ -160,7 +185,12 @@ def test_a_worker_asks_cold_then_warm_and_drops_the_files_before(tmp_path, monke
     assert [one.state for one in answer.requests] == [COLD, WARM, WARM]
     assert runner.asked == [COLD, WARM, WARM]
     assert dropped == [str(tmp_path / "weights"), str(tmp_path / "offload" / "w")]
-    assert (answer.cached_bytes, answer.files_bytes) == (5, 7)
+    assert (answer.cached_bytes, answer.files_bytes, answer.logits, answer.moe_s) == (5, 7, (0.5, 0.25), None)
+
+
+def test_experts_are_timed_after_the_requests_that_count():
+    answer, runner = worker.answer(replace(JOB, moe_time=True), Runner)
+    assert runner.asked == [COLD, WARM, WARM, "experts"] and answer.moe_s == {"prefill": 0.5, "decode": 0.25}
 
 
 def test_an_error_of_a_contestant_is_the_workers_result(tmp_path, monkeypatch):
@@ -175,7 +205,12 @@ def test_an_error_of_a_contestant_is_the_workers_result(tmp_path, monkeypatch):
 WORK = Work(prefill_bytes=600, decode_bytes=50, backbone_bytes=100, expert_bytes=10)
 CEILINGS = Ceilings(100.0, 600.0, None, "by hand")
 COUNTERS = dict(hits=3, misses=1, late=0, bytes_read=40, bytes_copied=0, stall_seconds=0.5, wasted_prefetch_bytes=8)
+CONTESTANTS = tuple(map(Contestant, ("vismoe", "transformers", "transformers-eager", "accelerate", "llama.cpp-mmap")))
 COUNTERS |= dict(layer_seconds=1.25, compute_seconds=0.625, steps=4)
+
+
+def figures_of(runs, contestants=CONTESTANTS, work=WORK, ceilings=CEILINGS):
+    return summary(runs, contestants, {one.name: work for one in contestants}, ceilings, moe_layers=2)
 
 
 def runs_of(name, *answers, **fields):
@@ -190,6 +225,8 @@ def runs_of(name, *answers, **fields):
             peak_rss_bytes=7,
             cached_bytes=0,
             files_bytes=1000,
+            moe_s=None,
+            logits=(),
             notes={},
         )
         yield {**run, "requests": requests, **fields}
@@ -207,16 +244,16 @@ def test_the_figures_of_a_request():
 
 
 def test_medians_with_extremes_cold_and_warm_apart():
-    found = summary([*runs_of("vismoe", (4.0, 2.0, 1.0), (8.0, 2.0, 0.5)), *runs_of("accelerate", (16.0, 8.0))], WORK, CEILINGS)
+    found = figures_of([*runs_of("vismoe", (4.0, 2.0, 1.0), (8.0, 2.0, 0.5)), *runs_of("accelerate", (16.0, 8.0))])
     assert list(found) == ["vismoe", "accelerate"]
     ours = found["vismoe"]
     assert ours["cold"]["decode_tokens_per_s"] == {"median": statistics.median([0.5, 0.25]), "min": 0.25, "max": 0.5, "n": 2}
     assert ours["warm"]["decode_tokens_per_s"] == {"median": 2.0, "min": 1.5, "max": 2.5, "n": 2}  # of processes
     assert ours["peak_bytes"] == 7 and ours["repeats"] == 2
-    assert found["accelerate"]["vismoe_is_times_as_fast"]["cold"]["decode"] == 0.375 / 0.125
-    assert found["accelerate"]["vismoe_is_times_as_fast"]["warm"]["decode"] == 2.0 / 0.25
-    assert ours["first_answer_s"]["median"] == 2.0
-    assert len({tuple(row) for row in found.values()}) == 1
+    times = ours["times_as_fast_as"]["accelerate"]
+    assert times["same_precision"] and times["cold"]["decode"] == 0.375 / 0.125 and times["warm"]["decode"] == 2.0 / 0.25
+    assert ours["first_answer_s"]["median"] == 2.0 and ours["moe_us"] is times["moe"]["decode"] is None
+    assert set(ours) - set(found["accelerate"]) == {"times_as_fast_as"}
     json.dumps(found, allow_nan=False)
 
 
@@ -229,9 +266,39 @@ def test_who_was_not_really_cold_gets_no_cold_ratio_and_the_reason(field, value,
         theirs["requests"][0] |= dict(prefill_disk_bytes=value, decode_disk_bytes=150)
     else:
         theirs[field] = value
-    row = summary([ours, theirs], WORK, CEILINGS)["transformers"]
-    assert reason in row["not_cold"] and row["vismoe_is_times_as_fast"]["cold"]["decode"] is None
-    assert row["vismoe_is_times_as_fast"]["warm"]["decode"] == 1.0
+    found = figures_of([ours, theirs])
+    times = found["vismoe"]["times_as_fast_as"]["transformers"]
+    assert reason in found["transformers"]["not_cold"] and times["cold"]["decode"] is None and times["warm"]["decode"] == 1.0
+
+
+FORMATS = tuple(
+    Contestant(way, format)
+    for way, format in (("vismoe", "int8"), ("vismoe", "raw"), ("accelerate", "raw"), ("llama.cpp-mmap", "int8"))
+)
+
+
+def test_each_of_ours_is_held_against_its_precision_and_whoever_keeps_every_bit():
+    found = figures_of([run for one in FORMATS for run in runs_of(one.name, (4.0, 2.0))], FORMATS)
+    assert list(found) == ["vismoe", "accelerate", "vismoe int8", "llama.cpp-mmap q8_0"]
+    assert found["vismoe"]["times_as_fast_as"].keys() == {"accelerate"}
+    same = {name: times["same_precision"] for name, times in found["vismoe int8"]["times_as_fast_as"].items()}
+    assert same == {"accelerate": False, "llama.cpp-mmap q8_0": True}
+
+
+def test_the_routed_experts_time_is_by_layer_and_token_and_compared():
+    ours, theirs = (
+        next(runs_of(name, (4.0, 2.0), moe_s={"prefill": factor * 0.8, "decode": factor * 0.4}))
+        for name, factor in (("vismoe", 1), ("accelerate", 3))
+    )
+    found = figures_of([ours, theirs])
+    assert found["vismoe"]["moe_us"]["prefill"]["median"] == pytest.approx(1e6 * 0.8 / 2 / 4)  # two layers, four tokens
+    assert found["vismoe"]["moe_us"]["decode"]["median"] == pytest.approx(1e6 * 0.4 / 2 / 2)
+    assert found["vismoe"]["times_as_fast_as"]["accelerate"]["moe"] == pytest.approx({"prefill": 3, "decode": 3})
+
+
+def test_smaller_experts_are_less_work_and_the_backbone_stays():
+    assert WORK.with_experts_of(0.5) == Work(prefill_bytes=350, decode_bytes=75, backbone_bytes=100, expert_bytes=5)
+    assert replace(WORK, prefill_bytes=None).with_experts_of(0.5).prefill_bytes is None
 
 
 def test_prefill_is_what_vismoe_counted_and_unknown_where_routing_is_not_uniform():
@@ -244,19 +311,19 @@ def test_prefill_is_what_vismoe_counted_and_unknown_where_routing_is_not_uniform
 def test_nothing_in_common_other_answers_and_shares_above_a_ceiling_are_warnings():
     runs = [*runs_of("vismoe", (4.0, 2.0)), *runs_of("accelerate", (4.0, 0.4), (4.0, 2.0))]
     ample = Ceilings(10_000.0, 600.0, None, "by hand")
-    (above,) = warnings(summary(runs, WORK, ample))
+    (above,) = warnings(figures_of(runs, ceilings=ample))
     assert "accelerate is above a ceiling (warm decode disk share 125%)" in above  # 300 bytes in 0.4 s, 600 bytes per second
     runs[1]["requests"][0]["token_ids"] = (9, 9, 9)
     runs[0]["requests"][0]["token_ids"] = (1, 1, 1)
-    said = "\n".join(warnings(summary(runs, WORK, ample)))
+    said = "\n".join(warnings(figures_of(runs, ceilings=ample)))
     assert "vismoe did not give the same tokens" in said and "vismoe has not one new token in common with accelerate" in said
 
 
 def test_a_contestant_that_failed_keeps_its_reason_and_what_it_measured_before():
     runs = [*runs_of("vismoe", (4.0, 2.0)), {"contestant": "vismoe", "repeat": 1, "failed": "killed"}]
-    found = summary(runs, WORK, CEILINGS)["vismoe"]
+    found = figures_of(runs)["vismoe"]
     assert found["failed"] == "killed" and found["repeats"] == 1 and found["cold"]["decode_tokens_per_s"]["n"] == 1
-    only_failed = summary(runs[1:], WORK, CEILINGS)["vismoe"]
+    only_failed = figures_of(runs[1:])["vismoe"]
     assert only_failed["failed"] == "killed" and only_failed["cold"] == {} and only_failed["load_s"] is None
 
 
@@ -272,12 +339,25 @@ def test_answers_are_held_against_eager_if_it_ran():
         answered("accelerate", (4, 2, 3), (1, 2, 3)),
         dict(contestant="llama.cpp-resident", failed="no"),
     ]
-    found = agreement(runs)
+    found = agreement(runs, CONTESTANTS)
     assert {name: row["equal_tokens"] for name, row in found.items()} == {
         "vismoe": 3, "transformers": 2, "transformers-eager": 3, "llama.cpp-mmap": None, "accelerate": 0
     }  # fmt: skip
     assert {row["with"] for row in found.values()} == {"transformers-eager"}
     assert [name for name, row in found.items() if not row["same_every_time"]] == ["accelerate"]
+
+
+def test_logits_that_have_nothing_to_do_with_the_references_are_a_warning():
+    logits = {
+        "vismoe": (1, 2, 3, 4.5),
+        "vismoe int8": (4, 3, 2, 1),
+        "accelerate": (1, 2, 3, 4),
+        "llama.cpp-mmap q8_0": (1, 2, 3, 5),
+    }
+    found = figures_of([run for one in FORMATS for run in runs_of(one.name, (4.0, 2.0), logits=logits[one.name])], FORMATS)
+    assert found["accelerate"]["agreement"]["correlation"] == pytest.approx(1)
+    (said,) = [text for text in warnings(found) if "correlate" in text]
+    assert "the first logits of vismoe int8 correlate with those of accelerate by -1.000" in said
 
 
 def test_what_is_not_known_is_left_out_of_a_spread():

@@ -64,6 +64,13 @@ def test_a_recorded_trace_is_replayed(run_json, tmp_path, capsys):
     assert min(row["times_oracle"] for row in replayed["rows"]) == 1
     assert cli.main(["replay", folder, "--slots", "32"]) == 0
     assert "oracle" in capsys.readouterr().out
+    code, ways = run_json("replay", folder, "--slots", "12.5%", "25%", "--misses", "--layer-seconds", "1e-6")
+    assert code == 0 and ways["time"] == "virtual" and len(ways["rows"]) == 2 * 4
+    assert max(row["over_best"] for row in ways["rows"]) <= 1.05
+    assert 20e9 < ways["crossover_bytes_per_s"]["25%"] < 80e9
+    assert cli.main(["replay", folder, "--slots", "25%", "--misses", "--link", "10GB", "--cpu", "20GB"]) == 0
+    assert "crossover at 25% slots" in capsys.readouterr().out
+    assert run_json("replay", folder, "--slots", "25%", "--cpu", "20GB")[0] == 2
 
 
 def test_scenes_are_scored_by_kind_with_an_interval(run_json):
@@ -151,7 +158,8 @@ def terminal():
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     """Experts crawl in over an emulated link, so that there is an answer to be stopped."""
-    chat = terminal("--memory", "25%", "--lookahead", "none", "--emulated-link-bytes-per-s", "3MiB", "--image", PICTURE)
+    crawling = ["--emulated-link-bytes-per-s", "3MiB", "--misses", "wait", "--lookahead", "none"]
+    chat = terminal("--memory", "25%", *crawling, "--image", PICTURE)
     chat.wait_for("> ")
     chat.type("Describe the image.")
     chat.wait_for("Describe the image.")

@@ -39,7 +39,7 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
         ({"pinned_layers": -1}, "at least 0"),
         ({"pinned_layers": "some"}, "at least 0"),
         ({"emulated_link_bytes_per_s": 0.0}, "above zero"),
-        ({"kernels": "fast"}, "'torch'"),
+        ({"kernels": "slow"}, "'torch'"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(values, says):

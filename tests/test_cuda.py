@@ -45,3 +45,23 @@ def test_a_slab_is_not_overwritten_while_a_kernel_still_reads_it(tmp_path):
         expected = reference.generate(**inputs, do_sample=False, max_new_tokens=100, min_new_tokens=100)
         assert torch.equal(expected, model.generate(**inputs, do_sample=False, max_new_tokens=100, min_new_tokens=100))
     vismoe.runtime_of(model).pager.close()
+
+
+@pytest.mark.parametrize("misses", ["cpu", "auto"])
+def test_misses_that_the_cpu_computes_beside_the_gpu_change_logits_by_rounding_only(misses, tmp_path):
+    tiny_models.save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16)
+    reference = tiny_models.reference(tmp_path, torch.bfloat16).to("cuda")
+    settings = VisMoEConfig(memory="25%", kernels="auto", misses=misses)
+    model = tiny_models.model_class(tmp_path).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map="cuda", quantization_config=settings
+    )
+    inputs = {k: v.to("cuda") for k, v in tiny_models.prompt("qwen3_vl_moe", dtype=torch.bfloat16, batch=2).items()}
+    with torch.inference_mode():
+        for _ in range(3):  # at first nothing is in host memory
+            logits = model(**inputs).logits
+        torch.testing.assert_close(logits, reference(**inputs).logits, rtol=0.05, atol=0.1)
+    pager = vismoe.runtime_of(model).pager
+    assert pager.metrics.snapshot().total("computed_on_host") > 0
+    pager.check_integrity()
+    pager.host.check_integrity()
+    pager.close()

@@ -5,7 +5,7 @@ import time
 import pytest
 import tiny_models
 import torch
-from test_pager import NumberStore, check
+from test_pager import NumberStore, lent_by
 
 import vismoe
 from vismoe import VisMoEConfig
@@ -13,7 +13,7 @@ from vismoe.memory.host import HostTier
 from vismoe.memory.pool import SlabPool
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import EmulatedLinkMover
-from vismoe.types import ExpertId, Phase
+from vismoe.types import Phase
 
 
 def test_logits_are_the_same_through_an_emulated_device(tmp_path):
@@ -30,6 +30,26 @@ def test_logits_are_the_same_through_an_emulated_device(tmp_path):
     vismoe.runtime_of(model).pager.close()
 
 
+def test_logits_are_the_same_bits_whichever_way_misses_are_served(tmp_path):
+    tiny_models.save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16)
+    inputs = tiny_models.prompt("qwen3_vl_moe", dtype=torch.bfloat16, batch=2)
+    logits, tokens, counts = {}, {}, {}
+    for misses in ("wait", "cpu", "auto"):
+        settings = VisMoEConfig(memory="25%", kernels="fast", misses=misses, emulated_link_bytes_per_s=1e8)
+        model = tiny_models.model_class(tmp_path).from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=settings)
+        with torch.inference_mode():
+            logits[misses] = model(**inputs).logits
+            tokens[misses] = model.generate(**inputs, do_sample=False, max_new_tokens=12, min_new_tokens=12)
+        pager = vismoe.runtime_of(model).pager
+        counts[misses] = pager.metrics.snapshot()
+        pager.check_integrity()
+        pager.close()
+    assert torch.equal(logits["wait"], logits["cpu"]) and torch.equal(logits["wait"], logits["auto"])
+    assert torch.equal(tokens["wait"], tokens["cpu"]) and torch.equal(tokens["wait"], tokens["auto"])
+    assert counts["wait"].total("computed_on_host") == 0 < counts["auto"].total("computed_on_host")
+    assert counts["cpu"].total("bytes_copied") < counts["wait"].total("bytes_copied")
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_copies_share_one_link_however_many_threads_there_are(threads):
     store = NumberStore([12], [0])
@@ -40,8 +60,7 @@ def test_copies_share_one_link_however_many_threads_there_are(threads):
     pager.begin_step(Phase.DECODE)
     began_s = time.perf_counter()
     with pager.demand(0, list(range(12))) as demand:
-        for expert, weights in demand.as_ready():
-            check(ExpertId(0, expert), weights)
+        list(lent_by(demand, 0))
     assert time.perf_counter() - began_s >= 0.12, "twelve records take twelve times as long as one"
     pager.check_integrity()
     pager.close()

@@ -60,6 +60,51 @@ def test_llama_cpp_computes_the_same_logits(name, changes, tmp_path):
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.8
 
 
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_only_the_experts_are_quantised_and_as_the_library_does_it(name, kind, tmp_path):
+    """gpt-oss keeps its experts transposed, gate and up in every other column, and has biases."""
+    gguf = pytest.importorskip("gguf")
+    folder = written(name, tmp_path, moe_intermediate_size=64, intermediate_size=64)
+    for experts in ("bf16", kind):
+        write_gguf(folder, tmp_path / f"{experts}.gguf", experts=experts, progress=False)
+    plain, small = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / f"{experts}.gguf").tensors} for experts in ("bf16", kind)
+    )
+    assert list(plain) == list(small)
+    changed = {name for name in plain if plain[name].tensor_type != small[name].tensor_type}
+    assert changed == {name for name in plain if name.endswith("_exps.weight")} and changed
+    for tensor in plain:
+        data = plain[tensor].data
+        if tensor in changed:
+            values = torch.from_numpy(data.copy()).view(torch.bfloat16).float().numpy()
+            data = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind.upper()])
+            assert small[tensor].tensor_type.name.lower() == kind
+        assert np.array_equal(small[tensor].data, data), tensor
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_llama_cpp_reads_quantised_experts_and_answers_nearly_the_same(kind, tmp_path):
+    pytest.importorskip("gguf")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
+    folder = written("qwen3-30b-a3b", tmp_path, moe_intermediate_size=64)
+    write_gguf(folder, tmp_path / "model.gguf", experts=kind, progress=False)
+    ids = torch.randint(300, 1900, (40,), generator=torch.Generator().manual_seed(0))
+    llama = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+    llama.eval(ids.tolist())
+    theirs = torch.from_numpy(np.array(llama.scores[: len(ids)])).float()
+    llama.close()
+    cosine = torch.cosine_similarity(transformers_logits(folder, ids), theirs, dim=-1)
+    assert {"q8_0": 0.999, "q4_0": 0.95}[kind] < cosine.median() < 0.99999, cosine
+
+
+def test_rows_that_are_not_whole_blocks_are_refused(tmp_path):
+    pytest.importorskip("gguf")
+    with pytest.raises(UnsupportedModelError, match="rows of 48 weights, and q4_0 comes in blocks of 32"):
+        write_gguf(written("qwen3-30b-a3b", tmp_path), tmp_path / "model.gguf", experts="q4_0", progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
+
+
 def test_experts_lie_in_stacked_tensors_and_vectors_and_routers_are_float32(tmp_path):
     gguf = pytest.importorskip("gguf")
     folder = written("qwen3-30b-a3b", tmp_path)
@@ -147,7 +192,8 @@ for width in (32, 2048):
     written = write_checkpoint(config, model_class_of("tiny"), folder / str(width), progress=False)
     baseline = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")
-    write_gguf(written.folder, folder / f"{width}.gguf", progress=False)
+    for experts in ("bf16", "q4_0"):
+        write_gguf(written.folder, folder / f"{width}.{experts}.gguf", experts=experts, progress=False)
 print(status("VmHWM") - baseline)
 """
 
@@ -158,7 +204,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "2048.gguf").stat().st_size > 400e6
+    assert (tmp_path / "2048.bf16.gguf").stat().st_size > 400e6
     assert int(done.stdout.splitlines()[-1]) < 64 * 2**20
 
 

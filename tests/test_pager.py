@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from vismoe.errors import BusyError, ClosedError, TransferError
 from vismoe.memory.pool import SlabPool
+from vismoe.paging.demand import Demand
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
@@ -54,11 +56,23 @@ def check(expert: ExpertId, weights: dict[str, torch.Tensor]) -> None:
     assert tuple(weights["w"][:2].tolist()) == expert, "a slab was lent that holds another expert"
 
 
-def random_walk(seed: int, steps: int, experts: list[int], geometries: list[int], slabs: list[int], **kw) -> Pager:
+def lent_by(demand: Demand, layer: int, in_order: bool = False) -> Iterator[int]:
+    """The experts one by one, each checked to be what it should be, at the address it should have."""
+    for group in demand.groups(in_order):
+        assert group and len({lent.on_host for lent in group}) == 1
+        for lent, address in zip(group, group.addresses.tolist()):
+            check(ExpertId(layer, lent.expert), lent.weights)
+            assert lent.weights["w"].data_ptr() == address
+            yield lent.expert
+
+
+def random_walk(
+    seed: int, steps: int, experts: list[int], geometries: list[int], slabs: list[int], make=make_pager, **kw
+) -> Pager:
     """Drive a pager through random demands, guesses (half of them right), failing reads and loops left early."""
     rng = random.Random(seed)
     store = NumberStore(experts, geometries)
-    pager = make_pager(store, slabs, **kw)
+    pager = make(store, slabs, **kw)
     plans = [sorted(rng.sample(range(n), rng.randint(1, min(n, 6)))) for n in experts]
     try:
         layer = len(experts)
@@ -81,9 +95,9 @@ def random_walk(seed: int, steps: int, experts: list[int], geometries: list[int]
                 prefill = pager.phase is Phase.PREFILL
                 keep = rng.sample(wanted, len(wanted) // 3) if prefill else None
                 seen = []
-                with contextlib.suppress(TransferError), pager.demand(layer, wanted, keep) as demand:
-                    for expert, weights in demand.in_order() if prefill else demand.as_ready():
-                        check(ExpertId(layer, expert), weights)
+                tokens = [rng.randint(1, 3) for _ in wanted]
+                with contextlib.suppress(TransferError), pager.demand(layer, wanted, keep, tokens=tokens) as demand:
+                    for expert in lent_by(demand, layer, in_order=prefill):
                         seen.append(expert)
                         pager.check_integrity()
                         if rng.random() < 0.02:
@@ -93,6 +107,9 @@ def random_walk(seed: int, steps: int, experts: list[int], geometries: list[int]
                         assert not prefill or seen == wanted
                 layer += 1
             pager.check_integrity()
+            if pager.host is not None:
+                pager.host.check_integrity()
+                assert not pager.host._held, "something is held although nothing is computed"
     finally:
         pager.close()
     pager.check_integrity()
@@ -125,13 +142,27 @@ def test_resident_experts_come_first_in_decode_and_ids_ascend_in_prefill():
     pager = make_pager(store, [6])
     pager.begin_step(Phase.DECODE)
     with pager.demand(0, [5, 7]) as demand:
-        assert {e for e, _ in demand.as_ready()} == {5, 7}
+        assert set(lent_by(demand, 0)) == {5, 7}
     with pager.demand(0, [1, 5, 7]) as demand:
-        assert [e for e, _ in demand.as_ready()][:2] == [5, 7]
+        assert list(lent_by(demand, 0))[:2] == [5, 7]
     with pager.demand(0, [0, 1, 2, 3, 5, 7], keep=()) as demand:
-        assert [e for e, _ in demand.in_order()] == [0, 1, 2, 3, 5, 7]
+        assert list(lent_by(demand, 0, in_order=True)) == [0, 1, 2, 3, 5, 7]
     counts = pager.metrics.snapshot()
     assert (counts.total("hits"), counts.total("misses")) == (5, 6)
+    pager.close()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_layer_whose_experts_are_all_resident_is_one_group_and_otherwise_slabs_are_freed_one_by_one(in_order):
+    pager = make_pager(NumberStore([8], [0]), [6])
+    pager.begin_step(Phase.PREFILL if in_order else Phase.DECODE)
+    for _ in range(2):
+        with pager.demand(0, [1, 3, 5, 7], [1, 3, 5, 7] if in_order else None) as demand:
+            groups = [[lent.expert for lent in group] for group in demand.groups(in_order)]
+    assert groups == [[1, 3, 5, 7]]
+    with pager.demand(0, list(range(8)), [] if in_order else None) as demand:
+        sizes = [len(group) for group in demand.groups(in_order)]
+    assert sum(sizes) == 8 and sizes[:2] == [1, 1]
     pager.close()
 
 
@@ -141,11 +172,11 @@ def test_a_prefill_chunk_does_not_flush_what_decode_left():
     pager.begin_step(Phase.DECODE)
     for layer in (0, 1):
         with pager.demand(layer, list(range(8))) as demand:
-            list(demand.as_ready())
+            list(lent_by(demand, layer))
     pager.begin_step(Phase.PREFILL)
     for layer in (0, 1):
         with pager.demand(layer, list(range(8, 32)), keep=[31]) as demand:
-            list(demand.in_order())
+            list(lent_by(demand, layer, in_order=True))
     held = pager.tables[0].slab_of >= 0
     assert held[31] and held[32 + 31], "the last token's experts enter the cache"
     assert held[:8].sum() + held[32:40].sum() >= 11, "more than a ring's worth of the cache was flushed"
@@ -159,13 +190,13 @@ def test_a_prefill_chunk_with_lookahead_does_not_flush_it_either():
     pager.begin_step(Phase.DECODE)
     for layer in range(4):
         with pager.demand(layer, list(range(8))) as demand:
-            list(demand.as_ready())
+            list(lent_by(demand, layer))
     for _ in range(3):
         pager.begin_step(Phase.PREFILL)
         for layer in range(4):
             with pager.demand(layer, list(range(8, 32)), keep=[31]) as demand:
                 pager.look_ahead(layer, np.ones((1, 32), dtype=np.float32))
-                assert [expert for expert, _ in demand.in_order()] == list(range(8, 32))
+                assert list(lent_by(demand, layer, in_order=True)) == list(range(8, 32))
             time.sleep(0.005)  # attention of the next layer: the link is idle and guesses begin
             pager.check_integrity()
     held = pager.tables[0].slab_of >= 0
@@ -184,7 +215,7 @@ def test_a_prefill_that_finds_only_its_own_layer_in_the_ring_still_ends(experts,
     for wanted in (everything[:slabs], everything[slabs:], everything):
         pager.begin_step(Phase.PREFILL)
         with pager.demand(0, wanted, keep=[]) as demand:
-            seen = [check(ExpertId(0, expert), weights) or expert for expert, weights in demand.in_order()]
+            seen = list(lent_by(demand, 0, in_order=True))
         assert seen == wanted
         pager.check_integrity()
     pager.close()
@@ -192,17 +223,23 @@ def test_a_prefill_that_finds_only_its_own_layer_in_the_ring_still_ends(experts,
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
 def test_ctrl_c_at_every_line_of_the_pager_is_repaired(phase):
-    """KeyboardInterrupt before the n-th line that the model's thread runs in vismoe/paging, for every n until nothing is left.
+    interrupt_everywhere(phase, lambda: make_pager(NumberStore([8] * 3, [0, 1, 0]), [3, 3], threads=1), at_least=300)
+
+
+def interrupt_everywhere(phase: Phase, make: Callable[[], Pager], at_least: int) -> None:
+    """KeyboardInterrupt before the n-th line of paging and host tier that the model's thread runs, for every n there is.
 
     Not before lines with `with`: they are announced again on leaving, where CPython handles no signal before `__exit__` has run.
     """
+    ours = ("vismoe/paging", "vismoe/memory/host.py")
 
     def serve(pager: Pager) -> None:
         pager.begin_step(phase)
         for layer in range(3):
             with pager.demand(layer, list(range(5)), None if phase is Phase.DECODE else [4]) as demand:
-                for expert, weights in demand.as_ready() if phase is Phase.DECODE else demand.in_order():
-                    check(ExpertId(layer, expert), weights)
+                for group in demand.groups(in_order=phase is Phase.PREFILL):
+                    for lent in group:
+                        check(ExpertId(layer, lent.expert), lent.weights)
 
     def tracer(left: list[int]):
         def line(frame, event, arg):
@@ -212,12 +249,12 @@ def test_ctrl_c_at_every_line_of_the_pager_is_repaired(phase):
                     raise KeyboardInterrupt
             return line
 
-        return lambda frame, event, arg: line if "vismoe/paging" in frame.f_code.co_filename else None
+        return lambda frame, event, arg: line if any(part in frame.f_code.co_filename for part in ours) else None
 
     moment = interrupted = 0
     while True:
         moment += 1
-        pager = make_pager(NumberStore([8] * 3, [0, 1, 0]), [3, 3], threads=1)
+        pager = make()
         before = sys.gettrace()
         sys.settrace(tracer([moment]))
         try:
@@ -228,10 +265,12 @@ def test_ctrl_c_at_every_line_of_the_pager_is_repaired(phase):
         finally:
             sys.settrace(before)
         with deadline(20, f"the pager hangs after an interrupt before line {moment}"):
+            pager.begin_step(phase)
+            assert pager.host is None or not pager.host._held, f"an interrupt before line {moment} leaves records held"
             serve(pager)
             pager.check_integrity()
             pager.close()
-    assert interrupted == moment - 1 > 300
+    assert interrupted == moment - 1 > at_least
 
 
 @contextlib.contextmanager
@@ -268,16 +307,14 @@ def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
                     pager.begin_step(Phase.DECODE)
                     for layer in range(4):
                         with pager.demand(layer, sorted(rng.sample(range(16), 5))) as demand:
-                            for expert, weights in demand.as_ready():
-                                check(ExpertId(layer, expert), weights)
+                            list(lent_by(demand, layer))
             except KeyboardInterrupt:
                 interrupted += 1
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             pager.begin_step(Phase.DECODE)
             with pager.demand(0, [1, 2, 3]) as demand:
-                for expert, weights in demand.as_ready():
-                    check(ExpertId(0, expert), weights)
+                list(lent_by(demand, 0))
             pager.check_integrity()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -299,12 +336,11 @@ def test_a_second_thread_in_the_middle_of_a_demand_is_refused_and_harms_nothing(
                 refusals.append(error)
 
     with pager.demand(0, [1, 2, 3]) as demand:
-        for number, (expert, weights) in enumerate(demand.as_ready()):
+        for number, _ in enumerate(lent_by(demand, 0)):
             if number == 1:
                 intruder = threading.Thread(target=intrude)
                 intruder.start()
                 intruder.join()
-            check(ExpertId(0, expert), weights)
     assert len(refusals) == 2
     pager.check_integrity()
     pager.close()
@@ -316,12 +352,11 @@ def test_a_failed_read_fails_the_request_and_not_the_engine():
     pager.begin_step(Phase.DECODE)
     store.broken.add(ExpertId(0, 3))
     with pytest.raises(TransferError, match=r"expert 3 of MoE layer 0.*input/output error"), pager.demand(0, [1, 3]) as demand:
-        for expert, weights in demand.as_ready():
-            check(ExpertId(0, expert), weights)
+        list(lent_by(demand, 0))
     pager.check_integrity()
     store.broken.clear()
     with pager.demand(0, [1, 3]) as demand:
-        assert {e for e, _ in demand.as_ready()} == {1, 3}
+        assert set(lent_by(demand, 0)) == {1, 3}
     pager.check_integrity()
     pager.close()
 
@@ -338,7 +373,7 @@ def test_closing_with_copies_in_flight_ends_them_and_says_so():
     def serve():
         try:
             with pager.demand(0, list(range(64))) as demand:
-                list(demand.as_ready())
+                list(lent_by(demand, 0))
         except ClosedError as error:
             failures.append(error)
 

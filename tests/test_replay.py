@@ -14,6 +14,7 @@ from vismoe.memory.pool import SlabPool
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import Moved
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
+from vismoe.simulate.misses import compare_misses, format_misses
 from vismoe.simulate.oracle import oracle_misses
 from vismoe.simulate.replay import ORDERS, compare, format_table, replay
 from vismoe.simulate.steps import LayerRouting, TokenKind, TraceStep
@@ -112,6 +113,7 @@ class NoBytes:
     """A mover that only says it moved."""
 
     by_demander = True
+    host = None
 
     def move(self, ticket, pool):
         return Moved(disk_bytes=pool.layout.record_bytes)
@@ -133,7 +135,7 @@ def serve(demands, slots, order, window):
         with pager.demand(demand.layer, demand.experts.tolist(), None if decoding else set(demand.last.tolist())) as lent:
             if demand.scores is not None and (pager.misses_this_step or pager.misses_last_step):
                 pager.look_ahead(demand.layer, demand.scores.astype(np.float32))
-            for _ in lent.as_ready() if decoding else lent.in_order():
+            for _ in lent.groups(in_order=not decoding):
                 pass
     pager.check_integrity()
     return pager
@@ -327,3 +329,91 @@ def test_stationary_skewed_routing_gives_the_known_ranking():
     assert rows["lru"] == pytest.approx(0.35, abs=0.05)
     assert rows["lfu"] == pytest.approx(0.52, abs=0.05)
     assert rows["oracle"] == pytest.approx(0.70, abs=0.05)
+
+
+# -- ways to serve a miss
+EXPERT_BYTES = 3 * 2048 * 768 * 2  # Qwen3-30B-A3B in bfloat16: 48 x 128 experts, 8 for each token
+LINKS = (4e9, 12e9, 25e9, 50e9)
+ON_THE_CPU = dict(cpu_bytes_per_s=40e9, cpu_s_per_token=EXPERT_BYTES / 2e12, compute_s_per_layer=1e-4)
+
+
+@pytest.mark.parametrize(("skew", "batch"), [(0.6, 1), (1.2, 1), (1.0, 8)])
+@pytest.mark.parametrize("share", ["12.5%", "50%"])
+def test_the_chooser_is_never_behind_the_better_of_always_copying_and_always_computing(skew, batch, share):
+    trace = skewed_trace(48, 128, 8, tokens=16 if batch == 1 else 8, skew=skew, zipf=True, batch=batch, record_bytes=EXPERT_BYTES)
+    compared = compare_misses(trace, [share], LINKS, show_progress=False, **ON_THE_CPU)
+    for row in compared.rows:
+        assert row.over_best <= 1.05, row
+    assert min(row.over_best for row in compared.rows) < 0.9, "never better than either: it does not divide"
+
+
+def test_copying_overtakes_the_cpu_where_the_link_is_as_fast():
+    trace = skewed_trace(12, 32, 4, tokens=40, zipf=True, record_bytes=EXPERT_BYTES)
+    slow, fast = (
+        compare_misses(trace, ["25%"], LINKS, show_progress=False, cpu_bytes_per_s=rate).crossover_bytes_per_s["25%"]
+        for rate in (10e9, 40e9)
+    )
+    assert 0.5 * 40e9 < fast < 2 * 40e9 and fast / slow == pytest.approx(4, rel=0.05)
+
+
+def test_a_crossover_that_is_nowhere_is_said():
+    trace = decode([0], [0], [0])  # one miss, and the CPU pays for arithmetic alone
+    always = compare_misses(trace, [2], [1e3], show_progress=False, cpu_bytes_per_s=1e3, cpu_s_per_token=1e9)
+    assert always.crossover_bytes_per_s == {"2": None}
+    assert "at no rate looked at" in format_misses(always)
+
+
+def test_the_table_of_ways_names_what_is_virtual_and_the_crossover():
+    trace = skewed_trace(3, 8, 2, tokens=20)
+    compared = compare_misses(trace, [6, "50%"], [2e3, 2e4], show_progress=False, cpu_bytes_per_s=1e4)
+    text = format_misses(compared)
+    assert text.startswith("virtual time over emulated links") and text.count("crossover at") == 2
+    assert len(text.splitlines()) == 1 + 1 + 4 + 2
+    assert len(json.loads(json.dumps(compared.to_json()))["rows"]) == 4
+
+
+def test_a_miss_that_is_computed_below_takes_the_cpus_time_and_the_link_brings_it_up_meanwhile():
+    """Two slabs, four experts: one second each on the link, a quarter on the CPU."""
+    options = dict(link_bytes_per_s=SECOND, cpu_bytes_per_s=4 * SECOND, compute_s_per_layer=10.0)
+    trace = decode([0, 1], [2], [0])
+    waits = replay(trace, 2, "lru", **options)
+    below = replay(trace, 2, "lru", misses="cpu", **options)
+    assert waits.seconds == pytest.approx(4 + 30)
+    assert below.seconds == pytest.approx(4 * 0.25 + 30) and below.stall_s == 0
+    assert below.counters.total("computed_on_host") == below.misses == 4
+    assert below.counters.total("compute_seconds") == pytest.approx(1.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    slots=st.integers(2, 26),
+    link=st.floats(0.2, 20),
+    policy=st.sampled_from(["cpu", "auto"]),
+    prompt=st.sampled_from([0, 12]),
+    prefetch=st.booleans(),
+)
+def test_books_balance_also_where_misses_are_computed_below(seed, slots, link, policy, prompt, prefetch):
+    trace = skewed_trace(3, 8, 2, requests=2, prompt_tokens=prompt, tokens=12, batch=2, window=2, seed=seed)
+    demands = Demands.of(trace)
+    conditions = Conditions(
+        misses=policy, link_bytes_per_s=link * SECOND, cpu_bytes_per_s=3 * SECOND, compute_s_per_layer=0.5, prefetch=prefetch
+    )
+    pager = VirtualPager(demands.inventory, (slots,), "lfu", conditions)
+    for demand in demands:
+        before_s = pager.now_s
+        pager.run(demand)
+        pager.tables[0].check_integrity()
+        assert not pager.tables[0].demanded.any() and pager.now_s >= before_s + 0.5
+    count = pager.metrics.snapshot().total
+    assert count("hits") + count("misses") == sum(len(demand.experts) for demand in demands)
+    assert count("computed_on_host") <= count("misses")
+    assert count("bytes_computed_on_host") == 1024 * count("computed_on_host")
+    assert len(demands) * 0.5 + count("stall_seconds") <= pager.now_s + 1e-9
+    assert pager.now_s <= len(demands) * 0.5 + count("stall_seconds") + count("compute_seconds") + 1e-9
+
+
+@pytest.mark.parametrize("missing", [{"link_bytes_per_s": 1.0}, {"cpu_bytes_per_s": 1.0}])
+def test_ways_need_both_rates(missing):
+    with pytest.raises(ConfigError, match="needs link_bytes_per_s and cpu_bytes_per_s"):
+        Conditions(misses="auto", **missing)

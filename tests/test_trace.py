@@ -107,8 +107,9 @@ def test_demand_leaves_out_padding_and_sentinels_and_knows_the_last_tokens():
     kinds = np.array([[PAD, TEXT, VISUAL], [TEXT, TEXT, PAD], [PAD, PAD, PAD]], np.uint8)
     ids = np.array([[9, 9], [1, 2], [3, 16], [4, 4], [6, 5], [9, 9], [9, 9], [9, 9], [9, 9]], np.int16)
     routing = LayerRouting(0, ids, np.ones_like(ids, np.float16))
-    experts, last = TraceStep("r", Phase.PREFILL, kinds, [routing]).demand(routing, num_experts=16)
+    experts, tokens, last = TraceStep("r", Phase.PREFILL, kinds, [routing]).demand(routing, num_experts=16)
     assert experts.tolist() == [1, 2, 3, 4, 5, 6] and last.tolist() == [3, 5, 6]
+    assert tokens.tolist() == [1, 1, 1, 2, 1, 1]
 
 
 def test_demand_follows_the_tokens_that_reached_a_pruned_layer():
@@ -116,8 +117,8 @@ def test_demand_follows_the_tokens_that_reached_a_pruned_layer():
     routing = LayerRouting(
         0, np.array([[1], [2], [3], [4]], np.int16), np.ones((4, 1), np.float16), kept=np.array([1, 2, 3, 4], np.int32)
     )
-    experts, last = TraceStep("r", Phase.PREFILL, kinds, [routing]).demand(routing, num_experts=16)
-    assert experts.tolist() == [1, 2, 4] and last.tolist() == [2, 4]
+    experts, tokens, last = TraceStep("r", Phase.PREFILL, kinds, [routing]).demand(routing, num_experts=16)
+    assert experts.tolist() == [1, 2, 4] and tokens.tolist() == [1, 1, 1] and last.tolist() == [2, 4]
 
 
 def test_recording_to_the_same_folder_again_appends(tmp_path):

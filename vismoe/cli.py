@@ -1,4 +1,4 @@
-"""The `vismoe` command: `chat`, `ui`, `plan`, `eval`, `replay`, `doctor`, `bench`.
+"""The `vismoe` command: `chat`, `ui`, `plan`, `pack`, `eval`, `replay`, `doctor`, `bench`.
 
 Exit codes: 0; 2 for an error the user can act on, said in one message without a traceback; 130 after Ctrl-C. With `--json`
 stdout is exactly one JSON object, `{"error": ...}` in the case of an error. Heavy imports happen after the arguments are read.
@@ -17,6 +17,7 @@ from vismoe.cli_chat import CHAT, UI
 from vismoe.cli_doctor import DOCTOR
 from vismoe.cli_measure import EVAL, PLAN, REPLAY
 from vismoe.cli_options import INTERRUPTED, error_report, print_json
+from vismoe.cli_pack import PACK
 from vismoe.errors import ConfigError, VisMoEError
 
 REFUSED = 2
@@ -27,7 +28,16 @@ examples:
   vismoe chat Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB     a conversation, with 20 GiB in all
   vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB      what would go where, before downloading a weight
   vismoe COMMAND --help                                         more about one command"""
-COMMANDS = {"chat": CHAT, "ui": UI, "plan": PLAN, "eval": EVAL, "replay": REPLAY, "doctor": DOCTOR, "bench": BENCH}
+COMMANDS = {
+    "chat": CHAT,
+    "ui": UI,
+    "plan": PLAN,
+    "pack": PACK,
+    "eval": EVAL,
+    "replay": REPLAY,
+    "doctor": DOCTOR,
+    "bench": BENCH,
+}
 
 
 class CommandParser(ArgumentParser):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vismoe.bench.geometry import GEOMETRIES
-from vismoe.bench.job import OURS
+from vismoe.bench.job import IN_PLACE, OURS, PACKED
 from vismoe.cli_options import (
     INTERRUPTED,
     Command,
@@ -59,13 +59,44 @@ def bench_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--threads", type=at_least_one, metavar="N", help="for everyone (default: the cores of this process)")
     group.add_argument("--trace", metavar="FILE", help="write a timeline of one more request, for chrome://tracing or Perfetto")
     group.add_argument("--control", action="store_true", help="also time Python's control path alone, for this model's layers")
+    group.add_argument("--moe-time", action="store_true", help="also time the routed experts alone, in one more request each")
     group.add_argument("--json", action="store_true", help="only the JSON line")
     add_model_flags(parser)
     add_settings(parser)
+    parser.conflict_handler = "resolve"  # the settings of these names become lists
+    group = parser.add_argument_group("ours, once for each of them")
+    group.add_argument(
+        "--formats",
+        "--format",
+        dest="format_list",
+        type=words_of(IN_PLACE, PACKED, "lossless", "int8", "int4", "int2"),
+        default=[],
+        metavar="LIST",
+        help="of the experts: raw (in place), packed (raw, from a store), lossless, int8, int4, int2",
+    )
+    group.add_argument(
+        "--kernels",
+        dest="kernels_list",
+        type=words_of("auto", "torch", "fast"),
+        default=[],
+        metavar="LIST",
+        help="arithmetic: auto, torch, fast (default: auto)",
+    )
 
 
 def comma_list(text: str) -> list[str]:
     return [word for word in (part.strip() for part in text.split(",")) if word]
+
+
+def words_of(*known: str) -> Callable[[str], list[str]]:
+    """A list of some of the words that are known."""
+
+    def words(text: str) -> list[str]:
+        if unknown := [word for word in comma_list(text) if word not in known]:
+            raise ArgumentTypeError(f"{', '.join(unknown)}: choose among {', '.join(known)}")
+        return list(dict.fromkeys(comma_list(text)))
+
+    return words
 
 
 def size(text: str) -> int:
@@ -121,7 +152,7 @@ def run_bench(arguments: Namespace) -> int:
     print_json(arguments, report)
     if report["interrupted"]:
         return INTERRUPTED
-    return FAILED if report["contestants"][OURS]["failed"] else 0
+    return FAILED if any(row["way"] == OURS and row["failed"] for row in report["contestants"].values()) else 0
 
 
 @contextlib.contextmanager
@@ -174,13 +205,15 @@ def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], 
 
     names = (
         "geometry layers skew seed prompt prompt_tokens new_tokens repeats warm limit warm_cache gguf threads trace control "
-        "dtype revision device"
+        "moe_time dtype revision device"
     )
     return Order(
         model=model,
         folder=folder,
         picture=arguments.image,
         baselines=tuple(arguments.baseline),
+        formats=tuple(arguments.format_list),
+        kernels=tuple(arguments.kernels_list),
         settings=settings,
         command=tuple(sys.argv),
         quiet=arguments.json,
@@ -213,6 +246,7 @@ BENCH = Command(
     f"""\
   vismoe bench                                                   the bundled demo model
   vismoe bench --geometry qwen3-30b-a3b --layers 4 --memory 2GiB --limit 3GiB --baseline accelerate,llama.cpp
+  vismoe bench --geometry qwen3-30b-a3b --layers 4 --memory 100% --formats raw,int8,int4 --baseline llama.cpp-resident --moe-time
   vismoe bench --geometry qwen3-vl-30b-a3b --layers 4 --memory 25% --image 512x512 --trace timeline.json
   vismoe bench ./my-model --memory 8GiB --limit 9GiB --baseline llama.cpp --gguf my-model.gguf --prompt "Why is the sky blue?"
   vismoe bench --clean                                           deletes the generated checkpoints

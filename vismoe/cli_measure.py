@@ -17,11 +17,12 @@ from vismoe.cli_options import (
     one_model,
     print_json,
 )
-from vismoe.config import Settings, format_bytes
+from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes
 from vismoe.errors import InputError
 
 __all__ = ["EVAL", "PLAN", "REPLAY"]
 
+CPU_BYTES_PER_S = 40e9  # what two cores with two memory channels read
 EVAL_BATCH = 8  # questions answered together; with two pictures each they stay within the default context
 
 
@@ -39,6 +40,18 @@ def replay_arguments(parser: ArgumentParser) -> None:
         "--link", type=bytes_per_s, metavar="SIZE", help="bytes per second between the tiers; then stalls are counted"
     )
     parser.add_argument("--layer-seconds", type=float, metavar="S", help="what a MoE layer computes, while the link can prefetch")
+    parser.add_argument(
+        "--misses",
+        action="store_true",
+        help="compare ways to serve a miss: wait for the copy, compute on the CPU, or the sooner one",
+    )
+    parser.add_argument(
+        "--cpu",
+        type=bytes_per_s,
+        metavar="SIZE",
+        help=f"with --misses: bytes of weights per second that the CPU computes with (default: {CPU_BYTES_PER_S / 1e9:.0f}GB)",
+    )
+    parser.add_argument("--cpu-token-seconds", type=float, metavar="S", help="with --misses: arithmetic of a token in one expert")
     parser.add_argument("--json", action="store_true", help="one JSON object with all rows")
 
 
@@ -55,7 +68,11 @@ def replay_conditions(arguments: Namespace) -> dict[str, Any]:
 
 
 def run_replay(arguments: Namespace) -> int:
-    """Every eviction order and the oracle at every size."""
+    """Every eviction order and the oracle at every size; with --misses every way to serve a miss."""
+    if arguments.misses:
+        return replay_misses(arguments)
+    if arguments.cpu is not None or arguments.cpu_token_seconds is not None:
+        raise InputError("--cpu and --cpu-token-seconds say how fast misses are computed. Fix: add --misses, or leave them out")
     from vismoe.simulate.replay import compare, format_table
     from vismoe.simulate.trace import Trace
 
@@ -64,6 +81,29 @@ def run_replay(arguments: Namespace) -> int:
         print_json(arguments, {"trace": arguments.trace, "rows": [row.to_json() for row in rows]})
     else:
         print(format_table(rows))
+    return 0
+
+
+def replay_misses(arguments: Namespace) -> int:
+    """Every way to serve a miss, at every size and link rate."""
+    from vismoe.simulate.misses import LINKS_BYTES_PER_S, compare_misses, format_misses
+    from vismoe.simulate.trace import Trace
+
+    conditions = replay_conditions(arguments)
+    link = conditions.pop("link_bytes_per_s", None)
+    if arguments.cpu_token_seconds is not None:
+        conditions["cpu_s_per_token"] = arguments.cpu_token_seconds
+    compared = compare_misses(
+        Trace.open(arguments.trace),
+        [_slots(text) for text in arguments.slots],
+        LINKS_BYTES_PER_S if link is None else (link,),
+        cpu_bytes_per_s=arguments.cpu or CPU_BYTES_PER_S,
+        **conditions,
+    )
+    if arguments.json:
+        print_json(arguments, {"trace": arguments.trace, "time": "virtual", **compared.to_json()})
+    else:
+        print(format_misses(compared))
     return 0
 
 
@@ -81,7 +121,7 @@ def plan_arguments(parser: ArgumentParser) -> None:
 def run_plan(arguments: Namespace) -> int:
     """The plan that loading would follow; nothing is loaded, and no weight is downloaded."""
     model = one_model(arguments)
-    settings = Settings.of(**given_settings(arguments))
+    settings = Settings.of(**{**ENGINE_DEFAULTS, **given_settings(arguments)})
     from rich.console import Console
 
     from vismoe.cli_print import print_plan
@@ -179,5 +219,6 @@ REPLAY = Command(
     run_replay,
     """\
   vismoe chat --trace routing "What is a cache?"                 records the folder routing
-  vismoe replay routing --slots 32 64 25% --json""",
+  vismoe replay routing --slots 32 64 25% --json
+  vismoe replay routing --slots 25% --misses --cpu 40GB            the link rate above which copying beats the CPU""",
 )

@@ -59,7 +59,9 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "memory": ("SIZE|PERCENT", "all the memory to use, e.g. 8GiB, or the share of the experts to hold, e.g. 25%%"),
     "host_memory": ("SIZE", "with a GPU: bound of the page-locked host memory between disk and GPU"),
     "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
-    "kernels": ("NAME", "arithmetic of the experts; torch is bit-identical to transformers' eager experts"),
+    "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
+    "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
+    "store": ("FOLDER", "packed experts (vismoe pack); without it, those beside the checkpoint are used if they are there"),
     "lookahead": ("NAME", "who says which experts are needed soon"),
     "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
     "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
@@ -67,6 +69,8 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "reads": ("NAME", "read through the page cache or past it; auto looks at the free RAM and at what vismoe doctor measured"),
     "embeddings": ("NAME", "hold the token embeddings, or read rows as tokens need them, to make room for experts"),
     "io_threads": ("THREADS", "threads that read experts from disk; auto takes what vismoe doctor measured"),
+    "misses": ("NAME", "an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"),
+    "deterministic": ("", "decide by bytes and tokens only: the same bits in every run"),
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
@@ -144,6 +148,8 @@ def add_settings(parser: ArgumentParser) -> None:
         hint = hints[field.name]
         if typing.get_origin(hint) is Literal:
             options["choices"] = typing.get_args(hint)
+        elif hint is bool:
+            options["action"] = "store_true"
         else:
             options |= {"type": _reader(hint), "metavar": placeholder}
         group.add_argument(f"--{field.name.replace('_', '-')}", **options)

@@ -48,6 +48,9 @@ def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows.append(("decode", f"{decode['seconds']:.2f} s", f"{decode['tokens']} tokens; {speed}"))
     counts = f"{cache['hits']:,} hits, {cache['misses']:,} misses ({cache['late']:,} late), {cache['evictions']:,} evictions"
     rows.append(("experts", hit_rate(cache), counts))
+    if cache["computed_on_host"]:
+        nbytes = format_bytes(cache["bytes_computed_on_host"])
+        rows.append(("on the CPU", f"{cache['computed_on_host']:,}", f"misses computed in host memory, {nbytes}"))
     rows.append(("read", format_bytes(cache["bytes_read"]), f"stalled {cache['stall_seconds']:.2f} s"))
     if cache["prefetched_bytes"]:
         rows.append(

@@ -72,7 +72,9 @@ class Settings:
     memory: str | int = "auto"  # all we allocate on the device, or a share of the experts; auto: 80% of what is free
     host_memory: str | int | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
     context: int = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
-    kernels: Literal["auto", "torch"] = "torch"  # torch: torch's own arithmetic, bit-identical to eager experts
+    kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
+    format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
+    store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint, if there is one
     lookahead: Literal["auto", "none", "gate"] = "auto"
     window: int = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
     eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class
@@ -80,6 +82,8 @@ class Settings:
     reads: Literal["auto", "cached", "direct"] = "auto"  # through the page cache, or past it with O_DIRECT
     embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts
     io_threads: int | Literal["auto"] = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
+    misses: Literal["auto", "wait", "cpu"] = "auto"  # in host memory: wait for the copy, compute it there, or the sooner
+    deterministic: bool = False  # decide by bytes and tokens only, never by what was measured in this process
     emulated_link_bytes_per_s: float | None = None  # CPU only: copies complete as if over a link of this rate
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Counting (one rule each): a hit or a miss is one (expert, layer step), excluding experts that only padding asked for;
 resident when demanded is a hit; a prefetch still under way when demanded is a miss and `late`; a prefetched expert is wasted
-when it leaves, or the request ends, before anyone demanded it.
+when it leaves, or the request ends, before anyone demanded it. A miss that was computed in host memory is a miss all the same.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,11 @@ COUNTERS = (
     "hits",
     "misses",
     "late",
+    "computed_on_host",  # misses that the CPU computed from the host tier, beside the device
     "evictions",
     "bytes_read",  # from disk
     "bytes_copied",  # over the link between host and device tiers
+    "bytes_computed_on_host",  # records of the misses computed there
     "stall_seconds",  # waiting for copies
     "compute_seconds",  # experts' arithmetic (on a GPU: launching it)
     "layer_seconds",  # the whole experts function: stall, compute, and the control path

@@ -57,11 +57,11 @@ class Gate(enum.StrEnum):
 class Activation(enum.StrEnum):
     """What an expert does between its products; `g` is the gate, `u` is up (u alone without a gate)."""
 
-    SILU = "silu"  # silu(g) * u
+    SILU = "silu"  # silu(g) * u, where g is at most `limit` and u between -`limit` and `limit`
     GELU_TANH = "gelu_tanh"  # 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) * u
     GELU_ERF = "gelu_erf"  # 0.5 g (1 + erf(g / sqrt(2))) * u
     RELU_SQUARED = "relu_squared"  # relu(g)^2 * u
-    CLAMPED_SWIGLU = "clamped_swiglu"  # g, u clamped to `limit` (g from above only): g sigmoid(alpha g) * (u + 1); gpt-oss
+    CLAMPED_SWIGLU = "clamped_swiglu"  # g sigmoid(alpha g) * (u + 1), limited likewise; gpt-oss
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ExpertForm:
     gate: Gate
     activation: Activation
     alpha: float = 1.0  # of clamped_swiglu
-    limit: float = math.inf
+    limit: float = math.inf  # of silu and clamped_swiglu
 
 
 def aligned(nbytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
@@ -155,7 +155,10 @@ class ExpertInventory:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all experts as records in the model's dtype: what `memory="100%"` means."""
-        return sum(layer.num_experts * self.raw_layouts[layer.geometry].record_bytes for layer in self.layers)
+        as_held = [
+            slab if slab.sections == raw.sections else raw for slab, raw in zip(self.layouts, self.raw_layouts, strict=True)
+        ]  # the same numbers may be held in whole blocks
+        return sum(layer.num_experts * as_held[layer.geometry].record_bytes for layer in self.layers)
 
     @cached_property
     def slab_bytes(self) -> int:

@@ -11,25 +11,42 @@ from pathlib import Path
 from typing import Any
 
 from vismoe.bench.control import measure_control
-from vismoe.bench.environment import ceilings_of, commit, hardware, versions
+from vismoe.bench.environment import ceilings_of, commit
 from vismoe.bench.fairness import IMPORTS_BYTES, Conditions, Entry, does_not_fit, labels, refusals
-from vismoe.bench.job import CONTESTANTS, OURS, Job, contestants_of
+from vismoe.bench.job import IN_PLACE, OURS, Contestant, Job, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import picture_tokens, random_ids
 from vismoe.bench.report import Work, ceilings_json, observed, summary, warnings
 from vismoe.bench.run import run_all
-from vismoe.bench.subject import GgufFile, Subject, generate, gguf_file, gguf_of, refuse_unusable, sketch, subject_of
+from vismoe.bench.subject import (
+    GgufFile,
+    Store,
+    Subject,
+    generate,
+    gguf_file,
+    gguf_of,
+    packed,
+    refuse_unusable,
+    sketch,
+    store_folder,
+    subject_of,
+)
 from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes, parse_bytes
 from vismoe.engine import demo_model
 from vismoe.errors import BudgetError, ConfigError, InputError
+from vismoe.machine.facts import facts, package_versions
 from vismoe.memory.hardware import cores, host_memory, torch_device
 from vismoe.memory.plan import Plan
 from vismoe.memory.sizes import size_up
 from vismoe.models.images import open_image
 from vismoe.models.preview import preview
 from vismoe.models.prompts import PromptBuilder
+from vismoe.store.index import files_of
+from vismoe.store.packed import find_store, formats_in
 
 __all__ = ["Order", "run"]
+
+BASELINE_PACKAGES = ("accelerate", "llama_cpp_python", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +66,19 @@ class Order:
     repeats: int
     warm: int
     baselines: tuple[str, ...]
+    formats: tuple[str, ...]  # of ours, each a contestant; none: what the engine takes by itself
+    kernels: tuple[str, ...]  # of ours, each a contestant; none: the engine's default
     limit: int | None
     warm_cache: bool
     gguf: str | None
     threads: int | None
     trace: str | None
     control: bool
+    moe_time: bool
     dtype: str | None
     revision: str | None
     device: str | None
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # but format and kernels
     command: tuple[str, ...]
     quiet: bool
 
@@ -73,13 +93,15 @@ def run(
 
     Raises ConfigError for an unfair comparison, with every reason, and for what cannot be measured here.
     """
-    names = contestants_of(order.baselines)
+    several = order.kernels if len(order.kernels) > 1 else ()
+    contestants = contestants_of(order.baselines, order.formats or (IN_PLACE,), several)
     groups = Groups(order.limit)
-    _refuse_impossible(order, names)
-    subject = _subject(order, names, say)
-    task = _task(order, subject, names)
-    unfit = {entry.contestant: reason for entry in task.entries if (reason := does_not_fit(entry, task.conditions))}
-    jobs = {name: _job_of(name, task.job, order) for name in names if name not in unfit}
+    _refuse_impossible(order, contestants)
+    subject, stores = _subject(order, contestants, say)
+    task = _task(order, subject, contestants)
+    unfit = {entry.name: reason for entry in task.entries if (reason := does_not_fit(entry, task.conditions))}
+    jobs = {one.name: _job_of(one, task.job, order, subject) for one in contestants if one.name not in unfit}
+    jobs[contestants[0].name] = replace(jobs[contestants[0].name], trace=order.trace)
     ceilings = ceilings_of(subject.files[0].parent, task.job.device, Settings.of(**task.job.settings), progress=not order.quiet)
     control = _control(subject) if order.control else None
     with progress(order.repeats * len(jobs)) as begin:
@@ -87,14 +109,17 @@ def run(
     prompt_tokens = len(task.job.token_ids) + picture_tokens(subject.config, order.picture)
     uniform = order.geometry is not None and not order.skew
     work = observed(Work.of(subject.backbone, subject.inventory, prompt_tokens, uniform), outcome.runs)
+    works = {one.name: work.with_experts_of(subject.expert_share(one.expert_type)) for one in contestants}
     unstarted = [{"contestant": name, "failed": reason} for name, reason in unfit.items()]
-    figures = summary([*outcome.runs, *unstarted], work, ceilings)
+    figures = summary([*outcome.runs, *unstarted], contestants, works, ceilings, len(subject.inventory.layers))
+    machine = dataclasses.asdict(facts())
     return {
         "command": list(order.command),
         "commit": commit(),
-        "versions": versions(),
-        "hardware": hardware(),
+        "versions": machine.pop("versions") | package_versions(BASELINE_PACKAGES),
+        "hardware": machine,
         "model": subject.to_json(),
+        "stores": [dataclasses.asdict(store) for store in stores],
         "conditions": _conditions_json(order, task.job, task.conditions, groups),
         "labels": [
             *labels(task.entries, task.conditions),
@@ -106,7 +131,7 @@ def run(
         "ceilings": ceilings_json(ceilings, work),
         "control": control,
         "contestants": figures,
-        "runs": [{name: value for name, value in run.items() if name != "notes"} for run in outcome.runs],
+        "runs": [{name: value for name, value in run.items() if name not in ("notes", "logits")} for run in outcome.runs],
         "interrupted": outcome.interrupted,
     }
 
@@ -120,49 +145,61 @@ class _Task:
     conditions: Conditions
 
 
-def _refuse_impossible(order: Order, names: Sequence[str]) -> None:
+def _refuse_impossible(order: Order, contestants: Sequence[Contestant]) -> None:
     """Raise for what no model could change."""
     if order.threads and order.threads > cores():
         raise ConfigError(f"--threads {order.threads}: this process may use {cores()} cores. Fix: --threads {cores()} or fewer")
     if order.trace and not Path(order.trace).absolute().parent.is_dir():
         raise InputError(f"--trace {order.trace}: there is no folder {Path(order.trace).absolute().parent}. Fix: make it first")
-    if order.gguf and not _needs_gguf(names):
+    if order.gguf and not _gguf_types(contestants):
         raise ConfigError("--gguf is read by llama.cpp alone. Fix: --baseline llama.cpp, or leave it out")
-    if "accelerate" in names:
+    if order.gguf and _gguf_types(contestants) != ["bf16"]:
+        raise ConfigError(
+            "--gguf names one file, and a lossy format is held against another with quantised experts, which are made of "
+            "generated checkpoints only. Fix: --formats raw, lossless or both"
+        )
+    if any(one.way == "accelerate" for one in contestants):
         refuse_unusable(order.folder)
 
 
-def _needs_gguf(names: Sequence[str]) -> bool:
-    return any(CONTESTANTS[name].package == "llama_cpp" for name in names)
+def _gguf_types(contestants: Sequence[Contestant]) -> list[str]:
+    """Types of experts that llama.cpp runs with, if it takes part."""
+    return list(dict.fromkeys(one.expert_type for one in contestants if one.package == "llama_cpp"))
 
 
-def _subject(order: Order, names: Sequence[str], say: Callable[[str], None]) -> Subject:
-    """The model; a generated one is written only after everything was checked that its configuration tells."""
-    wants_twin = _needs_gguf(names) and order.gguf is None
+def _subject(order: Order, contestants: Sequence[Contestant], say: Callable[[str], None]) -> tuple[Subject, list[Store]]:
+    """(the model, what was packed of it). A generated one is written after all that its configuration tells was checked."""
+    twins = _gguf_types(contestants) if order.gguf is None else []
     if order.geometry is None:
         subject = subject_of(order.model or str(demo_model()), order.revision, order.dtype)
-        if wants_twin:
-            _task(order, subject, names)
-            gguf_of(subject, quiet=order.quiet)
-        return subject
+        if twins:
+            _task(order, subject, contestants)
+        for experts in twins:
+            gguf_of(subject, experts, quiet=order.quiet)
+        return subject, []
     with sketch(order.geometry, order.layers) as planned:
-        _task(order, planned, names)
-    subject = generate(order.folder, order.geometry, order.layers, order.skew, order.seed, gguf=wants_twin, quiet=order.quiet)
+        _task(order, planned, contestants)
+    wanted = list(dict.fromkeys(one.setting for one in contestants if _is_packed(one, order)))
+    subject = generate(
+        order.folder, order.geometry, order.layers, order.skew, order.seed, gguf=twins, formats=wanted, quiet=order.quiet
+    )
     say(f"{subject.name}: {format_bytes(subject.weights_bytes)}, kept for next time (vismoe bench --clean deletes it)")
-    return subject
+    return subject, packed(subject, wanted, quiet=order.quiet)
 
 
-def _task(order: Order, subject: Subject, names: Sequence[str]) -> _Task:
+def _task(order: Order, subject: Subject, contestants: Sequence[Contestant]) -> _Task:
     """What is to be done; raises for what is impossible with this model, or unfair."""
-    job, plan = _job(order, subject, names)
-    entries, conditions = _entries(names, subject, job, order.gguf), _conditions(order, plan)
+    for experts in _gguf_types(contestants) if order.gguf is None else ():
+        gguf_file(subject, experts)
+    job, plans = _job(order, subject, contestants)
+    entries, conditions = _entries(contestants, subject, job, order.gguf), _conditions(order, plans)
     if unfair := refusals(entries, conditions):
         raise ConfigError("unfair, and not measured: " + "\n".join(unfair))
     return _Task(job, tuple(entries), conditions)
 
 
-def _job(order: Order, subject: Subject, names: Sequence[str]) -> tuple[Job, Plan]:
-    """What the workers share, and VisMoE's plan."""
+def _job(order: Order, subject: Subject, contestants: Sequence[Contestant]) -> tuple[Job, list[Plan]]:
+    """What the workers share, and the plans of ours."""
     ids = _prompt_ids(order, subject)
     longest = len(ids) + picture_tokens(subject.config, order.picture) + order.new_tokens
     positions = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
@@ -177,9 +214,9 @@ def _job(order: Order, subject: Subject, names: Sequence[str]) -> tuple[Job, Pla
     device = str(torch_device(order.device))
     if settings.get("memory", "auto") == "auto" and order.limit is not None and device == "cpu":
         settings["memory"] = max(1, order.limit - IMPORTS_BYTES)
-    plan = _plan(order, subject, settings, device)
+    plans = [_plan(order, subject, _settings(one, settings, order, subject), device) for one in contestants if one.is_ours]
     job = Job(
-        contestant="",
+        way=OURS,
         model=subject.name,
         dtype=subject.dtype,
         device=device,
@@ -187,14 +224,26 @@ def _job(order: Order, subject: Subject, names: Sequence[str]) -> tuple[Job, Pla
         new_tokens=order.new_tokens,
         warm_requests=order.warm,
         threads=order.threads or cores(),
-        held_bytes=_held_bytes(subject, plan),
+        held_bytes=max(_held_bytes(subject, plan) for plan in plans),
         settings=settings,
         revision=subject.revision,
         picture=order.picture,
         files=tuple(map(str, subject.files)),
-        gguf=(order.gguf or str(gguf_file(subject))) if _needs_gguf(names) else None,
+        moe_time=order.moe_time,
     )
-    return job, plan
+    return job, plans
+
+
+def _settings(one: Contestant, settings: dict[str, Any], order: Order, subject: Subject) -> dict[str, Any]:
+    """Of one of ours. Packed experts of a generated checkpoint lie where only those find them who are told."""
+    kernels = one.kernels or next(iter(order.kernels), None)
+    found = {**settings, **({"kernels": kernels} if kernels else {}), **({"format": one.setting} if order.formats else {})}
+    return {**found, "store": str(store_folder(subject))} if _is_packed(one, order) else found
+
+
+def _is_packed(one: Contestant, order: Order) -> bool:
+    """Whether it is one of ours that runs from the store which benchmarks make."""
+    return one.is_ours and one.format != IN_PLACE and order.geometry is not None and "store" not in order.settings
 
 
 def _plan(order: Order, subject: Subject, settings: dict[str, Any], device: str) -> Plan:
@@ -225,44 +274,49 @@ def _prompt_ids(order: Order, subject: Subject) -> tuple[int, ...]:
     return tuple(prompts.build([{"role": "user", "content": order.prompt}], open_image).inputs["input_ids"][0].tolist())
 
 
-def _job_of(name: str, job: Job, order: Order) -> Job:
-    """The job of one contestant: only its own files are dropped, only ours has a timeline, only accelerate a folder."""
-    package = CONTESTANTS[name].package
-    return replace(
-        job,
-        contestant=name,
-        files=(job.gguf,) if package == "llama_cpp" and job.gguf else job.files,
-        offload_folder=str(order.folder / f"offload-{os.getpid()}") if package == "accelerate" else None,
-        trace=order.trace if name == OURS else None,
-    )
+def _job_of(one: Contestant, job: Job, order: Order, subject: Subject) -> Job:
+    """The job of one contestant: only its own files are dropped, only ours have settings."""
+    if one.package == "llama_cpp":
+        gguf = order.gguf or str(gguf_file(subject, one.expert_type))
+        return replace(job, way=one.way, settings={}, files=(gguf,), gguf=gguf)
+    if not one.is_ours:
+        offload = str(order.folder / f"offload-{os.getpid()}") if one.package == "accelerate" else None
+        return replace(job, way=one.way, settings={}, offload_folder=offload)
+    settings = _settings(one, job.settings, order, subject)
+    return replace(job, settings=settings, files=(*job.files, *_store_files(subject, settings)))
 
 
-def _entries(names: Sequence[str], subject: Subject, job: Job, gguf: str | None) -> list[Entry]:
+def _store_files(subject: Subject, settings: dict[str, Any]) -> list[str]:
+    """Packed experts that may be read with these settings."""
+    folder = Path(settings["store"]) if "store" in settings else find_store(subject.files[0].parent)
+    if folder is None:
+        return []
+    return [
+        str(path)
+        for format in formats_in(folder)
+        if settings.get("format", format) == format
+        for path in files_of(folder, format)
+    ]
+
+
+def _entries(contestants: Sequence[Contestant], subject: Subject, job: Job, gguf: str | None) -> list[Entry]:
     """`gguf` is the file that was named; one that we make has the weights of the subject."""
     theirs = GgufFile.read(Path(gguf), subject.dtype) if gguf else None
     if theirs and (reason := theirs.difference(subject)):
         raise ConfigError(f"--gguf {gguf} is another model ({reason}). Fix: a file with the weights of this one")
     entries = []
-    for name in names:
-        contestant = CONTESTANTS[name]
-        llama = contestant.package == "llama_cpp"
-        twin_bytes = theirs.tensor_bytes if theirs else subject.language_bytes
-        entries.append(
-            Entry(
-                contestant=name,
-                needs_all=contestant.needs_all,
-                precision=theirs.precision if llama and theirs else subject.dtype,
-                weights_bytes=twin_bytes if llama else subject.weights_bytes,
-                device="cpu" if llama else job.device,
-                sees_picture=contestant.sees_images,
-            )
-        )
+    for one in contestants:
+        llama = one.package == "llama_cpp"
+        smaller = (1 - subject.expert_share(one.expert_type)) * subject.expert_bytes
+        whole = (theirs.tensor_bytes if theirs else subject.language_bytes) if llama else subject.weights_bytes
+        dtype = theirs.precision if llama and theirs else subject.dtype
+        entries.append(Entry(one, dtype, whole - int(smaller), "cpu" if llama else job.device))
     return entries
 
 
-def _conditions(order: Order, plan: Plan) -> Conditions:
+def _conditions(order: Order, plans: Sequence[Plan]) -> Conditions:
     return Conditions(
-        memory_bytes=plan.budget_bytes if plan.device == "cpu" else plan.host_bytes,
+        memory_bytes=max(plan.budget_bytes if plan.device == "cpu" else plan.host_bytes for plan in plans),
         limit_bytes=order.limit,
         ram_bytes=host_memory()[1],
         warm_cache=order.warm_cache,

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
-from vismoe.bench.job import OURS, WARM, Job, Request
+from vismoe.bench.job import LOGITS, OURS, WARM, Job, Request
 from vismoe.bench.process import difference, disk_bytes
 from vismoe.bench.prompt import model_inputs
 from vismoe.config import ENGINE_DEFAULTS
 from vismoe.memory.hardware import host_memory
+from vismoe.models.components import is_vision
+from vismoe.models.families import expert_modules
 from vismoe.models.loading import VisMoEConfig, runtime_of
 from vismoe.models.preview import model_class, read_config, torch_dtype
 from vismoe.models.prompts import VISION_TOWERS
@@ -31,9 +33,13 @@ class Runner(Protocol):
     """A loaded contestant."""
 
     notes: dict[str, Any]
+    logits: tuple[float, ...]  # of the first new token, LOGITS of them at most; empty before the first request
 
     def request(self, state: str) -> Request:
         """The job's prompt and `new_tokens` greedy tokens after it."""
+
+    def moe_s(self) -> dict[str, float]:
+        """Seconds in the routed experts of all MoE layers during one more request, by phase, without the router."""
 
 
 @dataclass
@@ -63,6 +69,7 @@ class TransformersRunner:
 
     def __init__(self, job: Job, model: Any, notes: dict[str, Any]):
         self.model, self.notes, self._job = model.eval(), notes, job
+        self.logits: tuple[float, ...] = ()
         self._inputs = {name: value.to(job.device) for name, value in model_inputs(model, job.token_ids, job.picture).items()}
         model.generation_config = GenerationConfig(  # exactly that many: nothing ends the answer early
             do_sample=False, min_new_tokens=job.new_tokens, max_new_tokens=job.new_tokens, pad_token_id=0
@@ -83,7 +90,7 @@ class TransformersRunner:
         ids = self._inputs["input_ids"][0]
         disk, self.began_s = disk_bytes(), time.perf_counter()
         with torch.inference_mode():
-            self.model.generate(**self._inputs, streamer=stamps)
+            self.model.generate(**self._inputs, streamer=stamps, logits_processor=LogitsProcessorList([self._look]))
         return Request(
             state=state,
             encode_s=self._encode_s,
@@ -96,6 +103,29 @@ class TransformersRunner:
             prefill_disk_bytes=difference(stamps.first_disk_bytes, disk),
             decode_disk_bytes=difference(disk_bytes(), stamps.first_disk_bytes),
         )
+
+    def _look(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Keep some of the first logits `[1, vocabulary]`; a logits processor that changes none."""
+        self.logits = self.logits or tuple(logits[0, :: -(-logits.shape[1] // LOGITS)].float().tolist())
+        return logits
+
+    def moe_s(self) -> dict[str, float]:
+        spans: list[tuple[int, float]] = []  # (tokens, when) of entering and leaving, in turn
+
+        def note(module: Any, args: tuple[Any, ...], *output: Any) -> None:
+            spans.append((len(args[0]), time.perf_counter()))
+
+        hooks = []
+        for path, module in expert_modules(self.model):
+            if not is_vision(path):
+                hooks += [module.register_forward_pre_hook(note), module.register_forward_hook(note)]
+        self.request(WARM)
+        for hook in hooks:
+            hook.remove()
+        found = {"prefill": 0.0, "decode": 0.0}
+        for (tokens, entered_s), (_, left_s) in zip(spans[::2], spans[1::2], strict=True):
+            found["decode" if tokens == 1 else "prefill"] += left_s - entered_s
+        return found
 
 
 class VisMoERunner(TransformersRunner):

@@ -15,7 +15,9 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from vismoe.formats.raw import Raw
 from vismoe.memory.pool import SlabPool
+from vismoe.models.compute import TorchExperts
 from vismoe.models.experts import ExpertRuntime, Step
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
@@ -79,9 +81,11 @@ def measure_control(layers: int = 48, experts: int = 128, top_k: int = 8, steps:
     try:
         for layer in range(layers):
             with pager.demand(layer, range(experts)) as demand:
-                for _ in demand.as_ready():
+                for _ in demand.groups(in_order=False):
                     pass
-        runtime = ExpertRuntime(pager, None, torch.device("cpu"), None, store, {})  # type: ignore[arg-type]  # nothing asks for a plan
+        arithmetic = TorchExperts(inventory, (Raw(layout),), torch.device("cpu"))
+        nothing_asks_for_a_plan: Any = None
+        runtime = ExpertRuntime(pager, arithmetic, nothing_asks_for_a_plan, torch.device("cpu"), None, store, {})
         return _measure(runtime, module, steps)
     finally:
         pager.close()
@@ -111,7 +115,7 @@ def _measure(runtime: ExpertRuntime, module: Any, steps: int) -> ControlTime:
 
     def page(layer: int, index: torch.Tensor) -> None:
         with pager.demand(layer, sorted(index[0].tolist())) as demand:
-            for _ in demand.as_ready():
+            for _ in demand.groups(in_order=False):
                 pass
 
     def read(layer: int, index: torch.Tensor) -> list[int]:

@@ -1,41 +1,19 @@
-"""Where figures come from: hardware, versions, commit, and the ceilings that the machine profile knows."""
+"""Where figures come from: versions, commit, and the ceilings that the machine profile knows."""
 
-import dataclasses
 import os
 import subprocess
 import tempfile
 import time
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from vismoe.bench.report import Ceilings
 from vismoe.config import Settings
 from vismoe.errors import InputError
-from vismoe.machine.facts import facts
 from vismoe.machine.measure import measure, measure_disk
 from vismoe.machine.profile import Profile, load_profile, merged, save_profile
 
-__all__ = ["ceilings_of", "commit", "hardware", "versions"]
-
-PACKAGES = ("vismoe", "torch", "transformers", "accelerate", "llama_cpp_python", "gguf", "numpy")
-
-
-def hardware() -> dict[str, Any]:
-    return dataclasses.asdict(facts())
-
-
-def versions() -> dict[str, str | None]:
-    """Of every package that a contestant runs on; None where it is not installed."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+__all__ = ["ceilings_of", "commit"]
 
 
 def commit() -> str | None:

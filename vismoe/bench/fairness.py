@@ -2,6 +2,8 @@
 
 Fair means: the same weights at the same precision on the same device, and the same memory, page cache included; a rate is only
 ever set against another one of the same state (cold or warm). Threads and tokens are equal because all jobs are copies of one.
+Precisions are the same where experts keep every bit, and where they are in one of our formats and in its partner among
+llama.cpp's types; what is no expert has the same type for everybody.
 """
 
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vismoe.bench.job import OURS
+from vismoe.bench.job import BITS_PER_WEIGHT, EXACT, PARTNERS, WAYS, Contestant, Way
 from vismoe.config import format_bytes
 from vismoe.memory.sizes import size_up
 
@@ -27,12 +29,18 @@ CACHE_SIZED_BYTES = 2**28  # weights that a processor's last cache may hold, or 
 class Entry:
     """What one contestant would run with."""
 
-    contestant: str
-    needs_all: bool  # of its weights in memory
-    precision: str  # of the weights: bfloat16, q4_0, ...
-    weights_bytes: int  # of everything it loads
+    contestant: Contestant
+    dtype: str  # of all weights but its quantised experts: bfloat16, ...
+    weights_bytes: int  # of everything it loads, experts as they lie in memory
     device: str
-    sees_picture: bool
+
+    @property
+    def name(self) -> str:
+        return self.contestant.name
+
+    @property
+    def way(self) -> Way:
+        return WAYS[self.contestant.way]
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,9 @@ class Conditions:
 def refusals(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
     """Why these must not be set side by side, each with its fix; empty when the comparison is fair."""
     ours = _ours(entries)
-    rivals = [entry for entry in entries if entry is not ours]
+    rivals = [entry for entry in entries if not entry.contestant.is_ours]
     found = [reason for rival in rivals for reason in _differences(ours, rival)]
+    found += _without_partner(entries)
     limit = conditions.limit_bytes
     if limit is not None and limit > conditions.ram_bytes:
         found.append(
@@ -85,24 +94,36 @@ def refusals(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
 
 
 def _ours(entries: Sequence[Entry]) -> Entry:
-    return next(entry for entry in entries if entry.contestant == OURS)
+    """The largest of ours: what it may do, the others may."""
+    return max((entry for entry in entries if entry.contestant.is_ours), key=lambda entry: entry.weights_bytes)
 
 
 def _differences(ours: Entry, rival: Entry) -> list[str]:
     found = []
-    if rival.precision != ours.precision:
+    if rival.dtype != ours.dtype:
         found.append(
-            f"{rival.contestant} has {rival.precision} weights, vismoe {ours.precision}. "
-            f"Fix: --gguf with {ours.precision} weights, or the same --dtype"
+            f"{rival.name} has {rival.dtype} weights, vismoe {ours.dtype}. "
+            f"Fix: --gguf with {ours.dtype} weights, or the same --dtype"
         )
     if rival.device != ours.device:
-        found.append(f"{rival.contestant} runs on {rival.device}, vismoe on {ours.device}. Fix: --device {rival.device}")
+        found.append(f"{rival.name} runs on {rival.device}, vismoe on {ours.device}. Fix: --device {rival.device}")
     return found
+
+
+def _without_partner(entries: Sequence[Entry]) -> list[str]:
+    """Rivals whose experts lose bits that none of ours loses. One that keeps them all may stand beside any of ours."""
+    ours = {entry.contestant.precision for entry in entries if entry.contestant.is_ours} | {EXACT}
+    return [
+        f"{entry.name} has {entry.contestant.expert_type} experts, and vismoe runs without {entry.contestant.precision}. "
+        f"Fix: --formats {entry.contestant.precision}"
+        for entry in entries
+        if entry.contestant.precision not in ours
+    ]
 
 
 def does_not_fit(entry: Entry, conditions: Conditions) -> str | None:
     """Why a contestant is not started: without a limit it would take the machine down. Under a limit its group decides."""
-    if not entry.needs_all or entry.device != "cpu" or conditions.limit_bytes or entry.weights_bytes <= conditions.ram_bytes:
+    if not entry.way.needs_all or entry.device != "cpu" or conditions.limit_bytes or entry.weights_bytes <= conditions.ram_bytes:
         return None
     return f"does not fit the RAM: {format_bytes(entry.weights_bytes)} of weights, {format_bytes(conditions.ram_bytes)} of RAM"
 
@@ -110,9 +131,10 @@ def does_not_fit(entry: Entry, conditions: Conditions) -> str | None:
 def labels(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
     """What has to be read with the figures."""
     found, ours = [], _ours(entries)
+    alone = all(entry.contestant.is_ours for entry in entries)
     if conditions.limit_bytes is None:
         found.append("no memory limit: after the cold request the page cache serves everyone; not a memory-limited comparison")
-    if len(entries) > 1 and conditions.unused_share > NOTEWORTHY:
+    if not alone and conditions.unused_share > NOTEWORTHY:
         found.append(
             f"VisMoE keeps to its budget of {format_bytes(conditions.memory_bytes)}, the others may use all of the limit of "
             f"{format_bytes(conditions.limit_bytes or 0)}, page cache included; without --memory the budget follows the limit"
@@ -121,7 +143,19 @@ def labels(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
         found.append(f"{format_bytes(ours.weights_bytes)} of weights: processor caches serve them; shares of DRAM say little")
     if conditions.emulated_link:
         found.append("emulated link: figures are those of a link that this machine does not have")
-    if conditions.picture and not all(entry.sees_picture for entry in entries):
-        blind = ", ".join(entry.contestant for entry in entries if not entry.sees_picture)
-        found.append(f"{blind}: text of the prompt only, without the picture; prefill is not comparable")
-    return found
+    blind = [entry.name for entry in entries if not entry.way.sees_images]
+    if conditions.picture and blind:
+        found.append(f"{', '.join(blind)}: text of the prompt only, without the picture; prefill is not comparable")
+    lossy = dict.fromkeys(entry.contestant.precision for entry in entries if entry.contestant.precision != EXACT)
+    return found + [_precision_label(precision, entries) for precision in lossy if not alone]
+
+
+def _precision_label(precision: str, entries: Sequence[Entry]) -> str:
+    """What a format is held against."""
+    spent = f"{precision} ({BITS_PER_WEIGHT[precision]:g} bits per expert weight)"
+    partners = {entry.contestant.expert_type for entry in entries if entry.contestant.precision == precision} - {precision}
+    if not partners:
+        why = "" if precision in PARTNERS else "; llama.cpp's types of two bits are built otherwise"
+        return f"{spent} has no rival of its precision{why}: what is said about others is information"
+    partner = partners.pop()
+    return f"{spent} is held against {partner} ({BITS_PER_WEIGHT[partner]:g}); all but the routed experts is the same in both"

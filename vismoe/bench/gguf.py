@@ -1,5 +1,6 @@
 """The weights of a bf16 checkpoint as a GGUF file for llama.cpp: matrices in BF16, vectors and routers in F32.
 
+The routed experts' matrices, and they alone, may be quantised: all else is the same in every file of a model, as it is in ours.
 Experts are read one at a time through our own store and written to their place in llama.cpp's stacked tensors, everything else
 tensor by tensor; memory is bounded by two experts or the largest tensor that is rearranged. A vision tower is left out: llama.cpp
 keeps it in another file. The tokenizer inside is a dummy of the right size, since benchmarks drive token ids.
@@ -29,6 +30,7 @@ from vismoe.types import ExpertId, MoELayer
 __all__ = ["gguf_refusal", "is_float32", "write_gguf"]
 
 ROUTERS_AND_CONVOLUTIONS = re.compile(r"ffn_gate_inp|ssm_conv1d")  # matrices that llama.cpp wants in F32
+EXPERTS = re.compile(r"_exps\.weight$")
 PIECE_BYTES = 2**23
 BYTE_TOKENS = 256  # after <unk>, <s> and </s>
 
@@ -65,11 +67,13 @@ def is_float32(name: str, dimensions: int) -> bool:
     return dimensions == 1 or name.endswith("bias") or bool(ROUTERS_AND_CONVOLUTIONS.search(name))
 
 
-def write_gguf(folder: str | Path, file: str | Path, *, progress: bool = True) -> None:
-    """Write the bf16 checkpoint in `folder` as the GGUF file `file`, replaced only when the new one is complete.
+def write_gguf(folder: str | Path, file: str | Path, *, experts: str = "bf16", progress: bool = True) -> None:
+    """Write the bf16 checkpoint in `folder` as the GGUF file `file`, replaced only when the new one is complete; `experts` is the
+    type of the routed experts' matrices: bf16, q8_0 or q4_0.
 
-    Raises ConfigError without the package gguf, UnsupportedModelError for a model that `gguf_refusal` refuses, CheckpointError
-    for a checkpoint that cannot be read or is not in bf16. ConfigError, too, for a disk that is too small.
+    Raises ConfigError without the package gguf, UnsupportedModelError for a model that `gguf_refusal` refuses or whose rows are
+    not whole blocks, CheckpointError for a checkpoint that cannot be read or is not in bf16. ConfigError, too, for a disk that is
+    too small.
     """
     try:
         import gguf
@@ -83,7 +87,7 @@ def write_gguf(folder: str | Path, file: str | Path, *, progress: bool = True) -
     store = locate_experts(model, files, torch.bfloat16)
     writer = gguf.GGUFWriter(partial, ARCHITECTURES[model.config.model_type].name)
     try:
-        _Conversion(model, store, files, gguf, writer).write(progress)
+        _Conversion(model, store, files, gguf, writer, experts).write(progress)
         writer.close()
         partial.rename(file)
     finally:
@@ -95,8 +99,9 @@ def write_gguf(folder: str | Path, file: str | Path, *, progress: bool = True) -
 class _Conversion:
     """One checkpoint on its way into one file: first all names and shapes, then the bytes, each to its place."""
 
-    def __init__(self, model: Any, store: CheckpointStore, files: list[Path], gguf: Any, writer: Any):
+    def __init__(self, model: Any, store: CheckpointStore, files: list[Path], gguf: Any, writer: Any, experts: str):
         self.model, self.store, self.gguf, self.writer = model, store, gguf, writer
+        self.experts = gguf.GGMLQuantizationType[experts.upper()]
         self.text = model.config.get_text_config()
         self.architecture: Architecture = ARCHITECTURES[model.config.model_type]
         self.names = gguf.get_tensor_name_map(_gguf_architecture(gguf, self.architecture.name), self.text.num_hidden_layers)
@@ -132,6 +137,15 @@ class _Conversion:
             }
             for target, row in self._projections(layer, views):
                 self.shapes[target] = (layer.num_experts, *row.shape)
+                self._refuse_parts_of_blocks(target)
+
+    def _refuse_parts_of_blocks(self, name: str) -> None:
+        block = self.gguf.GGML_QUANT_SIZES[self._kind(name)][0]
+        if (width := self.shapes[name][-1]) % block:
+            raise UnsupportedModelError(
+                f"{name} has rows of {width} weights, and {self.experts.name.lower()} comes in blocks of {block}. "
+                "Instead: bf16, or a geometry with wider experts"
+            )
 
     def _open(self) -> None:
         """Write everything that comes before the tensors and note where each of them begins."""
@@ -141,11 +155,10 @@ class _Conversion:
         sizes = dict(experts=first.num_experts, top_k=first.top_k, expert_width=width)
         for key, value in metadata(self.architecture, self.model.config, **sizes).items():
             _add(self.writer, f"{self.architecture.name}.{key}", value)
-        self.writer.add_file_type(self.gguf.LlamaFileType.MOSTLY_BF16)
+        self.writer.add_file_type(self.gguf.LlamaFileType[f"MOSTLY_{self.experts.name}"])
         self._add_tokenizer()
-        kinds = self.gguf.GGMLQuantizationType
         for name, shape in self.shapes.items():
-            self.writer.add_tensor_info(name, shape, None, self._nbytes(name), kinds.F32 if self._is_f32(name) else kinds.BF16)
+            self.writer.add_tensor_info(name, shape, None, self._nbytes(name), self._kind(name))
         self.writer.write_header_to_file(self.writer.path)
         self.writer.write_kv_data_to_file()
         self.writer.write_ti_data_to_file()
@@ -177,7 +190,7 @@ class _Conversion:
         (target, same), *_ = self._converted(name, meta)
         with file.open("rb") as source:
             source.seek(entry.offset_bytes)
-            if same is meta and not self._is_f32(target):
+            if same is meta and self._kind(target) is self.gguf.GGMLQuantizationType.BF16:
                 self.file.seek(self.starts[target])
                 for start in range(0, entry.nbytes, PIECE_BYTES):
                     piece = source.read(min(PIECE_BYTES, entry.nbytes - start))
@@ -198,9 +211,13 @@ class _Conversion:
 
     def _put(self, name: str, row: int, tensor: torch.Tensor, bar: tqdm) -> None:
         """Write row `row` of a stacked tensor, or a whole tensor as its row 0."""
-        values = tensor.to(torch.float32 if self._is_f32(name) else torch.bfloat16).contiguous()
+        kinds, kind = self.gguf.GGMLQuantizationType, self._kind(name)
+        if kind in (kinds.F32, kinds.BF16):
+            values = tensor.to(torch.float32 if kind is kinds.F32 else torch.bfloat16).contiguous().view(torch.uint8).numpy()
+        else:
+            values = self.gguf.quants.quantize(tensor.float().numpy(), kind)
         self.file.seek(self.starts[name] + row * values.nbytes)
-        self.file.write(values.view(torch.uint8).numpy().data)
+        self.file.write(values.data)
         bar.update(values.nbytes)
 
     def _converted(self, name: str, tensor: torch.Tensor) -> Tensors:
@@ -226,10 +243,15 @@ class _Conversion:
                 yield f"blk.{number[1]}.ffn_{part}_exps.{suffix}", row
 
     def _nbytes(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * (4 if self._is_f32(name) else 2)
+        block, block_bytes = self.gguf.GGML_QUANT_SIZES[self._kind(name)]
+        return math.prod(self.shapes[name]) // block * block_bytes
 
-    def _is_f32(self, name: str) -> bool:
-        return is_float32(name, len(self.shapes[name]))
+    def _kind(self, name: str) -> Any:
+        """llama.cpp's type of a tensor."""
+        kinds = self.gguf.GGMLQuantizationType
+        if is_float32(name, len(self.shapes[name])):
+            return kinds.F32
+        return self.experts if EXPERTS.search(name) else kinds.BF16
 
     def _padded(self, nbytes: int) -> int:
         return self.writer.ggml_pad(nbytes, self.writer.data_alignment)

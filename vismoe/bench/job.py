@@ -1,27 +1,47 @@
 """Who can run, what one worker is asked to do, and what it answers: plain data, JSON both ways. Imports nothing heavy.
 
-A *contestant* is one way to run a model. A *job* is one worker process: load, one cold request, some warm ones. *Cold* is the
-first request after loading, with the page cache of all weight files dropped; *warm* is every later one of the same process.
+A *way* is a program that runs a model, a *contestant* is a way with the experts in one format. A *job* is one worker process:
+load, one cold request, some warm ones. *Cold* is the first request after loading, with the page cache of all weight files
+dropped; *warm* is every later one of the same process.
 """
 
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vismoe.errors import ConfigError
 
-__all__ = ["BASELINES", "COLD", "CONTESTANTS", "OURS", "WARM", "Answer", "Contestant", "Job", "Request", "contestants_of"]
+__all__ = [
+    "BASELINES",
+    "BITS_PER_WEIGHT",
+    "COLD",
+    "EXACT",
+    "IN_PLACE",
+    "LOGITS",
+    "OURS",
+    "PACKED",
+    "PARTNERS",
+    "WARM",
+    "WAYS",
+    "Answer",
+    "Contestant",
+    "Job",
+    "Request",
+    "Way",
+    "contestants_of",
+]
 
 COLD, WARM = "cold", "warm"
 OURS = "vismoe"
+LOGITS = 4096  # most logits that a contestant reports of its first new token, evenly spread over the vocabulary
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One way to run a model."""
+class Way:
+    """A program that runs a model."""
 
     name: str
     baseline: str  # the word of --baseline that asks for it
@@ -32,37 +52,87 @@ class Contestant:
 
 
 MAPPED = "loaded as transformers loads them (weights that it does not convert stay mapped)"
-CONTESTANTS = {
-    contestant.name: contestant
-    for contestant in (
-        Contestant(OURS, "", "vismoe", False, True, "experts paged in under the memory budget"),
-        Contestant("transformers", "transformers", "transformers", True, True, MAPPED),
-        Contestant("transformers-eager", "transformers", "transformers", True, True, "the same with eager experts"),
-        Contestant("accelerate", "accelerate", "accelerate", False, True, "device_map='auto', the rest in a disk folder"),
-        Contestant("llama.cpp-mmap", "llama.cpp", "llama_cpp", False, False, "weights mapped from the GGUF file"),
-        Contestant("llama.cpp-resident", "llama.cpp", "llama_cpp", True, False, "weights read into memory"),
+WAYS = {
+    way.name: way
+    for way in (
+        Way(OURS, "", "vismoe", False, True, "experts paged in under the memory budget"),
+        Way("transformers", "transformers", "transformers", True, True, MAPPED),
+        Way("transformers-eager", "transformers", "transformers", True, True, "the same with eager experts"),
+        Way("accelerate", "accelerate", "accelerate", False, True, "device_map='auto', the rest in a disk folder"),
+        Way("llama.cpp-mmap", "llama.cpp", "llama_cpp", False, False, "weights mapped from the GGUF file"),
+        Way("llama.cpp-resident", "llama.cpp", "llama_cpp", True, False, "weights read into memory"),
     )
 }
-BASELINES = tuple(dict.fromkeys(contestant.baseline for contestant in CONTESTANTS.values() if contestant.baseline))
+BASELINES = tuple(dict.fromkeys(way.baseline for way in WAYS.values() if way.baseline))
 INSTALL = {"llama_cpp": "llama-cpp-python"}
+EXACT = "exact"  # the precision of formats that keep every bit
+IN_PLACE, PACKED = "raw", "packed"  # raw from the checkpoint, and from a store
+PARTNERS = {"raw": "bf16", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's types; its two-bit ones are too different for int2
+BITS_PER_WEIGHT = {"int8": 8.25, "int4": 4.25, "int2": 2.5, "q8_0": 8.5, "q4_0": 4.5}  # scales included
 
 
-def contestants_of(words: Iterable[str]) -> tuple[str, ...]:
-    """Names of the contestants, ours first, for words of --baseline: a baseline, or one contestant by its own name.
+@dataclass(frozen=True)
+class Contestant:
+    """One row of a comparison."""
+
+    way: str
+    format: str = IN_PLACE  # of the experts, or PACKED; llama.cpp's are in the partner's type
+    kernels: str | None = None  # of ours, where several are compared
+
+    @property
+    def name(self) -> str:
+        words = (self.way, None if self.format == IN_PLACE else self.expert_type, self.kernels)
+        return " ".join(filter(None, words))
+
+    @property
+    def is_ours(self) -> bool:
+        return self.way == OURS
+
+    @property
+    def package(self) -> str:
+        return WAYS[self.way].package
+
+    @property
+    def precision(self) -> str:
+        """Contestants of the same one are compared."""
+        return EXACT if self.format in (IN_PLACE, PACKED, "lossless") else self.format
+
+    @property
+    def setting(self) -> str:
+        """What the engine calls our format."""
+        return "raw" if self.format == PACKED else self.format
+
+    @property
+    def expert_type(self) -> str:
+        """How the experts lie in memory: our format, or llama.cpp's type."""
+        return PARTNERS[self.format] if self.package == "llama_cpp" else self.format
+
+
+def contestants_of(
+    words: Iterable[str], formats: Sequence[str] = (IN_PLACE,), kernels: Sequence[str] = ()
+) -> tuple[Contestant, ...]:
+    """Ours in every format and with each of the kernels first, then those that the words of --baseline ask for: a baseline, or
+    one way by its own name. llama.cpp runs in the partners of the formats, everybody else in the checkpoint's own type.
 
     Raises ConfigError for an unknown word, or a package that is not installed.
     """
-    chosen = {OURS: None}
+    chosen = {Contestant(OURS, format, kernel): None for format in formats for kernel in kernels or (None,)}
+    partnered = dict.fromkeys(IN_PLACE if Contestant(OURS, format).precision == EXACT else format for format in formats)
     for word in words:
-        found = [contestant for contestant in CONTESTANTS.values() if word == contestant.baseline]
-        found = found or [contestant for contestant in CONTESTANTS.values() if word == contestant.name != OURS]
+        found = [way for way in WAYS.values() if word == way.baseline]
+        found = found or [way for way in WAYS.values() if word == way.name != OURS]
         if not found:
-            names = ", ".join((*BASELINES, *(name for name in CONTESTANTS if name not in (OURS, *BASELINES))))
+            names = ", ".join((*BASELINES, *(name for name in WAYS if name not in (OURS, *BASELINES))))
             raise ConfigError(f"--baseline {word}: no such baseline. Fix: choose among {names}")
         package = found[0].package
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"--baseline {word} needs the package {package}. Fix: pip install {INSTALL.get(package, package)}")
-        chosen |= dict.fromkeys(contestant.name for contestant in found)
+        theirs = [format for format in partnered if format in PARTNERS] if package == "llama_cpp" else [IN_PLACE]
+        if not theirs:
+            raise ConfigError(
+                f"--baseline {word} has no type like {', '.join(formats)}. Fix: --formats with {', '.join(PARTNERS)}"
+            )
+        chosen |= {Contestant(way.name, format): None for way in found for format in theirs}
     return tuple(chosen)
 
 
@@ -70,7 +140,7 @@ def contestants_of(words: Iterable[str]) -> tuple[str, ...]:
 class Job:
     """Everything one worker needs to know."""
 
-    contestant: str
+    way: str
     model: str  # folder or hub name
     dtype: str
     device: str
@@ -86,6 +156,7 @@ class Job:
     gguf: str | None = None
     offload_folder: str | None = None  # accelerate's
     trace: str | None = None  # VisMoE's timeline, of one more request that is not counted
+    moe_time: bool = False  # time the routed experts alone, in one more request that is not counted
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -125,3 +196,5 @@ class Answer:
     cached_bytes: int  # of the weight files, in the page cache when the cold request began: they could not be dropped
     files_bytes: int  # of the weight files
     notes: dict[str, Any]  # what was chosen and why, e.g. the experts' implementation
+    logits: tuple[float, ...] = ()  # of the first new token, LOGITS of them at most
+    moe_s: dict[str, float] | None = None  # in all MoE layers' routed experts of one more request, by phase

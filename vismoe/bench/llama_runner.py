@@ -1,5 +1,6 @@
 """llama.cpp on the CPU, text only, driven by token ids. Imports neither torch nor transformers: a worker must not carry them."""
 
+import ctypes
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vismoe.bench.job import Job, Request
+from vismoe.bench.job import LOGITS, Job, Request
 from vismoe.bench.process import difference, disk_bytes
 
 __all__ = ["LOADERS", "LlamaRunner"]
@@ -31,6 +32,8 @@ class LlamaRunner:
             "use_mmap": use_mmap,
         }
         self._llama, self._job = llama_cpp, job
+        self.logits: tuple[float, ...] = ()
+        self._answer: list[int] = []
         self._model = llama_cpp.Llama(
             model_path=str(job.gguf), n_ctx=tokens + job.new_tokens, n_gpu_layers=0, verbose=False, **options
         )
@@ -43,6 +46,7 @@ class LlamaRunner:
         first_s, first_disk = time.perf_counter(), disk_bytes()
         while len(token_ids) < self._job.new_tokens:
             token_ids.append(self._next(token_ids[-1:]))
+        self._answer = token_ids
         return Request(
             state=state,
             encode_s=0.0,
@@ -60,7 +64,56 @@ class LlamaRunner:
         """The greedy token after these."""
         self._model.eval(token_ids)
         logits = self._llama.llama_get_logits_ith(self._model.ctx, -1)
-        return int(np.ctypeslib.as_array(logits, shape=(self._model.n_vocab(),)).argmax())
+        values = np.ctypeslib.as_array(logits, shape=(self._model.n_vocab(),))
+        self.logits = self.logits or tuple(values[:: -(-len(values) // LOGITS)].tolist())
+        return int(values.argmax())
+
+    def moe_s(self) -> dict[str, float]:
+        """Seconds in the routed experts of all layers for the prompt and the last answer, by phase; see ExpertsClock.
+
+        In a context of its own, so that other requests are not stopped; the second of two passes counts.
+        """
+        llama, prompt = self._llama, self._job.token_ids
+        clock, options = ExpertsClock(llama), self._model.context_params
+        options.cb_eval = clock.callback
+        context = llama.llama_init_from_model(self._model.model, options)
+        pieces = [prompt[start : start + options.n_batch] for start in range(0, len(prompt), options.n_batch)]
+        found = {}
+        for _ in range(2):
+            llama.llama_memory_clear(llama.llama_get_memory(context), True)
+            for phase, batches in (("prefill", pieces), ("decode", [(token,) for token in self._answer[:-1]])):
+                clock.total_s = 0.0
+                for batch in batches:
+                    tokens = (llama.llama_token * len(batch))(*batch)
+                    llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(batch)))
+                found[phase] = clock.total_s
+        llama.llama_free(context)
+        return found
+
+
+class ExpertsClock:
+    """Adds up what llama.cpp takes for the routed experts: their products, activation, weighing and sum, without the router.
+
+    llama.cpp asks a callback about every tensor before it computes it, and stops after those that the callback wants to see. Ours
+    stops it after the routing weights and after the experts' sum, and so times what lies between.
+    """
+
+    def __init__(self, llama: Any):
+        from llama_cpp._ggml import libggml
+
+        self._name_of = libggml.ggml_get_name
+        self._name_of.argtypes, self._name_of.restype = [ctypes.c_void_p], ctypes.c_char_p
+        self.callback = llama.ggml_backend_sched_eval_callback(self._look)
+        self.total_s = self._began_s = 0.0
+
+    def _look(self, tensor: int, ask: bool, data: int) -> bool:
+        name = self._name_of(tensor)
+        if ask:
+            self._began_s = time.perf_counter()  # what is computed next ends with this tensor, or a later one
+            return name.startswith((b"ffn_moe_weights", b"ffn_moe_out-"))
+        if name.startswith(b"ffn_moe_out-"):
+            self.total_s += time.perf_counter() - self._began_s
+        return True
 
 
 LOADERS: dict[str, Callable[[Job], LlamaRunner]] = {

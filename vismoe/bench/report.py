@@ -3,12 +3,13 @@
 Runs are those of `run.Outcome`. Rates are tokens per second, sizes bytes, times seconds; what is not known is None.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vismoe.bench.job import COLD, OURS, WARM
+from vismoe.bench.job import COLD, EXACT, OURS, WARM, Contestant
 from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import format_bytes
 from vismoe.models.components import decode_read_bytes
@@ -17,7 +18,9 @@ __all__ = ["Ceilings", "Work", "agreement", "measures", "observed", "spread", "s
 
 STATES = (COLD, WARM)
 REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the first that ran is what the others are held against
+LEAST_CORRELATION = {EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2}  # of logits with the reference's: another model has none
 PHASES = ("prefill", "decode")
+PRECISIONS = (EXACT, "int8", "int4", "int2")  # in the order of a report
 MOST_CACHED_SHARE = 0.05  # of the weight files, in the page cache when a cold request begins
 LEAST_READ_SHARE = 0.5  # of the weights that the prompt needs, read from storage in a cold request
 
@@ -48,6 +51,15 @@ class Work:
         prefill = fixed + expert_read_bytes(inventory, prompt_tokens) if uniform else None
         experts = sum(layer.num_experts for layer in inventory.layers)
         return cls(prefill, fixed + expert_read_bytes(inventory, 1), fixed, inventory.total_bytes / experts)
+
+    def with_experts_of(self, share: float) -> "Work":
+        """The same with experts of `share` of their bytes."""
+
+        def smaller(nbytes: float) -> float:
+            return self.backbone_bytes + share * (nbytes - self.backbone_bytes)
+
+        prefill = None if self.prefill_bytes is None else smaller(self.prefill_bytes)
+        return Work(prefill, smaller(self.decode_bytes), self.backbone_bytes, share * self.expert_bytes)
 
 
 def observed(work: Work, runs: Sequence[Mapping[str, Any]]) -> Work:
@@ -104,18 +116,34 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"median": statistics.median(known), "min": min(known), "max": max(known), "n": len(known)}
 
 
-def summary(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings) -> dict[str, dict[str, Any]]:
-    """Per contestant, ours first: a row with the same keys for each.
+def summary(
+    runs: Sequence[Mapping[str, Any]],
+    contestants: Sequence[Contestant],
+    works: Mapping[str, Work],
+    ceilings: Ceilings,
+    moe_layers: int,
+) -> dict[str, dict[str, Any]]:
+    """Per contestant that ran, precision by precision and ours first: a row with the same keys for each.
 
     `cold` and `warm` hold the spread over processes of every measure (empty where nothing was measured), `first_answer_s` is
-    loading and the cold request's first token, `failed` the reason or None, `not_cold` why no cold ratio is given.
+    loading and the cold request's first token, `moe_us` the routed experts' time per MoE layer and token by phase (None where it
+    was not asked for), `failed` the reason or None, `not_cold` why no cold ratio is given. Ours have `times_as_fast_as`: how many
+    times as fast they are as every rival of the same precision or of full precision, by its name.
     """
-    found = {name: _of_one([run for run in runs if run["contestant"] == name], work, ceilings) for name in _names(runs)}
-    agreed = agreement(runs)
+    ran = {run["contestant"] for run in runs}
+    ordered = sorted((one for one in contestants if one.name in ran), key=lambda one: PRECISIONS.index(one.precision))
+    found = {}
+    for one in ordered:
+        row = _of_one([run for run in runs if run["contestant"] == one.name], works[one.name], ceilings, moe_layers)
+        found[one.name] = {**dataclasses.asdict(one), "precision": one.precision, **row}
+    agreed = agreement(runs, ordered)
     for name, row in found.items():
         row["agreement"] = agreed.get(name)
-        row["vismoe_is_times_as_fast"] = {
-            state: {phase: _compared(found.get(OURS), row, state, phase) for phase in PHASES} for state in STATES
+    for ours in (one for one in ordered if one.is_ours):
+        found[ours.name]["times_as_fast_as"] = {
+            rival.name: _compared(found[ours.name], found[rival.name])
+            for rival in ordered
+            if not rival.is_ours and rival.precision in (ours.precision, EXACT)
         }
     return found
 
@@ -125,9 +153,15 @@ def warnings(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = []
     for name, row in figures.items():
         same = row["agreement"]
-        if same and same["equal_tokens"] == 0:
+        if same and same["equal_tokens"] == 0 and same["correlation"] is None:
             found.append(
                 f"warning: {name} has not one new token in common with {same['with']}: another model, or a near tie at the start"
+            )
+        least = LEAST_CORRELATION[row["precision"]]
+        if same and same["correlation"] is not None and same["correlation"] < least:
+            found.append(
+                f"warning: the first logits of {name} correlate with those of {same['with']} by {same['correlation']:.3f}, and "
+                f"{least:g} is the least to expect: another model, or a wrong answer"
             )
         if same and not same["same_every_time"]:
             found.append(f"warning: {name} did not give the same tokens every time")
@@ -142,11 +176,7 @@ def warnings(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    return sorted({run["contestant"] for run in runs}, key=lambda name: (name != OURS, name))
-
-
-def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings) -> dict[str, Any]:
+def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings, moe_layers: int) -> dict[str, Any]:
     done = [run for run in runs if "failed" not in run]
     row: dict[str, Any] = {
         "repeats": len(done),
@@ -155,6 +185,7 @@ def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings) -
         "peak_bytes": max((run["peak_bytes"] or run["peak_rss_bytes"] for run in done), default=None),
         "cached_bytes": max((run["cached_bytes"] for run in done), default=None),
         "not_cold": next((reason for run in done if (reason := _not_cold(run, work))), None),
+        "moe_us": _moe_us(done, moe_layers),
         "notes": done[-1]["notes"] if done else {},
         "failed": next((run["failed"] for run in runs if "failed" in run), None),
     }
@@ -192,18 +223,37 @@ def _not_cold(run: Mapping[str, Any], work: Work) -> str | None:
     return None
 
 
-def _compared(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any], state: str, phase: str) -> float | None:
-    """How many times as fast we are; None where one did not run, or was not really cold."""
-    measure = f"{phase}_tokens_per_s"
-    if ours is None or not ours[state].get(measure) or not theirs[state].get(measure):
+def _moe_us(runs: Sequence[Mapping[str, Any]], moe_layers: int) -> dict[str, dict[str, float] | None] | None:
+    """Per MoE layer and token, by phase."""
+    timed = [run for run in runs if run["moe_s"]]
+    if not timed:
         return None
-    if state == COLD and (ours["not_cold"] or theirs["not_cold"]):
-        return None
-    return ours[state][measure]["median"] / theirs[state][measure]["median"]
+    tokens = {phase: timed[0]["requests"][0][count] for phase, count in zip(PHASES, ("prompt_tokens", "decode_tokens"))}
+    return {phase: spread(1e6 * run["moe_s"][phase] / moe_layers / tokens[phase] for run in timed) for phase in PHASES}
 
 
-def agreement(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """How many new tokens, from the first on, each contestant has in common with the reference: did they compute the same model?
+def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """How many times as fast we are, by state and phase, and in the routed experts alone; None where one did not run, or was not
+    really cold."""
+
+    def ratio(state: str, phase: str) -> float | None:
+        mine, other = (row[state].get(f"{phase}_tokens_per_s") for row in (ours, theirs))
+        if not (mine and other) or (state == COLD and (ours["not_cold"] or theirs["not_cold"])):
+            return None
+        return mine["median"] / other["median"]
+
+    def moe_ratio(phase: str) -> float | None:
+        mine, other = ((row["moe_us"] or {}).get(phase) for row in (ours, theirs))
+        return other["median"] / mine["median"] if mine and other else None
+
+    found = {state: {phase: ratio(state, phase) for phase in PHASES} for state in STATES}
+    same = ours["precision"] == theirs["precision"]
+    return {"same_precision": same, **found, "moe": {phase: moe_ratio(phase) for phase in PHASES}}
+
+
+def agreement(runs: Sequence[Mapping[str, Any]], contestants: Sequence[Contestant]) -> dict[str, dict[str, Any]]:
+    """Did they compute the same model? How many new tokens, from the first on, each contestant has in common with the reference,
+    and how its first logits correlate with the reference's; None where it had another prompt.
 
     Bit-identity is held elsewhere; half-precision sums in another order part two greedy answers sooner or later.
     """
@@ -211,14 +261,20 @@ def agreement(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     for run in runs:
         for request in run.get("requests", ()):
             answers.setdefault(run["contestant"], []).append((request["prompt_tokens"], tuple(request["token_ids"])))
-    reference = next((name for name in REFERENCES if name in answers), None)
+    exact = sorted(
+        (one for one in contestants if one.precision == EXACT and one.way in REFERENCES),
+        key=lambda one: REFERENCES.index(one.way),
+    )
+    reference = next((one.name for one in (*exact, *contestants) if one.name in answers), None)
     if reference is None:
         return {}
+    logits = {run["contestant"]: run["logits"] for run in runs if run.get("logits")}
     prompt_tokens, expected = answers[reference][0]
     return {
         name: {
             "with": reference,
-            "equal_tokens": _common(ids[0][1], expected) if ids[0][0] == prompt_tokens else None,  # None: another prompt
+            "equal_tokens": _common(ids[0][1], expected) if ids[0][0] == prompt_tokens else None,
+            "correlation": _correlation(logits.get(name), logits.get(reference)) if ids[0][0] == prompt_tokens else None,
             "tokens": len(expected),
             "same_every_time": len(set(ids)) == 1,
         }
@@ -230,7 +286,15 @@ def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
+def _correlation(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> float | None:
+    return statistics.correlation(ours, theirs) if ours and theirs else None
+
+
 def ceilings_json(ceilings: Ceilings, work: Work) -> dict[str, Any]:
     """The ceilings, and the rates that they allow at most."""
     rate = ceilings.memory_bytes_per_s
-    return {**asdict(ceilings), **asdict(work), "decode_tokens_per_s_at_most": rate / work.decode_bytes if rate else None}
+    return {
+        **dataclasses.asdict(ceilings),
+        **dataclasses.asdict(work),
+        "decode_tokens_per_s_at_most": rate / work.decode_bytes if rate else None,
+    }

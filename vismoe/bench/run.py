@@ -92,7 +92,7 @@ def _supervise(argv: Sequence[str], job: Job, folder: Path) -> tuple[int, dict[s
     """(exit code, result or {}, the last lines it printed); the worker never outlives this call."""
     (folder / "job").write_text(job.to_json())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
-    usual = dict(os.environ) if job.contestant == OURS else without_us(os.environ)
+    usual = dict(os.environ) if job.way == OURS else without_us(os.environ)
     environment = {**usual, **threads, "GGML_NO_BACKTRACE": "1"}  # a trace would be all that the log ends with
     with (folder / "job").open() as order, (folder / "log").open("w") as log:
         process = subprocess.Popen(

@@ -1,45 +1,63 @@
-"""The model of a benchmark: a checkpoint that is there or is generated, its GGUF twin, and what is known without its weights."""
+"""The model of a benchmark: a checkpoint that is there or is generated, what is made of a generated one (GGUF twins, a store of
+packed experts), and what is known without its weights.
+"""
 
 import contextlib
+import dataclasses
 import importlib.util
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from tqdm import tqdm
 
 from vismoe.bench.checkpoint import MANIFEST, refuse_small_disk, write_checkpoint
 from vismoe.bench.geometry import GEOMETRIES, geometry_config, model_class_of
 from vismoe.bench.gguf import gguf_refusal, is_float32, write_gguf
+from vismoe.bench.job import BITS_PER_WEIGHT
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError, InputError
+from vismoe.formats.affine import Affine
+from vismoe.formats.codec import Codec
 from vismoe.machine.profile import profile_file
 from vismoe.models.components import backbone_bytes
-from vismoe.models.locate import inventory_of
+from vismoe.models.forms import transposed_sections
+from vismoe.models.locate import inventory_of, locate_experts
 from vismoe.models.preview import describe
-from vismoe.types import ExpertInventory
+from vismoe.store.index import index_path
+from vismoe.store.pack import pack
+from vismoe.store.packed import contents_of
+from vismoe.types import ExpertInventory, Format
 
 __all__ = [
     "GgufFile",
+    "Store",
     "Subject",
     "bench_folder",
     "clean",
     "generate",
     "gguf_file",
     "gguf_of",
+    "packed",
     "refuse_unusable",
     "sketch",
+    "store_folder",
     "subject_of",
 ]
 
 GGUF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 ENCODERS = ("vision tower", "audio tower")  # llama.cpp keeps them in another file
 SAME_SIZE = 0.02  # by how much the bytes of two files with the same weights differ: vectors and routers are F32 in GGUF
-GENERATED = re.compile(rf"({'|'.join(map(re.escape, GEOMETRIES))})-\d+-layers-skew-.+-seed--?\d+(\.gguf)?(\.partial)?")
+GENERATED = re.compile(
+    rf"({'|'.join(map(re.escape, GEOMETRIES))})-\d+-layers-skew-.+-seed--?\d+(\.store|(\.q\d_0)?\.gguf)?(\.partial)?"
+)
 OFFLOAD = re.compile(r"offload-(\d+)")  # of a benchmark with this process number
 
 
@@ -63,8 +81,20 @@ class Subject:
 
     @property
     def weights_bytes(self) -> int:
-        experts = sum(layer.num_experts * self.inventory.layout(layer.index).payload_bytes for layer in self.inventory.layers)
-        return experts + sum(nbytes for _, nbytes in self.backbone)
+        return self.expert_bytes + sum(nbytes for _, nbytes in self.backbone)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the routed experts in this dtype, without gaps."""
+        return sum(layer.num_experts * self.inventory.layout(layer.index).payload_bytes for layer in self.inventory.layers)
+
+    def expert_share(self, expert_type: str) -> float:
+        """Bytes of an expert in one of our formats or llama.cpp's types, as it lies in memory, over those in this dtype."""
+        return BITS_PER_WEIGHT.get(expert_type, self.weight_bits) / self.weight_bits
+
+    @property
+    def weight_bits(self) -> int:
+        return 8 * getattr(torch, self.dtype).itemsize
 
     def to_json(self) -> dict[str, Any]:
         moe = [{"experts": layer.num_experts, "top_k": layer.top_k} for layer in self.inventory.layers]
@@ -86,29 +116,80 @@ def bench_folder() -> Path:
 
 
 def generate(
-    folder: Path, geometry: str, layers: int | None, skew: float, seed: int, *, gguf: bool = False, quiet: bool = False
+    folder: Path,
+    geometry: str,
+    layers: int | None,
+    skew: float,
+    seed: int,
+    *,
+    gguf: Sequence[str] = (),
+    formats: Sequence[str] = (),
+    quiet: bool = False,
 ) -> Subject:
-    """A published geometry with random weights, and its GGUF twin if asked for; written unless they are there.
+    """A published geometry with random weights, its GGUF twins with experts of the types `gguf`, and room for `formats` to be
+    packed; written unless they are there.
 
-    Raises InputError for a folder that cannot be used, ConfigError for a disk that cannot hold both.
+    Raises InputError for a folder that cannot be used, ConfigError for a disk that cannot hold all of it.
     """
     config = geometry_config(geometry, layers)
     layers = config.get_text_config().num_hidden_layers
     target = folder / f"{geometry}-{layers}-layers-skew-{skew:g}-seed-{seed}"
-    missing = [path for path in (target, *([_twin(target)] if gguf else [])) if not path.exists()]
-    if missing:
+    models = {target: "raw", **{_twin(target, kind): kind for kind in gguf}}
+    stores = {index_path(_store(target), Format(format)): format for format in formats}
+    if missing := {path: kind for path, kind in {**models, **stores}.items() if not path.exists()}:
         refuse_unusable(folder)
         with sketch(geometry, layers) as planned:
-            refuse_small_disk(folder, len(missing) * planned.weights_bytes)
+            expert_bytes = sum(planned.expert_share(kind) * planned.expert_bytes for kind in missing.values())
+            backbones = (planned.weights_bytes - planned.expert_bytes) * len(models.keys() & missing.keys())
+            refuse_small_disk(folder, int(expert_bytes) + backbones)
     made = {"geometry": geometry, "layers": layers, "skew": skew, "seed": seed}
     try:
         written = write_checkpoint(config, model_class_of(geometry), target, skew=skew, seed=seed, progress=not quiet)
+        if not written.reused:
+            shutil.rmtree(_store(target), ignore_errors=True)  # of files that are gone
         subject = subject_of(str(target), None, None, {**made, "total_bytes": written.total_bytes})
-        if gguf:
-            gguf_of(subject, quiet=quiet)
+        for experts in gguf:
+            gguf_of(subject, experts, quiet=quiet)
     except OSError as error:
         raise InputError(f"{target}: {error.strerror or error}. Fix: --folder DIR names another place") from error
     return subject
+
+
+@dataclass(frozen=True)
+class Store:
+    """One format of the packed experts of a generated subject."""
+
+    format: str
+    stored_bytes: int
+    bits_per_weight: float
+    packed_s: float | None  # None: it was there
+
+
+def store_folder(subject: Subject) -> Path:
+    """Where the packed experts of a generated subject lie, or will: not in its folder, where everybody would use them."""
+    return _store(Path(subject.name))
+
+
+def packed(subject: Subject, formats: Sequence[str], *, quiet: bool = False) -> list[Store]:
+    """Pack the experts of a generated subject in `formats`, unless they are. Integer formats are rounded to nearest: that is many
+    times as fast as fitting them, as many bytes, and random weights have no quality to lose.
+    """
+    model, files = describe(subject.name)
+    source, found = locate_experts(model, files, model.dtype), []
+    try:
+        transposed = transposed_sections(model, source.inventory)
+        for format in formats:
+            began_s = time.perf_counter()
+            with tqdm(total=subject.inventory.total_bytes, unit="B", unit_scale=True, desc=format, disable=quiet) as bar:
+                contents = contents_of(source, Format(format), transposed)
+                vars(contents)["codecs"] = tuple(map(_to_nearest, contents.codecs))  # in place of what is cached there
+                made = pack(source, store_folder(subject), contents, on_bytes=lambda done: bar.update(done - bar.n))
+            bits = subject.weight_bits * made.stored_bytes / subject.expert_bytes
+            seconds = None if made.resumed_records else time.perf_counter() - began_s
+            found.append(Store(format, made.stored_bytes, bits, seconds))
+    finally:
+        source.close()
+    return found
 
 
 def refuse_unusable(folder: Path) -> None:
@@ -144,12 +225,20 @@ def _subject(name: str, revision: str | None, dtype: str | None, made: dict[str,
     return Subject(name, revision, model.config, plain, tuple(files), inventory, backbone_bytes(model), made)
 
 
-def _twin(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".gguf")
+def _to_nearest(codec: Codec) -> Codec:
+    return dataclasses.replace(codec, nearest=True) if isinstance(codec, Affine) else codec
 
 
-def gguf_file(subject: Subject) -> Path:
-    """Where the GGUF twin of a generated subject lies, or will.
+def _twin(folder: Path, experts: str) -> Path:
+    return folder.with_name(folder.name + ("" if experts == "bf16" else f".{experts}") + ".gguf")
+
+
+def _store(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".store")
+
+
+def gguf_file(subject: Subject, experts: str = "bf16") -> Path:
+    """Where the GGUF twin of a generated subject with experts of this type lies, or will.
 
     Raises ConfigError for anything else (converting somebody's model is theirs to decide), and for what cannot be converted.
     """
@@ -159,14 +248,14 @@ def gguf_file(subject: Subject) -> Path:
         raise ConfigError(f"llama.cpp cannot run {subject.config.model_type}: {reason}. Fix: leave it out of --baseline")
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("llama.cpp as a baseline needs the package gguf. Fix: pip install 'vismoe[bench]'")
-    return _twin(Path(subject.name))
+    return _twin(Path(subject.name), experts)
 
 
-def gguf_of(subject: Subject, *, quiet: bool = False) -> Path:
+def gguf_of(subject: Subject, experts: str = "bf16", *, quiet: bool = False) -> Path:
     """The GGUF twin of a generated subject, written unless it is there and as new as the weights."""
-    file, manifest = gguf_file(subject), Path(subject.name) / MANIFEST
+    file, manifest = gguf_file(subject, experts), Path(subject.name) / MANIFEST
     if not file.exists() or file.stat().st_mtime < manifest.stat().st_mtime:
-        write_gguf(subject.name, file, progress=not quiet)
+        write_gguf(subject.name, file, experts=experts, progress=not quiet)
     return file
 
 

@@ -7,16 +7,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vismoe.bench.job import CONTESTANTS, OURS
+from vismoe.bench.job import BITS_PER_WEIGHT, WAYS
 from vismoe.config import format_bytes
 
 __all__ = ["print_report"]
 
 NOTHING = "-"
 SPEED_LEGEND = """
-medians, in brackets the extremes over processes; how many times as fast vismoe is in prefill, decode.
+medians, in brackets the extremes over processes.
 first answer: loading and the cold prefill; files are dropped in between, so what loading left in the page cache is read again"""
-SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill tokens/s", "decode tokens/s", "vismoe is")
+SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill tokens/s", "decode tokens/s", "experts/layer")
+EXPERTS_LEGEND = "experts/layer: the routed experts alone, per MoE layer and token, in prefill, decode; without the router"
+RATIO_LEGEND = "\nhow many times as fast ours are in prefill, decode; in brackets: the other one keeps every bit, ours do not"
+RATIO_COLUMNS = ("ours", "against", "cold", "warm", "experts alone")
 TRAFFIC_COLUMNS = (
     "contestant",
     "phase",
@@ -36,7 +39,13 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for line in _head(report):
         console.print(Text(line), soft_wrap=True, highlight=False)
     console.print(SPEED_LEGEND, soft_wrap=True)
-    console.print(_speeds(report))
+    timed = any(row["moe_us"] for row in report["contestants"].values())
+    if timed:
+        console.print(EXPERTS_LEGEND, soft_wrap=True)
+    console.print(_speeds(report, timed))
+    if any(row.get("times_as_fast_as") for row in report["contestants"].values()):
+        console.print(RATIO_LEGEND, soft_wrap=True)
+        console.print(_ratios(report, timed))
     console.print(
         "\nshares of the ceilings; bytes from storage and of experts fetched, per token; Python's control path, per MoE layer",
         soft_wrap=True,
@@ -77,14 +86,16 @@ def _table(columns: tuple[str, ...]) -> Table:
     return table
 
 
-def _speeds(report: dict[str, Any]) -> Table:
-    table = _table(SPEED_COLUMNS)
+def _speeds(report: dict[str, Any], timed: bool) -> Table:
+    table, precision = _table(SPEED_COLUMNS if timed else SPEED_COLUMNS[:-1]), None
     for name, row in report["contestants"].items():
+        if precision not in (None, row["precision"]):
+            table.add_row("")
+        precision = row["precision"]
         if row["failed"]:
             table.add_row(name, Text("failed", style="red"))
         for state in ("cold", "warm"):
             if figures := row[state]:
-                faster = row["vismoe_is_times_as_fast"][state]
                 table.add_row(
                     name,
                     state,
@@ -92,8 +103,21 @@ def _speeds(report: dict[str, Any]) -> Table:
                     _value(figures.get("encode_s"), "{:.2f} s".format),
                     _range(figures["prefill_tokens_per_s"]),
                     _range(figures["decode_tokens_per_s"]),
-                    _faster(faster) if name != OURS else "",
+                    *([_experts(row["moe_us"]) if state == "warm" else NOTHING] if timed else []),
                 )
+    return table
+
+
+def _experts(moe_us: dict[str, Any] | None) -> str:
+    return ", ".join(_value(one, lambda us: f"{_number(us)} us") for one in moe_us.values()) if moe_us else NOTHING
+
+
+def _ratios(report: dict[str, Any], timed: bool) -> Table:
+    table = _table(RATIO_COLUMNS if timed else RATIO_COLUMNS[:-1])
+    for name, row in report["contestants"].items():
+        for rival, found in row.get("times_as_fast_as", {}).items():
+            times = [_faster(found[kind]) for kind in ("cold", "warm", *(["moe"] if timed else []))]
+            table.add_row(name, rival, *(times if found["same_precision"] else [f"({one})" for one in times]))
     return table
 
 
@@ -142,7 +166,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     lines = []
     for name, row in report["contestants"].items():
         experts = row["notes"].get("experts")
-        lines.append(f"{name}: {CONTESTANTS[name].what}" + (f" ({experts})" if experts else ""))
+        lines.append(f"{name}: {WAYS[row['way']].what}" + (f" ({experts})" if experts else ""))
         if row["repeats"]:
             lines[-1] += f"; loaded in {row['load_s']['median']:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
         if row["failed"]:
@@ -150,9 +174,16 @@ def _notes(report: dict[str, Any]) -> list[str]:
         same = row["agreement"]
         if same and same["with"] != name and same["equal_tokens"] is not None:
             lines[-1] += f"; the first {same['equal_tokens']} of {same['tokens']} new tokens are those of {same['with']}"
+            if same["correlation"] is not None:
+                lines[-1] += f", its first logits correlate by {same['correlation']:.4f}"
         if row["cached_bytes"]:
             lines.append(f"  {format_bytes(row['cached_bytes'])} of its weight files stayed in the page cache")
         if row["not_cold"]:
             lines.append(f"  no cold ratio: {row['not_cold']}")
+    for store in report["stores"]:
+        took = f"packed in {store['packed_s']:.0f} s" if store["packed_s"] else "packed before"
+        took += ", rounded to nearest" if store["format"] in BITS_PER_WEIGHT else ""
+        size = f"{format_bytes(store['stored_bytes'])}, {store['bits_per_weight']:.2f} bits per expert weight on disk"
+        lines.append(f"{store['format']}: {size}, {took}; no part of what is timed")
     lines += [label if label.startswith("warning: ") else f"note: {label}" for label in report["labels"]]
     return [*lines, "interrupted: not all was measured"] if report["interrupted"] else lines

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vismoe.bench.job import COLD, CONTESTANTS, WARM, Answer, Job
+from vismoe.bench.job import COLD, WARM, WAYS, Answer, Job
 from vismoe.bench.limits import drop_caches
 from vismoe.bench.process import die_with_parent, peak_rss_bytes, release_mapped
 
@@ -30,7 +30,9 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     cached_bytes = drop_caches(files)
     requests = [runner.request(COLD), *(runner.request(WARM) for _ in range(job.warm_requests))]
     files_bytes = sum(file.stat().st_size for file in files)
-    return Answer(load_s, tuple(requests), peak_rss_bytes(), cached_bytes, files_bytes, runner.notes), runner
+    peak_bytes = peak_rss_bytes()
+    moe_s = runner.moe_s() if job.moe_time else None
+    return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, files_bytes, runner.notes, runner.logits, moe_s), runner
 
 
 def _files_in(folder: str | None) -> list[Path]:
@@ -38,16 +40,16 @@ def _files_in(folder: str | None) -> list[Path]:
 
 
 def _loader_of(job: Job) -> Callable[[Job], Any]:
-    if CONTESTANTS[job.contestant].package == "llama_cpp":
+    if WAYS[job.way].package == "llama_cpp":
         from vismoe.bench import llama_runner
 
-        return llama_runner.LOADERS[job.contestant]
+        return llama_runner.LOADERS[job.way]
     import torch
 
     from vismoe.bench import contestants
 
     torch.set_num_threads(job.threads)
-    return contestants.LOADERS[job.contestant]
+    return contestants.LOADERS[job.way]
 
 
 def _leave(file: Path, result: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import resource
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from vismoe.memory.hardware import affinity_cores, cpu_quota, host_memory
 
-__all__ = ["Facts", "Gpu", "cpu_of", "facts", "machine_key"]
+__all__ = ["Facts", "Gpu", "cpu_of", "facts", "machine_key", "package_versions"]
 
 # What our kernels, or the libraries below torch, have separate code for: the name in /proc/cpuinfo, and the name people use.
 FEATURES = {
@@ -105,7 +106,7 @@ def facts() -> Facts:
         gpus=tuple(gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else (),
         cuda_build=torch.version.cuda,
         nvidia_driver=DRIVER.exists(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "torch": torch.__version__},
+        versions={"python": platform.python_version(), **package_versions(PACKAGES), "torch": torch.__version__},
     )
 
 
@@ -158,6 +159,11 @@ def machine_key(found: Facts) -> str:
         *(gpu.name for gpu in found.gpus),
     )
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """By package, as installed."""
+    return {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str:

@@ -1,17 +1,19 @@
 """The middle tier: records in host memory, page-locked where a GPU will copy from them. Bounded, filled lazily, LRU.
 
 Inclusive of the device tier: what is on the device may also be here. When it is smaller than all experts, the least recently
-used record that nobody leases makes room, and the disk is read again.
+used record that nobody needs makes room, and the disk is read again.
+
+Threads that copy *lease* a record, and read it first if it is not here. The thread that runs the model *holds* what is here
+while it computes. Ctrl-C may interrupt that one anywhere, so all it holds is let go at once, as often as one likes.
 """
 
 import collections
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
+from vismoe.errors import ClosedError
 from vismoe.memory.pool import SlabPool
 from vismoe.store.expert_store import ExpertStore
 from vismoe.types import ExpertId
@@ -19,8 +21,8 @@ from vismoe.types import ExpertId
 
 @dataclass(frozen=True)
 class HostLease:
-    record: torch.Tensor  # uint8 [record_bytes], host memory
-    weights: dict[str, torch.Tensor]
+    pool: SlabPool
+    slab: int
     disk_bytes: int  # 0 when it was here already
 
 
@@ -32,17 +34,20 @@ class HostTier:
         self.pools = tuple(
             SlabPool(layout, n, page_locked=page_locked) for layout, n in zip(store.inventory.layouts, slabs, strict=True)
         )
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._slab_of: tuple[collections.OrderedDict[ExpertId, int], ...] = tuple(
             collections.OrderedDict() for _ in slabs
         )  # LRU first
         self._leases: collections.Counter[ExpertId] = collections.Counter()
         self._loading: set[ExpertId] = set()
+        self._held: set[ExpertId] = set()
+        self._closed = False
 
     @contextmanager
     def lease(self, expert: ExpertId) -> Iterator[HostLease]:
         """The expert's record, read from the store when it is not here; stays put inside the `with`."""
-        geometry = self._store.inventory.layers[expert.layer].geometry
+        geometry = self._geometry(expert)
         pool, slab_of = self.pools[geometry], self._slab_of[geometry]
         with self._changed:
             while expert in self._loading:
@@ -69,7 +74,7 @@ class HostTier:
                     with self._changed:
                         self._loading.discard(expert)
                         self._changed.notify_all()
-            yield HostLease(pool.record(slab), pool.weights(slab), disk_bytes)
+            yield HostLease(pool, slab, disk_bytes)
         finally:
             with self._changed:
                 self._leases[expert] -= 1
@@ -85,12 +90,50 @@ class HostTier:
             if slab is not None:
                 return slab
             for expert in slab_of:
-                if not self._leases[expert]:
+                if not self._leases[expert] and expert not in self._held:
                     return slab_of.pop(expert)
+            if self._closed:
+                raise ClosedError("the engine was closed while an expert waited for room in host memory")
             self._changed.wait()
+
+    def has(self, experts: Iterable[ExpertId]) -> list[bool]:
+        """Which of them are here, read completely."""
+        with self._lock:
+            return [self._slab(expert) is not None for expert in experts]
+
+    def hold(self, experts: Iterable[ExpertId]) -> dict[ExpertId, int]:
+        """Slabs (in the pool of its geometry) of those that are here; they stay put until `let_go`. For one thread."""
+        held = {}
+        with self._lock:
+            for expert in experts:
+                slab = self._slab(expert)
+                if slab is not None:
+                    self._held.add(expert)
+                    self._slab_of[self._geometry(expert)].move_to_end(expert)
+                    held[expert] = slab
+        return held
+
+    def let_go(self) -> None:
+        """Nothing is held any more. May be called at any time by the thread that holds."""
+        with self._lock:
+            self._held.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Whoever waits for room, now or later, gets a ClosedError."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _geometry(self, expert: ExpertId) -> int:
+        return self._store.inventory.layers[expert.layer].geometry
+
+    def _slab(self, expert: ExpertId) -> int | None:
+        return None if expert in self._loading else self._slab_of[self._geometry(expert)].get(expert)
 
     def check_integrity(self) -> None:
         with self._changed:
             for pool, slab_of in zip(self.pools, self._slab_of, strict=True):
                 pool.check_integrity()
                 assert len(slab_of) + pool.free == pool.capacity and len(set(slab_of.values())) == len(slab_of)
+            assert all(self._slab(expert) is not None for expert in self._held), "a record that is held has left"

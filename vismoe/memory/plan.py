@@ -41,6 +41,8 @@ class Plan:
     resident_experts: int  # pinned and slabs together
     total_experts: int
     io_threads: int
+    experts: str = ""  # their format and where it is read; filled in by who opens the store, as are these:
+    kernels: str = ""  # who computes them
     reading: tuple[str, ...] = ()  # what stays on disk and how it is read, with the reasons; filled in by who arranges it
 
     @property
@@ -75,6 +77,8 @@ class Plan:
             yield "in host memory", "", ""
             yield from self._part_rows(self.host_parts)
             yield "  total", format_bytes(self.host_bytes), "outside the budget"
+        if self.experts:
+            yield f"experts: {self.experts}; computed by {self.kernels}", "", ""
         if self.reading:
             yield "on disk", "", ""
             yield from (("  " + sentence, "", "") for sentence in self.reading)

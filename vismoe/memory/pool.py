@@ -1,16 +1,18 @@
 """Slab pools: one allocation cut into fixed-size blocks at start; taking and giving back are O(1) and never allocate.
 
 A slab holds one record (one expert in one format) and starts on a 64-byte boundary, which float32 GEMV needs to give
-the same bits as freshly allocated weights. Who is in a slab is the page table's business, not the pool's.
+the same bits as freshly allocated weights. A pool in host memory starts on a disk block's boundary, so that O_DIRECT can read
+into slabs of whole blocks. Who is in a slab is the page table's business, not the pool's.
 """
 
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from vismoe.errors import TransferError
-from vismoe.types import ALIGNMENT_BYTES, RecordLayout
+from vismoe.types import BLOCK_BYTES, RecordLayout
 
 
 class SlabPool:
@@ -29,10 +31,13 @@ class SlabPool:
         aliased: bool = False,
     ):
         self.layout, self.capacity, self.aliased = layout, slabs, aliased
-        self.buffer = torch.empty((0 if aliased else slabs, layout.record_bytes), dtype=torch.uint8, device=device)
+        nbytes = 0 if aliased else slabs * layout.record_bytes
+        memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % BLOCK_BYTES
+        self.buffer = memory[start : start + nbytes].view(-1, layout.record_bytes)
         if page_locked:
             weakref.finalize(self, _page_lock(self.buffer), self.buffer.data_ptr())
-        assert self.buffer.data_ptr() % ALIGNMENT_BYTES == 0, "torch gave an unaligned pool"
+        self.addresses = memory.data_ptr() + start + layout.record_bytes * np.arange(slabs)  # int64 [S], on the pool's device
         self._views: list[dict[str, torch.Tensor]] = [layout.views(record) for record in self.buffer]
         if aliased:
             self._views = [{} for _ in range(slabs)]
@@ -76,10 +81,10 @@ class SlabPool:
         """Typed views of the slab's sections, made once."""
         return self._views[slab]
 
-    def alias(self, slab: int, weights: dict[str, torch.Tensor]) -> None:
+    def alias(self, slab: int, other: "SlabPool", others_slab: int) -> None:
         """Let an aliased pool's slab show another pool's record."""
         assert self.aliased
-        self._views[slab] = weights
+        self._views[slab], self.addresses[slab] = other._views[others_slab], other.addresses[others_slab]
 
     def check_integrity(self) -> None:
         assert len(self._free) == len(set(self._free)) == sum(self._is_free), "free list and free flags disagree"

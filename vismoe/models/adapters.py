@@ -53,6 +53,8 @@ class LongcatFlashExperts(OnInterface):
 class DbrxExpertGLU(OnInterface):
     """Three matrices `[E * I, H]`; the experts module above holds the loop."""
 
+    transposed_matrices = frozenset({"w2"})
+
     def adopt(self: Any, block: Any, config: Any) -> None:
         self.config, self.num_experts, self.top_k = config, self.moe_num_experts, config.ffn_config.moe_top_k
         for name in ("w1", "v1", "w2"):

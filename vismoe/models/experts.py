@@ -1,9 +1,6 @@
 """The experts implementation that transformers calls instead of its own, and the hooks that tell it what is running.
 
-`kernels="torch"` does eager's arithmetic in eager's order, so outputs are bit-identical to eager experts on fresh memory: one
-matrix product per expert over exactly the rows eager would use (padding rows included), weights in the model's own orientation
-in 64-byte aligned slabs, additions in ascending expert id rounded in the output's type.
-
+What is computed, and in which order, is the arithmetic's business (compute.py); here a layer's experts are demanded.
 Shapes: hidden `[T, H]`, top_k_index `[T, K]` int64, top_k_weights `[T, K]`. One device-to-host read per layer: the routing.
 """
 
@@ -23,7 +20,8 @@ from vismoe.errors import BusyError, ContextError, UnsupportedModelError
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.memory.plan import Plan
 from vismoe.models.components import is_vision
-from vismoe.models.families import accumulator_dtype, expert_modules, stack_of
+from vismoe.models.compute import Arithmetic
+from vismoe.models.families import expert_modules, stack_of
 from vismoe.paging.pager import Pager
 from vismoe.simulate.steps import TokenKind
 from vismoe.store.expert_store import ExpertStore
@@ -78,13 +76,15 @@ class ExpertRuntime:
     def __init__(
         self,
         pager: Pager,
+        arithmetic: Arithmetic,
         plan: Plan,
         device: torch.device,
         lookahead: GateLookahead | None,
         store: ExpertStore,
         backends: dict[str, str],
     ):
-        self.pager, self.plan, self.device, self.lookahead = pager, plan, device, lookahead
+        self.pager, self.arithmetic, self.plan = pager, arithmetic, plan
+        self.device, self.lookahead = device, lookahead
         self.store, self.backends = store, backends
         self.recorder: RoutingRecorder | None = None
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
@@ -180,26 +180,15 @@ class ExpertRuntime:
 
     def _compute(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Demand the experts, compute them as they come, add them up in ascending id."""
-        out = torch.zeros_like(hidden, dtype=accumulator_dtype(module, hidden, factors))
         routing = index.cpu().numpy()
         decoding = self.step.phase is Phase.DECODE
-        rows = Rows.of(routing, module.num_experts, hidden, factors)
+        work = self.arithmetic.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
-        with self.pager.demand(layer, rows.experts, keep, self._real_tokens_experts(routing)) as demand:
+        with self.pager.demand(layer, work.experts, keep, self._real_tokens_experts(routing), work.tokens) as demand:
             scores = self._look_ahead(layer)
             if self.recorder is not None and self.step.phase is not Phase.ENCODE:
                 self._record(layer, routing, factors, scores)
-            if not decoding:
-                for expert, weights in demand.in_order():
-                    rows.add(out, expert, rows.weigh(expert, expert_output(module, weights, rows.inputs(expert))))
-                return out.to(hidden.dtype)
-            parts = {
-                expert: rows.weigh(expert, expert_output(module, weights, rows.inputs(expert)))
-                for expert, weights in demand.as_ready()
-            }
-        for expert in rows.experts:
-            rows.add(out, expert, parts[expert])
-        return out.to(hidden.dtype)
+            return work.run(demand, in_order=not decoding)
 
     def _record(self, layer: int, routing: np.ndarray, factors: torch.Tensor, scores: np.ndarray | None) -> None:
         assert self.recorder is not None
@@ -236,84 +225,6 @@ class ExpertRuntime:
         if not self.step.padded or kinds is None or kinds.size != len(routing):
             return None
         return set(routing[kinds != TokenKind.PAD].ravel().tolist())
-
-
-class Rows:
-    """Which (token, choice) pairs go to which expert, in eager's order: by choice, then by token.
-
-    `experts`: ascending ids; ids from `num_experts` on are sentinels, with nothing to compute.
-    """
-
-    def __init__(self, routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor):
-        self._hidden, self._factors = hidden, factors
-        flat = routing.T.ravel()  # [K * T], choice-major, as eager's torch.where over [K, T] walks it
-        order = np.argsort(flat, kind="stable")
-        ids, starts = np.unique(flat[order], return_index=True)
-        known = int(np.searchsorted(ids, num_experts))
-        self.experts: list[int] = ids[:known].tolist()
-        ends = [*starts[1:].tolist(), flat.size]
-        self._range = {e: slice(int(starts[i]), ends[i]) for i, e in enumerate(self.experts)}
-        choice, token = np.divmod(order, len(routing))
-        self._token, self._choice = torch.from_numpy(token).to(hidden.device), torch.from_numpy(choice).to(hidden.device)
-
-    @staticmethod
-    def of(routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor) -> "Rows | OneRow":
-        """The rows of a routing `[T, K]`; a single token has a shorter way to the same numbers."""
-        if len(routing) == 1:
-            row = OneRow(routing[0].tolist(), num_experts, hidden, factors)
-            if row.distinct:
-                return row
-        return Rows(routing, num_experts, hidden, factors)
-
-    def inputs(self, expert: int) -> torch.Tensor:
-        """The hidden states `[n, H]` of one expert's tokens, in fresh memory."""
-        return self._hidden[self._token[self._range[expert]]]
-
-    def weigh(self, expert: int, output: torch.Tensor) -> torch.Tensor:
-        """Its output `[n, H]` times the routing weights."""
-        rows = self._range[expert]
-        return output * self._factors[self._token[rows], self._choice[rows], None]
-
-    def add(self, out: torch.Tensor, expert: int, part: torch.Tensor) -> None:
-        """Add one expert's part to the layer's output, rounded in its type."""
-        out.index_add_(0, self._token[self._range[expert]], part.to(out.dtype))
-
-
-class OneRow:
-    """The same for one token: no index tensors, one copy of the input for all experts."""
-
-    def __init__(self, chosen: list[int], num_experts: int, hidden: torch.Tensor, factors: torch.Tensor):
-        self._choice = {expert: choice for choice, expert in enumerate(chosen) if expert < num_experts}
-        self.distinct = len(self._choice) == sum(expert < num_experts for expert in chosen)
-        self.experts = sorted(self._choice)
-        self._row = hidden.clone(memory_format=torch.contiguous_format)
-        self._factors = factors.unbind(1)
-
-    def inputs(self, expert: int) -> torch.Tensor:
-        return self._row
-
-    def weigh(self, expert: int, output: torch.Tensor) -> torch.Tensor:
-        return output * self._factors[self._choice[expert]]
-
-    def add(self, out: torch.Tensor, expert: int, part: torch.Tensor) -> None:
-        out += part.to(out.dtype)
-
-
-def expert_output(module: Any, weights: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """One expert on its rows `[n, H]`, before the routing weight; the activation is the model's own."""
-    if hasattr(module, "page_expert"):  # a family with arithmetic of its own (adapters.py)
-        return module.page_expert(weights, rows)
-    up = _linear(module, rows, weights, "gate_up_proj" if module.has_gate else "up_proj")
-    activated = module._apply_gate(up) if module.has_gate else module.act_fn(up)
-    down = _linear(module, activated, weights, "down_proj")
-    return module.post_expert_norm(down) if getattr(module, "has_post_expert_norm", False) else down  # since transformers 5.23
-
-
-def _linear(module: Any, rows: torch.Tensor, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    weight, bias = weights[name], weights.get(f"{name}_bias")
-    if not module.is_transposed:
-        return nn.functional.linear(rows, weight, bias)
-    return rows @ weight if bias is None else rows @ weight + bias
 
 
 def paged_experts(

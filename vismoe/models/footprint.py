@@ -29,12 +29,18 @@ GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row
 
 
 def footprint(
-    model: Any, inventory: ExpertInventory, settings: Settings, scratch_bytes: int = 0, image_tokens: int | None = None
+    model: Any,
+    inventory: ExpertInventory,
+    settings: Settings,
+    scratch_bytes: int = 0,
+    image_tokens: int | None = None,
+    workspace_bytes: int = 0,
 ) -> Footprint:
     """Measure `model` for up to `settings.context` tokens; it must be on meta with its experts' parameters still there.
 
     scratch_bytes: the bounce buffer of one reading thread (`store.scratch_bytes`).
     image_tokens: the most image tokens of one request; None: the context may be all images.
+    workspace_bytes: what the experts' arithmetic keeps.
     """
     context, config = settings.context, model.config.get_text_config()
     runs = [_Forward(model, min(FEW_TOKENS, context))]
@@ -67,6 +73,7 @@ def footprint(
         logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
         combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
         scratch_bytes=scratch_bytes,
+        workspace_bytes=workspace_bytes,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
     )
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vismoe.models.experts import expert_output
+from vismoe.models.eager import expert_output
 from vismoe.models.families import expert_parameters
 
 META = torch.device("meta")

@@ -25,16 +25,20 @@ from vismoe.memory.kernel_cache import bound_kernel_caches
 from vismoe.memory.plan import Plan
 from vismoe.memory.pool import SlabPool
 from vismoe.models.adapters import adapt
+from vismoe.models.attention import group_queries
+from vismoe.models.below import ways_for
+from vismoe.models.compute import Arithmetic, FastExperts, TorchExperts
 from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
 from vismoe.models.families import refuse_unsupported, unmark_quantized
 from vismoe.models.footprint import footprint
-from vismoe.models.locate import locate_experts
+from vismoe.models.linears import MOST_ROWS, serve_linears
+from vismoe.models.opening import Experts, open_experts, with_experts
 from vismoe.models.reading import settle_reading, start_reading
 from vismoe.models.stripping import own_memory, strip_experts
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
-from vismoe.store.checkpoint import CheckpointStore
+from vismoe.store.expert_store import StoreOnDisk
 from vismoe.threads import waiting
 
 __all__ = ["VisMoEConfig", "runtime_of"]
@@ -80,11 +84,18 @@ class VisMoEQuantizer(HfQuantizer):
         adapt(model)
         refuse_unsupported(model)
         device = _one_device(device_map)
-        store = locate_experts(model, checkpoint_files, model.dtype)
+        with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
+            source, store, experts = open_experts(model, checkpoint_files, settings, device)
         try:
-            with torch.device("cpu"):  # the loader's own context would put what the footprint needs to know on meta
-                needs = footprint(model, store.inventory, settings, scratch_bytes=store.scratch_bytes)
-            table = table_of(model, store.headers)
+            with torch.device("cpu"):
+                needs = footprint(
+                    model,
+                    store.inventory,
+                    settings,
+                    scratch_bytes=store.scratch_bytes,
+                    workspace_bytes=experts.workspace_bytes(settings.context),
+                )
+            table = table_of(model, source.headers)
             reading = settle_reading(
                 needs,
                 settings,
@@ -93,21 +104,24 @@ class VisMoEQuantizer(HfQuantizer):
                 table_bytes=table_bytes(model) if table else 0,
                 files=store.paths,
             )
-            self.plan = start_reading(store, reading, settings)
+            self.plan = with_experts(start_reading(store, reading, settings), experts)
             if table and reading.embeddings_on_disk:
                 weakref.finalize(model, leave_on_disk(model, table).close)
         except BaseException:
             store.close()
             raise
+        finally:
+            if source is not store:
+                source.close()
         weakref.finalize(model, store.close)  # also when loading fails later
-        self._store, self._settings = store, settings
+        self._store, self._experts, self._settings = store, experts, settings
         strip_experts(model)
         model.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
         own_memory(model)
-        attach(model, self._store, self.plan, self._settings)
+        attach(model, self._store, self._experts, self.plan, self._settings)
         return model
 
     def is_serializable(self) -> bool:
@@ -126,8 +140,8 @@ def runtime_of(model: Any) -> ExpertRuntime:
     return runtime
 
 
-def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings) -> ExpertRuntime:
-    """Build the tiers, the pager and the lookahead for a loaded model, and bind them to its experts modules."""
+def attach(model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, settings: Settings) -> ExpertRuntime:
+    """Build the tiers, the pager, the arithmetic and the lookahead for a loaded model, and bind them to its experts modules."""
     device = next(model.parameters()).device
     inventory = store.inventory
     pinned = [0] * len(inventory.layouts)
@@ -147,8 +161,13 @@ def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings)
         mover = DeviceMover(HostTier(store, memory.host_slabs, page_locked=True), device)
     else:
         mover = DiskMover(store)
-    why = "eager's arithmetic, bit-identical" + ("; the only kernels of this version" if settings.kernels == "auto" else "")
-    backends = {"kernels": f"torch ({why})", "mover": type(mover).__name__, "reads": "; ".join(memory.reading)}
+    ways = ways_for(settings, experts, device, mover.host is not None)
+    backends = {"kernels": experts.arithmetic, "mover": type(mover).__name__, "reads": "; ".join(memory.reading)}
+    backends["misses"] = f"{settings.misses}: {ways.rates[0]}" if ways is not None else "wait"
+    arithmetic = _arithmetic(experts, device)
+    if experts.kernels is not None:
+        backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
+        backends["attention"] = "torch, grouped queries as rows" if group_queries(model) else "transformers' own"
     lookahead: GateLookahead | str = "not asked for"
     if settings.lookahead != "none":
         lookahead = GateLookahead.of(model, inventory, settings.window)
@@ -169,14 +188,25 @@ def attach(model: Any, store: CheckpointStore, memory: Plan, settings: Settings)
         window=settings.window,
         pinned_layers=memory.pinned_layers,
         threads=memory.io_threads,
+        ways=ways,
     )
-    runtime = ExpertRuntime(pager, memory, device, lookahead if isinstance(lookahead, GateLookahead) else None, store, backends)
+    runtime = ExpertRuntime(
+        pager, arithmetic, memory, device, lookahead if isinstance(lookahead, GateLookahead) else None, store, backends
+    )
     runtime.bind(model)
     model._vismoe_runtime = runtime
     weakref.finalize(model, pager.close)  # runs before the store's, which was made earlier
     for _ in tqdm(pager.pin_prefix(), "Pinning experts", sum(pinned), unit="expert", delay=1, disable=None):
         pass
     return runtime
+
+
+def _arithmetic(experts: Experts, device: torch.device) -> Arithmetic:
+    """Who computes the experts of a layer."""
+    if experts.kernels is not None:
+        return FastExperts(experts.inventory, experts.kernels)
+    on_host = FastExperts(experts.inventory, experts.host_kernels) if experts.host_kernels is not None else None
+    return TorchExperts(experts.inventory, experts.codecs, device, on_host)
 
 
 def _one_device(device_map: Any) -> torch.device:

@@ -21,7 +21,8 @@ from vismoe.models.adapters import adapt
 from vismoe.models.embeddings import table_bytes, table_of
 from vismoe.models.families import refuse_prequantized, refuse_unsupported
 from vismoe.models.footprint import footprint
-from vismoe.models.locate import inventory_of, locate_experts
+from vismoe.models.locate import inventory_of
+from vismoe.models.opening import arrange_experts, open_experts, with_experts
 from vismoe.models.reading import settle_reading
 from vismoe.store.files import bounce_bytes
 
@@ -41,17 +42,22 @@ def preview(
     Raises BudgetError, UnsupportedModelError or CheckpointError, as loading would.
     """
     described, files = describe(model, revision=revision, dtype=dtype)
+    hardware = probe(device)
     if files:
-        store = locate_experts(described, files, described.dtype)
-        inventory, scratch_bytes, bounce = store.inventory, store.scratch_bytes, store.bounce_bytes
-        table = table_bytes(described) if table_of(described, store.headers) else 0
+        source, store, experts = open_experts(described, files, settings, torch.device(hardware.device))
+        scratch_bytes, bounce = store.scratch_bytes, store.bounce_bytes
+        table = table_bytes(described) if table_of(described, source.headers) else 0
         store.close()
+        source.close()
     else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
-        inventory = inventory_of(described, described.dtype)
-        scratch_bytes = max(section.nbytes for layout in inventory.layouts for section in layout.sections)
-        bounce, table = bounce_bytes(max(layout.record_bytes for layout in inventory.layouts)), table_bytes(described)
-    needs = footprint(described, inventory, settings, scratch_bytes=scratch_bytes)
-    return settle_reading(needs, settings, probe(device), bounce_bytes=bounce, table_bytes=table, files=files).plan
+        experts = arrange_experts(described, inventory_of(described, described.dtype), settings, torch.device(hardware.device))
+        layouts = experts.inventory.layouts
+        scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
+        bounce, table = bounce_bytes(max(layout.record_bytes for layout in layouts)), table_bytes(described)
+    workspace = experts.workspace_bytes(settings.context)
+    needs = footprint(described, experts.inventory, settings, scratch_bytes=scratch_bytes, workspace_bytes=workspace)
+    reading = settle_reading(needs, settings, hardware, bounce_bytes=bounce, table_bytes=table, files=files)
+    return with_experts(reading.plan, experts)
 
 
 def describe(

@@ -11,7 +11,7 @@ from vismoe.machine.choices import Choices, choose
 from vismoe.machine.profile import load_profile
 from vismoe.memory.needs import Footprint, Hardware
 from vismoe.memory.plan import Plan, plan
-from vismoe.store.checkpoint import CheckpointStore
+from vismoe.store.expert_store import StoreOnDisk
 
 __all__ = ["Reading", "settle_reading", "start_reading"]
 
@@ -48,7 +48,7 @@ def settle_reading(
     return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk)
 
 
-def start_reading(store: CheckpointStore, reading: Reading, settings: Settings) -> Plan:
+def start_reading(store: StoreOnDisk, reading: Reading, settings: Settings) -> Plan:
     """Tell the store how to read; returns the plan, corrected where the filesystem cannot. Raises ConfigError."""
     memory = reading.plan
     refused = store.read_past_cache() if reading.past_cache else None

@@ -1,9 +1,12 @@
 """The experts of the running layer, lent out inside a `with`: what is here at once, what is missing as it arrives.
 
-Two orders. `as_ready` (decode): residents first, then whatever arrives; the caller combines by expert id itself.
-`in_order` (prefill): ascending id, so that the caller can add results as it goes, while later ids are on their way.
-A demanded slab is not evicted until its expert was computed; the books are settled once per group of experts, not per expert.
-Demands larger than the pool are served in waves: a slab is taken again as soon as its expert was computed. Two slabs suffice.
+They come in groups, each computed by one call; the slabs of a group stay protected until the next group is asked for, and the
+books are settled once per group. Two orders. By arrival (decode): residents first, then whatever has arrived; the caller combines
+by expert id itself. By id (prefill): the caller can add results as it goes, while later ids are on their way.
+With everything resident a layer is one group. Demands larger than the pool are served in waves: groups of one, so that a slab is
+taken again as soon as its expert was computed. Two slabs suffice.
+Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier: as a group of
+their own, after what lies on the device, so that work launched there runs beside. They take no slab.
 """
 
 import time
@@ -12,9 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from vismoe.errors import ClosedError, TransferError
+from vismoe.paging.below import Below
+from vismoe.paging.lent import Group
+from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import RESIDENT, Room
 from vismoe.paging.transfer import Ticket
 from vismoe.types import ExpertId
@@ -22,22 +27,31 @@ from vismoe.types import ExpertId
 if TYPE_CHECKING:
     from vismoe.paging.pager import Pager
 
-Weights = dict[str, torch.Tensor]
+__all__ = ["Demand"]
 
 
 class Demand:
     """Made by `Pager.demand`; used once."""
 
     def __init__(
-        self, pager: "Pager", layer: int, experts: Sequence[int], keep: Collection[int] | None, counted: Collection[int] | None
+        self,
+        pager: "Pager",
+        layer: int,
+        experts: Sequence[int],
+        keep: Collection[int] | None,
+        counted: Collection[int] | None,
+        tokens: Sequence[int] | None,
+        ways: Ways | None,
     ):
         self._pager, self._layer, self._keep = pager, layer, keep
         self._table = pager.table_of[layer]
         self._base = self._table.base[layer]
         self._todo = list(experts)  # not computed yet, ascending
-        self._absent: list[int] = []  # no slab yet, ascending
-        self._tickets: dict[int, Ticket] = {}
-        self._counted = counted
+        self._absent: list[int] = []  # waiting for a slab, ascending
+        self._tickets: dict[int, Ticket] = {}  # waiting for a copy
+        self._below = Below(pager, layer)
+        self._all_slabs: np.ndarray | None = None  # of the demand, where all of it is resident
+        self._counted, self._tokens, self._ways = counted, tokens, ways
         self._compute_s = 0.0
 
     def __enter__(self) -> "Demand":
@@ -58,6 +72,10 @@ class Demand:
             for expert in late:
                 self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
             self._count(late)
+            if not self._absent and not late:
+                self._all_slabs = slabs
+            elif self._ways is not None:
+                self._choose_below(self._ways)
             if self._absent:
                 self._issue()
         return self
@@ -67,52 +85,52 @@ class Demand:
 
         An interrupt (Ctrl-C) may have struck between any two changes: then the books are put in order.
         """
-        with self._pager.lock:
+        pager = self._pager
+        with pager.lock:
             if kind is not None and not issubclass(kind, Exception):
-                self._pager.repair()
+                pager.repair()
             elif self._todo:  # the loop over the experts was left early
                 slabs = self._slabs(self._todo)
                 self._leave(slabs[slabs >= 0])
-            self._pager.metrics.add("compute_seconds", self._pager.phase, self._layer, self._compute_s)
-            self._pager.close_demand()
+                if pager.host is not None:
+                    pager.host.let_go()
+            pager.metrics.add("compute_seconds", pager.phase, self._layer, self._compute_s)
+            pager.close_demand()
 
-    def as_ready(self) -> Iterator[tuple[int, Weights]]:
-        """(expert, weights) in the order of arrival; the weights are there until the next one is asked for."""
-        return self._serve(in_order=False)
+    def groups(self, in_order: bool) -> Iterator[Group]:
+        """What can be computed now, until every expert was; by ascending id if `in_order`, else by arrival.
 
-    def in_order(self) -> Iterator[tuple[int, Weights]]:
-        """(expert, weights) by ascending id; the weights are there until the next one is asked for."""
-        return self._serve(in_order=True)
-
-    def _serve(self, in_order: bool) -> Iterator[tuple[int, Weights]]:
-        pool, timeline = self._table.pool, self._pager.timeline
+        Weights and addresses are good until the next group is asked for. A group is never empty.
+        """
         while self._todo:
             with self._pager.lock:
-                ready = self._ready(in_order)
-                if not ready and self._absent:
+                group = self._lend(in_order)
+                if not group and self._below.experts:
+                    group = self._lend_below(in_order)
+                if not group and self._absent:
                     self._issue(must=in_order and self._todo[0] not in self._tickets)
-            if not ready:
+            if not group:
                 first = self._todo[:1] if in_order else self._todo
                 self._wait([self._tickets[e] for e in first if e in self._tickets])
                 continue
-            computed = []
-            for expert, slab in ready:
-                began_s = time.perf_counter()
-                yield expert, pool.weights(slab)
-                ended_s = time.perf_counter()
-                self._compute_s += ended_s - began_s
-                if timeline is not None:
-                    timeline.span("compute", f"layer {self._layer}", began_s, ended_s, expert=expert)
-                computed.append(expert)
-                if self._absent:  # somebody waits for this slab
-                    self._take_back(computed)
-                    computed = []
-            if computed:
-                self._take_back(computed)
+            began_s = time.perf_counter()
+            yield group
+            self._computed(group, began_s)
+
+    def _computed(self, group: Group, began_s: float) -> None:
+        ended_s = time.perf_counter()
+        self._compute_s += ended_s - began_s
+        if self._pager.timeline is not None:
+            name = f"layer {self._layer}" + (" on host" if group.on_host else "")
+            self._pager.timeline.span("compute", name, began_s, ended_s, experts=group.experts)
+        with self._pager.lock:
+            self._take_back(group.experts, group.on_host)
 
     # -- the books; under the lock
     def _slabs(self, experts: list[int]) -> np.ndarray:
         """int32 `[n]`: where each expert is or will be, -1 for nowhere."""
+        if self._all_slabs is not None:  # then nobody asks for a part of them
+            return self._all_slabs
         return self._table.slab_of[np.add(experts, self._base)] if experts else np.empty(0, dtype=np.int32)
 
     def _count(self, late: list[int]) -> None:
@@ -126,30 +144,56 @@ class Demand:
             misses = len(late) + sum(expert in counted for expert in self._absent)
         pager.metrics.count_demand(pager.phase, self._layer, demanded - misses, misses, len(late))
 
-    def _ready(self, in_order: bool) -> list[tuple[int, int]]:
-        """(expert, slab) of what can be computed now; in order: only up to the first expert that cannot."""
-        slabs = self._slabs(self._todo)
-        if not self._absent and not self._tickets:
-            return list(zip(self._todo, slabs.tolist()))
-        resident = (slabs >= 0) & (self._table.state[slabs] == RESIDENT)
-        if in_order and not resident.all():
-            resident[resident.argmin() :] = False
-        return [(e, s) for e, s, here in zip(self._todo, slabs.tolist(), resident.tolist()) if here]
+    def _lend(self, in_order: bool) -> Group:
+        """What lies on the device and can be computed now; in order: only up to the first expert that does not."""
+        experts, slabs = self._todo, self._slabs(self._todo)
+        if self._all_slabs is None:
+            resident = (slabs >= 0) & (self._table.state[slabs] == RESIDENT)
+            if in_order and not resident.all():
+                resident[resident.argmin() :] = False
+            experts, slabs = [e for e, here in zip(experts, resident.tolist()) if here], slabs[resident]
+            if self._absent:  # somebody waits for a slab: one at a time
+                experts, slabs = experts[:1], slabs[:1]
+        return Group(experts, self._table.pool, slabs)
 
     def _leave(self, slabs: np.ndarray) -> None:
         self._pager.transfer.released(self._pager.inventory.layers[self._layer].geometry, slabs)
         self._table.leave_demand(slabs)
 
-    def _take_back(self, computed: list[int]) -> None:
+    def _take_back(self, computed: list[int], on_host: bool) -> None:
         """These experts were computed; their slabs protect themselves by what they are worth from now on."""
-        with self._pager.lock:
-            slabs = self._slabs(computed)
+        slabs = self._slabs(computed)
+        if on_host:
+            self._below.take_back(computed, self._counted)
+            self._leave(slabs[slabs >= 0])
+        else:
             self._leave(slabs)
             self._table.used(slabs, self._pager.tick)
+        if len(computed) == len(self._todo):
+            self._todo = []
+        else:
             done = set(computed)
             self._todo = [expert for expert in self._todo if expert not in done]
-            if self._absent:
-                self._issue()
+        if self._absent:
+            self._issue()
+
+    # -- misses that are computed below the device; under the lock
+    def _choose_below(self, ways: Ways) -> None:
+        missing = sorted([*self._absent, *self._tickets])
+        tokens = dict(zip(self._todo, self._tokens)) if self._tokens is not None else {}
+        self._below.choose(ways, missing, self._tickets, tokens)
+        self._absent = [expert for expert in self._absent if expert not in self._below.experts]
+        self._tickets = {expert: ticket for expert, ticket in self._tickets.items() if expert not in self._below.experts}
+
+    def _lend_below(self, in_order: bool) -> Group:
+        group, gone = self._below.lend(self._todo, in_order)
+        for expert in gone:
+            ticket = self._pager.tickets.get(ExpertId(self._layer, expert))
+            if ticket is not None:
+                self._tickets[expert] = ticket
+            elif self._table.slab_of[self._base + expert] < 0:
+                self._absent = sorted([*self._absent, expert])
+        return group
 
     # -- copies; under the lock
     def _issue(self, must: bool = False) -> None:
@@ -179,8 +223,8 @@ class Demand:
                 table.demanded[slab] = False
                 room = self._pager.make_room(self._layer, streaming, must=True)
                 assert room is not None, "a resident that was given up makes room"
-                self._absent.append(expert)
-                self._absent.sort()
+                if expert not in self._below.experts:
+                    self._absent = sorted([*self._absent, expert])
                 return room
         return None
 
@@ -191,7 +235,7 @@ class Demand:
             waiting = tickets or list(pager.tickets.values())
             if not waiting:  # the last copy ended between two looks; now there is a slab
                 self._issue(must=True)
-                assert self._tickets or self._ready(in_order=False), "no slab can be taken: the pool is too small"
+                assert self._tickets or self._lend(in_order=False), "no slab can be taken: the pool is too small"
                 return
         began_s = time.perf_counter()
         pager.transfer.wait_any(waiting)

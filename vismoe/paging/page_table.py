@@ -16,6 +16,7 @@ from vismoe.types import ExpertId, MoELayer
 
 FREE, LOADING, RESIDENT = 0, 1, 2
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
+ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used than who leaves: fewest seconds over many replays
 LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
 
 
@@ -123,6 +124,25 @@ class PageTable:
         victim = self.victim(running_layer, window, prefetch_priority=priority)
         return self._evict_for(victim, streaming, self.ring_limit)
 
+    def admission(self, running_layer: int, window: int) -> tuple[int, Room] | None:
+        """The most used absent expert (flat index) and a slab for it, if it is worth more than who leaves; None if there is none.
+
+        Misses that are computed below the device do not enter by themselves. Only what has expired makes room, and never the
+        last slab that a demand could have.
+        """
+        uses = np.where((self.slab_of < 0) & (self.layer_of != running_layer), self.uses, 0.0)
+        flat = int(uses.argmax())
+        if uses[flat] <= 0:
+            return None
+        if self.pool.free > 1:
+            slab = self.pool.take()
+            assert slab is not None
+            return flat, Room(slab, False, None)
+        victim = self.victim(running_layer, window, prefetch_priority=0.0)
+        if victim is None or uses[flat] <= ADMISSION_GAIN * self.uses[self.expert_in[victim]]:
+            return None
+        return flat, Room(victim, False, self.evict(victim))
+
     def _evict_for(self, victim: int | None, streaming: bool, ring_limit: int) -> Room | None:
         if victim is None:
             return None
@@ -191,6 +211,10 @@ class PageTable:
         flat = self.expert_in[slabs]
         self.uses[flat] += self._use_weight
         self.worth[slabs] = float(tick) if self.order == "lru" else self.uses[flat]
+
+    def used_below(self, flat: np.ndarray) -> None:
+        """The experts `flat` `[n]` were computed in the tier below: worth more, should they come up."""
+        self.uses[flat] += self._use_weight
 
     def repair(self, loading: Collection[int]) -> None:
         """After an interrupt in the middle of a change: keep what is certainly true, free the rest.

@@ -4,6 +4,7 @@ One thread at a time runs the model and makes demands; worker threads copy. Ever
 `speculation`); the page tables are the only truth; nothing here allocates tensors.
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from vismoe.errors import BusyError, ClosedError
 from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.demand import Demand
+from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import SpeculationCap, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 class Pager:
     """Residency of all experts of one model.
 
-    `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones.
+    `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones. `ways`: what else than waiting may be done
+    about a miss, where the mover has a host tier.
     """
 
     def __init__(
@@ -40,8 +43,11 @@ class Pager:
         window: int = 5,
         pinned_layers: int = 0,
         threads: int = 2,
+        ways: Ways | None = None,
     ):
+        assert ways is None or mover.host is not None, "only what lies in a host tier can be computed there"
         self.inventory, self.window, self.pinned_layers = inventory, window, pinned_layers
+        self.ways, self.host = ways, mover.host
         self.metrics = Metrics(len(inventory.layers))
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
@@ -53,6 +59,7 @@ class Pager:
         self._guesses_used = self._guesses_wasted = 0
         self._wanted_ahead: list[tuple[ExpertId, float]] = []  # best last
         self.tick = 0
+        self._none_to_admit_at = -1  # the tick at which no admission was worth its slab
         self.phase, self.running_layer = Phase.PREFILL, -1
         self.misses_this_step = self.misses_last_step = 0
         self.tickets: dict[ExpertId, Ticket] = {}
@@ -79,14 +86,20 @@ class Pager:
                 table.begin_step()
 
     def demand(
-        self, layer: int, experts: Sequence[int], keep: Collection[int] | None = None, counted: Collection[int] | None = None
+        self,
+        layer: int,
+        experts: Sequence[int],
+        keep: Collection[int] | None = None,
+        counted: Collection[int] | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> Demand:
         """Borrow `experts` (ascending ids) of `layer` with `with`.
 
         `keep`: None in decode; in prefill the experts that may enter the cache, while the others stream through a small ring.
         `counted`: the experts that real tokens asked for (None: all); the rest is brought in but not counted.
+        `tokens`: how many tokens chose each of `experts` (None: one).
         """
-        return Demand(self, layer, experts, keep, counted)
+        return Demand(self, layer, experts, keep, counted, tokens, self.ways)
 
     def look_ahead(self, layer: int, scores: np.ndarray) -> None:
         """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted."""
@@ -109,11 +122,12 @@ class Pager:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
         for layer in self.inventory.layers[: self.pinned_layers]:
             table = self.table_of[layer.index]
-            with self.demand(layer.index, range(layer.num_experts), counted=()) as demand:
-                for expert, _ in demand.as_ready():
+            with Demand(self, layer.index, range(layer.num_experts), None, counted=(), tokens=None, ways=None) as demand:
+                for lent in itertools.chain.from_iterable(demand.groups(in_order=False)):
+                    expert = ExpertId(layer.index, lent.expert)
                     with self.lock:
-                        table.pinned[table.slab_of[table.flat(ExpertId(layer.index, expert))]] = True
-                    yield ExpertId(layer.index, expert)
+                        table.pinned[table.slab_of[table.flat(expert)]] = True
+                    yield expert
 
     def layer_ended(self, phase: Phase, layer: int, began_s: float, tokens: int) -> None:
         """The experts function of a layer has returned, or failed."""
@@ -137,6 +151,8 @@ class Pager:
         with self.lock:
             self._closed = True
             self._wanted_ahead.clear()
+        if self.host is not None:
+            self.host.close()
         self.transfer.close()
 
     def check_integrity(self) -> None:
@@ -170,6 +186,8 @@ class Pager:
         self.tickets = {ticket.expert: ticket for ticket in running}
         for geometry, table in enumerate(self.tables):
             table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})
+        if self.host is not None:
+            self.host.let_go()
 
     def open_demand(self, layer: int) -> None:
         self.check_open()
@@ -196,6 +214,10 @@ class Pager:
         self.transfer.submit(ticket)
         return ticket
 
+    def queued_bytes(self) -> int:
+        """Of the copies that are queued or under way."""
+        return sum(self.inventory.layouts[ticket.geometry].record_bytes for ticket in self.tickets.values())
+
     def _settled(self, room: Room | None) -> Room | None:
         """Count the eviction that made the room."""
         if room is not None and room.evicted is not None:
@@ -212,14 +234,36 @@ class Pager:
         self._guesses_used += count
 
     def _next_prefetch(self) -> Ticket | None:
-        """The best guess that is still absent, allowed by the cap, and finds a slab; a slab is taken now, not earlier.
+        """What is worth most of all that nobody has demanded; a slab is taken now, not earlier.
 
-        One guess at a time: a copy cannot be called back, and a demand should not have to wait for several.
+        One such copy at a time: it cannot be called back, and a demand should not have to wait for several.
         """
-        if any(ticket.speculative for ticket in self.tickets.values()):
+        if self._closed or any(ticket.speculative for ticket in self.tickets.values()):
             return None
+        if self.ways is not None and self.ways.deterministic:
+            return None
+        return self._next_guess() or self._next_admission()
+
+    def _next_admission(self) -> Ticket | None:
+        """Where misses are computed below: the most used absent expert, if it is worth more than who leaves."""
+        if self.ways is None or self.phase is not Phase.DECODE or self._none_to_admit_at == self.tick:
+            return None
+        for geometry, table in enumerate(self.tables):
+            found = table.admission(self.running_layer, self.window)
+            if found is not None:
+                flat, room = found
+                self._settled(room)
+                ticket = Ticket(table.id_of[flat], geometry, room.slab, speculative=True)
+                table.begin_load(flat, room.slab)
+                self.tickets[ticket.expert] = ticket
+                return ticket
+        self._none_to_admit_at = self.tick
+        return None
+
+    def _next_guess(self) -> Ticket | None:
+        """The best guess that is still absent, allowed by the cap, and finds a slab."""
         streaming = self.phase is Phase.PREFILL
-        while self._wanted_ahead and not self._closed:
+        while self._wanted_ahead:
             expert, priority = self._wanted_ahead.pop()
             table = self.table_of[expert.layer]
             nbytes = self.inventory.layout(expert.layer).record_bytes
@@ -261,3 +305,4 @@ class Pager:
             )
         if ticket.error is not None and ticket.speculative:
             logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
+            self._none_to_admit_at = self.tick

@@ -38,7 +38,7 @@ class Ticket:
     expert: ExpertId
     geometry: int
     slab: int
-    speculative: bool = False
+    speculative: bool = False  # nobody had demanded it when it began
     runner: int | None = None  # the thread that copies
     began_s: float = 0.0
     done: bool = False
@@ -49,11 +49,12 @@ class Ticket:
 class Mover(Protocol):
     """Brings one record into one slab; called without locks from any thread.
 
-    `by_demander`: the thread that waits for a copy may make it itself. Not where a copy holds more than its own ticket: that
-    thread can be interrupted (Ctrl-C) anywhere.
+    `host`: the tier below the device, where there is one. `by_demander`: the thread that waits for a copy may make it itself. Not
+    where a copy holds more than its own ticket: that thread can be interrupted (Ctrl-C) anywhere.
     """
 
     by_demander: bool
+    host: HostTier | None
 
     def move(self, ticket: Ticket, pool: SlabPool) -> Moved: ...
 
@@ -65,6 +66,7 @@ class DiskMover:
     """Disk to slab; the CPU's only step."""
 
     by_demander = True
+    host: HostTier | None = None
 
     def __init__(self, store: ExpertStore):
         self._store = store
@@ -87,6 +89,7 @@ class DeviceMover:
     by_demander = False
 
     def __init__(self, host: HostTier, device: torch.device):
+        self.host: HostTier | None = host
         self._host, self._device = host, device
         self._stream = torch.cuda.Stream(device)
         self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
@@ -97,7 +100,7 @@ class DeviceMover:
             with torch.cuda.stream(self._stream):
                 if event is not None:
                     self._stream.wait_event(event)
-                pool.record(ticket.slab).copy_(lease.record, non_blocking=True)
+                pool.record(ticket.slab).copy_(lease.pool.record(lease.slab), non_blocking=True)
                 copied = self._stream.record_event()
             copied.synchronize()
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
@@ -118,6 +121,7 @@ class EmulatedLinkMover:
     by_demander = False
 
     def __init__(self, host: HostTier, bytes_per_s: float):
+        self.host: HostTier | None = host
         self._host, self._rate = host, bytes_per_s
         self._lock = threading.Lock()
         self._idle_at_s = 0.0
@@ -127,7 +131,7 @@ class EmulatedLinkMover:
             with self._lock:
                 self._idle_at_s = max(self._idle_at_s, time.perf_counter()) + pool.layout.record_bytes / self._rate
                 done_at_s = self._idle_at_s
-            pool.alias(ticket.slab, lease.weights)  # the host tier holds every expert, so the record stays
+            pool.alias(ticket.slab, lease.pool, lease.slab)  # the host tier holds every expert, so the record stays
             time.sleep(max(0.0, done_at_s - time.perf_counter()))
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
 

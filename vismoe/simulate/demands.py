@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from vismoe.config import Budget
 from vismoe.errors import ConfigError
+from vismoe.paging.miss import Rates
 from vismoe.simulate.steps import TraceStep
 from vismoe.types import ExpertInventory, Phase
 
@@ -31,6 +32,7 @@ class Demand:
     phase: Phase
     layer: int
     experts: np.ndarray  # int64
+    tokens: np.ndarray  # int64, of each of `experts`: how many tokens chose it
     last: np.ndarray  # int64: of each sequence's last token; in decode the same as `experts`
     scores: np.ndarray | None  # [W, E] float16
 
@@ -54,8 +56,8 @@ def _read(trace: Routing) -> Iterator[Demand]:
         request += name is not None and step.request != name
         name = step.request
         for routing in step.layers:
-            experts, last = step.demand(routing, trace.inventory.layers[routing.layer].num_experts)
-            yield Demand(number, request, step.phase, routing.layer, experts, last, routing.scores)
+            experts, tokens, last = step.demand(routing, trace.inventory.layers[routing.layer].num_experts)
+            yield Demand(number, request, step.phase, routing.layer, experts, tokens, last, routing.scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +70,24 @@ class Conditions:
     prefetch_bytes_per_step: int | None = None  # a fixed cap; None: the pager's own, which opens and closes itself
     link_bytes_per_s: float | None = None  # None: transfers take no time
     compute_s_per_layer: float = 0.0  # everything of one decoder layer but waiting
+    misses: Literal["wait", "cpu", "auto"] = "wait"  # wait for copies, compute them below, or what is done sooner
+    cpu_bytes_per_s: float | None = None  # of expert weights that the CPU reads and computes with, at one token
+    cpu_s_per_token: float = 0.0  # arithmetic of one token in one expert, which decides where there are many
 
     def __post_init__(self) -> None:
         if self.prefetch and self.link_bytes_per_s is None:
             raise ConfigError("prefetch=True needs link_bytes_per_s: when a guess arrives depends on the link")
         if self.link_bytes_per_s is not None and self.link_bytes_per_s <= 0:
             raise ConfigError(f"link_bytes_per_s={self.link_bytes_per_s}: must be above zero")
+        if self.misses != "wait" and (self.link_bytes_per_s is None or self.cpu_bytes_per_s is None):
+            raise ConfigError(f"misses={self.misses!r} needs link_bytes_per_s and cpu_bytes_per_s: the ways differ in time only")
+
+    def rates(self) -> Rates | None:
+        """Of link and CPU, where misses may be computed below."""
+        if self.misses == "wait":
+            return None
+        assert self.link_bytes_per_s is not None and self.cpu_bytes_per_s is not None
+        return Rates(self.link_bytes_per_s, self.cpu_bytes_per_s, self.cpu_s_per_token)
 
 
 def slabs_per_geometry(slots: int | str, inventory: ExpertInventory) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from vismoe.simulate.oracle import oracle_misses
 from vismoe.simulate.virtual_pager import VirtualPager
 from vismoe.types import Phase
 
-__all__ = ["Order", "ReplayResult", "Row", "compare", "format_table", "replay"]
+__all__ = ["Order", "ReplayResult", "Row", "aligned_columns", "compare", "format_table", "replay"]
 
 Order = Literal["lru", "lfu", "lookahead", "oracle"]
 ORDERS = get_args(Order)
@@ -181,8 +181,12 @@ def format_table(rows: Sequence[Row]) -> str:
             cells += [format_bytes(row.prefetched_bytes), format_bytes(row.wasted_prefetch_bytes)]
             cells += [f"{row.stall_s:.3f}", f"{row.seconds:.3f}"]
         table.append(cells)
+    return aligned_columns(table, left=3)
+
+
+def aligned_columns(table: Sequence[Sequence[str]], left: int) -> str:
+    """Rows of cells as text; the first `left` columns are names."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    left = 3  # the first columns are names
     lines = (
         "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
         for cells in table

@@ -51,20 +51,22 @@ class TraceStep:
     kinds: np.ndarray  # [sequences, tokens] uint8 of TokenKind
     layers: list[LayerRouting]
 
-    def demand(self, routing: LayerRouting, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Expert ids (ascending) that the tokens of a layer need, pads left out: (of all, of each sequence's last token)."""
+    def demand(self, routing: LayerRouting, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the tokens of a layer need, pads left out, as ascending expert ids: (of all tokens, how many tokens chose each
+        of those, of each sequence's last token)."""
         tokens = np.arange(self.kinds.size) if routing.kept is None else routing.kept
         real = self.kinds.ravel()[tokens] != TokenKind.PAD
         sequence = tokens // max(self.kinds.shape[1], 1)
         last = real.copy()  # a token is its sequence's last one when the next real token belongs to another sequence
         last[np.flatnonzero(real)[:-1]] = np.diff(sequence[real]) != 0
-        return _experts(routing.expert_ids[real], num_experts), _experts(routing.expert_ids[last], num_experts)
+        tokens_of = _tokens_of(routing.expert_ids[real], num_experts)
+        experts = np.flatnonzero(tokens_of)
+        return experts, tokens_of[experts], np.flatnonzero(_tokens_of(routing.expert_ids[last], num_experts))
 
 
-def _experts(chosen: np.ndarray, num_experts: int) -> np.ndarray:
-    wanted = np.zeros(num_experts, bool)
-    wanted[chosen[(chosen >= 0) & (chosen < num_experts)]] = True
-    return np.flatnonzero(wanted)
+def _tokens_of(chosen: np.ndarray, num_experts: int) -> np.ndarray:
+    """How many tokens chose each expert, int64 `[E]`."""
+    return np.bincount(chosen[(chosen >= 0) & (chosen < num_experts)], minlength=num_experts)
 
 
 def _flat(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -37,17 +37,23 @@ def skewed_trace(
     prompt_tokens: int = 0,
     tokens: int = 500,
     skew: float = 1.0,
+    zipf: bool = False,
+    batch: int = 1,
+    record_bytes: int = 1024,
     window: int = 0,
     score_noise: float = 0.5,
     seed: int = 0,
 ) -> SyntheticTrace:
-    """Every token draws its experts without replacement with logits of a fixed normal of deviation `skew` per layer.
+    """Every token draws its experts without replacement with logits that are fixed per layer: normal ones of deviation `skew`, or
+    with `zipf` those of odds `rank ** -skew` in random order.
 
-    A prompt (if any) and `tokens` decode steps per request. With a `window`, scores are the true logits of the coming layers'
-    choice, blurred by normal noise of deviation `score_noise`, as probabilities.
+    A prompt (if any) and `tokens` decode steps of `batch` sequences per request. With a `window`, scores are the true logits
+    of the last token's coming choices, blurred by normal noise of deviation `score_noise`, as probabilities.
     """
     random = np.random.default_rng(seed)
     taste = skew * random.standard_normal((layers, experts))
+    if zipf:
+        taste = -skew * np.log(1 + np.argsort(taste, axis=-1))
     window = min(window, layers - 1)
 
     def step(request: int, phase: Phase, count: int) -> TraceStep:
@@ -58,7 +64,7 @@ def skewed_trace(
         odds = np.exp(blurred - blurred.max(axis=-1, keepdims=True))
         scores = np.zeros((layers + window, experts), np.float16)
         scores[:layers] = odds / odds.sum(axis=-1, keepdims=True)
-        kinds = np.full((1, count), TokenKind.TEXT, np.uint8)
+        kinds = np.full((count, 1) if phase is Phase.DECODE else (1, count), TokenKind.TEXT, np.uint8)
         routing = [
             LayerRouting(layer, chosen[layer], weights, scores[layer + 1 : layer + 1 + window] if window else None)
             for layer in range(layers)
@@ -69,5 +75,5 @@ def skewed_trace(
     for request in range(requests):
         if prompt_tokens:
             steps.append(step(request, Phase.PREFILL, prompt_tokens))
-        steps += [step(request, Phase.DECODE, 1) for _ in range(tokens)]
-    return SyntheticTrace(inventory_of(layers, experts, top_k), steps)
+        steps += [step(request, Phase.DECODE, batch) for _ in range(tokens)]
+    return SyntheticTrace(inventory_of(layers, experts, top_k, record_bytes), steps)

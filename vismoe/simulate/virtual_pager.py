@@ -2,8 +2,8 @@
 
 Follows paging/pager.py and paging/demand.py decision by decision; a test holds the two against each other. What is simpler is
 time: one link that carries demands before guesses and finishes what it began, a fixed compute time per MoE layer, and a layer
-that computes when its last expert has arrived, so transfers of a prefill chunk do not overlap with its own compute. Without a
-link rate nothing takes time.
+that computes when its last expert has arrived, so transfers of a prefill chunk do not overlap with its own compute. What the CPU
+computes below the device takes as long as its rates say, beside the link. Without a link rate nothing takes time.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import numpy as np
 from vismoe.errors import ConfigError
 from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
+from vismoe.paging.miss import Miss, Way, Ways
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import SpeculationCap, prefetch_order
 from vismoe.simulate.demands import Conditions, Demand
@@ -30,6 +31,9 @@ class Serving:
     todo: list[int]  # not computed yet, in the order of computation
     absent: list[int]  # no slab yet, ascending
     keep: set[int] | None  # None: all may enter the cache
+    below: list[int]  # computed below the device
+    began_s: float
+    cpu_s: float  # what that takes
     copies: int = 0
 
 
@@ -44,9 +48,15 @@ class VirtualPager:
         )
         self.metrics = Metrics(len(inventory.layers))
         self.now_s = 0.0
+        self._ways: Ways | None = None
+        rates = conditions.rates()
+        if rates is not None and conditions.misses != "wait":
+            self._ways = Ways(conditions.misses, (rates,) * len(inventory.layouts))
         self._s_per_byte = 1 / conditions.link_bytes_per_s if conditions.link_bytes_per_s else 0.0
         self._link_idle_at_s = 0.0
-        self._in_flight: tuple[PageTable, int] | None = None  # the guess on the link (table, flat expert), until the link is idle
+        self._in_flight: tuple[PageTable, int] | None = (
+            None  # what nobody demanded on the link (table, flat expert), until it is idle
+        )
         self._guesses: list[tuple[int, int, float]] = []  # (layer, expert, score), best last
         per_step = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
         self._cap = SpeculationCap.open(per_step, max(layout.record_bytes for layout in inventory.layouts))
@@ -68,9 +78,10 @@ class VirtualPager:
         while serving.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
             self._compute_next(serving)
         self._wait(serving)
-        self._pass_time(demand)
+        self._use_link_until(self.now_s + self.conditions.compute_s_per_layer, demand.layer)
         while serving.todo:
             self._compute_next(serving)
+        self._computed_below(serving)
 
     def end_request(self) -> None:
         """Guesses nobody used by now were wasted; what is resident stays."""
@@ -121,31 +132,45 @@ class VirtualPager:
         wanted = (demand.experts + base).tolist()
         slabs = table.slab_of[wanted]
         here = slabs[slabs >= 0]
-        late = int(np.count_nonzero(table.state[here] == LOADING))
         decoding = demand.phase is Phase.DECODE
         keep = None if decoding else set((demand.last + base).tolist())
         table.enter_layer(demand.layer)
         present = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab >= 0]
+        late = {flat for flat in present if table.state[table.slab_of[flat]] == LOADING}
         self._used += table.enter_demand(here, np.array([keep is None or flat in keep for flat in present], dtype=bool))
         self._tick += 1
-        self._misses_this_step += len(wanted) - len(here) + late
+        absent = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab < 0]
+        self._misses_this_step += len(absent) + len(late)
         for counter, amount in (
             ("steps", 1),
-            ("hits", len(here) - late),
-            ("misses", len(wanted) - len(here) + late),
-            ("late", late),
+            ("hits", len(here) - len(late)),
+            ("misses", len(absent) + len(late)),
+            ("late", len(late)),
         ):
             self._add(counter, amount)
-        absent = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab < 0]
-        todo = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab >= 0] + absent if decoding else wanted
-        serving = Serving(demand, table, todo, absent, keep)
+        tokens = dict(zip(wanted, demand.tokens.tolist(), strict=True))
+        below, cpu_s = self._choose_below(demand.layer, sorted([*absent, *late]), late, tokens)
+        absent, late = [flat for flat in absent if flat not in below], late - below
+        order = [*present, *absent] if decoding else wanted
+        todo = [flat for flat in order if flat not in below]
+        serving = Serving(demand, table, todo, absent, keep, sorted(below), self.now_s, cpu_s)
         if late or absent:  # the link finishes the guess it carries; a late one has arrived then
-            arrived_s = max(self.now_s, self._link_idle_at_s)
+            self.now_s = max(self.now_s, self._link_idle_at_s)
             self._land()
-            self._add("stall_seconds", arrived_s - self.now_s)
-            self.now_s = arrived_s
         self._issue(serving)
         return serving
+
+    def _choose_below(self, layer: int, missing: list[int], late: set[int], tokens: dict[int, int]) -> tuple[set[int], float]:
+        """What of `missing` is computed below the device, and the seconds it takes."""
+        if self._ways is None or not missing:
+            return set(), 0.0
+        geometry = self.inventory.layers[layer].geometry
+        nbytes, rates = self.inventory.layouts[geometry].record_bytes, self._ways.rates[geometry]
+        ahead_bytes = self._in_flight[0].pool.layout.record_bytes if self._in_flight else 0
+        misses = [Miss(tokens[flat], on_its_way=flat in late) for flat in missing]
+        ways = self._ways.choose(geometry, nbytes, misses, ahead_bytes)
+        below = [flat for flat, way in zip(missing, ways, strict=True) if way is Way.CPU]
+        return set(below), sum(rates.cpu_s(nbytes, tokens[flat]) for flat in below)
 
     def _issue(self, serving: Serving, must: bool = False) -> None:
         """Take slabs for absent experts, in id order, as far as they can be had; with `must` for one at any price."""
@@ -190,12 +215,26 @@ class VirtualPager:
         self._issue(serving)
 
     def _wait(self, serving: Serving) -> None:
+        """For the copies, and for what is computed below beside them; the link may be idle before that."""
         nbytes = serving.copies * serving.table.pool.layout.record_bytes
         self._add("bytes_read", nbytes)
-        self._add("stall_seconds", nbytes * self._s_per_byte)
+        self.now_s += nbytes * self._s_per_byte
         if nbytes:
-            self.now_s += nbytes * self._s_per_byte
             self._link_idle_at_s = self.now_s
+        cpu_done_s = serving.began_s + serving.cpu_s
+        self._add("stall_seconds", max(0.0, self.now_s - cpu_done_s))
+        self._use_link_until(cpu_done_s, serving.demand.layer)
+
+    def _computed_below(self, serving: Serving) -> None:
+        """A copy that was under way, or has arrived, stays: it is an ordinary resident now."""
+        if not serving.below:
+            return
+        slabs = serving.table.slab_of[serving.below]
+        serving.table.leave_demand(slabs[slabs >= 0])
+        serving.table.used_below(np.array(serving.below))
+        self._add("computed_on_host", len(serving.below))
+        self._add("bytes_computed_on_host", len(serving.below) * serving.table.pool.layout.record_bytes)
+        self._add("compute_seconds", serving.cpu_s)
 
     def _settled(self, room: Room | None) -> Room | None:
         """Count the eviction that made the room."""
@@ -226,16 +265,37 @@ class VirtualPager:
             rows, experts = prefetch_order(scores, absent, -(-self._allowance_bytes // self._cap.unit_bytes))
             self._guesses = [(demand.layer + 1 + int(r), int(e), float(scores[r, e])) for r, e in zip(rows[::-1], experts[::-1])]
 
-    def _pass_time(self, demand: Demand) -> None:
-        """The layer computes; guesses start whenever the link is idle."""
-        end_s = self.now_s + self.conditions.compute_s_per_layer
+    def _use_link_until(self, end_s: float, running_layer: int) -> None:
+        """Time passes; whenever the link is idle, it carries what is worth most of all that nobody has demanded."""
         while self._link_idle_at_s < end_s:
             self._land()
-            if not self._start_guess(demand.layer):
+            if not (self._start_guess(running_layer) or self._start_admission(running_layer)):
                 break
-        self.now_s = end_s
-        if self._link_idle_at_s <= end_s:
+        self.now_s = max(self.now_s, end_s)
+        if self._link_idle_at_s <= self.now_s:
             self._land()
+
+    def _start_admission(self, running_layer: int) -> bool:
+        """The most used absent expert, where misses are computed below and it is worth more than who leaves."""
+        assert self._last is not None
+        if self._ways is None or self._last.phase is not Phase.DECODE:
+            return False
+        for table in self.tables:
+            found = table.admission(running_layer, self.conditions.window)
+            if found is not None:
+                flat, room = found
+                self._settled(room)
+                table.begin_load(flat, room.slab)
+                self._carry(table, flat)
+                return True
+        return False
+
+    def _carry(self, table: PageTable, flat: int) -> None:
+        """The link begins to copy what nobody has demanded."""
+        nbytes = table.pool.layout.record_bytes
+        self._in_flight = (table, flat)
+        self._link_idle_at_s = max(self._link_idle_at_s, self.now_s) + nbytes * self._s_per_byte
+        self._add("bytes_read", nbytes, table.id_of[flat].layer)
 
     def _start_guess(self, running_layer: int) -> bool:
         """The best guess still absent takes a slab and the link; False when there is none or the cap is reached."""
@@ -255,10 +315,8 @@ class VirtualPager:
                 return False
             self._allowance_bytes -= nbytes
             table.begin_load(flat, room.slab, speculative=True, ring=room.ring)
-            self._in_flight = (table, flat)
-            self._link_idle_at_s = max(self._link_idle_at_s, self.now_s) + nbytes * self._s_per_byte
+            self._carry(table, flat)
             self._add("prefetched_bytes", nbytes, layer)
-            self._add("bytes_read", nbytes, layer)
             return True
         return False
 

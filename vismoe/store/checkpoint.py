@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from vismoe.errors import CheckpointError
+from vismoe.store.expert_store import naming_expert
 from vismoe.store.files import CheckpointFiles, OpenFiles, bounce_bytes
 from vismoe.store.safetensors_header import SafetensorsHeader
 from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
@@ -122,11 +124,14 @@ class CheckpointStore:
         stretches, bounces = self._reads[expert.layer][expert.expert]
         into, files = record.numpy(), self._files.hold()
         nbytes = 0
-        for stretch in stretches:
-            pieces = [into[start:stop] for start, stop in stretch.pieces]
-            nbytes += files.fill(stretch.file, stretch.offset_bytes, pieces)
-        for bounce in bounces:
-            nbytes += self._rearrange(files, bounce, record)
+        try:
+            for stretch in stretches:
+                pieces = [into[start:stop] for start, stop in stretch.pieces]
+                nbytes += files.fill(stretch.file, stretch.offset_bytes, pieces)
+            for bounce in bounces:
+                nbytes += self._rearrange(files, bounce, record)
+        except CheckpointError as error:
+            raise naming_expert(expert, error) from error
         return nbytes
 
     def close(self) -> None:

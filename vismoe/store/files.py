@@ -1,7 +1,8 @@
-"""Positioned reads from a checkpoint's files, through the page cache or past it (O_DIRECT).
+"""Positioned reads from files, through the page cache or past it (O_DIRECT).
 
-Past the page cache, an aligned superset is read into a bounce buffer of the reading thread and copied from there: nothing in a
-checkpoint is aligned as O_DIRECT wants it. That copy is cheaper than churning the page cache when the files do not fit it.
+Past the page cache, whole blocks go straight into memory that starts on one; for anything else an aligned superset is read into a
+bounce buffer of the reading thread and copied from there: nothing in a checkpoint is aligned as O_DIRECT wants it. That copy is
+cheaper than churning the page cache when the files do not fit it.
 Promises: never mmap (a truncated file is an error, not a dead process); every byte asked for, or CheckpointError.
 """
 
@@ -10,14 +11,16 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.store.safetensors_header import AGAIN, SafetensorsHeader
+from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import BLOCK_BYTES
 
-__all__ = ["CheckpointFiles", "OpenFiles", "bounce_bytes"]
+__all__ = ["CheckpointFiles", "FileOnDisk", "OpenFiles", "block_buffer", "bounce_bytes"]
 
 LOGICAL_BLOCK_BYTES = 512  # the smallest: what O_DIRECT returns is a multiple of it, but for the end of a file
 MOST_BOUNCE_BYTES = 4 * 2**20  # of one request: large enough for the disk, small enough to be copied out of the caches
@@ -28,19 +31,35 @@ def bounce_bytes(stretch_bytes: int) -> int:
     return min(MOST_BOUNCE_BYTES, -(-stretch_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES)
 
 
+def block_buffer(nbytes: int) -> np.ndarray:
+    """uint8 `[nbytes]` that starts on a page, as O_DIRECT wants it."""
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+
+
+class FileOnDisk(Protocol):
+    """A file and the size it had when it was examined."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def file_bytes(self) -> int: ...
+
+
 class OpenFiles:
     """Descriptors, closed when nobody holds this object any more. Reading is thread-safe.
 
     References count, not locks: a thread that is interrupted at any moment leaves nothing behind.
     """
 
-    def __init__(self, headers: Sequence[SafetensorsHeader], flags: int, bounce_bytes: int = 0):
-        self.headers = tuple(headers)
+    def __init__(self, files: Sequence[FileOnDisk], flags: int, bounce_bytes: int = 0, again: str = AGAIN):
+        self.files, self._again = tuple(files), again
         self._bounce_bytes = bounce_bytes  # 0: through the page cache
         self._bounce = threading.local()
         self._descriptors: list[int] = []
-        for header in self.headers:
-            self._descriptors.append(os.open(header.path, flags | os.O_CLOEXEC))
+        for file in self.files:
+            self._descriptors.append(os.open(file.path, flags | os.O_CLOEXEC))
+        self._opened = [self._status(file) for file in range(len(self.files))]
 
     def __del__(self) -> None:
         for descriptor in self._descriptors:
@@ -48,13 +67,19 @@ class OpenFiles:
 
     def fill(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
         """Read from `offset_bytes` until all `pieces` (uint8, 1-D) are full; returns their bytes."""
-        return self._fill_past_cache(file, offset_bytes, pieces) if self._bounce_bytes else self._fill(file, offset_bytes, pieces)
+        if self._bounce_bytes and not _in_blocks(offset_bytes, pieces):
+            return self._fill_past_cache(file, offset_bytes, pieces)
+        return self._fill(file, offset_bytes, pieces)
 
     def expect(self, file: int, offsets: Sequence[int], nbytes: int) -> None:
         """`nbytes` at each of `offsets` will be read soon, through the page cache: let the disk begin with all of them."""
         if hasattr(os, "posix_fadvise"):
             for offset in offsets:
                 os.posix_fadvise(self._descriptors[file], offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def changed(self, file: int) -> bool:
+        """Whether somebody has written to the file since it was opened."""
+        return self._status(file) != self._opened[file]
 
     def probe(self) -> None:
         """Read a block of every file, unless it is empty; OSError where this way of reading does not work."""
@@ -69,7 +94,7 @@ class OpenFiles:
             done += (count := self._read(file, left, offset_bytes + done, wanted))
             if done == wanted:
                 return wanted
-            if count == 0:
+            if count == 0 or (self._bounce_bytes and count % LOGICAL_BLOCK_BYTES):
                 raise self._truncated(file, offset_bytes, wanted)
             while count >= len(left[0]):
                 count -= len(left.pop(0))
@@ -95,12 +120,15 @@ class OpenFiles:
         return end - begin
 
     def _buffer(self) -> np.ndarray:
-        """This thread's bounce buffer, page-aligned as O_DIRECT wants it."""
+        """This thread's bounce buffer."""
         buffer = getattr(self._bounce, "buffer", None)
         if buffer is None:
-            private = mmap.mmap(-1, self._bounce_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            buffer = self._bounce.buffer = np.frombuffer(private, dtype=np.uint8)
+            buffer = self._bounce.buffer = block_buffer(self._bounce_bytes)
         return buffer
+
+    def _status(self, file: int) -> tuple[int, int]:
+        status = os.fstat(self._descriptors[file])
+        return status.st_size, status.st_mtime_ns
 
     def _read(self, file: int, into: list[memoryview], offset_bytes: int, wanted_bytes: int) -> int:
         """EINTR is retried by Python itself (PEP 475)."""
@@ -108,27 +136,33 @@ class OpenFiles:
             return os.preadv(self._descriptors[file], into, offset_bytes)
         except OSError as error:
             raise CheckpointError(
-                f"{self.headers[file].path}: reading {wanted_bytes} bytes at offset {offset_bytes} failed: "
+                f"{self.files[file].path}: reading {wanted_bytes} bytes at offset {offset_bytes} failed: "
                 f"{error.strerror}. Fix: check the disk, then load the model again"
             ) from error
 
     def _truncated(self, file: int, offset_bytes: int, wanted_bytes: int) -> CheckpointError:
-        header, size = self.headers[file], os.fstat(self._descriptors[file]).st_size
+        known, size = self.files[file], os.fstat(self._descriptors[file]).st_size
         return CheckpointError(
-            f"{header.path} was truncated after loading: {wanted_bytes} bytes at offset {offset_bytes} are needed, "
-            f"the file has {size} now and had {header.file_bytes}. Fix: {AGAIN}, then load the model again"
+            f"{known.path} was truncated after loading: {wanted_bytes} bytes at offset {offset_bytes} are needed, "
+            f"the file has {size} now and had {known.file_bytes}. Fix: {self._again}, then load the model again"
         )
 
 
-class CheckpointFiles:
-    """The files of one checkpoint, until they are closed."""
+def _in_blocks(offset_bytes: int, pieces: list[np.ndarray]) -> bool:
+    """Whether O_DIRECT can read these pieces as they are."""
+    parts = (offset_bytes, *(part for piece in pieces for part in (len(piece), piece.__array_interface__["data"][0])))
+    return not any(part % BLOCK_BYTES for part in parts)
 
-    def __init__(self, headers: Sequence[SafetensorsHeader]):
-        self.headers = tuple(headers)
+
+class CheckpointFiles:
+    """The files of one checkpoint or packed store, until they are closed. `again` says how to get a damaged one again."""
+
+    def __init__(self, files: Sequence[FileOnDisk], again: str = AGAIN):
+        self.files, self._again = tuple(files), again
         try:
-            self._open: OpenFiles | None = OpenFiles(headers, os.O_RDONLY)
+            self._open: OpenFiles | None = OpenFiles(files, os.O_RDONLY, again=again)
         except OSError as error:
-            raise _cannot_open(error) from error
+            raise self._cannot_open(error) from error
 
     def read_past_cache(self, stretch_bytes: int) -> str | None:
         """Read past the page cache from now on, stretches of up to `stretch_bytes`; or say why this filesystem cannot."""
@@ -136,12 +170,12 @@ class CheckpointFiles:
         if flag is None:
             return "this system has no O_DIRECT"
         try:
-            direct = OpenFiles(self.headers, os.O_RDONLY | flag, bounce_bytes(stretch_bytes))
+            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce_bytes(stretch_bytes), self._again)
             direct.probe()
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise _cannot_open(error) from error
-            return f"the filesystem of {self.headers[0].path.parent} has no O_DIRECT"
+                raise self._cannot_open(error) from error
+            return f"the filesystem of {self.files[0].path.parent} has no O_DIRECT"
         self._open = direct
         return None
 
@@ -156,6 +190,5 @@ class CheckpointFiles:
         """Refuse further reads; the files are closed when the last read that is running has ended."""
         self._open = None
 
-
-def _cannot_open(error: OSError) -> CheckpointError:
-    return CheckpointError(f"{error.filename} cannot be opened: {error.strerror}. Fix: {AGAIN}")
+    def _cannot_open(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{error.filename} cannot be opened: {error.strerror}. Fix: {self._again}")

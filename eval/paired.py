@@ -1,0 +1,68 @@
+"""How sure a difference is between two contestants that answered the same questions: 95% intervals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from .scoring import accuracy
+
+__all__ = ["Interval", "paired_difference", "ratio_of_sums"]
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the ends of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """mean(second) - mean(first), scores of the same questions in the same order.
+
+    Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10) where all scores are 0 or 1. Otherwise
+    the percentile bootstrap over questions with a fixed seed; where no question differs, at most 3 / n do (the rule of three).
+    """
+    if {*first, *second} <= {0.0, 1.0}:
+        return _newcombe(first, second)
+    differences = np.subtract(second, first)
+    if not differences.any():
+        return Interval(0.0, -3 / len(differences), 3 / len(differences))
+    means = differences[_resampled(len(differences))].mean(axis=1)
+    return Interval(float(differences.mean()), *map(float, np.quantile(means, (0.025, 0.975))))
+
+
+def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """sum(numerators) / sum(denominators), both per question; percentile bootstrap over questions with a fixed seed."""
+    above, below = np.asarray(numerators), np.asarray(denominators)
+    chosen = _resampled(len(above))
+    ratios = above[chosen].sum(axis=1) / below[chosen].sum(axis=1)
+    return Interval(float(above.sum() / below.sum()), *map(float, np.quantile(ratios, (0.025, 0.975))))
+
+
+def _resampled(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+
+def _newcombe(first: Sequence[float], second: Sequence[float]) -> Interval:
+    pairs = list(zip(first, second, strict=True))
+    both, lost, won, neither = (pairs.count(pair) for pair in ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0)))
+    before, after = accuracy(first), accuracy(second)
+    margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
+    correlation = _agreement(both * neither - lost * won, len(pairs)) / sqrt(margins) if margins else 0.0
+    down, up = after.mean - after.low, before.high - before.mean
+    below = sqrt(max(0.0, down**2 - 2 * correlation * down * up + up**2))
+    up, down = after.high - after.mean, before.mean - before.low
+    above = sqrt(max(0.0, up**2 - 2 * correlation * up * down + down**2))
+    difference = after.mean - before.mean
+    return Interval(difference, difference - below, difference + above)
+
+
+def _agreement(product: int, count: int) -> float:
+    """Newcombe's correction: association that could be chance is not counted."""
+    return max(product - count / 2, 0.0) if product > 0 else float(product)

@@ -1,0 +1,142 @@
+"""kernels="fast" end to end: as near to float64 as torch is, and the same bits at every budget; formats that were asked for.
+
+Oracles: the eager model in float64 and in bfloat16; the same model, all resident; torch's arithmetic on restored weights.
+"""
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import vismoe
+from vismoe import VisMoEConfig
+from vismoe.cli import main
+from vismoe.errors import CheckpointError, ConfigError
+from vismoe.models.linears import restore_linears, serve_linears
+
+FAMILY, STEPS = "qwen3_vl_moe", 6
+SMALL = "12%"  # a few slabs
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fast")
+    tiny_models.save(FAMILY, folder, dtype=torch.bfloat16)
+    assert main(["pack", str(folder), "--formats", "raw,lossless,int8,int4,int2"]) == 0
+    return folder
+
+
+def load(folder: Path, **settings):
+    return tiny_models.model_class(folder).from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=VisMoEConfig(**{"kernels": "fast", **settings})
+    )
+
+
+@torch.inference_mode()
+def logits(model, batch: int = 1) -> torch.Tensor:
+    """Of a prefill and greedy steps, `[B, steps, vocabulary]`."""
+    inputs = tiny_models.prompt(FAMILY, dtype=torch.bfloat16, batch=batch)
+    output = model.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=STEPS,
+        min_new_tokens=STEPS,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return torch.stack(output.logits, dim=1)
+
+
+def rms(error: torch.Tensor) -> float:
+    return float(error.double().pow(2).mean().sqrt())
+
+
+@torch.inference_mode()
+def test_logits_are_as_near_to_float64_as_torchs(checkpoint):
+    inputs = tiny_models.prompt(FAMILY, tokens=40, dtype=torch.bfloat16, batch=3)
+    exact_inputs = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
+    exact = tiny_models.reference(checkpoint, torch.bfloat16).double()(**exact_inputs).logits
+    eager = tiny_models.reference(checkpoint, torch.bfloat16)(**inputs).logits
+    ours = load(checkpoint, memory="100%")(**inputs).logits
+    assert 0 < rms(ours - exact) <= 1.05 * rms(eager - exact)
+
+
+@pytest.mark.parametrize("format", ["raw", "lossless", "int8", "int4", "int2"])
+@pytest.mark.parametrize("kernels", ["fast", "torch"])
+def test_a_budget_changes_no_bit(checkpoint, format, kernels):
+    full = logits(load(checkpoint, memory="100%", format=format, kernels=kernels), batch=2)
+    model = load(checkpoint, memory=SMALL, format=format, kernels=kernels)
+    assert torch.equal(logits(model, batch=2), full)
+    assert vismoe.runtime_of(model).pager.metrics.snapshot().total("evictions") > 0, "the budget did not bite"
+    vismoe.runtime_of(model).pager.check_integrity()
+
+
+@pytest.mark.parametrize("format", ["raw", "lossless"])
+def test_exact_formats_are_bit_identical_with_torch(checkpoint, format):
+    assert torch.equal(
+        logits(load(checkpoint, memory="50%", format=format, kernels="torch")),
+        logits(tiny_models.reference(checkpoint, torch.bfloat16)),
+    )
+
+
+def test_formats_keep_less_and_less(checkpoint):
+    full = logits(load(checkpoint, memory="100%", format="raw"))
+    errors = {f: rms(logits(load(checkpoint, memory="100%", format=f))[:, 0] - full[:, 0]) for f in ("int8", "int4", "int2")}
+    assert 0 < errors["int8"] < errors["int4"] < errors["int2"] < rms(full[:, 0])
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "int2"])
+def test_integer_kernels_agree_with_torch_on_restored_weights(checkpoint, format):
+    fast, torchs = (logits(load(checkpoint, memory="100%", format=format, kernels=k))[:, 0].float() for k in ("fast", "torch"))
+    torch.testing.assert_close(fast, torchs, rtol=0.05, atol=0.05)
+
+
+def test_a_store_is_used_when_it_is_there_and_auto_keeps_every_bit(checkpoint):
+    runtime = vismoe.runtime_of(load(checkpoint, memory="100%"))
+    assert runtime.plan.experts.startswith("lossless, packed in ")
+    assert runtime.plan.kernels.startswith("fast (")
+
+
+def test_the_percentage_is_of_the_models_dtype(checkpoint):
+    resident = {f: vismoe.runtime_of(load(checkpoint, memory="25%", format=f)).plan.resident_experts for f in ("raw", "int4")}
+    assert resident["int4"] > 1.8 * resident["raw"]
+
+
+def test_a_format_that_is_not_there_is_refused_with_the_fix(tmp_path):
+    tiny_models.save(FAMILY, tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="vismoe pack"):
+        load(tmp_path, format="int4")
+
+
+def test_a_store_of_another_checkpoint_is_refused(checkpoint, tmp_path):
+    tiny_models.save(FAMILY, tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="Fix"):
+        load(tmp_path, store=str(checkpoint / "vismoe-store"))
+
+
+def test_fast_kernels_that_do_not_fit_are_refused_and_auto_says_why(tmp_path):
+    tiny_models.save(FAMILY, tmp_path, dtype=torch.float32)
+    cls = tiny_models.model_class(tmp_path)
+    with pytest.raises(ConfigError, match="kernels='auto'"):
+        cls.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=VisMoEConfig(kernels="fast"))
+    model = cls.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=VisMoEConfig(kernels="auto"))
+    assert vismoe.runtime_of(model).plan.kernels.startswith("torch (")
+
+
+def test_linear_layers_get_their_own_forward_back(checkpoint):
+    model = load(checkpoint, kernels="torch")
+    own = [module.forward for module in model.modules() if type(module) is nn.Linear]
+    assert serve_linears(model) > 0 and serve_linears(model) == 0
+    assert [module.forward for module in model.modules() if type(module) is nn.Linear] != own
+    restore_linears(model)
+    assert [module.forward for module in model.modules() if type(module) is nn.Linear] == own
+
+
+def test_gradients_flow_through_linear_layers_as_before(checkpoint):
+    model = load(checkpoint)
+    linear = next(module for module in model.modules() if "forward" in module.__dict__)
+    x = torch.randn(2, linear.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad is not None and torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))

@@ -1,0 +1,420 @@
+"""The CPU kernels against float64 oracles (vismoe/kernels/reference.py), and what their results must not depend on."""
+
+import ctypes
+import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vismoe.errors import ConfigError
+from vismoe.formats.affine import GRIDS, Affine
+from vismoe.formats.codec import codec_of
+from vismoe.kernels import cpu, reference
+from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
+
+FORMATS = (Format.RAW, Format.INT8, Format.INT4, Format.INT2)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMS = {
+    "qwen": (Gate.CONCATENATED, Activation.SILU, True),
+    "gpt-oss": (Gate.INTERLEAVED, Activation.CLAMPED_SWIGLU, True),
+    "gemma": (Gate.CONCATENATED, Activation.GELU_TANH, False),
+    "gelu": (Gate.NONE, Activation.GELU_ERF, True),
+    "nemotron": (Gate.NONE, Activation.RELU_SQUARED, False),
+}
+
+
+@pytest.fixture(params=cpu.available())
+def isa(request):
+    yield cpu.start(2, request.param).isa
+    cpu.start()
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Some experts with random weights: as records, and as the matrices that the records stand for."""
+
+    kernel: cpu.ExpertKernel
+    form: ExpertForm
+    slabs: Tensor  # uint8 [n, record_bytes], every gap full of NaN patterns
+    weights: list[dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, format=Format.RAW, dtype=torch.bfloat16, hidden=96, intermediate=80, count=3, form="qwen", transposed=False):
+        gate, activation, biased = FORMS[form]
+        ups = intermediate if gate is Gate.NONE else 2 * intermediate
+        shapes = {"up_proj": (ups, hidden), "down_proj": (hidden, intermediate)}
+        if transposed:
+            shapes = {name: shape[::-1] for name, shape in shapes.items()}
+        if biased:
+            shapes |= {"up_proj_bias": (ups,), "down_proj_bias": (hidden,)}
+        raw = RecordLayout.of(shapes, dict.fromkeys(shapes, dtype))
+        codec = codec_of(format, raw, frozenset({"up_proj", "down_proj"} if transposed else ()))
+        expert_form = ExpertForm("up_proj", "down_proj", transposed, gate, activation, alpha=1.702, limit=1.5)
+        kernel = cpu.ExpertKernel.of(format, raw, codec.slab, expert_form)
+        assert isinstance(kernel, cpu.ExpertKernel), kernel
+        slabs = torch.full((count, codec.slab.record_bytes), 0xFF, dtype=torch.uint8)
+        weights = [cls._fill(codec, slab) for slab in slabs]
+        return cls(kernel, dataclasses.replace(expert_form, transposed=False), slabs, weights)
+
+    @staticmethod
+    def _fill(codec, slab: Tensor) -> dict[str, Tensor]:
+        """Random numbers into one slab; returns the weights that they mean, matrices [out, in]."""
+        views, weights = codec.slab.views(slab), {}
+        for section in codec.raw.sections:
+            if section.name in views:
+                spread = section.shape[-1] ** -0.5 if len(section.shape) == 2 else 0.1
+                weights[section.name] = views[section.name].copy_(torch.randn(section.shape) * spread)
+                continue
+            codes, scale, offset = (views[f"{section.name}.{part}"] for part in ("codes", "scale", "offset"))
+            inputs = codec.shape(section)[1]
+            codes.copy_(torch.randint(256, codes.shape))
+            spread = inputs**-0.5 / GRIDS[codec.format].middle
+            scale.copy_((torch.rand(scale.shape) + 0.5) * spread)
+            offset.copy_(torch.randn(offset.shape) * spread)
+            weights[section.name] = dequantised(codec.format, codes, scale, offset, inputs)
+        return weights
+
+    def records(self) -> np.ndarray:
+        return np.array([slab.data_ptr() for slab in self.slabs], np.uint64)
+
+
+def dequantised(format: Format, codes: Tensor, scale: Tensor, offset: Tensor, inputs: int) -> Tensor:
+    """float32 [out, in], input by input as docs/formats.md says."""
+    out = torch.empty(codes.shape[0], inputs)
+    group = GRIDS[format].group_inputs
+    for i in range(inputs):
+        if format is Format.INT8:
+            centred = codes[:, i].view(torch.int8).int()
+        elif format is Format.INT4:
+            centred = (codes[:, i // 64 * 32 + i % 32].int() >> (4 * (i % 64 // 32)) & 15) - 8
+        else:
+            centred = (codes[:, i // 128 * 32 + i % 32].int() >> (2 * (i % 128 // 32)) & 3) - 2
+        out[:, i] = centred * scale[:, i // group].float() + offset[:, i // group].float()
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Hidden states and who wants which of them."""
+
+    hidden: Tensor
+    starts: np.ndarray
+    tokens: np.ndarray
+    factors: np.ndarray
+
+    @classmethod
+    def of(cls, counts, hidden=96, dtype=torch.bfloat16, tokens=None):
+        tokens = tokens or max(1, *counts)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        which = np.concatenate([np.sort(np.random.permutation(tokens)[:n]) for n in counts]).astype(np.int32)
+        factors = np.random.rand(len(which)).astype(np.float32)
+        return cls(torch.randn(tokens, hidden).to(dtype), starts, which, factors)
+
+    def parts(self, experts: Experts) -> Tensor:
+        out = torch.full((len(self.tokens), experts.kernel.hidden), torch.nan)
+        experts.kernel.parts(experts.records(), self.starts, self.tokens, self.factors, self.hidden, out)
+        return out
+
+    def oracle(self, experts: Experts) -> Tensor:
+        tokens, factors = torch.from_numpy(self.tokens).long(), torch.from_numpy(self.factors)
+        return reference.parts(experts.form, experts.weights, self.starts.tolist(), tokens, factors, self.hidden)
+
+
+def rms(values: Tensor) -> float:
+    return values.double().square().mean().sqrt().item()
+
+
+def typical(experts: Experts, batch: Batch) -> float:
+    """The root mean square that outputs have where nothing cancels: errors are measured in it."""
+    squares = []
+    gated = experts.form.gate is not Gate.NONE
+    for weights, first, last in zip(experts.weights, batch.starts, batch.starts[1:]):
+        x = batch.hidden[batch.tokens[first:last]].double()
+        bias = weights.get("up_proj_bias", torch.zeros(())).double()
+        product = (x.square() @ weights["up_proj"].double().square().T + bias.square()).mean(dim=1, keepdim=True)
+        powers = {Activation.RELU_SQUARED: product**2, Activation.CLAMPED_SWIGLU: product * (product + 1)}
+        middle = powers.get(experts.form.activation, product**2 if gated else product)
+        bias = weights.get("down_proj_bias", torch.zeros(())).double()
+        out = middle * weights["down_proj"].double().square().sum(dim=1) + bias.square()
+        squares.append(out * torch.from_numpy(batch.factors[first:last, None]).double() ** 2)
+    return torch.cat(squares).mean().sqrt().item()
+
+
+def tolerance(isa: str, experts: Experts, hidden: Tensor) -> float:
+    """Of the root mean square error: products of bfloat16 round weights and intermediate results to 8 bits, all others to 24."""
+    fp16 = experts.kernel.format is Format.RAW and experts.weights[0]["up_proj"].dtype == torch.float16
+    return 1.2e-2 if isa == "avx512bf16" and hidden.dtype == torch.bfloat16 and not fp16 else 3e-6
+
+
+# ------------------------------------------------------------------ right numbers
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=40, deadline=None)
+@given(
+    hidden=st.integers(1, 300),
+    intermediate=st.integers(1, 300),
+    counts=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 13, 64, 70]), min_size=1, max_size=4),
+    form=st.sampled_from(sorted(FORMS)),
+    dtype=st.sampled_from(DTYPES),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_every_instruction_set_computes_what_the_oracle_does(format, hidden, intermediate, counts, form, dtype, transposed, seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    weights_dtype = torch.bfloat16 if format is Format.RAW and dtype == torch.float32 else dtype
+    experts = Experts.of(format, weights_dtype, hidden, intermediate, len(counts), form, transposed and format is not Format.RAW)
+    batch = Batch.of(counts, hidden, dtype)
+    if not sum(counts):
+        assert batch.parts(experts).shape == (0, hidden)
+        return
+    oracle, size = batch.oracle(experts), typical(experts, batch)
+    for isa in cpu.available():
+        cpu.start(2, isa)
+        assert rms(batch.parts(experts) - oracle) <= tolerance(isa, experts, batch.hidden) * size, isa
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES[:2])
+def test_a_linear_is_what_the_oracle_says(isa, dtype, weight_dtype):
+    torch.manual_seed(1)
+    for rows, inputs, outputs in ((1, 1, 1), (1, 2048, 1000), (3, 130, 259), (7, 127, 4), (16, 384, 66), (70, 33, 129)):
+        x, weight = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) * inputs**-0.5).to(weight_dtype)
+        for bias in (None, torch.randn(outputs).to(dtype)):
+            result, oracle = cpu.linear(x, weight, bias), reference.linear(x, weight, bias)
+            assert result.dtype == dtype and result.shape == (rows, outputs)
+            assert rms(result - oracle) <= {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("form", ["qwen", "gpt-oss"])
+def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, format, form):
+    """Both against float64 on the weights that the format means; torch has them rounded to bfloat16."""
+    torch.manual_seed(2)
+    np.random.seed(2)
+    experts, batch = Experts.of(format, hidden=512, intermediate=256, count=2, form=form), Batch.of([32, 32], 512)
+    oracle = batch.oracle(experts)
+    rounded = [{name: weight.bfloat16() for name, weight in weights.items()} for weights in experts.weights]
+    tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(64)
+    eager = reference.parts(experts.form, rounded, [0, 32, 64], tokens, ones, batch.hidden, torch.bfloat16).double()
+    eager *= torch.from_numpy(batch.factors)[:, None]
+    assert rms(batch.parts(experts) - oracle) <= 1.05 * rms(eager - oracle)
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_are_accurate_over_their_whole_range(isa, activation):
+    """An expert of one input and one output whose matrices are 1: only the activation is left."""
+    gate = Gate.CONCATENATED if activation is Activation.CLAMPED_SWIGLU else Gate.NONE
+    shapes = {"up_proj": (2 if gate is Gate.CONCATENATED else 1, 1), "down_proj": (1, 1)}
+    raw = RecordLayout.of(shapes, dict.fromkeys(shapes, torch.bfloat16))
+    form = ExpertForm("up_proj", "down_proj", False, gate, activation, alpha=1.702, limit=7.0)
+    kernel = cpu.ExpertKernel.of(Format.RAW, raw, raw, form)
+    record = torch.zeros(raw.record_bytes, dtype=torch.uint8)
+    weights = raw.views(record)
+    for weight in weights.values():
+        weight.fill_(1.0)
+    x = torch.cat([torch.linspace(-120, 120, 4001), torch.logspace(-20, 4, 200), -torch.logspace(-20, 4, 200)])[:, None]
+    count, out = len(x), torch.empty(len(x), 1)
+    starts, tokens = np.array([0, count], np.int32), np.arange(count, dtype=np.int32)
+    kernel.parts(np.array([record.data_ptr()], np.uint64), starts, tokens, np.ones(count, np.float32), x, out)
+    oracle = reference.expert(form, weights, x)
+    assert ((out - oracle).abs() <= 3e-6 * oracle.abs() + 2e-7 * x.abs()).all()
+
+
+# ------------------------------------------------------------------ what results do not depend on
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_result_depends_on_its_own_token_and_expert_only(isa, format):
+    """Not on threads, on other experts in the call, or on the other tokens of the expert: the same bits."""
+    torch.manual_seed(3)
+    np.random.seed(3)
+    experts, batch = Experts.of(format, hidden=330, intermediate=190, count=5), Batch.of([1, 70, 0, 9, 5], 330, tokens=80)
+    together = batch.parts(experts)
+    for threads in (1, 3):
+        cpu.start(threads, isa)
+        assert torch.equal(batch.parts(experts), together)
+    for pair in (0, 1, 37, 70, 71, 80, 84):
+        expert = int(np.searchsorted(batch.starts, pair, side="right")) - 1
+        alone = torch.empty(1, 330)
+        records, starts = experts.records()[expert : expert + 1], np.array([0, 1], np.int32)
+        token, factor = batch.tokens[pair : pair + 1], batch.factors[pair : pair + 1]
+        experts.kernel.parts(records, starts, token, factor, batch.hidden, alone)
+        assert torch.equal(alone[0], together[pair])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_add_and_combine_are_the_sums_of_the_parts_in_their_order(isa, threads):
+    torch.manual_seed(4)
+    np.random.seed(4)
+    cpu.start(threads, isa)
+    experts, batch = Experts.of(hidden=200, intermediate=300, count=6), Batch.of([5, 0, 3, 9, 2, 8], 200, tokens=11)
+    parts, tokens = batch.parts(experts), torch.from_numpy(batch.tokens)
+    added = torch.randn(11, 200)
+    expected = added.clone()
+    reference.add(parts, tokens, expected)
+    experts.kernel.add(experts.records(), batch.starts, batch.tokens, batch.factors, batch.hidden, added)
+    assert torch.equal(added, expected)
+    for dtype in DTYPES:
+        combined, expected = torch.full((12, 200), torch.nan, dtype=dtype), torch.empty(12, 200, dtype=dtype)
+        cpu.combine(parts, batch.tokens, combined)
+        reference.combine(parts, tokens, expected)
+        assert torch.equal(combined, expected)  # the last token has no parts: zeros
+
+
+def test_combine_rounds_every_float16_as_torch_does(isa):
+    values = torch.cat([torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()])
+    values = values[values.isfinite()]
+    between = torch.cat(
+        [values, values * 1.0003, values * 0.9997, values + 2e-8, torch.tensor([65519.9, 65520.0, 1e9, torch.inf])]
+    )
+    out = torch.empty(1, len(between), dtype=torch.float16)
+    cpu.combine(between[None], np.zeros(1, np.int32), out)
+    assert torch.equal(out[0], (between + 0.0).half())
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_poisoned_token_poisons_itself_only(isa, format, poison):
+    experts, batch = Experts.of(format, count=2), Batch.of([9, 9])
+    clean = batch.parts(experts)
+    batch.hidden[4, 7] = poison
+    poisoned = batch.parts(experts)
+    theirs = batch.tokens == 4
+    assert torch.equal(poisoned[~theirs], clean[~theirs])
+    assert not poisoned[theirs].isfinite().any()
+
+
+def test_nothing_is_written_beside_the_output(isa):
+    experts, batch = Experts.of(hidden=67, intermediate=35, count=2), Batch.of([3, 7], 67)
+    before = experts.slabs.clone()
+    guarded = torch.full((12, 67), 1234.5)
+    experts.kernel.parts(experts.records(), batch.starts, batch.tokens, batch.factors, batch.hidden, guarded[1:11])
+    assert torch.equal(guarded[1:11], batch.parts(experts))
+    assert (guarded[[0, 11]] == 1234.5).all()
+    assert torch.equal(experts.slabs, before)
+
+
+# ------------------------------------------------------------------ threads and memory
+def test_calls_from_two_threads_take_turns(isa):
+    experts, batches = Experts.of(hidden=400, intermediate=200, count=3), [Batch.of([3, 9, 1], 400), Batch.of([8, 1, 20], 400)]
+    expected = [batch.parts(experts) for batch in batches]
+    wrong = []
+
+    def calls(which):
+        wrong.extend(which for _ in range(60) if not torch.equal(batches[which].parts(experts), expected[which]))
+
+    callers = [threading.Thread(target=calls, args=(which,)) for which in (0, 1)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_a_forked_child_starts_threads_of_its_own():
+    cpu.start(2)
+    experts, batch = Experts.of(hidden=400, intermediate=200), Batch.of([3, 9, 1], 400)
+    expected = batch.parts(experts)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if torch.equal(batch.parts(experts), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="asks Linux what threads are doing")
+def test_workers_sleep_between_calls():
+    def states():
+        stats = [(task / "stat").read_text() for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+        return [stat.rpartition(")")[2].split()[0] for stat in stats]
+
+    cpu.start(1)
+    before = len(states())
+    cpu.start(3)
+    experts, batch = Experts.of(hidden=400, intermediate=200), Batch.of([3, 9, 1], 400)
+    batch.parts(experts)
+    assert len(states()) == before + 2
+    deadline = time.monotonic() + 20
+    while set(states()) != {"S"}:
+        assert time.monotonic() < deadline, states()
+        time.sleep(0.01)
+    cpu.start()
+
+
+def test_the_workspace_takes_what_the_plan_says():
+    backend = cpu.start(2)
+    experts, batch = Experts.of(hidden=3000, intermediate=100), Batch.of([150, 0, 40], 3000)
+    planned = cpu.workspace_bytes(experts.kernel, 190, torch.bfloat16, backend.threads, backend.isa)
+    batch.parts(experts)
+    assert cpu.held_bytes() == planned
+    Batch.of([15, 0, 4], 3000).parts(experts)
+    assert cpu.held_bytes() == planned
+
+
+# ------------------------------------------------------------------ refusals
+def test_settings_that_cannot_be_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="threads=0"):
+        cpu.start(0)
+    with pytest.raises(ConfigError, match="not there"):
+        cpu.start(1, "avx1024")
+    monkeypatch.setattr(cpu, "available", lambda: ("portable",))
+    with pytest.raises(ConfigError, match="have portable"):
+        cpu.start(1, "avx2")
+    assert cpu.start(1).isa == "portable"
+    monkeypatch.undo()
+    assert cpu.start().isa == cpu.available()[-1]
+
+
+def kernel_or_why(shapes, dtype, form, format=Format.RAW):
+    raw = RecordLayout.of(shapes, dict.fromkeys(shapes, dtype))
+    slab = raw if format is Format.RAW else Affine(format, raw, frozenset()).slab
+    return cpu.ExpertKernel.of(format, raw, slab, form)
+
+
+def test_forms_without_a_kernel_say_why():
+    shapes = {"up_proj": (64, 32), "down_proj": (32, 64)}
+    form = ExpertForm("up_proj", "down_proj", False, Gate.NONE, Activation.SILU)
+    assert isinstance(kernel_or_why(shapes, torch.bfloat16, form), cpu.ExpertKernel)
+    assert "float32" in kernel_or_why(shapes, torch.float32, form)
+    assert isinstance(kernel_or_why(shapes, torch.float32, form, Format.INT4), cpu.ExpertKernel)
+    assert "[in, out]" in kernel_or_why(shapes, torch.bfloat16, dataclasses.replace(form, transposed=True))
+    assert "norm" in kernel_or_why(shapes | {"norm": (32,)}, torch.bfloat16, form)
+    assert "do not fit" in kernel_or_why(shapes, torch.bfloat16, dataclasses.replace(form, gate=Gate.CONCATENATED))
+    assert "gate" in kernel_or_why(shapes, torch.bfloat16, dataclasses.replace(form, activation=Activation.CLAMPED_SWIGLU))
+
+
+def test_misuse_is_refused_before_memory_is_touched():
+    experts, batch = Experts.of(count=2), Batch.of([2, 3])
+    out = torch.empty(5, 96)
+    good = dict(
+        records=experts.records(), starts=batch.starts, tokens=batch.tokens, factors=batch.factors, hidden=batch.hidden, out=out
+    )
+    experts.kernel.parts(**good)
+    for bad in (
+        dict(out=out.bfloat16()),
+        dict(out=out[:4]),
+        dict(out=torch.empty(96, 5).T),
+        dict(hidden=batch.hidden[:, :95]),
+        dict(hidden=batch.hidden.double()),
+        dict(tokens=batch.tokens + 1),
+        dict(tokens=batch.tokens.astype(np.int64)),
+        dict(starts=np.array([0, 2, 4], np.int32)),
+        dict(starts=np.array([0, 7, 5], np.int32)),
+        dict(records=experts.records()[:1]),
+        dict(factors=batch.factors[:4]),
+    ):
+        with pytest.raises(AssertionError):
+            experts.kernel.parts(**(good | bad))
+
+
+def test_the_structures_are_those_of_the_library():
+    """Eight 64-bit numbers and two 32-bit ones; the library is built from csrc/kernels.h."""
+    assert ctypes.sizeof(cpu._Matrix) == 72
+    assert ctypes.sizeof(cpu._Expert) == 2 * 72 + 16

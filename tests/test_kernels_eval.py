@@ -1,0 +1,50 @@
+"""`python -m vismoe.eval.kernels`: that it runs both contestants on what it says, not how fast they are."""
+
+import json
+
+import pytest
+import torch
+
+from vismoe.errors import ConfigError
+from vismoe.eval import kernels
+from vismoe.types import Format
+
+SMALL = kernels.Geometry(hidden=256, intermediate=128, vocabulary=300, projections=((64, 256), (256, 64)))
+
+
+@pytest.mark.parametrize("weights", kernels.WEIGHTS)
+def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
+    monkeypatch.setattr(kernels, "ROUND_S", 0.0)
+    monkeypatch.setattr(kernels, "BATCHES", (1, 3))
+    format, dtype = kernels.WEIGHTS[weights]
+    working_set = torch.zeros(4 * 2**20, dtype=torch.uint8)
+    if weights == "linear":
+        contests = list(kernels.linear_contests(SMALL, working_set))
+        assert [contest.our_bytes for contest in contests[::3]] == [2 * 300 * 256, 2 * (64 * 256 + 256 * 64)]
+    else:
+        contests = list(kernels.expert_contests(SMALL, format, dtype, working_set))
+        weights_of_a_call = 8 * 3 * 256 * 128
+        bits = {Format.RAW: 16, Format.INT8: 8.25, Format.INT4: 4.25, Format.INT2: 2.5}[format]
+        assert [contest.our_bytes for contest in contests] == [weights_of_a_call * bits / 8] * 2
+        assert [contest.flop for contest in contests] == [2 * weights_of_a_call, 6 * weights_of_a_call]
+    for contest in contests:
+        speed = kernels.measure(contest, working_set, threads=1, rounds=1)
+        assert speed.bytes_per_s > 0 and speed.share_of_memory > 0
+        assert (speed.times_torch is None) == (format is Format.INT2)
+        assert speed.bytes_per_s / contest.our_bytes == pytest.approx(speed.flop_per_s / contest.flop)
+
+
+def test_a_working_set_of_few_experts_is_refused():
+    with pytest.raises(ConfigError, match="holds 5 experts"):
+        next(kernels.random_groups(5))
+
+
+def test_the_last_line_is_one_json_object(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "ROUND_S", 0.0)
+    monkeypatch.setattr(kernels, "BATCHES", (1,))
+    monkeypatch.setattr(kernels, "Geometry", lambda: SMALL)
+    monkeypatch.setattr("sys.argv", ["kernels", "--json", "--weights", "bfloat16", "--rounds", "1", "--working-set", "0.01"])
+    kernels.main()
+    out = capsys.readouterr()
+    assert json.loads(out.out)["speeds"][0]["name"] == "bfloat16"
+    assert "GFLOP/s" in out.err

@@ -1,0 +1,85 @@
+"""The choice of a way for each miss, against every possible division and against what must follow from more of something."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vismoe.errors import ConfigError
+from vismoe.paging.miss import Miss, Rates, Way, Ways, choose_ways
+
+BYTES = 1000
+rates = st.builds(Rates, st.floats(0.5, 100), st.floats(0.5, 100), st.floats(0, 1000))
+misses = st.lists(st.builds(Miss, st.integers(1, 64), st.booleans(), st.booleans()), max_size=8)
+queued = st.floats(0, 20 * BYTES)
+
+
+def finished_s(ways, misses, rates, ahead_bytes):
+    """When link and CPU are both done: written down independently of the chooser."""
+    waiting = [miss for miss, way in zip(misses, ways, strict=True) if way is Way.WAIT]
+    copied = sum(not miss.on_its_way for miss in waiting)
+    link_s = (ahead_bytes + copied * BYTES) / rates.link_bytes_per_s if waiting else 0.0
+    below = [miss for miss, way in zip(misses, ways, strict=True) if way is Way.CPU]
+    return max(link_s, sum(max(BYTES / rates.cpu_bytes_per_s, miss.tokens * rates.cpu_s_per_token) for miss in below))
+
+
+@settings(max_examples=300)
+@given(misses, rates, queued)
+def test_no_division_of_a_layers_misses_is_done_sooner(misses, rates, ahead):
+    chosen = choose_ways(misses, BYTES, rates, ahead)
+    asked = [i for i, miss in enumerate(misses) if not miss.lower]
+    best = float("inf")
+    for ways in itertools.product((Way.WAIT, Way.CPU), repeat=len(asked)):
+        tried = list(chosen)
+        for i, way in zip(asked, ways, strict=True):
+            tried[i] = way
+        best = min(best, finished_s(tried, misses, rates, ahead))
+    assert finished_s(chosen, misses, rates, ahead) <= best * (1 + 1e-9)
+
+
+@given(misses, rates, queued)
+def test_a_lower_format_serves_exactly_where_it_may(misses, rates, ahead):
+    ways = choose_ways(misses, BYTES, rates, ahead)
+    assert [way is Way.LOWER for way in ways] == [miss.lower for miss in misses]
+
+
+def by_cpu(misses, rates, ahead=0.0, cpu_ahead_s=0.0):
+    return choose_ways(misses, BYTES, rates, ahead, cpu_ahead_s).count(Way.CPU)
+
+
+@given(misses, rates, queued, st.floats(1, 50))
+def test_the_cpu_never_gets_less_by_a_longer_queue_a_slower_link_or_a_faster_cpu(misses, rates, ahead, more):
+    before = by_cpu(misses, rates, ahead)
+    assert by_cpu(misses, rates, ahead + more * BYTES) >= before
+    assert by_cpu(misses, Rates(rates.link_bytes_per_s / more, rates.cpu_bytes_per_s, rates.cpu_s_per_token), ahead) >= before
+    faster = Rates(rates.link_bytes_per_s, rates.cpu_bytes_per_s * more, rates.cpu_s_per_token / more)
+    assert by_cpu(misses, faster, ahead) >= before
+    assert by_cpu(misses, rates, ahead, cpu_ahead_s=more * BYTES / rates.cpu_bytes_per_s) <= before
+
+
+def test_the_experts_with_the_fewest_tokens_are_computed_and_ties_go_by_position_and_to_copies():
+    rates = Rates(10.0, 10.0, cpu_s_per_token=50.0)
+    assert choose_ways([Miss(4), Miss(1), Miss(3)], BYTES, rates) == [Way.WAIT, Way.CPU, Way.WAIT]
+    assert choose_ways([Miss(), Miss()], BYTES, rates) == [Way.CPU, Way.WAIT]
+    assert choose_ways([Miss()], BYTES, rates) == [Way.WAIT]
+    assert choose_ways([], BYTES, rates, link_ahead_bytes=5.0) == []
+
+
+def test_what_is_on_its_way_is_waited_for_while_the_cpu_could_not_be_sooner():
+    rates = Rates(10.0, 10.0)
+    assert choose_ways([Miss(on_its_way=True)], BYTES, rates, 0.9 * BYTES) == [Way.WAIT]
+    assert choose_ways([Miss(on_its_way=True)], BYTES, rates, 1.1 * BYTES) == [Way.CPU]
+
+
+def test_deterministic_ways_do_not_look_at_the_queue_and_cpu_means_always():
+    two, rates = [Miss(), Miss()], (Rates(10.0, 9.0),)
+    assert Ways("auto", rates).choose(0, BYTES, two, 1e9) == [Way.CPU, Way.CPU]
+    assert Ways("auto", rates, deterministic=True).choose(0, BYTES, two, 1e9) == Ways("auto", rates).choose(0, BYTES, two, 0.0)
+    assert Ways("cpu", (Rates(1e9, 1.0),)).choose(0, BYTES, two, 0.0) == [Way.CPU, Way.CPU]
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (1, 0), (1, 1, -1.0), (float("nan"), 1)])
+def test_rates_that_cannot_be_are_refused(bad):
+    with pytest.raises(ConfigError, match="above zero"):
+        Rates(*bad)

@@ -1,0 +1,185 @@
+"""The integer formats: groups of inputs of one row share a scale and an offset, w = scale * (q - 2^(bits - 1)) + offset.
+
+Matrices are held [out, in], whatever the model's orientation. For each one a slab has three sections: `NAME.codes` uint8
+`[out, row_bytes]`, `NAME.scale` and `NAME.offset` bfloat16 `[out, groups]`. One-dimensional sections (biases) are unchanged.
+Codes lie as kernels want them: a 32-byte load holds one input per byte and lane of bits, lanes 32 inputs apart.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vismoe.errors import CheckpointError
+from vismoe.formats.codec import in_blocks
+from vismoe.formats.half_quadratic import fit, round_to_nearest
+from vismoe.types import Format, RecordLayout, Section
+
+__all__ = ["GRIDS", "Affine", "Grid"]
+
+BLOCK_WEIGHTS = 1 << 18  # encoded and restored together; smaller blocks cost more in calls, larger ones in cache misses
+LOAD_BYTES = 32  # of codes that a kernel widens at once
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers of one integer format."""
+
+    bits: int
+    group_inputs: int  # that share a scale and an offset
+    chunk_inputs: int  # rows of codes are padded to whole chunks
+
+    @property
+    def lanes(self) -> int:
+        """Codes in one byte."""
+        return 8 // self.bits
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for the offset itself."""
+        return 1 << (self.bits - 1)
+
+    def groups(self, inputs: int) -> int:
+        return -(-inputs // self.group_inputs)
+
+    def row_inputs(self, inputs: int) -> int:
+        """Inputs of one row of codes, padding included."""
+        return -(-inputs // self.chunk_inputs) * self.chunk_inputs
+
+    def row_bytes(self, inputs: int) -> int:
+        return self.row_inputs(inputs) // self.lanes
+
+
+GRIDS = {Format.INT8: Grid(8, 128, 64), Format.INT4: Grid(4, 128, 64), Format.INT2: Grid(2, 64, 128)}
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Codec of one geometry in int8, int4 or int2. `nearest` turns the optimisation of scales and offsets off."""
+
+    format: Format
+    raw: RecordLayout
+    transposed: frozenset[str]
+    nearest: bool = False
+
+    @property
+    def grid(self) -> Grid:
+        return GRIDS[self.format]
+
+    @cached_property
+    def slab(self) -> RecordLayout:
+        shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for section in self.raw.sections:
+            if len(section.shape) == 1:
+                shapes[section.name], dtypes[section.name] = section.shape, section.dtype
+                continue
+            outputs, inputs = self.shape(section)
+            groups = (outputs, self.grid.groups(inputs))
+            shapes |= {f"{section.name}.codes": (outputs, self.grid.row_bytes(inputs))}
+            shapes |= {f"{section.name}.scale": groups, f"{section.name}.offset": groups}
+            dtypes |= {f"{section.name}.codes": torch.uint8}
+            dtypes |= {f"{section.name}.scale": torch.bfloat16, f"{section.name}.offset": torch.bfloat16}
+        return in_blocks(RecordLayout.of(shapes, dtypes))
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.slab.record_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        return self.slab.record_bytes
+
+    def shape(self, section: Section) -> tuple[int, int]:
+        """(outputs, inputs) of a matrix of the raw layout."""
+        rows, columns = section.shape
+        return (columns, rows) if section.name in self.transposed else (rows, columns)
+
+    def encode(self, record: Tensor) -> Tensor:
+        """Raises CheckpointError for weights that are not finite: no scale fits a group that has one."""
+        encoded = torch.zeros(self.slab.record_bytes, dtype=torch.uint8)
+        weights, stored = self.raw.views(record), self.slab.views(encoded)
+        for section in self.raw.sections:
+            if len(section.shape) == 1:
+                stored[section.name].copy_(weights[section.name])
+                continue
+            matrix = self._matrix(section, weights[section.name])
+            codes, scale, offset = (stored[f"{section.name}.{part}"] for part in ("codes", "scale", "offset"))
+            for rows in self._row_blocks(matrix):
+                codes[rows], scale[rows], offset[rows] = self._encode_rows(matrix[rows].float(), section.name)
+        return encoded
+
+    def decode(self, encoded: Tensor, slab: Tensor) -> None:
+        slab[: self.slab.record_bytes].copy_(encoded)
+
+    def restore(self, slab: Tensor, record: Tensor) -> None:
+        weights, stored = self.raw.views(record), self.slab.views(slab)
+        for section in self.raw.sections:
+            if len(section.shape) == 1:
+                weights[section.name].copy_(stored[section.name])
+                continue
+            matrix = self._matrix(section, weights[section.name])
+            codes, scale, offset = (stored[f"{section.name}.{part}"] for part in ("codes", "scale", "offset"))
+            bounds = torch.finfo(matrix.dtype)
+            for rows in self._row_blocks(matrix):
+                restored = self._restore_rows(codes[rows], scale[rows], offset[rows], matrix.shape[1])
+                matrix[rows] = restored.clamp_(bounds.min, bounds.max)
+
+    def _matrix(self, section: Section, weights: Tensor) -> Tensor:
+        """A view [out, in] of a section's weights."""
+        return weights.T if section.name in self.transposed else weights
+
+    def _row_blocks(self, matrix: Tensor) -> list[slice]:
+        rows = max(1, BLOCK_WEIGHTS // max(1, matrix.shape[1]))
+        return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
+
+    def _encode_rows(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """float32 [rows, in] -> codes [rows, row_bytes], scale and offset [rows, groups]."""
+        if not torch.isfinite(rows).all():
+            raise CheckpointError(
+                f"{name}: {int((~torch.isfinite(rows)).sum())} weights are infinite or not a number, which {self.format} "
+                "cannot hold. Fix: check the checkpoint, or use the raw or lossless format"
+            )
+        count, inputs = rows.shape
+        grid = self.grid
+        centred = rows.new_zeros(count, grid.row_inputs(inputs))
+        scale, offset = rows.new_empty(2, count, grid.groups(inputs))
+        whole = inputs - inputs % grid.group_inputs
+        for columns in (slice(0, whole), slice(whole, inputs)):
+            if width := columns.stop - columns.start:
+                group_inputs = min(width, grid.group_inputs)
+                weights = rows[:, columns].reshape(-1, group_inputs)
+                found = round_to_nearest(weights, grid.bits) if self.nearest else fit(weights, grid.bits)
+                first = columns.start // grid.group_inputs
+                groups = slice(first, first + width // group_inputs)
+                centred[:, columns], scale[:, groups], offset[:, groups] = (part.view(count, -1) for part in found)
+        return pack(centred, grid), scale.bfloat16(), offset.bfloat16()
+
+    def _restore_rows(self, codes: Tensor, scale: Tensor, offset: Tensor, inputs: int) -> Tensor:
+        """Codes [rows, row_bytes], scale and offset [rows, groups] -> float32 [rows, inputs]."""
+        centred = unpack(codes, self.grid)
+        groups = functional.pad(centred, (0, scale.shape[1] * self.grid.group_inputs - centred.shape[1]))
+        groups = groups.view(*scale.shape, self.grid.group_inputs)
+        return groups.mul_(scale.float()[..., None]).add_(offset.float()[..., None]).flatten(1)[:, :inputs]
+
+
+def pack(centred: Tensor, grid: Grid) -> Tensor:
+    """Codes minus the middle, [rows, row_inputs] -> bytes uint8 [rows, row_bytes]."""
+    if grid.lanes == 1:
+        return centred.to(torch.int8).view(torch.uint8)
+    lanes = (centred + grid.middle).to(torch.uint8).unflatten(1, (-1, grid.lanes, LOAD_BYTES))
+    packed = lanes[:, :, 0].clone()
+    for lane in range(1, grid.lanes):
+        packed |= lanes[:, :, lane] << (lane * grid.bits)
+    return packed.flatten(1)
+
+
+def unpack(codes: Tensor, grid: Grid) -> Tensor:
+    """Bytes uint8 [rows, row_bytes] -> codes minus the middle, float32 [rows, row_inputs]."""
+    if grid.lanes == 1:
+        return codes.view(torch.int8).float()
+    loads = codes.unflatten(1, (-1, LOAD_BYTES))
+    lanes = [(loads >> (lane * grid.bits)) & (2 * grid.middle - 1) for lane in range(grid.lanes)]
+    return torch.stack(lanes, dim=2).flatten(1).float().sub_(grid.middle)

@@ -1,0 +1,44 @@
+"""CRC-32C (Castagnoli), the checksum of records, at the speed of memory on processors with its instruction.
+
+A call releases the interpreter lock and uses one core.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vismoe.kernels.library import library
+
+__all__ = ["crc32c"]
+
+Data = Tensor | NDArray[np.generic] | bytes | bytearray | memoryview
+
+
+def crc32c(data: Data, before: int = 0, *, portable: bool = False) -> int:
+    """The checksum of the bytes of `data`, in this process's memory; `before` is the checksum of what came before them.
+
+    `crc32c(b, crc32c(a)) == crc32c(a + b)`. Data with strides is copied first. `portable` leaves the processor's instruction out.
+    """
+    whole = _bytes(data)
+    return _function()(whole.ctypes.data, whole.size, before, portable)
+
+
+def _bytes(data: Data) -> NDArray[np.uint8]:
+    if isinstance(data, Tensor):
+        return data.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(data, np.ndarray):
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return np.frombuffer(data, np.uint8)
+
+
+@cache
+def _function() -> Callable[..., int]:
+    function = library().vismoe_crc32c
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_int]
+    function.restype = ctypes.c_uint32
+    return function

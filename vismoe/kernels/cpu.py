@@ -1,0 +1,309 @@
+"""The CPU kernels: whole experts computed from their records in place, sums of their parts, and linears.
+
+One call computes all experts of a layer for one batch. Weights are decoded in registers and read once for up to 64 tokens of an
+expert; sums are float32. A result depends on the weights and on its own token only: never on the number of threads, on the other
+experts of a call, or on the other tokens. Calls from several Python threads take turns.
+
+With bfloat16 inputs on AVX-512 BF16 the products are of bfloat16 pairs: integer weights are rounded to bfloat16 after scaling,
+the activation's result is rounded once, denormals count as zero. Everywhere else everything is float32.
+
+Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vismoe.errors import BudgetError, ConfigError
+from vismoe.kernels.library import library
+from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout, Section
+
+__all__ = [
+    "Backend",
+    "ExpertKernel",
+    "Isa",
+    "available",
+    "backend",
+    "combine",
+    "held_bytes",
+    "linear",
+    "start",
+    "workspace_bytes",
+]
+
+Isa = Literal["portable", "avx2", "avx512", "avx512bf16"]  # in the order of csrc/kernels.h, each next one preferred
+ISAS: tuple[Isa, ...] = get_args(Isa)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the numbers of csrc/kernels.h, as below
+ENCODINGS = {torch.bfloat16: 0, torch.float16: 1, Format.INT8: 2, Format.INT4: 3, Format.INT2: 4}
+GATES = (Gate.NONE, Gate.CONCATENATED, Gate.INTERLEAVED)
+ACTIVATIONS = (
+    Activation.SILU,
+    Activation.GELU_TANH,
+    Activation.GELU_ERF,
+    Activation.RELU_SQUARED,
+    Activation.CLAMPED_SWIGLU,
+)
+
+
+# ------------------------------------------------------------------ the process's threads
+@dataclass(frozen=True)
+class Backend:
+    """What computes: settled by `start`."""
+
+    isa: Isa
+    threads: int
+    why: str
+
+
+_backend: Backend | None = None
+
+
+def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> Backend:
+    """Set the instruction set and the threads of this process's kernels; a later call sets others.
+
+    `threads` None: as many as torch uses, and not more than the cores that this process may run on. Threads begin to exist with
+    the first call that needs them, and sleep between calls. Raises ConfigError for a set that this machine does not have.
+    """
+    global _backend
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads is None:
+        threads = min(torch.get_num_threads(), cores)
+    if threads < 1:
+        raise ConfigError(f"threads={threads} cannot compute anything. Fix: 1 or more, or None for {cores}")
+    present = available()
+    if isa == "auto":
+        chosen, why = present[-1], f"the best of {', '.join(present)}"
+    elif isa in present:
+        chosen, why = isa, "asked for"
+    else:
+        raise ConfigError(
+            f"isa={isa!r} is not there: this machine and build have {', '.join(present)}. Fix: one of them, or 'auto'"
+        )
+    library().vismoe_start(ctypes.c_size_t(threads), ISAS.index(chosen))
+    _backend = Backend(chosen, threads, why)
+    return _backend
+
+
+def available() -> tuple[Isa, ...]:
+    """The instruction sets of this machine that the library was built for, best last."""
+    found = library().vismoe_isas()
+    return tuple(isa for i, isa in enumerate(ISAS) if found >> i & 1)
+
+
+def backend() -> Backend:
+    """What `start` settled; started with its defaults where nobody did."""
+    return _backend or start()
+
+
+# ------------------------------------------------------------------ how an expert lies in its record
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("codes", "scale", "offset", "bias", "rows", "inputs", "row_bytes", "groups")),
+        ("encoding", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+    ]
+
+
+class _Expert(ctypes.Structure):
+    _fields_ = [
+        ("up", _Matrix),
+        ("down", _Matrix),
+        ("gate", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertKernel:
+    """Computes experts of one geometry in one format. Make it with `of`."""
+
+    format: Format
+    hidden: int
+    intermediate: int
+    record_bytes: int
+    _expert: _Expert
+
+    @classmethod
+    def of(cls, format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> "ExpertKernel | str":
+        """The kernel for slabs of `slab` that hold `raw` in `format`; a string says why there is none."""
+        sections = {section.name: section for section in raw.sections}
+        unknown = set(sections) - {form.up, form.down, f"{form.up}_bias", f"{form.down}_bias"}
+        if unknown:
+            return f"its experts also have {', '.join(sorted(unknown))}, which the fast kernels do not know"
+        if form.gate is Gate.NONE and form.activation is Activation.CLAMPED_SWIGLU:
+            return f"its experts have no gate, and {form.activation} needs one"
+        if format.exact:
+            if form.transposed:
+                return "its raw weights are stored [in, out]; the fast kernels read [out, in], as the integer formats hold them"
+            dtype = sections[form.up].dtype
+            if dtype not in ENCODINGS or sections[form.down].dtype != dtype:
+                return f"raw weights are {dtype}; the fast kernels read bfloat16 and float16"
+            encoding = ENCODINGS[dtype]
+        else:
+            encoding = ENCODINGS[format]
+        lying = {section.name: section for section in slab.sections}
+        up = _matrix(form.up, sections[form.up], form.transposed, encoding, lying)
+        down = _matrix(form.down, sections[form.down], form.transposed, encoding, lying)
+        ups = down.inputs if form.gate is Gate.NONE else 2 * down.inputs
+        if up.rows != ups or up.inputs != down.rows:
+            return f"{form.up} {up.rows} x {up.inputs} and {form.down} {down.rows} x {down.inputs} do not fit a {form.gate} gate"
+        expert = _Expert(up, down, GATES.index(form.gate), ACTIVATIONS.index(form.activation), form.alpha, form.limit)
+        return cls(format, up.inputs, down.inputs, slab.record_bytes, expert)
+
+    def parts(
+        self, records: np.ndarray, starts: np.ndarray, tokens: np.ndarray, factors: np.ndarray, hidden: Tensor, out: Tensor
+    ) -> None:
+        """out float32 `[P, H]` = factor * expert(hidden[token]), for every pair.
+
+        records: uint64 `[n]`, addresses of records; starts: int32 `[n + 1]`, pairs starts[i] .. starts[i + 1] belong to expert i;
+        tokens: int32 `[P]`; factors: float32 `[P]`; hidden `[T, H]` contiguous, bfloat16, float16 or float32.
+        """
+        self._run(records, starts, tokens, factors, hidden, out, adding=False)
+
+    def add(
+        self, records: np.ndarray, starts: np.ndarray, tokens: np.ndarray, factors: np.ndarray, hidden: Tensor, out: Tensor
+    ) -> None:
+        """The same, added to out float32 `[T, H]`, experts in their order and pairs in theirs."""
+        self._run(records, starts, tokens, factors, hidden, out, adding=True)
+
+    def _run(
+        self,
+        records: np.ndarray,
+        starts: np.ndarray,
+        tokens: np.ndarray,
+        factors: np.ndarray,
+        hidden: Tensor,
+        out: Tensor,
+        adding: bool,
+    ) -> None:
+        backend()
+        pairs = len(tokens)
+        _check_array(records, np.uint64, len(records))
+        _check_array(starts, np.int32, len(records) + 1)
+        _check_array(tokens, np.int32, pairs)
+        _check_array(factors, np.float32, pairs)
+        _check_rows(hidden, hidden.shape[0], self.hidden, DTYPES)
+        _check_rows(out, hidden.shape[0] if adding else pairs, self.hidden, (torch.float32,))
+        assert starts[0] == 0 and starts[-1] == pairs and (starts[1:] >= starts[:-1]).all(), starts
+        if pairs == 0:
+            return
+        assert tokens.min() >= 0 and tokens.max() < hidden.shape[0], "a pair of a token that is not there"
+        failed = library().vismoe_experts(
+            ctypes.byref(self._expert),
+            ctypes.c_size_t(len(records)),
+            ctypes.c_void_p(records.ctypes.data),
+            ctypes.c_void_p(starts.ctypes.data),
+            ctypes.c_void_p(tokens.ctypes.data),
+            ctypes.c_void_p(factors.ctypes.data),
+            ctypes.c_void_p(hidden.data_ptr()),
+            DTYPES.index(hidden.dtype),
+            ctypes.c_void_p(out.data_ptr()),
+            int(adding),
+        )
+        _refuse(failed)
+
+
+def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, threads: int, isa: Isa) -> int:
+    """Bytes of workspace for calls with up to `pairs` pairs and inputs of type `dtype`; the largest of all kernels is kept."""
+    function = library().vismoe_workspace_bytes
+    function.restype = ctypes.c_size_t
+    sizes = (ctypes.c_size_t(pairs), DTYPES.index(dtype), ctypes.c_size_t(threads), ISAS.index(isa))
+    return function(ctypes.byref(kernel._expert), *sizes)
+
+
+def held_bytes() -> int:
+    """Bytes of the workspace as it is now: of the largest call so far."""
+    function = library().vismoe_held_bytes
+    function.restype = ctypes.c_size_t
+    return function()
+
+
+def _matrix(name: str, section: Section, transposed: bool, encoding: int, lying: dict[str, Section]) -> _Matrix:
+    rows, inputs = reversed(section.shape) if transposed else section.shape
+    bias = lying.get(f"{name}_bias")
+    place = (bias.offset_bytes, DTYPES.index(bias.dtype)) if bias else (0, -1)
+    if f"{name}.codes" in lying:
+        codes, scale, offset = (lying[f"{name}.{part}"] for part in ("codes", "scale", "offset"))
+        places = (codes.offset_bytes, scale.offset_bytes, offset.offset_bytes)
+        return _Matrix(*places, place[0], rows, inputs, codes.shape[1], scale.shape[1], encoding, place[1])
+    codes = lying[name]
+    return _Matrix(codes.offset_bytes, 0, 0, place[0], rows, inputs, inputs * codes.dtype.itemsize, 0, encoding, place[1])
+
+
+# ------------------------------------------------------------------ sums and linears
+def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
+    """out `[T, H]` = for every token the sum of its rows of parts float32 `[P, H]`, in pair order.
+
+    Sums are float32 and rounded once, to out's type: bfloat16, float16 or float32. tokens: int32 `[P]`.
+    """
+    backend()
+    pairs, columns = parts.shape
+    _check_rows(parts, pairs, columns, (torch.float32,))
+    _check_rows(out, out.shape[0], columns, DTYPES)
+    _check_array(tokens, np.int32, pairs)
+    assert pairs == 0 or (tokens.min() >= 0 and tokens.max() < out.shape[0]), "a pair of a token that is not there"
+    if out.numel() == 0:
+        return
+    failed = library().vismoe_combine(
+        ctypes.c_void_p(parts.data_ptr()),
+        ctypes.c_void_p(tokens.ctypes.data),
+        ctypes.c_size_t(pairs),
+        ctypes.c_size_t(columns),
+        ctypes.c_void_p(out.data_ptr()),
+        DTYPES.index(out.dtype),
+        ctypes.c_size_t(out.shape[0]),
+    )
+    _refuse(failed)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x `[n, in]` times weight `[out, in]` transposed, plus bias `[out]`; the type of x comes back.
+
+    x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding.
+    """
+    backend()
+    rows, inputs = weight.shape
+    x = x.contiguous()
+    _check_rows(x, x.shape[0], inputs, DTYPES)
+    _check_rows(weight, rows, inputs, DTYPES[:2])
+    out = torch.empty(x.shape[0], rows, dtype=x.dtype)
+    if out.numel() == 0:
+        return out
+    bias_place, bias_dtype = 0, -1
+    if bias is not None:
+        assert bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu", bias.shape
+        bias_place, bias_dtype = bias.data_ptr() - weight.data_ptr(), DTYPES.index(bias.dtype)
+    matrix = _Matrix(0, 0, 0, bias_place, rows, inputs, inputs * 2, 0, ENCODINGS[weight.dtype], bias_dtype)
+    failed = library().vismoe_linear(
+        ctypes.byref(matrix),
+        ctypes.c_void_p(weight.data_ptr()),
+        ctypes.c_void_p(x.data_ptr()),
+        DTYPES.index(x.dtype),
+        ctypes.c_size_t(x.shape[0]),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    _refuse(failed)
+    return out
+
+
+# ------------------------------------------------------------------ what a call must be like
+def _check_array(array: np.ndarray, dtype: type, count: int) -> None:
+    assert array.dtype == dtype and array.shape == (count,) and array.flags.c_contiguous, (array.dtype, array.shape, count)
+
+
+def _check_rows(tensor: Tensor, rows: int, columns: int, dtypes: Sequence[torch.dtype]) -> None:
+    assert tensor.shape == (rows, columns) and tensor.is_contiguous(), (tuple(tensor.shape), rows, columns, tensor.stride())
+    assert tensor.dtype in dtypes and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+
+
+def _refuse(failed: int) -> None:
+    if failed:
+        raise BudgetError("no memory for the workspace of the CPU kernels, or no threads for them", "fewer tokens at a time")

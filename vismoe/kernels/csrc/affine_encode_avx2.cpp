@@ -1,0 +1,9 @@
+// affine_encode.h, compiled for AVX2.
+
+#include "affine_encode.h"
+
+namespace vismoe::affine {
+
+void encode_rows_avx2(int bits, const Rows& rows, const Search& search) { encode_rows(bits, rows, search); }
+
+}  // namespace vismoe::affine

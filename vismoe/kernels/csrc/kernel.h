@@ -1,0 +1,549 @@
+// The one kernel, as templates over an instruction set. Included by one file per set, each compiled with its own flags:
+// everything here is in an anonymous namespace, so that the linker never takes one set's copy for another's, and nothing of
+// std is used.
+//
+// An instruction set `S` offers
+//   X, kLanes, Operand, Sum        the type of packed inputs, how many of them an Operand holds, and a vector of partial sums
+//   load(const X*), store(X*, Operand), zero(), dot(Sum, Operand, Operand), sum4(Sum[4], float[4])
+//   kTokens                        tokens whose sums fit in registers beside kRows rows, of weights that need no decoding
+//   kDecodingTokens                the same where rows are decoded in registers; more tokens take rows decoded to L1 first
+//   Decoder<Encoding>              kUnitBytes, kGroups (per unit), Scaling, scaling(scale, offset), decode(unit, j, scaling)
+//
+// Every output is one chain of dot products over the inputs in order, whatever rows or tokens share the loop: a result depends on
+// the weights and its own x only, not on how many tokens or threads there are.
+
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace vismoe {
+namespace {
+
+// ------------------------------------------------------------------ numbers
+inline float float_of(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float from_bf16(std::uint16_t bits) { return float_of(static_cast<std::uint32_t>(bits) << 16); }
+
+inline std::uint16_t to_bf16(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<std::uint16_t>(nan ? ((bits >> 16) | 0x40u) : rounded);
+}
+
+inline float from_fp16(std::uint16_t bits) {
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);
+#else
+  const std::uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return float_of(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  // Moves the exponent by a product, which also makes denormals normal.
+  return float_of(sign | bits_of(float_of(magnitude << 13) * float_of(0x77800000u)));
+#endif
+}
+
+inline std::uint16_t to_fp16(float value) {
+#if defined(__F16C__)
+  return static_cast<std::uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const std::uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // rounds to 65520 or more
+  if (magnitude < 0x38800000u) {  // a denormal: the sum with 0.5 leaves it in the low bits, rounded
+    return static_cast<std::uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
+  }
+  return static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+#endif
+}
+
+inline float value_at(const void* values, Dtype dtype, std::size_t i) {
+  if (dtype == kFp32) return static_cast<const float*>(values)[i];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(values)[i];
+  return dtype == kBf16 ? from_bf16(bits) : from_fp16(bits);
+}
+
+inline void put(float* to, float value) { *to = value; }
+inline void put(std::uint16_t* to, float value) { *to = to_bf16(value); }  // packed inputs of 16 bits are bfloat16
+
+inline void write(void* values, Dtype dtype, std::size_t first, const float* from, std::size_t count) {
+  if (dtype == kFp32) {
+    std::memcpy(static_cast<float*>(values) + first, from, count * sizeof(float));
+  } else if (dtype == kBf16) {
+    for (std::size_t i = 0; i < count; i++) static_cast<std::uint16_t*>(values)[first + i] = to_bf16(from[i]);
+  } else {
+    for (std::size_t i = 0; i < count; i++) static_cast<std::uint16_t*>(values)[first + i] = to_fp16(from[i]);
+  }
+}
+
+constexpr std::size_t least(std::size_t a, std::size_t b) { return a < b ? a : b; }
+
+// ------------------------------------------------------------------ activations
+// Without branches and calls, so that loops over them become vector code.
+
+// e^x to about 1 unit in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Taylor's, whose error is 1e-8 there).
+inline float exponential(float x) {
+  x = x > 88.0f ? 88.0f : x;  // a NaN stays one
+  x = x < -87.0f ? -87.0f : x;
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer nearest to x / ln 2 in the low bits
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.0f / 5040.0f;
+  p = p * r + 1.0f / 720.0f;
+  p = p * r + 1.0f / 120.0f;
+  p = p * r + 1.0f / 24.0f;
+  p = p * r + 1.0f / 6.0f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return p * float_of((bits_of(shifted) + 127u) << 23);
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// The share of a normal distribution below x; Abramowitz and Stegun 7.1.26, error at most 1.5e-7.
+inline float normal_below(float x) {
+  const float z = (x < 0 ? -x : x) * 0.70710678f;
+  const float t = 1.0f / (1.0f + 0.3275911f * z);
+  float p = 1.061405429f;
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const float above = 0.5f * p * t * exponential(-z * z);
+  return x < 0 ? above : 1.0f - above;
+}
+
+template <Activation A>
+inline float activated(float gate, float up, float alpha, float limit) {
+  if constexpr (A == kSilu || A == kClampedSwiglu) {  // the limit may be infinite
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+  }
+  if constexpr (A == kSilu) return gate * sigmoid(gate) * up;
+  if constexpr (A == kGeluTanh) {  // (1 + tanh y) / 2 = sigmoid(2 y)
+    return gate * sigmoid(1.5957691216f * (gate + 0.044715f * gate * gate * gate)) * up;
+  }
+  if constexpr (A == kGeluErf) return gate * normal_below(gate) * up;
+  if constexpr (A == kReluSquared) {
+    const float positive = gate < 0 ? 0.0f : gate;
+    return positive * positive * up;
+  }
+  if constexpr (A == kClampedSwiglu) return gate * sigmoid(alpha * gate) * (up + 1.0f);
+}
+
+// h[i] = activation(gate[i * step], up[i * step]); without a gate `up` is activated alone.
+template <Activation A, std::size_t kStep, bool kGated, class X>
+inline void activate_as(const float* gate, const float* up, std::size_t count, float alpha, float limit, X* h) {
+  for (std::size_t i = 0; i < count; i++) {
+    put(h + i, activated<A>(kGated ? gate[i * kStep] : up[i], kGated ? up[i * kStep] : 1.0f, alpha, limit));
+  }
+}
+
+template <Activation A, class X>
+inline void activate_of(const Expert& e, const float* sums, std::size_t count, X* h) {
+  if (e.gate == kConcatenated) return activate_as<A, 1, true>(sums, sums + count, count, e.alpha, e.limit, h);
+  if (e.gate == kInterleaved) return activate_as<A, 2, true>(sums, sums + 1, count, e.alpha, e.limit, h);
+  activate_as<A, 1, false>(sums, sums, count, e.alpha, e.limit, h);
+}
+
+// `sums` holds gates then ups (concatenated), pairs of them (interleaved), or ups alone, of `count` outputs.
+template <class X>
+void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
+  switch (e.activation) {
+    case kSilu: return activate_of<kSilu>(e, sums, count, h);
+    case kGeluTanh: return activate_of<kGeluTanh>(e, sums, count, h);
+    case kGeluErf: return activate_of<kGeluErf>(e, sums, count, h);
+    case kReluSquared: return activate_of<kReluSquared>(e, sums, count, h);
+    default: return activate_of<kClampedSwiglu>(e, sums, count, h);
+  }
+}
+
+// ------------------------------------------------------------------ products
+constexpr bool is_integer(Encoding e) { return e >= kInt8; }
+
+// Rows in the packed type of x itself: a tile that was decoded before.
+template <class S>
+struct PlainDecoder {
+  static constexpr std::size_t kUnitBytes = kUnit * sizeof(typename S::X), kGroups = 0;
+  struct Scaling {};
+  static Scaling scaling(const std::uint16_t*, const std::uint16_t*) { return {}; }
+  static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
+    return S::load(reinterpret_cast<const typename S::X*>(unit) + j * S::kLanes);
+  }
+};
+
+// Where up to kRows rows of one matrix lie: whole units in place, the rest of each row in a copy with zeros behind it.
+template <class D>
+struct Rows {
+  static constexpr std::size_t kGroups = D::kGroups ? D::kGroups : 1;
+
+  const std::uint8_t* at;
+  const std::uint16_t *scale, *offset;  // bfloat16
+  std::size_t row_bytes, row_groups;
+  std::size_t units;           // in place
+  bool tail;                   // there is a rest
+  const std::uint8_t* ahead;   // as many bytes as the rows have, to be fetched while they are computed; null: nothing
+  alignas(kAlignment) std::uint8_t rest[kRows][D::kUnitBytes];
+  std::uint16_t rest_scale[kRows][kGroups], rest_offset[kRows][kGroups];
+};
+
+// One unit of one row.
+struct Unit {
+  const std::uint8_t* codes;
+  const std::uint16_t *scale, *offset;
+};
+
+template <class D>
+inline Unit unit_at(const Rows<D>& rows, std::size_t r, std::size_t u) {
+  const std::size_t group = r * rows.row_groups + u * D::kGroups;
+  return {rows.at + r * rows.row_bytes + u * D::kUnitBytes, rows.scale + group, rows.offset + group};
+}
+template <class D>
+inline Unit rest_of(const Rows<D>& rows, std::size_t r) {
+  return {rows.rest[r], rows.rest_scale[r], rows.rest_offset[r]};
+}
+
+// Fetches memory in its order, whatever the order of the rows: that is what the hardware's own prefetchers follow.
+template <std::size_t kBytes>
+inline void prefetch(const std::uint8_t* from) {
+#pragma GCC unroll 16
+  for (std::size_t b = 0; b < kBytes; b += 64) __builtin_prefetch(from + b);
+}
+
+template <class S, class D, std::size_t R, std::size_t N>
+inline void unit_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, typename S::Sum (&sums)[N][R]) {
+  typename D::Scaling scaling[R];
+#pragma GCC unroll 8
+  for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r].scale, units[r].offset);
+#pragma GCC unroll 16
+  for (int j = 0; j < static_cast<int>(kUnit / S::kLanes); j++) {
+    typename S::Operand inputs[N];
+#pragma GCC unroll 8
+    for (std::size_t n = 0; n < N; n++) inputs[n] = S::load(x + n * stride + j * S::kLanes);
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) {
+      const typename S::Operand weights = D::decode(units[r].codes, j, scaling[r]);
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) sums[n][r] = S::dot(sums[n][r], weights, inputs[n]);
+    }
+  }
+}
+
+// y[n, r] for R rows and N tokens, from first input to last.
+template <class S, class D, std::size_t R, std::size_t N>
+void block(const Rows<D>& rows, std::size_t first, const typename S::X* x, std::size_t stride, float* y, std::size_t y_stride) {
+  typename S::Sum sums[N][R];
+#pragma GCC unroll 8
+  for (std::size_t n = 0; n < N; n++) {
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) sums[n][r] = S::zero();
+  }
+  Unit units[R];
+  for (std::size_t u = 0; u < rows.units; u++) {
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) units[r] = unit_at(rows, first + r, u);
+    if (rows.ahead) prefetch<R * D::kUnitBytes>(rows.ahead + u * R * D::kUnitBytes);
+    unit_step<S, D, R, N>(units, x + u * kUnit, stride, sums);
+  }
+  if (rows.tail) {
+    for (std::size_t r = 0; r < R; r++) units[r] = rest_of(rows, first + r);
+    unit_step<S, D, R, N>(units, x + rows.units * kUnit, stride, sums);
+  }
+#pragma GCC unroll 8
+  for (std::size_t n = 0; n < N; n++) {
+    typename S::Sum four[kRows];
+#pragma GCC unroll 4
+    for (std::size_t r = 0; r < kRows; r++) four[r] = r < R ? sums[n][r < R ? r : 0] : S::zero();
+    float totals[kRows];
+    S::sum4(four, totals);
+    for (std::size_t r = 0; r < R; r++) y[n * y_stride + r] = totals[r];
+  }
+}
+
+template <class S, class D, std::size_t R, std::size_t N>
+inline void block_of(std::size_t n, const Rows<D>& rows, std::size_t first, const typename S::X* x, std::size_t stride, float* y,
+                     std::size_t y_stride) {
+  if (n == N) return block<S, D, R, N>(rows, first, x, stride, y, y_stride);
+  if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, first, x, stride, y, y_stride);
+}
+
+// y for `count` rows (kRows or fewer) and n tokens, at most kMost of them at a time, in blocks of nearly equal size.
+template <class S, class D, std::size_t kMost>
+inline void blocks(Rows<D>& rows, std::size_t count, const typename S::X* x, std::size_t stride, std::size_t n, float* y,
+                   std::size_t y_stride) {
+  std::size_t left = (n + kMost - 1) / kMost;
+  for (std::size_t done = 0; done < n; left--) {
+    const std::size_t tokens = (n - done + left - 1) / left;
+    const typename S::X* from = x + done * stride;
+    float* to = y + done * y_stride;
+    if (count == kRows) {
+      block_of<S, D, kRows, kMost>(tokens, rows, 0, from, stride, to, y_stride);
+    } else {
+      for (std::size_t r = 0; r < count; r++) block_of<S, D, 1, kMost>(tokens, rows, r, from, stride, to + r, y_stride);
+    }
+    rows.ahead = nullptr;  // once is enough
+    done += tokens;
+  }
+}
+
+template <class D>
+inline void place_rows(const Matrix& m, const std::uint8_t* record, std::size_t row, std::size_t count, Rows<D>& rows) {
+  const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), groups = static_cast<std::size_t>(m.groups);
+  rows.at = record + m.codes + row * row_bytes;
+  rows.scale = reinterpret_cast<const std::uint16_t*>(record + m.scale) + row * groups;
+  rows.offset = reinterpret_cast<const std::uint16_t*>(record + m.offset) + row * groups;
+  rows.row_bytes = row_bytes;
+  rows.row_groups = groups;
+  rows.units = row_bytes / D::kUnitBytes;
+  rows.tail = row_bytes % D::kUnitBytes != 0 || rows.units * D::kGroups > groups;
+  if (!rows.tail) return;
+  if (rows.units * D::kGroups > groups) rows.units--;  // whole codes, but the last group is not there
+  const std::size_t whole = rows.units * D::kUnitBytes, whole_groups = rows.units * D::kGroups;
+  for (std::size_t r = 0; r < count; r++) {
+    std::memset(rows.rest[r], 0, D::kUnitBytes);
+    std::memcpy(rows.rest[r], rows.at + r * row_bytes + whole, row_bytes - whole);
+    for (std::size_t g = 0; g < D::kGroups; g++) {
+      const bool there = whole_groups + g < groups;
+      rows.rest_scale[r][g] = there ? rows.scale[r * groups + whole_groups + g] : 0;
+      rows.rest_offset[r][g] = there ? rows.offset[r * groups + whole_groups + g] : 0;
+    }
+  }
+}
+
+template <class S, class D>
+inline void decode_unit(const Unit& unit, typename S::X* to) {
+  const typename D::Scaling scaling = D::scaling(unit.scale, unit.offset);
+#pragma GCC unroll 16
+  for (int j = 0; j < static_cast<int>(kUnit / S::kLanes); j++) S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
+}
+
+// The rows of `rows` as packed values; afterwards `plain` describes them.
+template <class S, class D>
+void decode_rows(const Rows<D>& rows, std::size_t count, const Scratch& scratch, Rows<PlainDecoder<S>>& plain) {
+  using X = typename S::X;
+  X* tile = reinterpret_cast<X*>(scratch.tile);
+  const std::size_t units = rows.units + rows.tail, stride = stride_of(units * kUnit);
+  for (std::size_t r = 0; r < count; r++) {
+    for (std::size_t u = 0; u < rows.units; u++) {
+      if (rows.ahead) prefetch<D::kUnitBytes>(rows.ahead + r * rows.row_bytes + u * D::kUnitBytes);
+      decode_unit<S, D>(unit_at(rows, r, u), tile + r * stride + u * kUnit);
+    }
+    if (rows.tail) decode_unit<S, D>(rest_of(rows, r), tile + r * stride + rows.units * kUnit);
+  }
+  plain.at = reinterpret_cast<const std::uint8_t*>(tile);
+  plain.scale = plain.offset = nullptr;
+  plain.row_bytes = stride * sizeof(X);
+  plain.row_groups = 0;
+  plain.units = units;
+  plain.tail = false;
+  plain.ahead = nullptr;
+}
+
+// Fetches what `count` rows need later: their scales and offsets now, their codes while `rows` are computed.
+template <class D>
+inline void look_ahead(const Matrix& m, const Place& later, std::size_t count, Rows<D>& rows) {
+  rows.ahead = later.codes;
+  if constexpr (D::kGroups != 0) {
+    if (later.codes == nullptr) return;
+    for (std::size_t b = 0; b < count * static_cast<std::size_t>(m.groups) * 2 + 63; b += 64) {
+      __builtin_prefetch(later.scale + b);
+      __builtin_prefetch(later.offset + b);
+    }
+  }
+}
+
+// y[n, row - begin] for rows begin .. end of a matrix and n tokens.
+template <class S, Encoding E>
+void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
+              std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
+  using D = typename S::template Decoder<E>;
+  constexpr bool kPlain = !is_integer(E) && sizeof(typename S::X) == 2;  // bfloat16 as it lies
+  const std::size_t stride = stride_of(static_cast<std::size_t>(m.inputs));
+  const std::size_t ahead = round_up(kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1, kRows);
+  Rows<D> rows;
+  for (std::size_t row = begin; row < end; row += kRows) {
+    const std::size_t count = least(kRows, end - row), later = row + ahead;
+    place_rows(m, record, row, count, rows);
+    if (later < end) {
+      look_ahead(m, place_of(m, record, later), count, rows);
+    } else {
+      const std::size_t skip = later - least(later, round_up(end - begin, kRows) + begin);
+      look_ahead(m, next.codes ? moved(next, m, skip) : next, count, rows);
+    }
+    float* to = y + (row - begin);
+    if constexpr (kPlain) {
+      blocks<S, D, S::kTokens>(rows, count, x, stride, n, to, y_stride);
+    } else if (n <= S::kDecodingTokens) {
+      blocks<S, D, S::kDecodingTokens>(rows, count, x, stride, n, to, y_stride);
+    } else {
+      Rows<PlainDecoder<S>> plain;
+      decode_rows<S, D>(rows, count, scratch, plain);
+      blocks<S, PlainDecoder<S>, S::kTokens>(plain, count, x, stride, n, to, y_stride);
+    }
+  }
+}
+
+// ------------------------------------------------------------------ tasks
+template <class S>
+void pack(const void* row, Dtype dtype, std::size_t inputs, void* packed) {
+  using X = typename S::X;
+  X* to = static_cast<X*>(packed);
+  if (sizeof(X) == 2 ? dtype == kBf16 : dtype == kFp32) {
+    std::memcpy(to, row, inputs * sizeof(X));
+  } else if (dtype == kBf16) {
+    for (std::size_t i = 0; i < inputs; i++) put(to + i, from_bf16(static_cast<const std::uint16_t*>(row)[i]));
+  } else {
+    for (std::size_t i = 0; i < inputs; i++) put(to + i, value_at(row, dtype, i));
+  }
+  std::memset(to + inputs, 0, (padded(inputs) - inputs) * sizeof(X));
+}
+
+// Adds the bias of outputs begin .. begin + count to a row of sums.
+inline void add_bias(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t count, float* sums) {
+  if (m.bias_dtype < 0) return;
+  const Dtype dtype = static_cast<Dtype>(m.bias_dtype);
+  for (std::size_t i = 0; i < count; i++) sums[i] += value_at(record + m.bias, dtype, begin + i);
+}
+
+template <class S, Encoding E>
+void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
+        const Scratch& scratch, const Place& next) {
+  using X = typename S::X;
+  const std::size_t outputs = e.intermediate(), stride = stride_of(outputs), count = end - begin;
+  const std::size_t factor = e.gate == kInterleaved ? 2 : 1, width = e.gate == kNoGate ? count : 2 * count;
+  for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
+    const std::size_t n = least(kPassTokens, tokens.count - first);
+    const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.hidden());
+    if (e.gate == kConcatenated) {
+      const Place ups = place_of(e.up, record, outputs + begin);
+      multiply<S, E>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
+      multiply<S, E>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
+    } else {
+      multiply<S, E>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
+    }
+    for (std::size_t t = 0; t < n; t++) {
+      float* sums = scratch.sums + t * width;
+      X* to = static_cast<X*>(h) + (first + t) * stride;
+      add_bias(e.up, record, factor * begin, factor * count, sums);
+      if (e.gate == kConcatenated) add_bias(e.up, record, outputs + begin, count, sums + count);
+      activate(e, sums, count, to + begin);
+      if (end == outputs) std::memset(to + outputs, 0, (padded(outputs) - outputs) * sizeof(X));
+    }
+  }
+}
+
+template <class S, Encoding E>
+void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
+          bool add, const Scratch& scratch, const Place& next) {
+  using X = typename S::X;
+  const std::size_t count = end - begin, columns = e.hidden();
+  for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
+    const std::size_t n = least(kPassTokens, tokens.count - first);
+    const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.intermediate());
+    multiply<S, E>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
+    for (std::size_t t = 0; t < n; t++) {
+      float* sums = scratch.sums + t * count;
+      float* to = out + tokens.place(first + t) * columns + begin;
+      const float factor = tokens.factors[first + t];
+      add_bias(e.down, record, begin, count, sums);
+      if (add) {
+        for (std::size_t i = 0; i < count; i++) to[i] += factor * sums[i];
+      } else {
+        for (std::size_t i = 0; i < count; i++) to[i] = factor * sums[i];
+      }
+    }
+  }
+}
+
+template <class S, Encoding E>
+void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens& tokens, void* out,
+            Dtype dtype, const Scratch& scratch, const Place& next) {
+  using X = typename S::X;
+  const std::size_t count = end - begin, columns = static_cast<std::size_t>(m.rows);
+  for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
+    const std::size_t n = least(kPassTokens, tokens.count - first);
+    const X* x = static_cast<const X*>(tokens.x) + first * stride_of(static_cast<std::size_t>(m.inputs));
+    multiply<S, E>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
+    for (std::size_t t = 0; t < n; t++) {
+      float* sums = scratch.sums + t * count;
+      add_bias(m, weight, begin, count, sums);
+      write(out, dtype, (first + t) * columns + begin, sums, count);
+    }
+  }
+}
+
+void combine(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype) {
+  float sums[kUnit];
+  for (std::size_t begin = 0; begin < columns; begin += kUnit) {
+    const std::size_t width = least(kUnit, columns - begin);
+    for (std::size_t i = 0; i < width; i++) sums[i] = 0.0f;
+    for (std::size_t k = 0; k < count; k++) {
+      const float* part = parts + static_cast<std::size_t>(rows[k]) * columns + begin;
+      for (std::size_t i = 0; i < width; i++) sums[i] += part[i];
+    }
+    write(out, dtype, begin, sums, width);
+  }
+}
+
+// ------------------------------------------------------------------ sets that compute in float32
+// `S` also offers Operand = Sum = its vector of floats, and
+//   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields are bits shift and up of bytes
+//   all(p), the bfloat16 value at p in every lane, scaled(values, scale, offset)
+template <class S, Encoding E>
+struct FloatDecoder {
+  static constexpr bool kInteger = is_integer(E);
+  static constexpr int kBits = E == kInt8 ? 8 : E == kInt4 ? 4 : E == kInt2 ? 2 : 16;
+  static constexpr std::size_t kUnitBytes = kUnit * kBits / 8, kGroups = kInteger ? (E == kInt2 ? 2 : 1) : 0;
+  static constexpr int kChunk = 32 * 8 / kBits;  // inputs whose codes share 32 bytes
+
+  struct Scaling {
+    const std::uint16_t *scale, *offset;
+  };
+  static Scaling scaling(const std::uint16_t* scale, const std::uint16_t* offset) { return {scale, offset}; }
+
+  static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling& scaling) {
+    const int input = j * S::kLanes;
+    if constexpr (E == kRawBf16) return S::bf16(reinterpret_cast<const std::uint16_t*>(unit) + input);
+    if constexpr (E == kRawFp16) return S::fp16(reinterpret_cast<const std::uint16_t*>(unit) + input);
+    if constexpr (kInteger) {
+      const int group = input * static_cast<int>(kGroups) / static_cast<int>(kUnit);
+      typename S::Operand values;
+      if constexpr (E == kInt8) {
+        values = S::signed_bytes(unit + input);
+      } else {
+        const int in_chunk = input % kChunk;
+        values = S::template fields<kBits>(unit + input / kChunk * 32 + in_chunk % 32, in_chunk / 32 * kBits);
+      }
+      return S::scaled(values, S::all(scaling.scale + group), S::all(scaling.offset + group));
+    }
+  }
+};
+
+template <class S>
+Kernels kernels_of() {
+  return {sizeof(typename S::X),
+          pack<S>,
+          {up<S, kRawBf16>, up<S, kRawFp16>, up<S, kInt8>, up<S, kInt4>, up<S, kInt2>},
+          {down<S, kRawBf16>, down<S, kRawFp16>, down<S, kInt8>, down<S, kInt4>, down<S, kInt2>},
+          {linear<S, kRawBf16>, linear<S, kRawFp16>},
+          combine};
+}
+
+}  // namespace
+}  // namespace vismoe

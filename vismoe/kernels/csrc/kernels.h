@@ -1,0 +1,116 @@
+// What the instruction sets share: how weights lie in memory, and the table of functions that each set fills.
+//
+// A call computes experts: y = down(activation(up(x))). Weights are read where they lie; inputs are packed first, so that rows of
+// x are whole units of 128 inputs with zeros behind the last. Nothing here allocates or starts threads.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define VISMOE_API extern "C" __attribute__((visibility("default")))
+
+namespace vismoe {
+
+constexpr std::size_t kUnit = 128;        // inputs that one step of a kernel takes; x is padded to it
+constexpr std::size_t kRows = 4;          // rows of weights that share the loads of x
+constexpr std::size_t kPassTokens = 64;   // tokens of one pass over the weights
+constexpr std::size_t kChunkRows = 64;    // outputs of one task, at most
+constexpr std::size_t kAheadBytes = 8192;   // how far ahead weights are fetched: some hundred nanoseconds of a core's share
+constexpr std::size_t kAlignment = 64;
+
+// The numbers are shared with vismoe/kernels/cpu.py.
+enum Dtype : std::int32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+enum Encoding : std::int32_t { kRawBf16 = 0, kRawFp16 = 1, kInt8 = 2, kInt4 = 3, kInt2 = 4, kEncodings = 5 };
+enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
+enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kReluSquared = 3, kClampedSwiglu = 4 };
+enum Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+
+// One matrix [rows, inputs] of a record; places are bytes from the record's beginning.
+struct Matrix {
+  std::int64_t codes, scale, offset, bias;
+  std::int64_t rows, inputs, row_bytes, groups;  // groups of a row, 0 for the raw encodings
+  std::int32_t encoding, bias_dtype;             // a Dtype; -1: no bias
+};
+
+struct Expert {
+  Matrix up, down;
+  std::int32_t gate, activation;
+  float alpha, limit;
+
+  std::size_t hidden() const { return static_cast<std::size_t>(up.inputs); }
+  std::size_t intermediate() const { return static_cast<std::size_t>(down.inputs); }
+};
+
+constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
+constexpr std::size_t padded(std::size_t inputs) { return round_up(inputs, kUnit); }
+// From one packed row to the next, in values; no multiple of 4096 bytes, or all rows would lie in the same sets of the L1 cache.
+constexpr std::size_t stride_of(std::size_t inputs) { return padded(inputs) + 32; }
+
+// Memory of one thread, cut for matrices of up to `inputs` inputs.
+struct Scratch {
+  float* tile;  // [kRows, stride]: decoded rows
+  float* sums;  // [kPassTokens, 2 * kChunkRows]: products before bias and activation
+
+  static std::size_t bytes(std::size_t inputs) {
+    return (kRows * stride_of(inputs) + 2 * kPassTokens * kChunkRows) * sizeof(float);
+  }
+  static Scratch at(std::uint8_t* memory, std::size_t inputs) {
+    float* tile = reinterpret_cast<float*>(memory);
+    return {tile, tile + kRows * stride_of(inputs)};
+  }
+};
+
+// Where rows of a matrix begin, for fetching them ahead; the last two are null for raw encodings.
+struct Place {
+  const std::uint8_t *codes, *scale, *offset;
+};
+
+// `rows` rows of m further on.
+static inline Place moved(const Place& place, const Matrix& m, std::size_t rows) {
+  const std::uint8_t* codes = place.codes + rows * static_cast<std::size_t>(m.row_bytes);
+  if (m.groups == 0) return {codes, nullptr, nullptr};
+  const std::size_t group_bytes = 2 * rows * static_cast<std::size_t>(m.groups);
+  return {codes, place.scale + group_bytes, place.offset + group_bytes};
+}
+
+static inline Place place_of(const Matrix& m, const std::uint8_t* record, std::size_t row) {
+  return moved({record + m.codes, record + m.scale, record + m.offset}, m, row);
+}
+
+// The tokens of one expert: rows of packed inputs, and where results go.
+struct Tokens {
+  const void* x;  // packed [count, padded inputs] in the type of the kernels
+  std::size_t count;
+  const float* factors;        // [count]
+  const std::int32_t* places;  // [count] rows of out; null: first, first + 1, ...
+  std::size_t first;
+
+  std::size_t place(std::size_t i) const { return places ? static_cast<std::size_t>(places[i]) : first + i; }
+};
+
+// Functions of one instruction set for inputs of one type. Outputs begin .. end of a matrix are one task; all tasks can run at
+// once. `next` is what this thread reads afterwards: memory is fetched ahead across tasks.
+struct Kernels {
+  std::size_t x_bytes;  // of one packed input
+  // A row of `inputs` values becomes a packed row; zeros behind it.
+  void (*pack)(const void* row, Dtype dtype, std::size_t inputs, void* packed);
+  // h[token, begin .. end) = activation(up x), packed; the last task also writes the zeros behind it.
+  void (*up[kEncodings])(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
+                         const Scratch&, const Place& next);
+  // out[place, begin .. end) = factor * (down h + bias), or += with `add`.
+  void (*down[kEncodings])(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&,
+                           float* out, bool add, const Scratch&, const Place& next);
+  // out[token, begin .. end) = weight x + bias, rounded to `dtype`. Raw encodings only.
+  void (*linear[2])(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out,
+                    Dtype dtype, const Scratch&, const Place& next);
+  // out[column] = sum of the parts' rows in their order, columns begin .. end.
+  void (*combine)(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype);
+};
+
+const Kernels& kernels_portable();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_avx512bf16();  // inputs in bfloat16; kernels_avx512 serves float32 ones and fp16 weights
+
+}  // namespace vismoe

@@ -1,0 +1,56 @@
+// The threads of this process that compute. The caller of `run` takes part; between jobs the others sleep.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace vismoe {
+
+class Pool {
+ public:
+  // Work of one job: thread 0 is the caller's own. It returns when there is nothing left to claim.
+  using Work = void (*)(void* job, std::size_t thread);
+
+  explicit Pool(std::size_t threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  std::size_t threads() const { return workers_.size() + 1; }
+  // Calls work(job, thread) here and in every worker that wakes up in time; returns when all that began have returned.
+  void run(Work work, void* job);
+
+ private:
+  void serve(std::size_t thread);
+  void stop();
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> workers_;
+  Work work_ = nullptr;  // not null while a job takes workers
+  void* job_ = nullptr;
+  std::size_t busy_ = 0;
+  bool stop_ = false;
+  std::atomic<std::size_t> jobs_{0};  // counts jobs and the stop; what a worker that has just finished watches for a while
+};
+
+void pause_core();
+
+// Waits until `reached()`: some microseconds spinning, then giving the core to whoever wants it.
+template <class F>
+inline void wait_for(F reached) {
+  for (int spins = 0; !reached(); spins++) {
+    if (spins < 2000) {
+      pause_core();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+}  // namespace vismoe

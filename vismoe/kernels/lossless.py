@@ -1,0 +1,95 @@
+"""The lossless format in C++: the bytes of `vismoe/formats/lossless.py`, at the speed of memory.
+
+A call uses one core and releases the interpreter lock; several threads may encode and decode at the same time, different records
+or parts of one.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vismoe.errors import ConfigError
+from vismoe.formats.lossless import Lossless, check, packable
+from vismoe.kernels.library import library
+
+__all__ = ["FastLossless", "Isa", "available"]
+
+
+Isa = Literal["portable", "avx2", "avx512"]  # in the order of csrc/lossless.cpp, each next one preferred; avx512 is with VBMI2
+ISAS: tuple[Isa, ...] = get_args(Isa)
+
+
+@cache
+def available() -> tuple[Isa, ...]:
+    """The instruction sets of this machine that the library was built for, best last."""
+    found = library().vismoe_lossless_isas()
+    return tuple(isa for i, isa in enumerate(ISAS) if found >> i & 1)
+
+
+@dataclass(frozen=True)
+class FastLossless(Lossless):
+    """Codec of one geometry in format lossless. `isa` forces an instruction set of the decoder; None is the best one here."""
+
+    isa: Isa | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.isa not in (None, *available()):
+            raise ConfigError(
+                f"isa={self.isa!r} is not there: this machine and build have {', '.join(available())}. Fix: one of them, or None"
+            )
+
+    def encode(self, record: Tensor) -> Tensor:
+        encoded = torch.empty(self.most_bytes, dtype=torch.uint8)
+        source, sections = _address(record, self.raw.record_bytes), self._sections
+        written = _encode()(source, sections.ctypes.data, len(sections), encoded.data_ptr())
+        return encoded[:written]
+
+    def decode(self, encoded: Tensor, slab: Tensor, part: int = 0, parts: int = 1) -> None:
+        """Fills `part` (from 0) of `parts` equal parts of the slab, so that several threads can share a record.
+
+        Raises CheckpointError for bytes that `encode` cannot have written for this geometry, as far as this part sees them.
+        """
+        assert 0 <= part < parts, f"part {part} of {parts}"
+        source, target = _address(encoded, 0), _address(slab, self.raw.record_bytes)
+        isa = ISAS.index(self.isa or available()[-1])
+        sections = self._sections
+        check(_decode()(source, encoded.numel(), sections.ctypes.data, len(sections), target, part, parts, isa))
+
+    @cached_property
+    def _sections(self) -> NDArray[np.uint64]:
+        """(offset_bytes, bytes, packable) of each section, as csrc/lossless.cpp takes it."""
+        return np.array([(s.offset_bytes, s.nbytes, packable(s)) for s in self.raw.sections], np.uint64)
+
+
+def _address(data: Tensor, least_bytes: int) -> int:
+    """Where `data` lies: contiguous bytes in this process's memory, no fewer than `least_bytes`."""
+    if data.device.type != "cpu" or data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() < least_bytes:
+        raise ValueError(
+            f"uint8 {list(data.shape)} on the CPU without strides, of at least {least_bytes} bytes, is wanted; "
+            f"this is {data.dtype} with strides {data.stride()} on {data.device}"
+        )
+    return data.data_ptr()
+
+
+@cache
+def _encode() -> Callable[..., int]:
+    function = library().vismoe_lossless_encode
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
+    function.restype = ctypes.c_uint64
+    return function
+
+
+@cache
+def _decode() -> Callable[..., int]:
+    function = library().vismoe_lossless_decode
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
+    function.argtypes += [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
+    return function

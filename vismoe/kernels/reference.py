@@ -1,0 +1,79 @@
+"""Torch oracles of the CPU kernels: the same arithmetic without its roundings, in float64, from weights as matrices.
+
+Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vismoe.types import Activation, ExpertForm, Gate
+
+__all__ = ["activated", "add", "combine", "expert", "linear", "parts"]
+
+
+def activated(form: ExpertForm, products: Tensor) -> Tensor:
+    """What stands between the two products of an expert: `[n, 2I]` or, without a gate, `[n, I]` -> `[n, I]`."""
+    half = products.shape[1] // 2
+    gate, up = {
+        Gate.NONE: (products, None),
+        Gate.CONCATENATED: (products[:, :half], products[:, half:]),
+        Gate.INTERLEAVED: (products[:, ::2], products[:, 1::2]),
+    }[form.gate]
+    if form.activation in (Activation.SILU, Activation.CLAMPED_SWIGLU):
+        gate = gate.clamp(max=form.limit)
+        up = None if up is None else up.clamp(-form.limit, form.limit)
+    if form.activation is Activation.CLAMPED_SWIGLU:
+        assert up is not None, "clamped_swiglu has a gate"
+        return gate * torch.sigmoid(form.alpha * gate) * (up + 1)
+    function = {
+        Activation.SILU: functional.silu,
+        Activation.GELU_TANH: lambda g: functional.gelu(g, approximate="tanh"),
+        Activation.GELU_ERF: functional.gelu,
+        Activation.RELU_SQUARED: lambda g: functional.relu(g).square(),
+    }[form.activation]
+    return function(gate) if up is None else function(gate) * up
+
+
+def expert(form: ExpertForm, weights: dict[str, Tensor], rows: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """One expert on rows `[n, H]`, computed in `dtype`; weights by section name, matrices in the model's orientation."""
+
+    def product(x: Tensor, name: str) -> Tensor:
+        matrix, bias = weights[name].to(dtype), weights.get(f"{name}_bias")
+        return functional.linear(x, matrix.T if form.transposed else matrix, None if bias is None else bias.to(dtype))
+
+    return product(activated(form, product(rows.to(dtype), form.up)), form.down)
+
+
+def parts(
+    form: ExpertForm,
+    experts: Sequence[dict[str, Tensor]],
+    starts: Sequence[int],
+    tokens: Tensor,
+    factors: Tensor,
+    hidden: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """`[P, H]` = factor * expert(hidden[token]); pairs starts[i] .. starts[i + 1] belong to expert i."""
+    rows = [expert(form, weights, hidden[tokens[first:last]], dtype) for weights, first, last in zip(experts, starts, starts[1:])]
+    return torch.cat(rows) * factors.to(dtype)[:, None]
+
+
+def add(parts: Tensor, tokens: Tensor, out: Tensor) -> None:
+    """out `[T, H]` += the parts `[P, H]` of each token, one after the other in pair order, each sum rounded in out's type."""
+    for part, token in zip(parts, tokens.tolist()):
+        out[token] += part
+
+
+def combine(parts: Tensor, tokens: Tensor, out: Tensor) -> None:
+    """out `[T, H]` = the sum of each token's parts in pair order, in the parts' type, rounded once to out's."""
+    sums = torch.zeros(out.shape, dtype=parts.dtype)
+    add(parts, tokens, sums)
+    out.copy_(sums)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x `[n, in]` times weight `[out, in]` transposed, plus bias, in float64."""
+    return functional.linear(x.double(), weight.double(), None if bias is None else bias.double())

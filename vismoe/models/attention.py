@@ -1,0 +1,53 @@
+"""Attention of one new token on the CPU, through transformers' attention interface: grouped queries as rows, not as heads.
+
+With grouped queries and no mask, transformers hands torch every query head with a single row and lets it repeat the keys' heads;
+torch's bfloat16 attention then spends nine times as long as with the queries of a group as the rows of one head (1,880 against
+210 us for 32 query heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+__all__ = ["group_queries", "ungroup_queries"]
+
+IMPLEMENTATION = "vismoe_sdpa"
+
+
+def grouped_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """query `[B, heads, T, D]`, key and value `[B, key heads, S, D]` -> `[B, T, heads, D]`, as transformers' own function."""
+    groups = query.shape[1] // key.shape[1]
+    plain = attention_mask is None and not any(options.get(name) for name in ("dropout", "softcap", "output_attentions"))
+    plain = plain and options.get("position_bias") is None and options.get("cache") is None
+    if query.shape[2] != 1 or groups == 1 or not plain or query.device.type != "cpu":
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows = query.reshape(len(query), key.shape[1], groups, query.shape[3])
+    out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, scale=options.get("scaling"))
+    return out.reshape(len(query), 1, query.shape[1], out.shape[3]), None
+
+
+def group_queries(model: Any) -> bool:
+    """Let the decoder attend by `grouped_attention`; False where it does not use torch's own attention (sdpa)."""
+    return _change(model, "sdpa", IMPLEMENTATION)
+
+
+def ungroup_queries(model: Any) -> bool:
+    """Give the decoder its own function back."""
+    return _change(model, IMPLEMENTATION, "sdpa")
+
+
+def _change(model: Any, present: str, wanted: str) -> bool:
+    config = model.config.get_text_config()
+    if config._attn_implementation != present:
+        return False
+    config._attn_implementation = wanted
+    return True
+
+
+AttentionInterface.register(IMPLEMENTATION, grouped_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

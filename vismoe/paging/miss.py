@@ -1,0 +1,98 @@
+"""How the misses of one layer are served: by a copy, by the CPU from host memory, or by a lower format that is resident.
+
+Pure functions of bytes, tokens, rates and what is queued; the pager and the replay call the same ones. A copy needs the link, and
+afterwards the expert is on the device; the CPU needs neither link nor slab and works beside both. So a layer is done when the
+later of the two has finished, and the misses are divided such that this is as early as it can be.
+
+Only experts whose record lies in the host tier are asked about: reading one from the disk takes the same time either way.
+"""
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from vismoe.errors import ConfigError
+
+__all__ = ["Miss", "Rates", "Way", "Ways", "choose_ways"]
+
+
+class Way(enum.Enum):
+    """What is done about one missing expert."""
+
+    WAIT = "wait"  # for its copy
+    CPU = "cpu"  # compute it where it lies
+    LOWER = "lower"  # use the resident lower format
+
+
+class Miss(NamedTuple):
+    """One missing expert of the layer."""
+
+    tokens: int = 1  # that chose it
+    on_its_way: bool = False  # a copy began before it was demanded; it needs no more of the link
+    lower: bool = False  # a lower format is resident, and the policy allows it
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one geometry in one format, measured or nominal."""
+
+    link_bytes_per_s: float
+    cpu_bytes_per_s: float  # of weights that the kernels read from host memory, at one token
+    cpu_s_per_token: float = 0.0  # arithmetic of one token in one expert, which decides where there are many
+
+    def __post_init__(self) -> None:
+        if not (self.link_bytes_per_s > 0 and self.cpu_bytes_per_s > 0 and self.cpu_s_per_token >= 0):
+            raise ConfigError(f"{self}: rates lie above zero")
+
+    def copy_s(self, nbytes: float) -> float:
+        return nbytes / self.link_bytes_per_s
+
+    def cpu_s(self, expert_bytes: int, tokens: int) -> float:
+        """The weights are read once, whatever the number of tokens."""
+        return max(expert_bytes / self.cpu_bytes_per_s, tokens * self.cpu_s_per_token)
+
+
+def choose_ways(
+    misses: Sequence[Miss], expert_bytes: int, rates: Rates, link_ahead_bytes: float = 0.0, cpu_ahead_s: float = 0.0
+) -> list[Way]:
+    """A way for each of a layer's misses, such that the later of link and CPU finishes as early as possible.
+
+    `link_ahead_bytes` are on the link before any of these, those on their way included; `cpu_ahead_s` of work wait for the CPU.
+    All experts of a layer have the same size, so the best division gives the CPU those with the fewest tokens: every
+    number of them is tried. Ties by position, and in favour of copies, which stay on the device.
+    """
+    ways = [Way.LOWER if miss.lower else Way.WAIT for miss in misses]
+    here = [i for i, way in enumerate(ways) if way is Way.WAIT]
+    fresh = [i for i in here if not misses[i].on_its_way]
+    coming = [i for i in here if misses[i].on_its_way]
+    fresh.sort(key=lambda i: rates.cpu_s(expert_bytes, misses[i].tokens))
+    by_cpu = fresh + coming  # in this order; those that come by themselves all together or not at all
+    cpu_s = list(itertools.accumulate((rates.cpu_s(expert_bytes, misses[i].tokens) for i in by_cpu), initial=cpu_ahead_s))
+    ahead_s, copy_s = rates.copy_s(link_ahead_bytes), rates.copy_s(expert_bytes)
+
+    def finished_s(count: int) -> float:
+        """When all is done, if the first `count` of `by_cpu` are computed there."""
+        link_s = ahead_s + max(0, len(fresh) - count) * copy_s if count < len(by_cpu) else 0.0
+        return max(link_s, cpu_s[count] if count else 0.0)
+
+    counts = [*range(len(fresh) + 1), len(by_cpu)]
+    for i in by_cpu[: min(counts, key=finished_s)]:
+        ways[i] = Way.CPU
+    return ways
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What a pager with a host tier may do about misses. Without it, they wait."""
+
+    policy: Literal["cpu", "auto"]  # cpu: compute every miss there; auto: whatever is done sooner
+    rates: tuple[Rates, ...]  # by geometry
+    deterministic: bool = False  # decide by bytes and tokens only: nothing is copied unasked, and what is queued does not count
+
+    def choose(self, geometry: int, expert_bytes: int, misses: Sequence[Miss], link_ahead_bytes: float) -> list[Way]:
+        """A way for each of a layer's misses."""
+        if self.policy == "cpu":
+            return [Way.CPU] * len(misses)
+        return choose_ways(misses, expert_bytes, self.rates[geometry], 0.0 if self.deterministic else link_ahead_bytes)

@@ -1,0 +1,270 @@
+"""What a packed store says about itself: one index file per format, written last, so that a format without one does not exist.
+
+Files of a format in a store: `experts.FORMAT.json` (this index) and `experts.FORMAT.00001.bin`, ... (records one after another,
+each on a multiple of BLOCK_BYTES). While a format is being packed its files have other names (`unfinished.py`). docs/formats.md
+describes every field. Promises: an index that is read is whole (it has a checksum of its own), of this schema, and agrees with
+the codecs of this version.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vismoe.errors import CheckpointError
+from vismoe.formats.codec import Codec, codec_of
+from vismoe.kernels.checksum import crc32c
+from vismoe.types import BLOCK_BYTES, ExpertId, Format, MoELayer, RecordLayout, Section
+
+__all__ = [
+    "SCHEMA",
+    "Contents",
+    "Index",
+    "StoredRecord",
+    "files_of",
+    "index_path",
+    "plausible",
+    "read_index",
+    "remedy",
+    "shard_path",
+    "sync_folder",
+    "write_index",
+]
+
+SCHEMA = 1  # raised whenever the bytes of an index or of a record would be read differently
+CHECKSUM = "crc32c"
+
+
+def index_path(folder: Path, format: Format) -> Path:
+    return folder / f"experts.{format}.json"
+
+
+def shard_path(folder: Path, format: Format, file: int) -> Path:
+    """`file` counts from 0, names from 1."""
+    return folder / f"experts.{format}.{file + 1:05}.bin"
+
+
+def files_of(folder: Path, format: Format) -> list[Path]:
+    """Everything that belongs to one format, finished or not."""
+    return sorted(folder.glob(f"experts.{format}.*"))
+
+
+def remedy(folder: Path, format: Format) -> str:
+    """How to get a damaged format again."""
+    return f"delete {folder / f'experts.{format}.*'} and run vismoe pack MODEL --formats {format}"
+
+
+class StoredRecord(NamedTuple):
+    """Where one expert lies, and what its bytes sum up to."""
+
+    file: int
+    offset_bytes: int
+    nbytes: int  # whole blocks
+    checksum: int  # crc32c of these bytes
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a store holds in one format, before any record is written."""
+
+    format: Format
+    fingerprint: str  # of the checkpoint
+    layers: tuple[MoELayer, ...]
+    raw: tuple[RecordLayout, ...]  # per geometry: the model's own type and orientation
+    transposed: tuple[frozenset[str], ...]  # per geometry: sections that the model keeps as [in, out]
+
+    @cached_property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Per geometry. Raises ConfigError where the format cannot hold a type."""
+        return tuple(_fast_codec(self.format, raw, names) for raw, names in zip(self.raw, self.transposed, strict=True))
+
+    @cached_property
+    def experts(self) -> tuple[ExpertId, ...]:
+        """In the order of their records."""
+        return tuple(ExpertId(layer.index, expert) for layer in self.layers for expert in range(layer.num_experts))
+
+    def codec(self, layer: int) -> Codec:
+        return self.codecs[self.layers[layer].geometry]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "format": str(self.format),
+            "fingerprint": self.fingerprint,
+            "geometries": [
+                {
+                    "record_bytes": codec.fixed_bytes,
+                    "raw": _layout_to_json(raw),
+                    "slab": _layout_to_json(codec.slab),
+                    "transposed": sorted(names),
+                }
+                for raw, codec, names in zip(self.raw, self.codecs, self.transposed, strict=True)
+            ],
+            "layers": [
+                {"path": layer.path, "num_experts": layer.num_experts, "top_k": layer.top_k, "geometry": layer.geometry}
+                for layer in self.layers
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Contents":
+        """Raises KeyError, TypeError or ValueError for what `to_json` did not write, or another version's codecs did."""
+        geometries = value["geometries"]
+        contents = cls(
+            Format(value["format"]),
+            str(value["fingerprint"]),
+            tuple(MoELayer(index, **layer) for index, layer in enumerate(value["layers"])),
+            tuple(_layout_from_json(geometry["raw"]) for geometry in geometries),
+            tuple(frozenset(geometry["transposed"]) for geometry in geometries),
+        )
+        if contents.to_json() != value:
+            raise ValueError("its record layouts are not those of this version")
+        return contents
+
+
+@dataclass(frozen=True)
+class Index:
+    """A complete format: its contents, and where each record lies."""
+
+    contents: Contents
+    records: tuple[StoredRecord, ...]  # one for each of `contents.experts`
+
+    @cached_property
+    def file_bytes(self) -> tuple[int, ...]:
+        """Of each file: it ends with its last record."""
+        ends: dict[int, int] = {}
+        for record in self.records:
+            ends[record.file] = max(ends.get(record.file, 0), record.offset_bytes + record.nbytes)
+        return tuple(ends[file] for file in range(len(ends)))
+
+    @cached_property
+    def _first(self) -> tuple[int, ...]:
+        return (0, *accumulate(layer.num_experts for layer in self.contents.layers))
+
+    def position(self, expert: ExpertId) -> int:
+        """Of an expert's record in `records`."""
+        return self._first[expert.layer] + expert.expert
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.contents.to_json(),
+            "files": list(self.file_bytes),
+            "records": [list(record) for record in self.records],
+        }
+
+
+def _checksum(value: dict[str, Any]) -> int:
+    """Of a JSON object, however it is laid out."""
+    return crc32c(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """In one step, durable: afterwards the format exists."""
+    value = index.to_json()
+    path = index_path(folder, index.contents.format)
+    new = path.with_suffix(".json.partial")
+    with open(new, "w") as file:
+        json.dump({**value, CHECKSUM: _checksum(value)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in it durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_index(folder: Path, format: Format) -> Index:
+    """Raises CheckpointError for one that is missing, damaged, or of another schema."""
+    path = index_path(folder, format)
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no {path.name}. Fix: vismoe pack MODEL --formats {format}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Fix: check that it is a readable file") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is corrupt: {error}. Fix: {remedy(folder, format)}") from error
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        newer = isinstance(schema, int) and schema > SCHEMA
+        raise CheckpointError(
+            f"{path} has schema {schema!r}, and this version of vismoe reads {SCHEMA}: it is {'newer' if newer else 'older'}. "
+            f"Fix: {'a newer vismoe, or ' if newer else ''}{remedy(folder, format)}"
+        )
+    try:
+        return _index(value, format)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is corrupt: {error}. Fix: {remedy(folder, format)}") from error
+
+
+def _index(value: dict[str, Any], format: Format) -> Index:
+    if value.pop(CHECKSUM) != _checksum(value):
+        raise ValueError("its checksum does not fit")
+    records = tuple(StoredRecord(*record) for record in value.pop("records"))
+    file_bytes = value.pop("files")
+    index = Index(Contents.from_json(value), records)
+    whole = plausible(index.contents, records) == len(records) == len(index.contents.experts)
+    if not whole or list(index.file_bytes) != file_bytes or index.contents.format is not format:
+        raise ValueError("its parts contradict each other")
+    return index
+
+
+def plausible(contents: Contents, records: Sequence[StoredRecord]) -> int:
+    """How many records, from the first, have a possible size and lie right behind the one before, or begin the next file."""
+    previous = StoredRecord(0, 0, 0, 0)
+    for count, (expert, record) in enumerate(zip(contents.experts, records)):
+        codec = contents.codec(expert.layer)
+        sized = 0 < record.nbytes <= codec.most_bytes and codec.fixed_bytes in (None, record.nbytes)
+        follows = record[:2] in ((previous.file, previous.offset_bytes + previous.nbytes), (previous.file + 1, 0))
+        if not sized or not follows or record.nbytes % BLOCK_BYTES:
+            return count
+        previous = record
+    return min(len(records), len(contents.experts))
+
+
+def _fast_codec(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
+    """The codec that packs and reads, in C++ where there is one."""
+    codec = codec_of(format, raw, transposed)
+    if format is Format.RAW:
+        return codec
+    if format is Format.LOSSLESS:
+        from vismoe.kernels.lossless import FastLossless
+
+        return FastLossless(raw)
+    from vismoe.kernels.affine import FastAffine
+
+    return FastAffine(format, raw, transposed)
+
+
+def _layout_to_json(layout: RecordLayout) -> dict[str, Any]:
+    sections = [
+        {
+            "name": section.name,
+            "offset_bytes": section.offset_bytes,
+            "shape": list(section.shape),
+            "dtype": str(section.dtype).removeprefix("torch."),
+        }
+        for section in layout.sections
+    ]
+    return {"record_bytes": layout.record_bytes, "sections": sections}
+
+
+def _layout_from_json(value: dict[str, Any]) -> RecordLayout:
+    sections = tuple(
+        Section(section["name"], section["offset_bytes"], tuple(section["shape"]), getattr(torch, section["dtype"]))
+        for section in value["sections"]
+    )
+    return RecordLayout(sections, value["record_bytes"])

@@ -1,0 +1,171 @@
+"""Experts read from a packed store: one positioned read for each, straight into the slab where the format has a fixed size.
+
+Promises: a store that is not of this checkpoint, is incomplete or was cut off is refused when it is opened; the checksum of a
+record is verified on its first read in this process, and on every read once its file was written to; every byte asked for, or
+CheckpointError with the expert, the file and the offset.
+"""
+
+import os
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vismoe.errors import CheckpointError
+from vismoe.kernels.checksum import crc32c
+from vismoe.store.checkpoint import CheckpointStore
+from vismoe.store.expert_store import naming_expert
+from vismoe.store.files import CheckpointFiles, OpenFiles, block_buffer
+from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
+from vismoe.types import ExpertId, ExpertInventory, Format
+
+__all__ = ["STORE_FOLDER", "PackedStore", "contents_of", "find_store", "formats_in"]
+
+STORE_FOLDER = "vismoe-store"  # inside the checkpoint's own
+
+
+def find_store(checkpoint_folder: Path) -> Path | None:
+    """The store beside a checkpoint's files, if there is one."""
+    folder = checkpoint_folder / STORE_FOLDER
+    return folder if formats_in(folder) else None
+
+
+def formats_in(folder: Path) -> tuple[Format, ...]:
+    """Formats that are completely packed; empty for a folder that is no store."""
+    return tuple(format for format in Format if index_path(folder, format).is_file())
+
+
+def contents_of(source: CheckpointStore, format: Format, transposed: tuple[frozenset[str], ...]) -> Contents:
+    """What a store of this checkpoint in `format` holds; `transposed` names, per geometry, sections that are [in, out]."""
+    inventory = source.inventory
+    return Contents(format, source.fingerprint, inventory.layers, inventory.raw_layouts, transposed)
+
+
+class _Shard(NamedTuple):
+    path: Path
+    file_bytes: int
+
+
+class PackedStore:
+    """An ExpertStore over the files of one format. Made from an index; `open` also sees to it that it is the right one."""
+
+    def __init__(self, folder: Path, index: Index):
+        self.contents = contents = index.contents
+        self.format, self.fingerprint = contents.format, contents.fingerprint
+        self.stored_bytes = sum(index.file_bytes)
+        self.inventory = ExpertInventory(contents.layers, tuple(codec.slab for codec in contents.codecs), contents.raw)
+        largest_bytes = max(record.nbytes for record in index.records)
+        self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
+        self.stretch_bytes = largest_bytes
+        self.bounce_bytes = 0  # slabs begin on a block, and so do records
+        self._folder, self._index = folder, index
+        self._verified = np.zeros(len(index.records), dtype=bool)
+        self._scratch = threading.local()
+        self._shards = [_Shard(shard_path(folder, self.format, file), size) for file, size in enumerate(index.file_bytes)]
+        self._files = CheckpointFiles(self._shards, self._remedy)
+        for shard in self._shards:
+            if (size := os.stat(shard.path).st_size) != shard.file_bytes:
+                raise CheckpointError(f"{shard.path} has {size} bytes, its index says {shard.file_bytes}. Fix: {self._remedy}")
+
+    @classmethod
+    def open(cls, folder: Path, source: CheckpointStore, format: Format, transposed: tuple[frozenset[str], ...]) -> "PackedStore":
+        """The store in `folder` that was packed from `source`. Raises CheckpointError for any other, or a damaged one."""
+        index = read_index(folder, format)
+        refuse_other(folder, index.contents, contents_of(source, format, transposed))
+        return cls(folder, index)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [shard.path for shard in self._shards]
+
+    @property
+    def _remedy(self) -> str:
+        return remedy(self._folder, self.format)
+
+    def read_past_cache(self) -> str | None:
+        """Read with O_DIRECT from now on; or say why this filesystem cannot. Called before the first read."""
+        return self._files.read_past_cache(self.stretch_bytes)
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with what a slab holds; return the bytes on disk.
+
+        A record that begins on a block and whole blocks long is read into without a copy, also past the page cache.
+        """
+        codec = self.contents.codec(expert.layer)
+        assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= codec.slab.record_bytes, record.shape
+        stored, files = self._index.records[self._index.position(expert)], self._files.hold()
+        try:
+            if codec.fixed_bytes is not None:
+                self._fetch(files, expert, stored, record.numpy()[: stored.nbytes])
+            else:
+                encoded = self._buffer()[: stored.nbytes]
+                self._fetch(files, expert, stored, encoded)
+                codec.decode(torch.from_numpy(encoded), record)
+        except CheckpointError as error:
+            raise naming_expert(expert, error) from error
+        return stored.nbytes
+
+    def check(self, expert: ExpertId) -> int:
+        """Read a record and compare its checksum; return its bytes. Raises as `read` does."""
+        position = self._index.position(expert)
+        stored = self._index.records[position]
+        self._verified[position] = False
+        try:
+            self._fetch(self._files.hold(), expert, stored, self._buffer()[: stored.nbytes])
+        except CheckpointError as error:
+            raise naming_expert(expert, error) from error
+        return stored.nbytes
+
+    def close(self) -> None:
+        """Refuse further reads with ClosedError; the files are closed when the last read that is running has ended."""
+        self._files.close()
+
+    def _fetch(self, files: OpenFiles, expert: ExpertId, stored: StoredRecord, into: np.ndarray) -> None:
+        files.fill(stored.file, stored.offset_bytes, [into])
+        position, changed = self._index.position(expert), files.changed(stored.file)
+        if self._verified[position] and not changed:
+            return
+        found = crc32c(into)
+        if found != stored.checksum:
+            since = " (somebody has written to the file since it was opened)" if changed else ""
+            raise CheckpointError(
+                f"{self._shards[stored.file].path}: the {stored.nbytes} bytes at offset {stored.offset_bytes} are not what was "
+                f"packed{since}: their checksum is {found:08x}, the index says {stored.checksum:08x}. Fix: {self._remedy}; "
+                f"vismoe pack --verify {self._folder} checks every record"
+            )
+        self._verified[position] = True
+
+    def _buffer(self) -> np.ndarray:
+        """This thread's buffer for an encoded record."""
+        buffer = getattr(self._scratch, "buffer", None)
+        if buffer is None:
+            buffer = self._scratch.buffer = block_buffer(self.stretch_bytes)
+        return buffer
+
+
+def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
+    """Raises CheckpointError unless what was packed is what this checkpoint, loaded as it is, would be packed as."""
+    path = index_path(folder, found.format)
+    if found.fingerprint != wanted.fingerprint:
+        raise CheckpointError(
+            f"{path} was packed from another checkpoint, or from this one before its files changed. "
+            f"Fix: {remedy(folder, found.format)}; or name the store of this checkpoint (--store)"
+        )
+    if found == wanted:
+        return
+    if (packed := _types(found)) != (loaded := _types(wanted)):
+        raise CheckpointError(
+            f"{path} holds experts of {packed}, and the model is loaded as {loaded}. "
+            "Fix: load it without dtype= (--dtype), or with format raw, without a store"
+        )
+    raise CheckpointError(
+        f"{path} names or lays out the experts of this checkpoint in another way: it was packed with another version of vismoe "
+        f"or transformers. Fix: {remedy(folder, found.format)}"
+    )
+
+
+def _types(contents: Contents) -> str:
+    types = {str(section.dtype).removeprefix("torch.") for raw in contents.raw for section in raw.sections}
+    return ", ".join(sorted(types))

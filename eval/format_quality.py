@@ -71,11 +71,12 @@ class ExpertWeights:
             records = [self._record(module, expert, layer.geometry) for expert in range(layer.num_experts)]
             for contestant, codecs in self._codecs.items():
                 self._encoded[contestant].append([codecs[layer.geometry].encode(record) for record in records])
+        self._rest = _digest_of_rest(model, self.modules)
         model.float()
 
     def digest(self, contestant: Contestant) -> str:
-        """Of the stored bytes: what answers belong to."""
-        digest = hashlib.sha256()
+        """Of the stored bytes, and of all other weights and the configuration: what answers belong to."""
+        digest = hashlib.sha256(self._rest.encode())
         for layer in self._encoded[contestant]:
             for record in layer:
                 digest.update(record.numpy())
@@ -99,6 +100,17 @@ class ExpertWeights:
                 codec.restore(stored, record)
                 for name, view in codec.raw.views(record).items():
                     parameters[name][expert] = view.float()
+
+
+def _digest_of_rest(model: Any, modules: Sequence[nn.Module]) -> str:
+    """Of a model's configuration, and of the names and bytes of all weights that are not routed experts'."""
+    routed = {parameter.data_ptr() for module in modules for parameter in module.parameters()}
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, weight in model.state_dict().items():
+        if weight.data_ptr() not in routed:
+            digest.update(name.encode())
+            digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 @torch.no_grad()

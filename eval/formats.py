@@ -9,6 +9,8 @@ Prints tables, then one JSON object on the last line.
 """
 
 import argparse
+import hashlib
+import inspect
 import json
 import sys
 import tempfile
@@ -28,6 +30,8 @@ from vismoe.errors import InputError, VisMoEError
 from vismoe.models.processor import load_processor
 from vismoe.types import Format
 
+from . import accuracy, format_quality, scoring, world
+from . import questions as asking
 from .format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
 from .paired import paired_difference, ratio_of_sums
 from .questions import KINDS, Conversation, conversation
@@ -38,14 +42,15 @@ BATCH = 45  # questions answered together
 OUTPUT_ERROR_QUESTIONS = 4  # of each kind, for the error of expert outputs
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-formats"
 
+PROGRAM = (accuracy, format_quality, asking, scoring, world)
+
 Key = tuple[str, int]  # kind of question, number
 
 
 class Answers:
     """The file of one contestant: a first line that says what they belong to, then a line per question."""
 
-    def __init__(self, folder: Path, contestant: Contestant, experts: str, seed: int):
-        belongs_to = {"experts": experts, "seed": seed}
+    def __init__(self, folder: Path, contestant: Contestant, belongs_to: dict[str, Any]):
         self._file = folder / f"{str(contestant).replace(', ', '-').replace(' ', '-')}.jsonl"
         self.rows: dict[Key, Judged] = {}
         if not self._file.exists():
@@ -54,8 +59,8 @@ class Answers:
         lines = self._file.read_text().splitlines(keepends=True)
         if json.loads(lines[0]) != belongs_to:
             raise InputError(
-                f"{self._file} holds answers of other weights, questions or an older encoder. Fix: remove {folder}, or name "
-                "another folder with --work"
+                f"{self._file} holds answers of another model, other questions, or another version of this program. "
+                f"Fix: remove {folder}, or name another folder with --work"
             )
         whole = [line for line in lines if line.endswith("\n")]
         if whole != lines:  # stopped in the middle of a line
@@ -70,6 +75,11 @@ class Answers:
         lines = [json.dumps({"kind": kind, "number": number, **asdict(row)}) for (kind, number), row in rows.items()]
         with self._file.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))
+
+
+def program_digest() -> str:
+    """Of the sources that decide what is asked, how it is answered and how it is judged."""
+    return hashlib.sha256("".join(map(inspect.getsource, PROGRAM)).encode()).hexdigest()
 
 
 def questions(kind: str, numbers: Sequence[int], seed: int) -> list[Conversation]:
@@ -88,7 +98,11 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto", experts_implementation="eager").eval()
     processor = load_processor(model_path)
     weights = ExpertWeights(model, contestants)
-    kept = {contestant: Answers(folder, contestant, weights.digest(contestant), seed) for contestant in contestants}
+    program = program_digest()
+    kept = {
+        contestant: Answers(folder, contestant, {"weights": weights.digest(contestant), "program": program, "seed": seed})
+        for contestant in contestants
+    }
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=per_kind * len(KINDS))
         for keys in batches(per_kind):
@@ -124,15 +138,15 @@ def summary(
 def _row(exact: list[Judged], judged: list[Judged], kinds: Sequence[str], output_error: float) -> dict[str, Any]:
     tokens = [row.tokens for row in judged]
     surprise = ratio_of_sums([row.surprise for row in judged], tokens)
-    accuracy = {}
+    right = {}
     for kind in (*KINDS, None):
         own, true = ([row.score for row, its in zip(rows, kinds) if kind in (None, its)] for rows in (judged, exact))
-        accuracy[kind or "all"] = {"mean": sum(own) / len(own), "difference": asdict(paired_difference(true, own))}
+        right[kind or "all"] = {"mean": sum(own) / len(own), "difference": asdict(paired_difference(true, own))}
     return {
         "output_error": output_error,
         "divergence": asdict(ratio_of_sums([row.divergence for row in judged], tokens)),
         "perplexity": float(torch.tensor(surprise.value).exp()),
-        "accuracy": accuracy,
+        "accuracy": right,
     }
 
 

@@ -26,15 +26,15 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interv
     """mean(second) - mean(first), scores of the same questions in the same order.
 
     Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10) where all scores are 0 or 1. Otherwise
-    the percentile bootstrap over questions with a fixed seed; where no question differs, at most 3 / n do (the rule of three).
+    the percentile bootstrap over questions with a fixed seed, but at least 3 / n to either side: few questions that differ, or
+    none, say little about those that were not asked (the rule of three).
     """
     if {*first, *second} <= {0.0, 1.0}:
         return _newcombe(first, second)
     differences = np.subtract(second, first)
-    if not differences.any():
-        return Interval(0.0, -3 / len(differences), 3 / len(differences))
-    means = differences[_resampled(len(differences))].mean(axis=1)
-    return Interval(float(differences.mean()), *map(float, np.quantile(means, (0.025, 0.975))))
+    value, least = float(differences.mean()), 3 / len(differences)
+    low, high = map(float, np.quantile(differences[_resampled(len(differences))].mean(axis=1), (0.025, 0.975)))
+    return Interval(value, min(low, value - least), max(high, value + least))
 
 
 def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:

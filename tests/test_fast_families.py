@@ -12,8 +12,11 @@ from models_page import PREFILL_ONLY, refusal_of
 
 import vismoe
 from vismoe import VisMoEConfig
+from vismoe.models.attention import IMPLEMENTATION
 
 FAST = {"qwen3_vl_moe", "qwen3_moe", "mixtral", "deepseek_v3", "gemma4", "nemotron_h"}  # some that must not fall back
+GROUPED = {"qwen3_vl_moe", "qwen3_moe", "mixtral"}  # some whose attention of one token is ours
+SPARSE = {"deepseek_v32", "glm_moe_dsa"}  # some that ask for the name of their attention, to mask it
 RUNNING = [family for family in families() if refusal_of(family) is None]
 
 
@@ -25,13 +28,15 @@ def test_logits_are_as_near_to_float32_as_eagers(family, tmp_path):
     model = tiny_models.model_class(tmp_path).from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
     runtime = vismoe.runtime_of(model)
     assert family not in FAST or runtime.plan.kernels.startswith("fast ("), runtime.plan.kernels
-    inputs = tiny_models.prompt(family, tokens=12, dtype=torch.bfloat16)
+    assert family not in GROUPED or model.config.get_text_config()._attn_implementation == IMPLEMENTATION
+    assert family not in SPARSE or model.config.get_text_config()._attn_implementation == "sdpa"
+    inputs = tiny_models.prompt(family, tokens=48, dtype=torch.bfloat16)  # longer than what sparse attention keeps
     eager = tiny_models.reference(tmp_path, torch.bfloat16)(**inputs).logits.float()
     exact_inputs = {n: t.float() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in inputs.items()}
     exact = tiny_models.reference(tmp_path, torch.bfloat16).float()(**exact_inputs).logits
     ours = model(**inputs).logits.float()
     assert ours.isfinite().all()
-    assert (ours - exact).abs().median() <= 1.5 * (eager - exact).abs().median() + 1e-6
+    assert (ours - exact).abs().median() <= 2 * (eager - exact).abs().median() + 1e-6
     if family not in PREFILL_ONLY:
         tokens = model.generate(**inputs, do_sample=False, max_new_tokens=3, min_new_tokens=3)
         assert tokens.shape[1] >= 3

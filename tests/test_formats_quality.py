@@ -1,6 +1,10 @@
-"""The measurement of what formats cost: paired intervals against published ones, sums against plain passes, runs that go on."""
+"""The measurement of what formats cost: paired intervals against Newcombe's formula written down apart,
+sums against plain passes, runs that go on.
+"""
 
 import json
+import math
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from vismoe.errors import InputError
 from vismoe.eval.accuracy import answers
 from vismoe.eval.format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
-from vismoe.eval.formats import Answers, main, questions, summary
+from vismoe.eval.formats import PROGRAM, Answers, main, program_digest, questions, summary
 from vismoe.eval.paired import paired_difference, ratio_of_sums
 from vismoe.eval.questions import KINDS
 from vismoe.eval.scoring import score
@@ -27,11 +31,34 @@ def pairs(both: int, lost: int, won: int, neither: int) -> tuple[list[float], li
     return first, [1.0] * both + [0.0] * lost + [1.0] * won + [0.0] * neither
 
 
-@pytest.mark.parametrize(("table", "low", "high"), [((36, 12, 2, 0), 0.0569, 0.3404), ((54, 0, 0, 0), -0.0664, 0.0664)])
-def test_paired_proportions_have_the_intervals_that_newcombe_published(table, low, high):
+@pytest.mark.parametrize(
+    "table",
+    [(36, 12, 2, 0), (12, 0, 2, 36), (54, 0, 0, 0), (0, 0, 0, 7), (0, 9, 0, 0), (20, 9, 11, 3), (3, 30, 5, 2), (90, 1, 2, 7)],
+)
+def test_paired_proportions_have_the_intervals_of_newcombes_method_10(table):
     second, first = pairs(*table)
     found = paired_difference(first, second)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    assert (found.low, found.high) == pytest.approx(method_10(*table), abs=1e-6)
+
+
+def method_10(a: int, b: int, c: int, d: int) -> tuple[float, float]:
+    """Of (a + b) / n - (a + c) / n, the published formula: Wilson's score intervals, joined by a corrected phi."""
+    n, z = a + b + c + d, NormalDist().inv_cdf(0.975)
+
+    def wilson(successes: int) -> tuple[float, float]:
+        p = successes / n
+        root = z * math.sqrt(z * z + 4 * n * p * (1 - p))
+        return (2 * n * p + z * z - root) / (2 * (n + z * z)), (2 * n * p + z * z + root) / (2 * (n + z * z))
+
+    (low_1, high_1), (low_2, high_2) = wilson(a + b), wilson(a + c)
+    p_1, p_2 = (a + b) / n, (a + c) / n
+    product = a * d - b * c
+    corrected = max(product - n / 2, 0) if product > 0 else product
+    margins = (a + b) * (c + d) * (a + c) * (b + d)
+    phi = corrected / math.sqrt(margins) if margins else 0
+    delta = math.sqrt((p_1 - low_1) ** 2 - 2 * phi * (p_1 - low_1) * (high_2 - p_2) + (high_2 - p_2) ** 2)
+    epsilon = math.sqrt((high_1 - p_1) ** 2 - 2 * phi * (high_1 - p_1) * (p_2 - low_2) + (p_2 - low_2) ** 2)
+    return p_1 - p_2 - delta, p_1 - p_2 + epsilon
 
 
 def test_an_interval_turns_round_with_its_difference_and_agreement_narrows_it():
@@ -45,8 +72,17 @@ def test_an_interval_turns_round_with_its_difference_and_agreement_narrows_it():
 def test_scores_between_right_and_wrong_are_resampled_question_by_question():
     first = [0.5, 1.0, 0.25, 0.75] * 100
     found = paired_difference(first, [value - 0.1 for value in first])
-    assert (found.value, found.low, found.high) == pytest.approx((-0.1, -0.1, -0.1))  # every question lost the same
-    assert paired_difference(first, first).high == 3 / 400
+    assert (found.value, found.low, found.high) == pytest.approx((-0.1, -0.1 - 3 / 400, -0.1 + 3 / 400))  # all lost the same
+    spread = paired_difference(first, [value - 0.5 * (index % 2) for index, value in enumerate(first)])
+    assert spread.high - spread.low == pytest.approx(2 * 1.96 * 0.25 / math.sqrt(400), rel=0.1)
+
+
+@pytest.mark.parametrize("changed", [0.0, 0.1, -0.1])
+def test_few_questions_that_differ_leave_room_for_the_rule_of_three(changed):
+    first = [0.5, 1.0, 0.25, 0.75] * 100
+    found = paired_difference(first, [first[0] + changed, *first[1:]])
+    assert found.value == pytest.approx(changed / 400)
+    assert found.low <= found.value - 3 / 400 < 0 < found.value + 3 / 400 <= found.high
 
 
 def test_a_ratio_weighs_questions_by_their_tokens():
@@ -75,6 +111,27 @@ def test_putting_16_bit_back_is_the_model_as_it_was(model_and_weights):
         assert name in experts or torch.equal(mine, its), name
     weights.put(SIXTEEN_BIT)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters()))
+
+
+def test_answers_belong_to_all_weights_and_the_configuration_and_the_program(model_and_weights, monkeypatch):
+    def digest(change=lambda model: None) -> str:
+        model = AutoModelForImageTextToText.from_pretrained(DEMO, dtype="auto", experts_implementation="eager")
+        change(model)
+        return ExpertWeights(model, [SIXTEEN_BIT]).digest(SIXTEEN_BIT)
+
+    def other_embedding(model) -> None:
+        model.get_input_embeddings().weight.data[5, 7] += 1
+
+    def other_configuration(model) -> None:
+        model.config.get_text_config().num_experts_per_tok += 1
+
+    _, weights = model_and_weights
+    assert digest() == weights.digest(SIXTEEN_BIT) != weights.digest(INT2)
+    assert weights.digest(SIXTEEN_BIT) not in (digest(other_embedding), digest(other_configuration))
+    before = program_digest()
+    assert before == program_digest()
+    monkeypatch.setattr("vismoe.eval.formats.PROGRAM", PROGRAM[1:])
+    assert program_digest() != before
 
 
 def test_answers_that_were_not_generated_are_those_that_generation_gives(model_and_weights, processor):
@@ -110,23 +167,22 @@ def test_fitted_experts_are_nearer_to_16_bit_than_rounded_ones(model_and_weights
 
 
 def test_answers_are_kept_and_a_half_written_line_is_asked_again(tmp_path):
-    kept = Answers(tmp_path, INT2, "weights", seed=0)
+    kept = Answers(tmp_path, INT2, {"seed": 0})
     rows = {("what", 0): Judged(3, 0.25, 0.5, 'A "cat".', 1.0), ("what", 1): Judged(4, 0.0, 0.1, "A dog.", 0.0)}
     kept.add(rows)
-    assert Answers(tmp_path, INT2, "weights", seed=0).rows == rows
+    assert Answers(tmp_path, INT2, {"seed": 0}).rows == rows
     file = tmp_path / "int2.jsonl"
     file.write_text(file.read_text()[:-5])
-    again = Answers(tmp_path, INT2, "weights", seed=0)
+    again = Answers(tmp_path, INT2, {"seed": 0})
     assert again.rows == {("what", 0): rows["what", 0]}
     again.add({("what", 1): rows["what", 1]})
-    assert Answers(tmp_path, INT2, "weights", seed=0).rows == rows
+    assert Answers(tmp_path, INT2, {"seed": 0}).rows == rows
 
 
-@pytest.mark.parametrize("other", [("other weights", 0), ("weights", 1)])
-def test_answers_of_other_weights_or_questions_are_refused(tmp_path, other):
-    Answers(tmp_path, INT2, "weights", seed=0)
-    with pytest.raises(InputError, match="--work"):
-        Answers(tmp_path, INT2, *other)
+def test_answers_of_anything_else_are_refused(tmp_path):
+    Answers(tmp_path, INT2, {"weights": "these", "seed": 0})
+    with pytest.raises(InputError, match=r"holds answers of another model, other questions, .* --work"):
+        Answers(tmp_path, INT2, {"weights": "others", "seed": 0})
 
 
 def test_a_summary_pairs_each_format_with_16_bit_and_with_rounding():
@@ -154,5 +210,6 @@ def test_the_command_prints_tables_and_a_json_line_and_goes_on_where_it_was(tmp_
     assert result["questions"] == 9 and set(result["contestants"]) == {"16 bit", "int2", "int2, nearest"}
     assert any("KL" in line for line in tables)
     before = (tmp_path / "int2.jsonl").read_text()
+    assert json.loads(before.splitlines()[0]).keys() == {"weights", "program", "seed"}
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result and (tmp_path / "int2.jsonl").read_text() == before

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from small_checkpoints import Geometry, files_in, slab_for, small
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.store import pack as packing
 from vismoe.store import unfinished
-from vismoe.store.index import Contents, index_path
+from vismoe.store.index import Contents, StoredRecord, index_path, read_index
 from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, verify, workers_for
 from vismoe.store.packed import formats_in
 from vismoe.types import BLOCK_BYTES, ExpertInventory, Format, MoELayer, RecordLayout
@@ -204,6 +205,28 @@ def test_a_failing_disk_is_an_error_with_its_reason(checkpoint, tmp_path, monkey
         pack(checkpoint.source, tmp_path, checkpoint.contents(Format.RAW))
 
 
+@pytest.mark.parametrize("left_bytes", [None, 0, 5000, 40_000])
+def test_a_shard_that_was_lost_or_cut_short_is_packed_again(checkpoint, tmp_path, monkeypatch, left_bytes):
+    """The first of at least three, which no recheck of the last records looks into."""
+    for name, value in (("SHARD_BYTES", 64 * 1024), ("SYNC_BYTES", 1), ("RECHECKED_RECORDS", 2)):
+        monkeypatch.setattr(unfinished, name, value)
+    contents, store = checkpoint.contents(Format.RAW), tmp_path / "store"
+    pack(checkpoint.source, tmp_path / "undisturbed", contents)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(unfinished.UnfinishedFormat, "finish", interrupt)
+        pack(checkpoint.source, store, contents)
+    first, *others = sorted(store.glob("*.partial"))
+    assert len(others) >= 2 and first.stat().st_size > 40_000
+    first.unlink() if left_bytes is None else os.truncate(first, left_bytes)
+    done = pack(checkpoint.source, store, contents)
+    assert done.resumed_records == sum(record.offset_bytes + record.nbytes <= (left_bytes or 0) for record in first_file(store))
+    assert files_in(store) == files_in(tmp_path / "undisturbed") and verify(checkpoint.open(store, Format.RAW)) == []
+
+
+def first_file(store: Path) -> list[StoredRecord]:
+    return [record for record in read_index(store, Format.RAW).records if record.file == 0]
+
+
 def test_a_folder_that_cannot_be_made_is_an_error(checkpoint, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written: .*--out"):
@@ -238,16 +261,43 @@ def test_an_unfinished_pack_of_another_checkpoint_is_refused(checkpoint, tmp_pat
         pack(checkpoint.source, tmp_path / "store", checkpoint.contents(Format.RAW))
 
 
-def interrupt(done_bytes: int) -> None:
+def interrupt(*ignored: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_checkpoint_that_changes_meanwhile_does_not_become_a_store(tmp_path):
+def test_a_checkpoint_that_changes_meanwhile_does_not_become_a_store_and_the_fix_packs_the_new_one(tmp_path):
+    checkpoint, store = small(tmp_path / "model"), tmp_path / "store"
+    file = checkpoint.source.paths[0]
+    fix = rf"changed while it was being packed\. Fix: delete {store}/experts\.raw\.\* and run vismoe pack .* --out {store}$"
+    with pytest.raises(CheckpointError, match=fix):
+        pack(checkpoint.source, store, checkpoint.contents(Format.RAW), on_bytes=lambda nbytes: os.utime(file))
+    assert formats_in(store) == ()
+    for path in store.glob("experts.raw.*"):
+        path.unlink()
+    changed = small(tmp_path / "model", seed=1)
+    assert pack(changed.source, store, changed.contents(Format.RAW)).resumed_records == 0
+    assert verify(changed.open(store, Format.RAW)) == []
+
+
+def test_a_checkpoint_that_goes_away_meanwhile_is_an_error_with_the_file(tmp_path):
     checkpoint = small(tmp_path / "model")
     file = checkpoint.source.paths[0]
-    with pytest.raises(CheckpointError, match="changed while it was being packed"):
-        pack(checkpoint.source, tmp_path / "store", checkpoint.contents(Format.RAW), on_bytes=lambda nbytes: os.utime(file))
+
+    def lose(done_bytes: int) -> None:
+        file.unlink(missing_ok=True)
+
+    with pytest.raises(CheckpointError, match=rf"{file} went away while it was being packed: No such file.*Fix: download"):
+        pack(checkpoint.source, tmp_path / "store", checkpoint.contents(Format.RAW), on_bytes=lose)
     assert formats_in(tmp_path / "store") == ()
+
+
+def test_a_filesystem_without_locks_is_an_error_with_the_fix(checkpoint, tmp_path, monkeypatch):
+    def no_locks(*ignored: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"cannot be locked against a second process: No locks available\. Fix: --out with"):
+        pack(checkpoint.source, tmp_path, checkpoint.contents(Format.RAW))
 
 
 def test_an_unreadable_checkpoint_names_the_expert(tmp_path):

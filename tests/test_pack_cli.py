@@ -1,7 +1,10 @@
 """`vismoe pack` on tiny checkpoints: what it prints, where it writes, exit codes, Ctrl-C, and what it refuses."""
 
+import glob
 import json
 import os
+import re
+import shlex
 import signal
 
 import pytest
@@ -63,7 +66,7 @@ def test_lossless_is_refused_for_other_types_with_the_fix(wide_model, tmp_path, 
 
 
 def test_verify_lists_bad_records_and_says_what_to_do(model, tmp_path, capsys):
-    store = tmp_path / "store"
+    store = tmp_path / "a store"
     run(model, "--formats", "int8", "--out", store)
     shard = store / "experts.int8.00001.bin"
     data = bytearray(shard.read_bytes())
@@ -74,12 +77,52 @@ def test_verify_lists_bad_records_and_says_what_to_do(model, tmp_path, capsys):
     assert run("--verify", store) == 2
     message = capsys.readouterr().err
     assert "2 of 36 int8 records" in message and "expert 3 of MoE layer 0" in message and "expert 4 of MoE layer 0" in message
-    assert message.rstrip().endswith(f"Fix: delete {store}/experts.int8.* and run vismoe pack MODEL --formats int8")
-    assert run("--verify", store, "--json") == 2
+    assert follow(message, model) == 0 == run("--verify", store)
+
+
+def follow(message: str, model) -> int:
+    """Does what the last line of a message says, to the letter; the exit code."""
+    pattern, command = re.fullmatch("Fix: delete (.*) and run vismoe (.*)", message.splitlines()[-1]).groups()
+    found = glob.glob(pattern)
+    assert found
+    for path in found:
+        os.unlink(path)
+    return cli.main([word.replace("MODEL", str(model)) for word in shlex.split(command)])
+
+
+def test_verify_goes_on_behind_a_bad_format(model, tmp_path, capsys):
+    run(model, "--formats", "raw,lossless,int8", "--out", tmp_path)
+    flip(tmp_path / "experts.raw.00001.bin")
+    os.truncate(tmp_path / "experts.lossless.00001.bin", 100)
+    capsys.readouterr()
+    assert run("--verify", tmp_path) == 2
+    printed = capsys.readouterr()
+    assert "1 of 36 raw records" in printed.err and "experts.lossless.00001.bin has 100 bytes" in printed.err
+    assert "int8: all 36 records are as they were packed" in printed.out and "raw: all" not in printed.out
+
+
+def flip(shard) -> None:
+    data = bytearray(shard.read_bytes())
+    data[0] ^= 1
+    shard.write_bytes(data)
+
+
+def test_verify_of_a_model_refuses_the_store_of_another_and_of_a_store_asks_nobody(model, wide_model, tmp_path, capsys):
+    run(model, "--formats", "raw,int8", "--out", tmp_path)
+    assert run("--verify", model, "--out", tmp_path) == 0 == run("--verify", tmp_path)
+    capsys.readouterr()
+    assert run("--verify", wide_model, "--out", tmp_path) == 2
+    message = capsys.readouterr().err
+    assert "experts.raw.json was packed from another checkpoint" in message
+    assert "experts.int8.json was packed from another checkpoint" in message
+
+
+def test_bad_records_as_json_are_one_object(model, tmp_path, capsys):
+    run(model, "--formats", "int8", "--out", tmp_path)
+    flip(tmp_path / "experts.int8.00001.bin")
+    capsys.readouterr()
+    assert run("--verify", tmp_path, "--json") == 2
     assert result(capsys)["error"]["type"] == "CheckpointError"
-    for path in store.glob("experts.int8.*"):  # the fix works
-        path.unlink()
-    assert run(model, "--formats", "int8", "--out", store) == 0 == run("--verify", store)
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -196,7 +196,7 @@ def test_a_flipped_bit_anywhere_is_found_by_the_first_read_and_by_verify(checkpo
     flip(path, stored.offset_bytes + chance.randrange(stored.nbytes), chance.randrange(8))
     store = checkpoint.open(own_copy, format)
     where = rf"expert {expert.expert} of MoE layer {expert.layer}: .*{path.name}.* at offset {stored.offset_bytes} "
-    remedy = rf"Fix: delete .*experts\.{format}\.\* and run vismoe pack MODEL --formats {format}"
+    remedy = rf"Fix: delete .*experts\.{format}\.\* and run vismoe pack MODEL --formats {format} --out {own_copy}"
     for _ in range(2):  # a bad record stays bad
         with pytest.raises(CheckpointError, match=where + f".*{remedy}"):
             store.read(expert, slab_for(store, expert.layer))
@@ -249,6 +249,27 @@ def test_a_failing_disk_names_expert_path_and_offset(checkpoint, packed, format,
     where = rf"expert 0 of MoE layer 0: .*experts\.{format}\.00001\.bin: reading \d+ bytes at offset \d+ failed"
     with pytest.raises(CheckpointError, match=f"{where}: Input/output error"):
         store.read(ExpertId(0, 0), slab_for(store, 0))
+
+
+def test_a_disk_that_fails_at_the_first_direct_read_is_named(checkpoint, packed, format, monkeypatch):
+    store = checkpoint.open(packed, format)
+    past_cache(checkpoint.open(packed, format))
+    monkeypatch.setattr(os, "preadv", lambda *arguments: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    where = rf"experts\.{format}\.00001\.bin: reading 4096 bytes at offset 0 failed: Input/output error"
+    with pytest.raises(CheckpointError, match=rf"{where}\. Fix: check the disk"):
+        store.read_past_cache()
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_direct_read_that_ends_early_in_a_whole_file_is_not_called_truncated(checkpoint, packed, format, monkeypatch, aligned):
+    store, preadv = checkpoint.open(packed, format), os.preadv
+    past_cache(store)
+    monkeypatch.setattr(os, "preadv", lambda d, buffers, at: preadv(d, buffers, at) - 100)
+    nbytes, size = store.inventory.layout(0).record_bytes, store.paths[0].stat().st_size
+    memory = torch.zeros(nbytes + 2 * BLOCK_BYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % BLOCK_BYTES + (0 if aligned else 64)
+    with pytest.raises(CheckpointError, match=rf"ended early, although the file still has {size} bytes\. Fix: check the disk"):
+        store.read(ExpertId(0, 0), memory[begin : begin + nbytes])
 
 
 def test_torn_reads_are_continued(checkpoint, packed, format, monkeypatch):
@@ -312,7 +333,7 @@ def test_another_type_is_refused_with_the_way_out(checkpoint, packed):
         for layout in inventory.layouts
     ]
     contents = dataclasses.replace(checkpoint.contents(Format.RAW), raw=tuple(wide))
-    with pytest.raises(CheckpointError, match=r"holds experts of bfloat16, and the model is loaded as float32\. Fix: .*--dtype"):
+    with pytest.raises(CheckpointError, match=r"of bfloat16, and the model is loaded as float32\. Fix: .*--dtype.*--store none"):
         refuse_other(packed, read_index(packed, Format.RAW).contents, contents)
 
 
@@ -328,5 +349,5 @@ def test_stores_are_found_beside_a_checkpoint_once_a_format_is_complete(checkpoi
     shutil.copytree(packed, tmp_path / STORE_FOLDER, dirs_exist_ok=True)
     assert find_store(tmp_path) == tmp_path / STORE_FOLDER
     assert formats_in(tmp_path / STORE_FOLDER) == (Format.RAW, Format.LOSSLESS, Format.INT4)
-    with pytest.raises(CheckpointError, match=r"has no experts\.int8\.json\. Fix: vismoe pack MODEL --formats int8"):
+    with pytest.raises(CheckpointError, match=rf"no experts\.int8\.json\. Fix: vismoe pack MODEL --formats int8 --out {packed}"):
         checkpoint.open(packed, Format.INT8)

@@ -191,6 +191,8 @@ def refuse_contradictions(arguments: Namespace, model: str | None) -> None:
     """Flags that exclude each other."""
     if model and arguments.geometry:
         raise InputError(f"--geometry {arguments.geometry} is measured in place of {model}. Fix: leave out one of them")
+    if arguments.moe_time and arguments.limit:
+        raise InputError("--moe-time needs memory of its own, which a limit would charge to somebody. Fix: leave out one of them")
     if not arguments.geometry and (arguments.layers or arguments.skew):
         raise InputError("--layers and --skew shape a generated checkpoint. Fix: --geometry NAME, or leave them out")
     if arguments.geometry and (arguments.prompt or arguments.dtype or arguments.revision):

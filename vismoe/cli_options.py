@@ -61,7 +61,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
     "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
     "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
-    "store": ("FOLDER", "packed experts (vismoe pack); without it, those beside the checkpoint are used if they are there"),
+    "store": ("FOLDER|none", "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint"),
     "lookahead": ("NAME", "who says which experts are needed soon"),
     "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
     "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
@@ -70,7 +70,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "embeddings": ("NAME", "hold the token embeddings, or read rows as tokens need them, to make room for experts"),
     "io_threads": ("THREADS", "threads that read experts from disk; auto takes what vismoe doctor measured"),
     "misses": ("NAME", "an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"),
-    "deterministic": ("", "decide by bytes and tokens only: the same bits in every run"),
+    "deterministic": ("", "decide by bytes and tokens only, never by what was measured or is queued"),
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C

@@ -15,6 +15,7 @@ from vismoe.errors import CheckpointError
 
 if TYPE_CHECKING:
     from vismoe.store.checkpoint import CheckpointStore
+    from vismoe.store.index import Contents
     from vismoe.types import Format
 
 __all__ = ["PACK"]
@@ -36,7 +37,9 @@ def pack_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="where the store goes (default: vismoe-store beside the checkpoint's files)")
     parser.add_argument(
-        "--verify", action="store_true", help="check every record of a store instead; MODEL may be its folder, or the model's"
+        "--verify",
+        action="store_true",
+        help="check every record of a store instead; MODEL is its folder, or the model it must belong to",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
@@ -120,50 +123,73 @@ def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "t
 
 
 def run_verify(arguments: Namespace) -> int:
-    """Raises CheckpointError for a store with bad records, and for one that is not there."""
+    """Raises CheckpointError for a store with bad records or of another checkpoint, and for one that is not there."""
     with ctrl_c_exits(arguments):
-        from vismoe.store.index import read_index, remedy
-        from vismoe.store.pack import verify
-        from vismoe.store.packed import PackedStore, formats_in
+        from vismoe.store.packed import contents_of, formats_in
         from vismoe.types import Format
 
-        folder = store_folder(arguments)
+        folder, model = store_folder(arguments)
+        source, transposed = experts_of(model, arguments.revision) if model else (None, ())
     formats = tuple(map(Format, arguments.formats)) if arguments.formats else formats_in(folder)
     report: list[dict[str, Any]] = []
+    bad: list[str] = []
     for format in formats:
-        store = PackedStore(folder, read_index(folder, format))
-        with progress(str(format), store.stored_bytes, arguments.json) as on_bytes:
-            bad = verify(store, on_bytes=on_bytes)
-        records = len(store.contents.experts)
-        if bad:
-            listed = "\n".join(f"  {sentence.partition(' Fix:')[0]}" for sentence in bad[:LISTED])
-            more = f"\n  and {len(bad) - LISTED} more" if len(bad) > LISTED else ""
-            raise CheckpointError(
-                f"{len(bad)} of {records:,} {format} records in {folder} are bad:\n{listed}{more}\nFix: {remedy(folder, format)}"
-            )
-        print(f"{format}: all {records:,} records are as they were packed, {format_bytes(store.stored_bytes)}")
-        report.append({"format": format, "records": records, "stored_bytes": store.stored_bytes})
+        try:
+            wanted = contents_of(source, format, transposed) if source else None
+            report.append(verify_format(folder, format, wanted, arguments.json))
+        except CheckpointError as error:
+            bad.append(str(error))
+    if bad:
+        raise CheckpointError("\n".join(bad))
     if arguments.json:
         print_json(arguments, {"folder": str(folder), "formats": report})
     return 0
 
 
-def store_folder(arguments: Namespace) -> Path:
-    """The store that is meant: a folder of one, or that of a model."""
+def verify_format(folder: Path, format: "Format", wanted: "Contents | None", quiet: bool) -> dict[str, Any]:
+    """What was checked. Raises CheckpointError for bad records, and for a store that does not hold what is `wanted`."""
+    from vismoe.store.index import read_index, remedy
+    from vismoe.store.pack import verify
+    from vismoe.store.packed import PackedStore, refuse_other
+
+    index = read_index(folder, format)
+    if wanted is not None:
+        refuse_other(folder, index.contents, wanted)
+    store = PackedStore(folder, index)
+    with progress(str(format), store.stored_bytes, quiet) as on_bytes:
+        bad = verify(store, on_bytes=on_bytes)
+    records = len(store.contents.experts)
+    if bad:
+        listed = "\n".join(f"  {sentence.partition(' Fix:')[0]}" for sentence in bad[:LISTED])
+        more = f"\n  and {len(bad) - LISTED} more" if len(bad) > LISTED else ""
+        raise CheckpointError(
+            f"{len(bad)} of {records:,} {format} records in {folder} are bad:\n{listed}{more}\nFix: {remedy(folder, format)}"
+        )
+    print(f"{format}: all {records:,} records are as they were packed, {format_bytes(store.stored_bytes)}")
+    return {"format": format, "records": records, "stored_bytes": store.stored_bytes}
+
+
+def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
+    """(the store that is meant, the model it should belong to): a folder of one, which may be anybody's, or that of a model."""
     from vismoe.engine import demo_model
     from vismoe.models.preview import checkpoint_files, read_config
     from vismoe.store.packed import find_store, formats_in
 
-    name = arguments.out or one_model(arguments) or demo_model()
+    named, out = one_model(arguments), arguments.out
+    name = str(out or named or demo_model())
     folder = Path(name).expanduser()
     if not folder.is_dir():
         read_config(name, revision=arguments.revision)
         files = checkpoint_files(name, revision=arguments.revision)
         folder = files[0].parent if files else folder
-    found = folder if formats_in(folder) else find_store(folder)
+    if formats_in(folder):
+        return folder, named if out else None
+    found = find_store(folder)
     if found is None:
-        raise CheckpointError(f"{name} has no complete store. Fix: vismoe pack MODEL, to begin or to go on")
-    return found
+        raise CheckpointError(
+            f"{name} has no complete store. Fix: vismoe pack MODEL, with --out DIR for one elsewhere, to begin or to go on"
+        )
+    return found, named if out else name
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from vismoe.errors import ConfigError
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
+NO_STORE = "none"  # as a setting: read in place, whatever is packed
 UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
@@ -74,7 +75,7 @@ class Settings:
     context: int = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
-    store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint, if there is one
+    store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
     lookahead: Literal["auto", "none", "gate"] = "auto"
     window: int = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
     eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class

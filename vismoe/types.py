@@ -35,7 +35,7 @@ class Format(enum.StrEnum):
     """How an expert's numbers are encoded."""
 
     RAW = "raw"  # the checkpoint's own type, the model's own orientation
-    LOSSLESS = "lossless"  # bf16 with its exponents packed; on disk and in host memory, slabs hold it decoded
+    LOSSLESS = "lossless"  # bf16 with its exponents packed; on disk: memory holds it decoded
     INT8 = "int8"  # the integer formats: a scale and an offset per group of inputs
     INT4 = "int4"
     INT2 = "int2"

@@ -32,6 +32,8 @@ class LlamaRunner:
             "use_mmap": use_mmap,
         }
         self._llama, self._job = llama_cpp, job
+        if use_mmap:
+            _leave_as_mapped(llama_cpp.llama_cpp)
         self.logits: tuple[float, ...] = ()
         self._answer: list[int] = []
         self._model = llama_cpp.Llama(
@@ -89,6 +91,18 @@ class LlamaRunner:
                 found[phase] = clock.total_s
         llama.llama_free(context)
         return found
+
+
+def _leave_as_mapped(llama: Any) -> None:
+    """Do not let llama.cpp copy weights into a layout of its own (q4_0): then the file is not what is computed with."""
+    defaults = llama.llama_model_default_params
+
+    def mapped() -> Any:
+        parameters = defaults()
+        parameters.use_extra_bufts = False
+        return parameters
+
+    llama.llama_model_default_params = mapped
 
 
 class ExpertsClock:

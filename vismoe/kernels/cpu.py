@@ -14,7 +14,8 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import cache
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "combine",
     "held_bytes",
     "linear",
+    "route",
     "start",
     "workspace_bytes",
 ]
@@ -236,6 +238,40 @@ def _matrix(name: str, section: Section, transposed: bool, encoding: int, lying:
         return _Matrix(*places, place[0], rows, inputs, codes.shape[1], scale.shape[1], encoding, place[1])
     codes = lying[name]
     return _Matrix(codes.offset_bytes, 0, 0, place[0], rows, inputs, inputs * codes.dtype.itemsize, 0, encoding, place[1])
+
+
+# ------------------------------------------------------------------ routing
+def route(routing: np.ndarray, num_experts: int) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
+    """(experts, starts, tokens, places) of a routing int64 `[T, K]`, for `parts` and `add`.
+
+    experts: ascending; starts int32 `[n + 1]`; tokens int32 `[P]`; places int32 `[P]`: which of the `T * K` choices a pair is.
+    Pairs of one expert come in the order of the routing. Ids outside `0 .. num_experts` are sentinels and left out.
+    """
+    assert routing.dtype == np.int64 and routing.flags.c_contiguous, (routing.dtype, routing.strides)
+    pairs = routing.size
+    room = np.empty(4 * pairs + 1, dtype=np.int32)
+    at = room.__array_interface__["data"][0]
+    count = _route()(
+        routing.__array_interface__["data"][0],
+        pairs,
+        routing.shape[1],
+        num_experts,
+        at,
+        at + 4 * pairs,
+        at + 4 * (2 * pairs + 1),
+        at + 4 * (3 * pairs + 1),
+    )
+    starts = room[pairs : pairs + count + 1]
+    end = int(starts[count])
+    return room[:count].tolist(), starts, room[2 * pairs + 1 :][:end], room[3 * pairs + 1 :][:end]
+
+
+@cache
+def _route() -> Any:
+    function = library().vismoe_route
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 3, *[ctypes.c_void_p] * 4]
+    function.restype = ctypes.c_size_t
+    return function
 
 
 # ------------------------------------------------------------------ sums and linears

@@ -13,16 +13,18 @@ from vismoe.errors import ConfigError
 __all__ = ["library"]
 
 FILE = "vismoe_kernels.so"
+INTERFACE = 1  # of csrc/interface.cpp
+FIX = "Fix: pip install . (or make demo) with a C++ compiler at hand"
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises ConfigError where this installation has none."""
+    """The loaded library. Raises ConfigError where this installation has none, or one that was built from other sources."""
     folders = [Path(folder) for folder in vismoe.kernels.__path__]
-    for folder in folders:
-        if (folder / FILE).is_file():
-            return ctypes.CDLL(str(folder / FILE))
-    raise ConfigError(
-        f"{FILE} is missing from {' and '.join(map(str, folders))}: only the sources were imported. "
-        "Fix: pip install . (or make demo) with a C++ compiler at hand"
-    )
+    file = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{FILE} is missing from {' and '.join(map(str, folders))}: only the sources were imported. {FIX}")
+    loaded = ctypes.CDLL(str(file))
+    if getattr(loaded, "vismoe_interface", lambda: 0)() != INTERFACE:
+        raise ConfigError(f"{file} was built from other sources than these: they changed since it was installed. {FIX}")
+    return loaded

@@ -4,7 +4,7 @@ from vismoe.config import Settings, format_bytes, parse_bytes
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.memory.apportion import LEAST_SLABS, experts_of, fill, least_slabs, record_bytes
 from vismoe.memory.needs import Footprint, Hardware
-from vismoe.memory.parts import Part, staging_part, total
+from vismoe.memory.parts import Part, staging_part, total, workspace_part
 from vismoe.memory.sizes import size_down, size_up
 
 RESERVE_BYTES = 2**30  # of a GPU machine's free RAM, left for everything else
@@ -19,17 +19,18 @@ def host_tier(
     """
     inventory = need.inventory
     experts = experts_of(inventory.layers, len(inventory.layouts))
+    workspace = workspace_part(need.host_workspace_bytes)
     if hardware.device == "cpu":
         if settings.host_memory is not None:
             raise ConfigError("host_memory bounds the tier between disk and GPU, and this runs on the CPU. Fix: leave it out")
         if settings.emulated_link_bytes_per_s is None:
             return (), ()
         note = "all experts; the device's slabs alias them, and this is outside the budget"
-        return tuple(experts), (Part("host tier (emulated link)", inventory.total_bytes, note),)
+        return tuple(experts), (Part("host tier (emulated link)", inventory.slab_bytes, note), *workspace)
     ranks = hardware.local_world_size
     asked, free = settings.host_memory, hardware.free_host_bytes
     bound = max(0, free - RESERVE_BYTES) if asked is None else parse_bytes(asked)
-    staging = staging_part(need, io_threads)
+    staging = [*staging_part(need, io_threads), *workspace]
     least = least_slabs(inventory, least=LEAST_SLABS + io_threads)
     needed = (record_bytes(inventory, least) + total(staging)) * ranks
     if bound < needed:

@@ -64,7 +64,8 @@ class Footprint:
     max_image_tokens: int  # of one request, whatever the context; 0 for text-only models
     scratch_bytes: int  # bounce buffer of one reading thread
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
-    workspace_bytes: int = 0  # kept by whatever computes the experts
+    workspace_bytes: int = 0  # kept by what computes the experts on the device
+    host_workspace_bytes: int = 0  # and by what computes them in host memory below it
 
     @property
     def backbone_bytes(self) -> int:

@@ -59,15 +59,15 @@ def fixed_parts(need: Footprint, context: int, device: str) -> list[Part]:
         Part("padded batches", padding, f"explicit mask of 2 x {max(1, context // 2)} tokens"),
         Part("allocator slack", second, "what the second largest phase freed and the largest cannot use"),
         Part("logits", need.logits_bytes, "one row kept"),
-        *_workspace(need),
+        *workspace_part(need.workspace_bytes),
         *(_of_a_cpu(need) if device == "cpu" else []),
         Part("runtime", RUNTIME_BYTES[device], RUNTIME_NOTES[device]),
     ]
 
 
-def _workspace(need: Footprint) -> list[Part]:
+def workspace_part(nbytes: int) -> list[Part]:
     """What the experts' arithmetic keeps; torch's own keeps nothing beyond the activations."""
-    return [Part("expert workspace", need.workspace_bytes, "between an expert's two products")] if need.workspace_bytes else []
+    return [Part("expert workspace", nbytes, "kept to compute experts")] if nbytes else []
 
 
 def _of_a_cpu(need: Footprint) -> list[Part]:

@@ -152,7 +152,7 @@ class _Case:
         """This rank's budget; for a percentage, what its experts and everything else come to."""
         experts = self.need.inventory.total_bytes
         if self.settings.memory == "auto":
-            return min(total(self.fixed_parts()) + experts, int(self.free_bytes * AUTO_SHARE))
+            return min(total(self.fixed_parts()) + self.need.inventory.slab_bytes, int(self.free_bytes * AUTO_SHARE))
         budget = Budget.parse(self.settings.memory)
         if budget.expert_share is not None:
             return total(self.fixed_parts()) + int(experts * budget.expert_share)

@@ -5,6 +5,9 @@ torch's bfloat16 attention then spends nine times as long as with the queries of
 210 us for 32 query heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
 """
 
+import inspect
+import re
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 __all__ = ["group_queries", "ungroup_queries"]
 
 IMPLEMENTATION = "vismoe_sdpa"
+ASKS_FOR_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|==\s*\S*_attn_implementation")
 
 
 def grouped_attention(
@@ -31,22 +35,27 @@ def grouped_attention(
     return out.reshape(len(query), 1, query.shape[1], out.shape[3]), None
 
 
-def group_queries(model: Any) -> bool:
-    """Let the decoder attend by `grouped_attention`; False where it does not use torch's own attention (sdpa)."""
-    return _change(model, "sdpa", IMPLEMENTATION)
+def group_queries(model: Any) -> str | None:
+    """Let the decoder attend by `grouped_attention`; None, or why it goes on with transformers' own.
 
-
-def ungroup_queries(model: Any) -> bool:
-    """Give the decoder its own function back."""
-    return _change(model, IMPLEMENTATION, "sdpa")
-
-
-def _change(model: Any, present: str, wanted: str) -> bool:
+    Families whose code asks for the name of the implementation (for a sparse mask, say) would go another way under another name.
+    """
     config = model.config.get_text_config()
-    if config._attn_implementation != present:
-        return False
-    config._attn_implementation = wanted
-    return True
+    if config._attn_implementation != "sdpa":
+        return f"attention is {config._attn_implementation}"
+    modules = {type(module).__module__ for module in model.modules()}
+    for name in sorted(modules):
+        if name.startswith("transformers.models.") and ASKS_FOR_NAME.search(inspect.getsource(sys.modules[name])):
+            return f"{name.rpartition('.')[2]} asks which attention is used"
+    config._attn_implementation = IMPLEMENTATION
+    return None
+
+
+def ungroup_queries(model: Any) -> None:
+    """Give the decoder transformers' own function back."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == IMPLEMENTATION:
+        config._attn_implementation = "sdpa"
 
 
 AttentionInterface.register(IMPLEMENTATION, grouped_attention)

@@ -4,39 +4,48 @@ The rates are the link's and host memory's, as `vismoe doctor` measured them, or
 takes the nominal ones always, so that a choice depends on bytes and tokens alone.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
+from vismoe.kernels import cpu
 from vismoe.machine.profile import Profile, load_profile
-from vismoe.models.opening import Experts
 from vismoe.paging.miss import Rates, Ways
+from vismoe.types import RecordLayout
 
 __all__ = ["ways_for"]
 
 NOMINAL_LINK_BYTES_PER_S = 25e9  # PCIe 4.0 x16, as it is reached
 NOMINAL_CPU_BYTES_PER_S = 40e9  # two channels of DDR5
+# Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
+FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9}
 
 
-def ways_for(settings: Settings, experts: Experts, device: torch.device, has_host_tier: bool) -> Ways | None:
-    """What may be done about misses; None where they wait. Raises ConfigError for misses='cpu' where that cannot be."""
-    why_not = None
-    if not has_host_tier:
+def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayout], why_no_kernels: str | None) -> Ways | None:
+    """What may be done about misses of experts with these `raw` layouts; None where they wait.
+
+    `why_no_kernels`: what keeps ours from computing them. Raises ConfigError for misses='cpu' where that cannot be.
+    """
+    why_not = why_no_kernels
+    if device.type == "cpu" and settings.emulated_link_bytes_per_s is None:
         why_not = "there is no host memory below the device here: the experts are in RAM or on disk"
-    elif experts.host_kernels is None:
-        why_not = f"the experts are computed by {experts.arithmetic}"
     if why_not and settings.misses == "cpu":
         raise ConfigError(f"misses='cpu': {why_not}. Fix: misses='auto' (--misses auto)")
     if why_not or settings.misses == "wait":
         return None
-    rates = _rates(settings, device)
-    return Ways(settings.misses, (rates,) * len(experts.inventory.layouts), settings.deterministic)
+    return Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
 
 
-def _rates(settings: Settings, device: torch.device) -> Rates:
+def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:
     profile = None if settings.deterministic else load_profile()
     link = settings.emulated_link_bytes_per_s or _link(profile, device) or NOMINAL_LINK_BYTES_PER_S
-    return Rates(link, profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S)
+    backend = cpu.backend()
+    weights = sum(math.prod(section.shape) for section in raw.sections if len(section.shape) == 2)
+    token_s = 2 * weights / (FLOP_PER_S[backend.isa] * backend.threads)
+    return Rates(link, profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S, token_s)
 
 
 def _link(profile: Profile | None, device: torch.device) -> float | None:

@@ -7,6 +7,7 @@ Shapes: hidden `[T, H]`, routing `[T, K]`, factors `[T, K]`; P pairs of a token 
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,14 +23,19 @@ from vismoe.types import ExpertInventory
 
 __all__ = ["FastExperts", "LayerWork", "TorchExperts"]
 
-PAIRS_PER_CALL = 1024  # of a prefill: bounds what the kernels keep between an expert's two products
+PAIRS_PER_CALL = 1024  # bounds what the kernels keep between an expert's two products
+Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class LayerWork(Protocol):
     """One MoE layer of one forward pass, ready to be computed."""
 
     experts: list[int]  # ascending
-    tokens: list[int]  # how many of them chose each
+
+    @property
+    def tokens(self) -> list[int]:
+        """How many tokens chose each."""
+        ...
 
     def run(self, demand: Demand, in_order: bool) -> torch.Tensor:
         """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
@@ -78,14 +84,18 @@ class _TorchWork:
         self._parent, self._layer, self._module, self._hidden = parent, layer, module, hidden
         self._accumulator = accumulator_dtype(module, hidden, factors)
         self._rows: Rows | OneRow = Rows.of(routing, module.num_experts, hidden, factors)
-        self._on_host = None
-        if parent.host is not None:
-            self._on_host = parent.host.begin(layer, module, routing, hidden.cpu(), factors.cpu())
-        self.experts, self.tokens = self._rows.experts, self._rows.tokens
+        self._routing, self._factors = routing, factors
+        self.experts = self._rows.experts
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._rows.tokens
 
     def run(self, demand: Demand, in_order: bool) -> torch.Tensor:
         out = torch.zeros_like(self._hidden, dtype=self._accumulator)
         parts: dict[int, torch.Tensor] = {}
+        if demand.computes_below:
+            _ = self._below  # its inputs come from the device now, before work is queued there
         for group in demand.groups(in_order):
             for lent in group:
                 if in_order:
@@ -96,10 +106,17 @@ class _TorchWork:
             self._rows.add(out, expert, parts[expert])
         return out.to(self._hidden.dtype)
 
+    @cached_property
+    def _below(self) -> "_FastWork":
+        """The same layer for the kernels, which compute in host memory; asked for only when an expert is lent from there."""
+        host = self._parent.host
+        assert host is not None, "experts are lent from host memory only where there are kernels"
+        return host.begin(self._layer, self._module, self._routing, self._hidden.cpu(), self._factors.cpu())
+
     def _part(self, lent: Lent) -> torch.Tensor:
         """One expert's rows `[n, H]`, weighed."""
-        if lent.on_host and self._on_host is not None:
-            return self._on_host.part(lent).to(self._hidden)
+        if lent.on_host:
+            return self._rows.arranged(lent.expert, self._below.part(lent).to(self._hidden))
         rows = self._rows
         output = expert_output(self._module, self._parent.weights(self._layer, lent), rows.inputs(lent.expert))
         return rows.weigh(lent.expert, output)
@@ -122,23 +139,17 @@ class _FastWork:
     def __init__(
         self, kernel: cpu.ExpertKernel, num_experts: int, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor
     ):
-        self._kernel, self._type = kernel, hidden.dtype
-        self._hidden = hidden.contiguous()
-        flat = routing.ravel()
-        order = np.argsort(flat, kind="stable")
-        ids = flat[order]
-        end = int(np.searchsorted(ids, num_experts))  # ids from there on are sentinels, with nothing to compute
-        begins = np.ones(end, dtype=bool)
-        np.not_equal(ids[1:end], ids[: max(end - 1, 0)], out=begins[1:])
-        starts = np.flatnonzero(begins)
-        self.experts: list[int] = ids[starts].tolist()
-        self._starts = np.full(len(starts) + 1, end, dtype=np.int32)
-        self._starts[:-1] = starts
-        self.tokens: list[int] = np.diff(self._starts).tolist()
-        self._tokens = (order[:end] // routing.shape[1]).astype(np.int32)
-        self._factors = factors.float().numpy().ravel()[order[:end]]
-        self._index = {expert: i for i, expert in enumerate(self.experts)}
-        self._all = np.arange(end)
+        self._kernel, self._type, self._hidden = kernel, hidden.dtype, hidden.contiguous()
+        self.experts, self._starts, self._tokens, places = cpu.route(routing, num_experts)
+        self._factors = factors.float().numpy().ravel()[places]
+
+    @property
+    def tokens(self) -> list[int]:
+        return np.diff(self._starts).tolist()
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {expert: i for i, expert in enumerate(self.experts)}
 
     def run(self, demand: Demand, in_order: bool) -> torch.Tensor:
         return self._added(demand) if in_order else self._combined(demand)
@@ -151,56 +162,56 @@ class _FastWork:
     def _added(self, demand: Demand) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)
         for group in demand.groups(in_order=True):
-            for run in self._bounded(group.experts):
-                experts = group.experts[run]
-                self._kernel.add(*self._call(experts, group.addresses[run], self._pairs(experts)), self._hidden, out)
+            for _, call in self._calls(group.experts, group.addresses, self._pairs(group.experts)):
+                self._kernel.add(*call, self._hidden, out)
         return out.to(self._type)
 
     def _combined(self, demand: Demand) -> torch.Tensor:
-        results, pairs = [], []
+        results: list[torch.Tensor] = []
+        some: list[np.ndarray] = []
         for group in demand.groups(in_order=False):
-            pairs.append(self._pairs(group.experts))
-            results.append(self._parts(group.experts, group.addresses, pairs[-1]))
+            pairs = self._pairs(group.experts)
+            results.append(self._parts(group.experts, group.addresses, pairs))
+            if pairs is not None:
+                some.append(pairs)
         if not results:  # every choice was a sentinel
             return torch.zeros(self._hidden.shape, dtype=self._type)
-        parts = results[0]
-        if len(results) > 1:
-            parts = torch.cat(results)[torch.from_numpy(np.argsort(np.concatenate(pairs)))]
+        parts = torch.cat(results)[torch.from_numpy(np.argsort(np.concatenate(some)))] if some else results[0]
         out = torch.empty(self._hidden.shape, dtype=self._type)
         cpu.combine(parts, self._tokens, out)
         return out
 
-    def _parts(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray) -> torch.Tensor:
-        out = torch.empty(len(pairs), self._hidden.shape[1], dtype=torch.float32)
-        self._kernel.parts(*self._call(experts, addresses, pairs), self._hidden, out)
+    def _parts(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> torch.Tensor:
+        count = len(self._tokens) if pairs is None else len(pairs)
+        out = torch.empty(count, self._hidden.shape[1], dtype=torch.float32)
+        for rows, call in self._calls(experts, addresses, pairs):
+            self._kernel.parts(*call, self._hidden, out[rows])
         return out
 
-    def _pairs(self, experts: list[int]) -> np.ndarray:
-        """The pairs of some experts, expert by expert."""
-        if len(experts) == len(self.experts):  # all at once, so in ascending order
-            return self._all
+    def _pairs(self, experts: list[int]) -> np.ndarray | None:
+        """The pairs of some experts, expert by expert; None for all, which come in ascending order."""
+        if len(experts) == len(self.experts):
+            return None
         at = [self._index[expert] for expert in experts]
-        return np.concatenate([self._all[self._starts[i] : self._starts[i + 1]] for i in at])
+        return np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in at])
 
-    def _call(
-        self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _calls(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> Iterator[tuple[slice, Call]]:
+        """(which of the pairs, the call for them), PAIRS_PER_CALL at most; results do not depend on where they are cut."""
+        records, starts, tokens, factors = call = self._call(experts, addresses, pairs)
+        if len(tokens) <= PAIRS_PER_CALL:
+            yield slice(None), call
+            return
+        for begin in range(0, len(tokens), PAIRS_PER_CALL):
+            end = min(begin + PAIRS_PER_CALL, len(tokens))
+            first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left")
+            cut = (np.clip(starts[first : last + 1], begin, end) - begin).astype(np.int32)
+            yield slice(begin, end), (records[first:last], cut, tokens[begin:end], factors[begin:end])
+
+    def _call(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> Call:
         """(record addresses `[n]`, starts `[n + 1]`, tokens, factors) of some experts."""
         records = addresses.view(np.uint64)
-        if pairs is self._all:
+        if pairs is None:
             return records, self._starts, self._tokens, self._factors
         at = np.array([self._index[expert] for expert in experts])
         starts = np.concatenate([[0], np.cumsum(self._starts[at + 1] - self._starts[at])]).astype(np.int32)
         return records, starts, self._tokens[pairs], self._factors[pairs]
-
-    def _bounded(self, experts: list[int]) -> Iterator[slice]:
-        """Runs of at most PAIRS_PER_CALL pairs, or of one expert."""
-        begin = pairs = 0
-        for at, expert in enumerate(experts):
-            i = self._index[expert]
-            count = int(self._starts[i + 1] - self._starts[i])
-            if at > begin and pairs + count > PAIRS_PER_CALL:
-                yield slice(begin, at)
-                begin, pairs = at, 0
-            pairs += count
-        yield slice(begin, len(experts))

@@ -46,6 +46,11 @@ class Rows:
         """The hidden states `[n, H]` of one expert's tokens, in fresh memory."""
         return self._hidden[self._token[self._range[expert]]]
 
+    def arranged(self, expert: int, part: torch.Tensor) -> torch.Tensor:
+        """Its rows `[n, H]`, which come by token, in the order of `inputs`."""
+        by_token = torch.argsort(self._token[self._range[expert]], stable=True)
+        return torch.empty_like(part).index_copy_(0, by_token, part)
+
     def weigh(self, expert: int, output: torch.Tensor) -> torch.Tensor:
         """Its output `[n, H]` times the routing weights."""
         rows = self._range[expert]
@@ -69,6 +74,9 @@ class OneRow:
 
     def inputs(self, expert: int) -> torch.Tensor:
         return self._row
+
+    def arranged(self, expert: int, part: torch.Tensor) -> torch.Tensor:
+        return part
 
     def weigh(self, expert: int, output: torch.Tensor) -> torch.Tensor:
         return output * self._factors[self._choice[expert]]

@@ -180,11 +180,12 @@ class ExpertRuntime:
 
     def _compute(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Demand the experts, compute them as they come, add them up in ascending id."""
-        routing = index.cpu().numpy()
+        routing = np.ascontiguousarray(index.cpu().numpy())
         decoding = self.step.phase is Phase.DECODE
         work = self.arithmetic.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
-        with self.pager.demand(layer, work.experts, keep, self._real_tokens_experts(routing), work.tokens) as demand:
+        tokens = work.tokens if self.pager.ways is not None else None
+        with self.pager.demand(layer, work.experts, keep, self._real_tokens_experts(routing), tokens) as demand:
             scores = self._look_ahead(layer)
             if self.recorder is not None and self.step.phase is not Phase.ENCODE:
                 self._record(layer, routing, factors, scores)
@@ -201,7 +202,7 @@ class ExpertRuntime:
 
     def _look_ahead(self, layer: int) -> np.ndarray | None:
         """Tell the pager what the next layers will want; off while nothing misses."""
-        wanted = self.pager.misses_last_step or self.pager.misses_this_step
+        wanted = (self.pager.misses_last_step or self.pager.misses_this_step) and self.pager.may_guess
         if self.lookahead is None or not (wanted or self.recorder is not None):
             return None
         scores = self.lookahead.scores(layer, decoding=self.step.phase is Phase.DECODE)

@@ -35,12 +35,13 @@ def footprint(
     scratch_bytes: int = 0,
     image_tokens: int | None = None,
     workspace_bytes: int = 0,
+    host_workspace_bytes: int = 0,
 ) -> Footprint:
     """Measure `model` for up to `settings.context` tokens; it must be on meta with its experts' parameters still there.
 
     scratch_bytes: the bounce buffer of one reading thread (`store.scratch_bytes`).
     image_tokens: the most image tokens of one request; None: the context may be all images.
-    workspace_bytes: what the experts' arithmetic keeps.
+    workspace_bytes, host_workspace_bytes: what the experts' arithmetic keeps on the device, and in host memory below it.
     """
     context, config = settings.context, model.config.get_text_config()
     runs = [_Forward(model, min(FEW_TOKENS, context))]
@@ -74,6 +75,7 @@ def footprint(
         combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
         scratch_bytes=scratch_bytes,
         workspace_bytes=workspace_bytes,
+        host_workspace_bytes=host_workspace_bytes,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
     )
 

@@ -19,6 +19,7 @@ from vismoe.types import Activation, ExpertForm, ExpertInventory, Gate, RecordLa
 __all__ = ["form_of", "forms_of", "transposed_sections"]
 
 PROBE_WIDTH = 64
+PROBE_SIZES = (12.0, 1000.0)  # of the numbers: where activations bend, and beyond any limit they may have
 TOLERANCE = 1e-5  # of float32 activations against ours; the known ones differ by more than 1e-3 somewhere on the probe
 
 
@@ -87,10 +88,11 @@ def _is_of_form(module: Any, form: ExpertForm) -> bool:
 
 
 def _acts_like(module: Any, form: ExpertForm) -> bool:
-    """Whether the module turns the first product into what the form says, for numbers from -12 to 12 in no order."""
+    """Whether the module turns the first product into what the form says, for small and large numbers in no order."""
     width = PROBE_WIDTH * (1 if form.gate is Gate.NONE else 2)
     with torch.no_grad(), torch.device("cpu"):
-        product = 12 * torch.sin(torch.arange(4 * width, dtype=torch.float32) * 2.3).view(4, width)
+        wave = torch.sin(torch.arange(4 * width, dtype=torch.float32) * 2.3).view(4, width)
+        product = torch.cat([size * wave for size in PROBE_SIZES])
         try:
             own = module._apply_gate(product.clone()) if module.has_gate else module.act_fn(product.clone())
         except (RuntimeError, NotImplementedError):  # an activation with weights, which are not there yet

@@ -26,7 +26,6 @@ from vismoe.memory.plan import Plan
 from vismoe.memory.pool import SlabPool
 from vismoe.models.adapters import adapt
 from vismoe.models.attention import group_queries
-from vismoe.models.below import ways_for
 from vismoe.models.compute import Arithmetic, FastExperts, TorchExperts
 from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
@@ -93,7 +92,8 @@ class VisMoEQuantizer(HfQuantizer):
                     store.inventory,
                     settings,
                     scratch_bytes=store.scratch_bytes,
-                    workspace_bytes=experts.workspace_bytes(settings.context),
+                    workspace_bytes=experts.workspace_bytes,
+                    host_workspace_bytes=experts.host_workspace_bytes,
                 )
             table = table_of(model, source.headers)
             reading = settle_reading(
@@ -103,6 +103,7 @@ class VisMoEQuantizer(HfQuantizer):
                 bounce_bytes=store.bounce_bytes,
                 table_bytes=table_bytes(model) if table else 0,
                 files=store.paths,
+                stored_bytes=store.stored_bytes,
             )
             self.plan = with_experts(start_reading(store, reading, settings), experts)
             if table and reading.embeddings_on_disk:
@@ -148,8 +149,6 @@ def attach(model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, setti
     for layer in inventory.layers[: memory.pinned_layers]:
         pinned[layer.geometry] += layer.num_experts
     emulated = settings.emulated_link_bytes_per_s
-    if emulated is not None and device.type != "cpu":
-        raise ConfigError("emulated_link_bytes_per_s stands in for a device on the CPU. Fix: leave it out, or device='cpu'")
     pools = tuple(
         SlabPool(layout, dynamic + fixed, device, aliased=emulated is not None)
         for layout, dynamic, fixed in zip(inventory.layouts, memory.slabs, pinned, strict=True)
@@ -161,13 +160,16 @@ def attach(model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, setti
         mover = DeviceMover(HostTier(store, memory.host_slabs, page_locked=True), device)
     else:
         mover = DiskMover(store)
-    ways = ways_for(settings, experts, device, mover.host is not None)
     backends = {"kernels": experts.arithmetic, "mover": type(mover).__name__, "reads": "; ".join(memory.reading)}
+    ways = experts.ways
+    if ways is not None and ways.deterministic and sum(memory.host_slabs) < memory.total_experts:
+        ways = None  # what lies in host memory depends on when it was read
     backends["misses"] = f"{settings.misses}: {ways.rates[0]}" if ways is not None else "wait"
     arithmetic = _arithmetic(experts, device)
     if experts.kernels is not None:
         backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
-        backends["attention"] = "torch, grouped queries as rows" if group_queries(model) else "transformers' own"
+        why_not = group_queries(model)
+        backends["attention"] = f"transformers' own ({why_not})" if why_not else "torch, the queries of a group as rows"
     lookahead: GateLookahead | str = "not asked for"
     if settings.lookahead != "none":
         lookahead = GateLookahead.of(model, inventory, settings.window)
@@ -187,7 +189,7 @@ def attach(model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, setti
         order=settings.eviction,
         window=settings.window,
         pinned_layers=memory.pinned_layers,
-        threads=memory.io_threads,
+        threads=1 if settings.deterministic else memory.io_threads,  # one reads in the order of the demands
         ways=ways,
     )
     runtime = ExpertRuntime(

@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 
-from vismoe.config import Settings
+from vismoe.config import NO_STORE, Settings
 from vismoe.errors import ConfigError
 from vismoe.formats.codec import Codec, codec_of
 from vismoe.kernels import cpu
+from vismoe.memory.hardware import cores
 from vismoe.memory.plan import Plan
+from vismoe.models.below import ways_for
 from vismoe.models.compute import PAIRS_PER_CALL
 from vismoe.models.forms import forms_of, transposed_sections
 from vismoe.models.locate import locate_experts
+from vismoe.paging.miss import Ways
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import StoreOnDisk
+from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in
 from vismoe.types import ExpertForm, ExpertInventory, Format
 
@@ -41,17 +45,25 @@ class Experts:
     codecs: tuple[Codec, ...]  # per geometry
     kernels: tuple[cpu.ExpertKernel, ...] | None  # per geometry; None: torch computes
     host_kernels: tuple[cpu.ExpertKernel, ...] | None  # for experts that are computed in host memory below a device
+    ways: Ways | None  # to serve a miss there; None: it waits
     arithmetic: str  # for people: whose, and why
     dtype: torch.dtype  # of the hidden states
 
-    def workspace_bytes(self, context_tokens: int) -> int:
-        """What computing keeps: the kernels' own buffers, or the expert that torch computes with."""
-        kept = 0
-        if self.host_kernels:
-            pairs, backend = max(PAIRS_PER_CALL, context_tokens), cpu.backend()
-            kept = max(cpu.workspace_bytes(k, pairs, self.dtype, backend.threads, backend.isa) for k in self.host_kernels)
-        restored = 0 if self.kernels or self.format.exact else sum(codec.raw.record_bytes for codec in self.codecs)
-        return kept + restored
+    @property
+    def workspace_bytes(self) -> int:
+        """What computing keeps on the device: the kernels' own buffers, or the experts that torch computes with."""
+        if self.kernels is not None:
+            return self._kernel_bytes(self.kernels)
+        return 0 if self.format.exact else sum(codec.raw.record_bytes for codec in self.codecs)
+
+    @property
+    def host_workspace_bytes(self) -> int:
+        """What computing keeps in host memory below a device."""
+        return 0 if self.host_kernels is None else self._kernel_bytes(self.host_kernels)
+
+    def _kernel_bytes(self, kernels: Sequence[cpu.ExpertKernel]) -> int:
+        backend = cpu.backend()
+        return max(cpu.workspace_bytes(k, PAIRS_PER_CALL, self.dtype, backend.threads, backend.isa) for k in kernels)
 
 
 def open_experts(
@@ -90,7 +102,14 @@ def with_experts(plan: Plan, experts: Experts) -> Plan:
 def _open_store(source: CheckpointStore, settings: Settings, transposed: tuple[frozenset[str], ...]) -> tuple[StoreOnDisk, str]:
     """(the store that serves, what to say about it)."""
     asked = None if settings.format == "auto" else Format(settings.format)
-    folder = Path(settings.store).expanduser() if settings.store else find_store(source.paths[0].parent)
+    folder = find_store(source.paths[0].parent) if settings.store is None else None
+    if settings.store not in (None, NO_STORE):
+        folder = Path(settings.store).expanduser()
+        if not formats_in(folder):
+            raise ConfigError(
+                f"store={settings.store!r}: no packed format is there. Fix: vismoe pack MODEL --out {settings.store}, "
+                f"another folder, or --store {NO_STORE} to read in place"
+            )
     if folder is None:
         if asked in (None, Format.RAW):
             return source, "raw, in place from the checkpoint"
@@ -101,33 +120,37 @@ def _open_store(source: CheckpointStore, settings: Settings, transposed: tuple[f
     there = formats_in(folder)
     chosen = asked or next((format for format in BEST_FIRST if format in there), None)
     if chosen is None or (chosen is Format.RAW and chosen not in there):
-        return source, f"raw, in place from the checkpoint: {folder} holds {', '.join(there) or 'nothing yet'}"
+        return source, f"raw, in place from the checkpoint: {folder} holds {', '.join(there)}"
     if chosen not in there:
-        raise ConfigError(
-            f"format='{chosen}': {folder} holds {', '.join(there) or 'nothing yet'}. Fix: vismoe pack MODEL --formats {chosen}"
-        )
+        raise ConfigError(f"format='{chosen}': {folder} holds {', '.join(there)}. Fix: {command(folder, chosen)}")
     return PackedStore.open(folder, source, chosen, transposed), f"{chosen}, packed in {folder}"
 
 
 def _arrange(
     model: Any, inventory: ExpertInventory, format: Format, where: str, settings: Settings, device: torch.device
 ) -> Experts:
+    if settings.emulated_link_bytes_per_s is not None and device.type != "cpu":
+        raise ConfigError("emulated_link_bytes_per_s stands in for a device on the CPU. Fix: leave it out, or device='cpu'")
     transposed = transposed_sections(model, inventory)
     codecs = tuple(codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True))
-    if settings.kernels == "torch":
-        why = "bit-identical to eager experts" if format.exact else "integer formats are restored first"
-        return Experts(inventory, format, where, codecs, None, None, f"torch ({why})", model.dtype)
-    kernels = _kernels(forms_of(model, inventory), inventory, format)
-    why_not = kernels if isinstance(kernels, str) else "the fast kernels are for the CPU" if device.type != "cpu" else None
+    found: tuple[cpu.ExpertKernel, ...] | str = "torch was asked for"
+    if settings.kernels != "torch":
+        found = _kernels(forms_of(model, inventory), inventory, format)
+    why_not = found if isinstance(found, str) else "the fast kernels are for the CPU" if device.type != "cpu" else None
     if why_not and settings.kernels == "fast":
         raise ConfigError(f"kernels='fast': {why_not}. Fix: kernels='auto' (--kernels auto)")
-    if isinstance(kernels, str):
-        return Experts(inventory, format, where, codecs, None, None, f"torch ({kernels})", model.dtype)
-    backend = cpu.start()
-    fast = f"fast ({backend.isa}, {backend.threads} threads: {backend.why})"
-    if why_not:
-        return Experts(inventory, format, where, codecs, None, kernels, f"torch; in host memory {fast}", model.dtype)
-    return Experts(inventory, format, where, codecs, kernels, kernels, fast, model.dtype)
+    if not isinstance(found, str):
+        backend = cpu.start(min(torch.get_num_threads(), cores()))
+        fast = f"fast ({backend.isa}, {backend.threads} threads: {backend.why})"
+    ways = ways_for(settings, device, inventory.raw_layouts, found if isinstance(found, str) else None)
+    if isinstance(found, str):
+        exact = "bit-identical to eager experts" if format.exact else "integer formats are restored first"
+        arithmetic = f"torch ({exact}; {found})" if settings.kernels != "torch" else f"torch ({exact})"
+        return Experts(inventory, format, where, codecs, None, None, None, arithmetic, model.dtype)
+    if device.type == "cpu":
+        return Experts(inventory, format, where, codecs, found, None, ways, fast, model.dtype)
+    arithmetic = f"torch ({why_not})" + (f"; in host memory {fast}" if ways else "")
+    return Experts(inventory, format, where, codecs, None, found if ways else None, ways, arithmetic, model.dtype)
 
 
 def _kernels(forms: Sequence[ExpertForm | str], inventory: ExpertInventory, format: Format) -> tuple[cpu.ExpertKernel, ...] | str:

@@ -45,18 +45,26 @@ def preview(
     hardware = probe(device)
     if files:
         source, store, experts = open_experts(described, files, settings, torch.device(hardware.device))
-        scratch_bytes, bounce = store.scratch_bytes, store.bounce_bytes
+        scratch_bytes, bounce, files, stored_bytes = store.scratch_bytes, store.bounce_bytes, store.paths, store.stored_bytes
         table = table_bytes(described) if table_of(described, source.headers) else 0
         store.close()
         source.close()
     else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
         experts = arrange_experts(described, inventory_of(described, described.dtype), settings, torch.device(hardware.device))
-        layouts = experts.inventory.layouts
+        layouts, stored_bytes = experts.inventory.layouts, experts.inventory.slab_bytes
         scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
         bounce, table = bounce_bytes(max(layout.record_bytes for layout in layouts)), table_bytes(described)
-    workspace = experts.workspace_bytes(settings.context)
-    needs = footprint(described, experts.inventory, settings, scratch_bytes=scratch_bytes, workspace_bytes=workspace)
-    reading = settle_reading(needs, settings, hardware, bounce_bytes=bounce, table_bytes=table, files=files)
+    needs = footprint(
+        described,
+        experts.inventory,
+        settings,
+        scratch_bytes=scratch_bytes,
+        workspace_bytes=experts.workspace_bytes,
+        host_workspace_bytes=experts.host_workspace_bytes,
+    )
+    reading = settle_reading(
+        needs, settings, hardware, bounce_bytes=bounce, table_bytes=table, files=files, stored_bytes=stored_bytes
+    )
     return with_experts(reading.plan, experts)
 
 

@@ -28,15 +28,23 @@ class Reading:
 
 
 def settle_reading(
-    needs: Footprint, settings: Settings, hardware: Hardware, *, bounce_bytes: int, table_bytes: int, files: Sequence[Path]
+    needs: Footprint,
+    settings: Settings,
+    hardware: Hardware,
+    *,
+    bounce_bytes: int,
+    table_bytes: int,
+    files: Sequence[Path],
+    stored_bytes: int,
 ) -> Reading:
     """Plan with everything that is settled before loading.
 
     `bounce_bytes`: what a thread needs to read past the page cache, beside what it needs to rearrange (`needs.scratch_bytes`);
-    `table_bytes`: token embeddings that could stay on disk, 0 where they cannot. Raises what `plan` raises, and ConfigError.
+    `table_bytes`: token embeddings that could stay on disk, 0 where they cannot; `stored_bytes`: all experts in `files`.
+    Raises what `plan` raises, and ConfigError.
     """
     draft, _ = _place_table(needs, settings, hardware, table_bytes)
-    choices = _choose(needs, settings, hardware, draft, files)
+    choices = _choose(needs, settings, hardware, draft, files, stored_bytes)
     if choices.direct_reads:
         needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + bounce_bytes)
     memory, on_disk = _place_table(needs, dataclasses.replace(settings, io_threads=choices.io_threads), hardware, table_bytes)
@@ -82,14 +90,16 @@ def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table
     return dataclasses.replace(held, minimum_bytes=lean.minimum_bytes), False
 
 
-def _choose(needs: Footprint, settings: Settings, hardware: Hardware, draft: Plan, files: Sequence[Path]) -> Choices:
+def _choose(
+    needs: Footprint, settings: Settings, hardware: Hardware, draft: Plan, files: Sequence[Path], stored_bytes: int
+) -> Choices:
     """How to read, from the machine's profile; what a setting names is not chosen."""
     held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
     inventory = needs.inventory
     choices = choose(
         load_profile(),
         expert_bytes=max(layout.record_bytes for layout in inventory.layouts),
-        checkpoint_bytes=inventory.total_bytes,
+        checkpoint_bytes=stored_bytes,
         spare_bytes=hardware.free_host_bytes - held_bytes * hardware.local_world_size,
         cores=hardware.cores,
         device=hardware.device,

@@ -97,6 +97,11 @@ class Demand:
             pager.metrics.add("compute_seconds", pager.phase, self._layer, self._compute_s)
             pager.close_demand()
 
+    @property
+    def computes_below(self) -> bool:
+        """Some of its misses will be lent from the host tier."""
+        return bool(self._below.experts)
+
     def groups(self, in_order: bool) -> Iterator[Group]:
         """What can be computed now, until every expert was; by ascending id if `in_order`, else by arrival.
 

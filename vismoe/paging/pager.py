@@ -56,6 +56,7 @@ class Pager:
         per_step = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
         self.cap = SpeculationCap.open(most_bytes=per_step, unit_bytes=unit)
         self._allowance_bytes = self.cap.bytes_per_step
+        self._least_bytes = min(layout.record_bytes for layout in inventory.layouts)
         self._guesses_used = self._guesses_wasted = 0
         self._wanted_ahead: list[tuple[ExpertId, float]] = []  # best last
         self.tick = 0
@@ -117,6 +118,11 @@ class Pager:
             self._wanted_ahead = [(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in best_last]
             if self._wanted_ahead:
                 self.transfer.wake()
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether anything can still be fetched on a guess in this step, or the lookahead says who leaves."""
+        return self._allowance_bytes >= self._least_bytes or self.tables[0].order == "lookahead"
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""

@@ -108,6 +108,11 @@ class CheckpointStore:
         return [header.path for header in self.headers]
 
     @property
+    def stored_bytes(self) -> int:
+        """What all experts take on disk."""
+        return sum(part.nbytes for layer in self.locators for locator in layer for parts in locator for part in parts)
+
+    @property
     def bounce_bytes(self) -> int:
         """What one reading thread needs beside `scratch_bytes` to read past the page cache."""
         return bounce_bytes(self.stretch_bytes)

@@ -54,6 +54,11 @@ class StoreOnDisk(ExpertStore, Protocol):
         ...
 
     @property
+    def stored_bytes(self) -> int:
+        """What all experts take on disk."""
+        ...
+
+    @property
     def paths(self) -> list[Path]:
         """The files that hold the records."""
         ...

@@ -23,6 +23,7 @@ from vismoe.types import BLOCK_BYTES
 __all__ = ["CheckpointFiles", "FileOnDisk", "OpenFiles", "block_buffer", "bounce_bytes"]
 
 LOGICAL_BLOCK_BYTES = 512  # the smallest: what O_DIRECT returns is a multiple of it, but for the end of a file
+NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # what a filesystem without O_DIRECT says
 MOST_BOUNCE_BYTES = 4 * 2**20  # of one request: large enough for the disk, small enough to be copied out of the caches
 
 
@@ -82,9 +83,14 @@ class OpenFiles:
         return self._status(file) != self._opened[file]
 
     def probe(self) -> None:
-        """Read a block of every file, unless it is empty; OSError where this way of reading does not work."""
-        for descriptor in self._descriptors:
-            os.preadv(descriptor, [self._buffer()[:BLOCK_BYTES].data], 0)
+        """Read a block of every file, unless it is empty; OSError (`NO_DIRECT`) where this way of reading does not work."""
+        for file, descriptor in enumerate(self._descriptors):
+            try:
+                os.preadv(descriptor, [self._buffer()[:BLOCK_BYTES].data], 0)
+            except OSError as error:
+                if error.errno in NO_DIRECT:
+                    raise
+                raise self._failed(file, 0, BLOCK_BYTES, error) from error
 
     def _fill(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
         wanted = sum(map(len, pieces))
@@ -95,7 +101,7 @@ class OpenFiles:
             if done == wanted:
                 return wanted
             if count == 0 or (self._bounce_bytes and count % LOGICAL_BLOCK_BYTES):
-                raise self._truncated(file, offset_bytes, wanted)
+                raise self._ended_early(file, offset_bytes, wanted)
             while count >= len(left[0]):
                 count -= len(left.pop(0))
             left[0] = left[0][count:]
@@ -108,7 +114,7 @@ class OpenFiles:
             size = min(len(buffer), -(-(end - at) // BLOCK_BYTES) * BLOCK_BYTES)
             got = self._read(file, [buffer[:size].data], at, end - begin)
             if got == 0 or (got % LOGICAL_BLOCK_BYTES and at + got < end):
-                raise self._truncated(file, offset_bytes, end - begin)
+                raise self._ended_early(file, offset_bytes, end - begin)
             read = buffer[max(begin - at, 0) : min(got, end - at)]
             while len(read):
                 count = min(len(read), len(left[0]))
@@ -135,13 +141,21 @@ class OpenFiles:
         try:
             return os.preadv(self._descriptors[file], into, offset_bytes)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.files[file].path}: reading {wanted_bytes} bytes at offset {offset_bytes} failed: "
-                f"{error.strerror}. Fix: check the disk, then load the model again"
-            ) from error
+            raise self._failed(file, offset_bytes, wanted_bytes, error) from error
 
-    def _truncated(self, file: int, offset_bytes: int, wanted_bytes: int) -> CheckpointError:
+    def _failed(self, file: int, offset_bytes: int, wanted_bytes: int, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.files[file].path}: reading {wanted_bytes} bytes at offset {offset_bytes} failed: "
+            f"{error.strerror}. Fix: check the disk, then load the model again"
+        )
+
+    def _ended_early(self, file: int, offset_bytes: int, wanted_bytes: int) -> CheckpointError:
         known, size = self.files[file], os.fstat(self._descriptors[file]).st_size
+        if size >= known.file_bytes:
+            return CheckpointError(
+                f"{known.path}: reading {wanted_bytes} bytes at offset {offset_bytes} ended early, although the file still has "
+                f"{size} bytes. Fix: check the disk, then load the model again"
+            )
         return CheckpointError(
             f"{known.path} was truncated after loading: {wanted_bytes} bytes at offset {offset_bytes} are needed, "
             f"the file has {size} now and had {known.file_bytes}. Fix: {self._again}, then load the model again"
@@ -173,7 +187,7 @@ class CheckpointFiles:
             direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce_bytes(stretch_bytes), self._again)
             direct.probe()
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if error.errno not in NO_DIRECT:
                 raise self._cannot_open(error) from error
             return f"the filesystem of {self.files[0].path.parent} has no O_DIRECT"
         self._open = direct

@@ -8,6 +8,7 @@ the codecs of this version.
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,7 +58,12 @@ def files_of(folder: Path, format: Format) -> list[Path]:
 
 def remedy(folder: Path, format: Format) -> str:
     """How to get a damaged format again."""
-    return f"delete {folder / f'experts.{format}.*'} and run vismoe pack MODEL --formats {format}"
+    return f"delete {folder / f'experts.{format}.*'} and run {command(folder, format)}"
+
+
+def command(folder: Path, format: Format) -> str:
+    """What packs one format into this folder."""
+    return f"vismoe pack MODEL --formats {format} --out {shlex.quote(str(folder))}"
 
 
 class StoredRecord(NamedTuple):
@@ -192,7 +198,7 @@ def read_index(folder: Path, format: Format) -> Index:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {path.name}. Fix: vismoe pack MODEL --formats {format}") from error
+        raise CheckpointError(f"{folder} has no {path.name}. Fix: {command(folder, format)}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Fix: check that it is a readable file") from error
     except (ValueError, RecursionError) as error:

@@ -29,6 +29,7 @@ from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import naming_expert
 from vismoe.store.index import Contents, files_of, read_index, remedy
 from vismoe.store.packed import PackedStore, formats_in, refuse_other
+from vismoe.store.safetensors_header import AGAIN
 from vismoe.store.unfinished import UnfinishedFormat, journal_path
 from vismoe.types import ExpertId
 
@@ -106,7 +107,7 @@ def pack(
                 for record in encoded:
                     unfinished.append(record)
                     on_bytes(done_bytes[unfinished.done])
-            _refuse_changed(source)
+            _refuse_changed(source, remedy(folder, contents.format))
             index = unfinished.finish()
         return Packed(len(index.records), sum(index.file_bytes), resumed)
 
@@ -200,12 +201,16 @@ def _complete(folder: Path, contents: Contents) -> Packed:
     return Packed(len(index.records), sum(index.file_bytes), len(index.records))
 
 
-def _refuse_changed(source: CheckpointStore) -> None:
-    """Raises CheckpointError for a checkpoint whose files are not those that were opened."""
+def _refuse_changed(source: CheckpointStore, again: str) -> None:
+    """Raises CheckpointError for a checkpoint whose files are not those that were opened; `again` packs the new ones."""
     for header in source.headers:
-        status = os.stat(header.path)
+        try:
+            status = os.stat(header.path)
+        except OSError as error:
+            why = f"{header.path} went away while it was being packed: {error.strerror}"
+            raise CheckpointError(f"{why}. Fix: {AGAIN}, then {again}") from error
         if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
-            raise CheckpointError(f"{header.path} changed while it was being packed. Fix: run the same command again")
+            raise CheckpointError(f"{header.path} changed while it was being packed. Fix: {again}")
 
 
 def _in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
@@ -258,6 +263,9 @@ def _alone(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             why = f"Another process is packing into {folder}"
             raise ConfigError(f"{why}. Fix: wait for it, or choose another folder (--out)") from error
+        except OSError as error:
+            why = f"{folder} cannot be locked against a second process: {error.strerror}"
+            raise ConfigError(f"{why}. Fix: --out with a folder on a filesystem that has locks, such as a local disk") from error
         yield
     finally:
         os.close(descriptor)

@@ -158,7 +158,7 @@ def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
     if (packed := _types(found)) != (loaded := _types(wanted)):
         raise CheckpointError(
             f"{path} holds experts of {packed}, and the model is loaded as {loaded}. "
-            "Fix: load it without dtype= (--dtype), or with format raw, without a store"
+            "Fix: load it without dtype= (--dtype), or in place from the checkpoint (--store none)"
         )
     raise CheckpointError(
         f"{path} names or lays out the experts of this checkpoint in another way: it was packed with another version of vismoe "

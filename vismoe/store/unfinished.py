@@ -184,12 +184,26 @@ class UnfinishedFormat:
                 break
             records.append(record)
         del records[plausible(self.contents, records) :]
+        del records[self._within_files(records) :]
         while True:
             last = range(max(0, len(records) - RECHECKED_RECORDS), len(records))
             bad = next((at for at in last if not self._is_there(records[at])), None)
             if bad is None:
                 return records
             del records[bad:]
+
+    def _within_files(self, records: list[StoredRecord]) -> int:
+        """How many records, from the first, end before their file does: one may have been cut short or lost since."""
+        sizes = {file: self._partial_bytes(file) for file in {record.file for record in records}}
+        ends = (record.offset_bytes + record.nbytes <= sizes[record.file] for record in records)
+        return sum(itertools.takewhile(bool, ends))
+
+    def _partial_bytes(self, file: int) -> int:
+        """0 where there is none."""
+        try:
+            return self._partial(file).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def _is_there(self, record: StoredRecord) -> bool:
         try:

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define VISMOE_API extern "C" __attribute__((visibility("default")))
+#include "api.h"
 
 namespace vismoe {
 

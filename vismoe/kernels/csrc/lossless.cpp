@@ -66,7 +66,7 @@ using namespace vismoe::lossless;
 VISMOE_API std::uint32_t vismoe_lossless_isas() {
   std::uint32_t found = 1u << kPortable;
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && vismoe::has_f16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx2) found |= 1u << kAvx2;

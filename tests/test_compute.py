@@ -1,0 +1,100 @@
+"""The arithmetic of a layer, apart from its pager: experts lent from below a device, and calls that are cut.
+
+Oracles: torch's arithmetic for the same routing; one call for everything.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from vismoe.formats.raw import Raw
+from vismoe.kernels import cpu
+from vismoe.memory.pool import SlabPool
+from vismoe.models import compute
+from vismoe.models.compute import FastExperts, TorchExperts
+from vismoe.models.families import expert_parameters
+from vismoe.models.forms import form_of
+from vismoe.paging.lent import Group
+from vismoe.types import ExpertForm, ExpertInventory, Format, MoELayer, RecordLayout
+
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 3, 64, 48
+
+
+class Everything:
+    """A demand whose experts are all there, on the device or below it."""
+
+    def __init__(self, pool: SlabPool, experts: list[int], on_host: bool):
+        self.pool, self.experts, self.computes_below = pool, experts, on_host
+
+    def groups(self, in_order: bool):
+        if self.experts:
+            yield Group(self.experts, self.pool, np.array(self.experts), self.computes_below)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    module = Qwen3MoeExperts(config).to(torch.bfloat16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    parameters = expert_parameters(module)
+    raw = RecordLayout.of({n: tuple(p.shape[1:]) for n, p in parameters.items()}, dict.fromkeys(parameters, torch.bfloat16))
+    inventory = ExpertInventory((MoELayer(0, "experts", EXPERTS, TOP_K, 0),), (raw,))
+    pool = SlabPool(raw, EXPERTS)
+    for expert in range(EXPERTS):
+        for name, view in pool.weights(expert).items():
+            view.copy_(parameters[name][expert].detach())
+    form = form_of(module, raw)
+    assert isinstance(form, ExpertForm)
+    kernel = cpu.ExpertKernel.of(Format.RAW, raw, raw, form)
+    fast = FastExperts(inventory, [kernel])
+    return SimpleNamespace(
+        module=module, pool=pool, fast=fast, torch=TorchExperts(inventory, [Raw(raw)], torch.device("cpu"), fast)
+    )
+
+
+def batch(tokens: int, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
+    index = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
+    return hidden, index.numpy(), torch.rand(tokens, TOP_K, generator=generator)
+
+
+@torch.inference_mode()
+def outputs(layer, arithmetic, hidden, index, factors, on_host: bool, in_order: bool) -> torch.Tensor:
+    work = arithmetic.begin(0, layer.module, index, hidden, factors)
+    return work.run(Everything(layer.pool, work.experts, on_host), in_order).float()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 24])
+def test_experts_computed_below_a_device_go_to_their_own_tokens(layer, tokens, in_order):
+    given = batch(tokens)
+    expected = outputs(layer, layer.torch, *given, on_host=False, in_order=in_order)
+    torch.testing.assert_close(
+        outputs(layer, layer.torch, *given, on_host=True, in_order=in_order), expected, rtol=0.03, atol=0.03
+    )
+    torch.testing.assert_close(
+        outputs(layer, layer.fast, *given, on_host=False, in_order=in_order), expected, rtol=0.03, atol=0.03
+    )
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("pairs", [1, 7, 30])
+def test_where_a_call_is_cut_changes_no_bit(layer, monkeypatch, pairs, in_order):
+    given = batch(24)
+    whole = outputs(layer, layer.fast, *given, on_host=False, in_order=in_order)
+    monkeypatch.setattr(compute, "PAIRS_PER_CALL", pairs)
+    assert torch.equal(outputs(layer, layer.fast, *given, on_host=False, in_order=in_order), whole)
+
+
+def test_sentinels_alone_give_zeros(layer):
+    hidden, index, factors = batch(3)
+    assert not outputs(layer, layer.fast, hidden, np.full_like(index, EXPERTS), factors, on_host=False, in_order=False).any()

@@ -1,0 +1,37 @@
+// Routing, sorted for the kernels: which experts are wanted, and by which tokens.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "api.h"
+
+// routing int64 [pairs] of tokens' choices, `choices` for each token; ids from `num_experts` on (or below 0) are sentinels.
+// By ascending expert, then in the order of `routing`: experts [n] (room for `pairs`), starts [n + 1], and tokens and places (in
+// `routing`) [starts[n]]. Returns n.
+VISMOE_API std::size_t vismoe_route(const std::int64_t* routing, std::size_t pairs, std::size_t choices, std::size_t num_experts,
+                                    std::int32_t* experts, std::int32_t* starts, std::int32_t* tokens, std::int32_t* places) {
+  thread_local std::vector<std::int32_t> next;
+  next.assign(num_experts + 1, 0);
+  for (std::size_t p = 0; p < pairs; p++) {
+    const auto id = static_cast<std::uint64_t>(routing[p]);
+    if (id < num_experts) next[id + 1]++;
+  }
+  std::size_t n = 0;
+  for (std::size_t e = 0; e < num_experts; e++) {
+    if (next[e + 1] != 0) {
+      experts[n] = static_cast<std::int32_t>(e);
+      starts[n++] = next[e];
+    }
+    next[e + 1] += next[e];
+  }
+  starts[n] = next[num_experts];
+  for (std::size_t p = 0; p < pairs; p++) {
+    const auto id = static_cast<std::uint64_t>(routing[p]);
+    if (id >= num_experts) continue;
+    const auto at = static_cast<std::size_t>(next[id]++);
+    tokens[at] = static_cast<std::int32_t>(p / choices);
+    places[at] = static_cast<std::int32_t>(p);
+  }
+  return n;
+}

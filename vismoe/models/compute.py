@@ -141,7 +141,7 @@ class _FastWork:
     ):
         self._kernel, self._type, self._hidden = kernel, hidden.dtype, hidden.contiguous()
         self.experts, self._starts, self._tokens, places = cpu.route(routing, num_experts)
-        self._factors = factors.float().numpy().ravel()[places]
+        self._factors = factors.detach().float().numpy().ravel()[places]
 
     @property
     def tokens(self) -> list[int]:

@@ -181,17 +181,28 @@ class Transfer:
     def wait_any(self, tickets: Collection[Ticket]) -> None:
         """Return when one of `tickets` is done; run queued demands meanwhile. Called without the lock."""
         while True:
-            with self.lock:
-                while True:
-                    if any(ticket.done for ticket in tickets):
-                        return
-                    if self._closed:
-                        raise ClosedError("the engine was closed while an expert was on its way")
-                    if self._queue and self._mover.by_demander:
-                        mine = self._start(self._queue.popleft())
-                        break
-                    self._changed.wait()
+            try:
+                mine = self._wait_or_take(tickets)
+            except RuntimeError as error:  # of leaving the lock: Ctrl-C struck inside the wait, while the lock was not held
+                interrupt = error.__context__
+                if interrupt is None or isinstance(interrupt, Exception):
+                    raise
+                raise interrupt from None
+            if mine is None:
+                return
             self._run(mine)
+
+    def _wait_or_take(self, tickets: Collection[Ticket]) -> Ticket | None:
+        """A queued demand for this thread to run, or None when one of `tickets` is done."""
+        with self.lock:
+            while True:
+                if any(ticket.done for ticket in tickets):
+                    return None
+                if self._closed:
+                    raise ClosedError("the engine was closed while an expert was on its way")
+                if self._queue and self._mover.by_demander:
+                    return self._start(self._queue.popleft())
+                self._changed.wait()
 
     def forget_interrupted(self, tickets: list[Ticket]) -> list[Ticket]:
         """Those of `tickets` that a worker copies right now. The others, which this thread queued or copied before it was

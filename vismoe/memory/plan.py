@@ -64,7 +64,8 @@ class Plan:
     def table(self) -> str:
         """The plan as text: part, size, note; details in brackets under the part that counts them."""
         rows = list(self._rows())
-        name_width, size_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+        sized = [row for row in rows if row[1]]  # others are sentences
+        name_width, size_width = (max(len(row[column]) for row in sized) for column in (0, 1))
         resident = f"{self.resident_experts} of {self.total_experts} experts resident"
         head = f"{self.family}, {self.dtype}, context {self.context}: {resident}"
         return "\n".join([head, *(f"{name:<{name_width}}  {size:>{size_width}}  {note}".rstrip() for name, size, note in rows)])

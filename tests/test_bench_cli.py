@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import signal
+import sys
 import types
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 
 import numpy
 import pytest
@@ -152,7 +154,6 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
         ("bench --baseline vllm", "choose among"),
         ("bench --formats int3", "int3: choose among raw, packed, lossless"),
         ("bench --kernels torch,triton", "triton: choose among auto, torch, fast"),
-        ("bench --formats int8 --baseline llama.cpp --gguf model.gguf", "generated checkpoints only"),
         ("bench --new-tokens 1", "at least 2"),
         ("bench --image 12", "WIDTHxHEIGHT"),
         ("bench --limit 3XB", "is not a size"),
@@ -171,6 +172,14 @@ def test_what_cannot_be_measured_is_refused_with_the_fix(flags, message, capsys)
     assert cli.main(flags.split()) == 2
     said = capsys.readouterr()
     assert message in said.err and not said.out
+
+
+def test_one_gguf_file_cannot_stand_against_a_lossy_format(capsys, monkeypatch):
+    installed = types.ModuleType("llama_cpp")
+    installed.__spec__ = ModuleSpec("llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", installed)  # which is looked for and not used
+    assert cli.main("bench --formats int8 --baseline llama.cpp --gguf model.gguf".split()) == 2
+    assert "generated checkpoints only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

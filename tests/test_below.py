@@ -1,14 +1,13 @@
 """Misses that are computed below the device: the right bytes, nothing held behind, and the same sums as by waiting."""
 
 import random
-import signal
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-from test_pager import NumberStore, check, deadline, interrupt_everywhere, lent_by, random_walk
+from test_pager import NumberStore, check, deadline, interrupt_at_random, interrupt_everywhere, lent_by, random_walk
 
 from vismoe.errors import ClosedError
 from vismoe.memory.host import HostTier
@@ -384,37 +383,12 @@ def test_ctrl_c_at_every_line_lets_go_of_host_memory(phase, policy):
 
 def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
     pager = copying(NumberStore([16] * 4, [0] * 4), [10], host_records=12, policy="auto")
-    rng = random.Random(3)
 
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
+    def nothing_is_held():
+        pager.host.check_integrity()
+        assert not pager.host._held
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    interrupted = 0
-    try:
-        for _ in range(200):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 2e-3))
-                end_s = time.monotonic() + 0.5  # an interrupt inside a finaliser is swallowed by Python
-                while time.monotonic() < end_s:
-                    pager.begin_step(Phase.DECODE)
-                    for layer in range(4):
-                        with pager.demand(layer, sorted(rng.sample(range(16), 5))) as demand:
-                            list(lent_by(demand, layer))
-            except KeyboardInterrupt:
-                interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            pager.begin_step(Phase.DECODE)
-            with pager.demand(0, [1, 2, 3]) as demand:
-                list(lent_by(demand, 0))
-            pager.check_integrity()
-            pager.host.check_integrity()
-            assert not pager.host._held
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        pager.close()
-    assert interrupted > 150
+    assert interrupt_at_random(pager, times=200, check_more=nothing_is_held) > 150
     assert pager.metrics.snapshot().total("computed_on_host") > 0
 
 

@@ -20,18 +20,6 @@ def checkpoint(request, tmp_path_factory):
     return folder, request.param, tiny_models.reference(folder, request.param)
 
 
-def generate(model, inputs):
-    with torch.inference_mode():
-        return model.generate(
-            **inputs,
-            do_sample=False,
-            max_new_tokens=STEPS,
-            min_new_tokens=STEPS,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-
-
 def padded(inputs, pad: int):
     """The same prompts, the first `pad` tokens of every sequence but the last masked out."""
     mask = torch.ones_like(inputs["input_ids"])
@@ -51,7 +39,7 @@ def test_logits_and_tokens_are_eagers_at_every_budget(checkpoint, share, batch):
     if batch > 1:
         inputs = padded(inputs, 3)
     assert torch.equal(reference(**inputs).logits, model(**inputs).logits), "prefill"
-    expected, actual = generate(reference, inputs), generate(model, inputs)
+    expected, actual = (tiny_models.greedy(which, inputs, STEPS) for which in (reference, model))
     assert torch.equal(expected.sequences, actual.sequences)
     for step, (one, other) in enumerate(zip(expected.logits, actual.logits, strict=True)):
         assert torch.equal(one, other), f"step {step}"

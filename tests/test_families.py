@@ -38,20 +38,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@torch.inference_mode()
-def greedy(model, inputs) -> tuple[torch.Tensor, ...]:
-    """Logits of the prefill and of each greedy step, through the model's own generate()."""
-    output = model.generate(
-        **inputs,
-        do_sample=False,
-        max_new_tokens=STEPS,
-        min_new_tokens=STEPS,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return output.logits
-
-
 def inventory(folder: Path, dtype: torch.dtype) -> ExpertInventory:
     with torch.device("meta"):
         described = tiny_models.model_class(folder)._from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
@@ -86,7 +72,8 @@ def check(family: str, dtype: torch.dtype, folder: Path) -> None:
     assert torch.equal(expected, actual), f"prefill: off by {(expected - actual).abs().max()}"
     assert expected.isfinite().all() and expected.std() > 0, "the tiny model computes nothing"
     if family not in PREFILL_ONLY:
-        for step, (expected, actual) in enumerate(zip(greedy(reference, inputs), greedy(model, inputs), strict=True)):
+        logits = (tiny_models.greedy(which, inputs, STEPS).logits for which in (reference, model))
+        for step, (expected, actual) in enumerate(zip(*logits, strict=True)):
             assert torch.equal(expected, actual), f"step {step}: off by {(expected - actual).abs().max()}"
     runtime = vismoe.runtime_of(model)
     assert runtime.pager.metrics.snapshot().total("evictions") > 0, "the budget did not bite"

@@ -34,19 +34,10 @@ def load(folder: Path, **settings):
     )
 
 
-@torch.inference_mode()
 def logits(model, batch: int = 1) -> torch.Tensor:
     """Of a prefill and greedy steps, `[B, steps, vocabulary]`."""
     inputs = tiny_models.prompt(FAMILY, dtype=torch.bfloat16, batch=batch)
-    output = model.generate(
-        **inputs,
-        do_sample=False,
-        max_new_tokens=STEPS,
-        min_new_tokens=STEPS,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return torch.stack(output.logits, dim=1)
+    return torch.stack(tiny_models.greedy(model, inputs, STEPS).logits, dim=1)
 
 
 def rms(error: torch.Tensor) -> float:

@@ -287,19 +287,19 @@ def deadline(seconds: float, what: str):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
-    """KeyboardInterrupt lands between any two bytecodes of the model's thread; the next step repairs what it broke."""
-    store = NumberStore([16] * 4, [0] * 4)
-    pager = make_pager(store, [10])
-    rng = random.Random(3)
+def interrupt_at_random(pager: Pager, times: int, check_more: Callable[[], None] = lambda: None) -> int:
+    """KeyboardInterrupt lands between any two bytecodes of the model's thread; the next step repairs what it broke.
+
+    The pager has 4 layers of 16 experts. Returns how often the interrupt came through; the rest was swallowed by finalisers.
+    """
+    rng, interrupted = random.Random(3), 0
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    interrupted = 0
     try:
-        for _ in range(400):
+        for _ in range(times):
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 2e-3))
                 end_s = time.monotonic() + 0.5  # an interrupt inside a finaliser is swallowed by Python
@@ -316,10 +316,15 @@ def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
             with pager.demand(0, [1, 2, 3]) as demand:
                 list(lent_by(demand, 0))
             pager.check_integrity()
+            check_more()
     finally:
         signal.signal(signal.SIGALRM, before)
         pager.close()
-    assert interrupted > 350
+    return interrupted
+
+
+def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
+    assert interrupt_at_random(make_pager(NumberStore([16] * 4, [0] * 4), [10]), times=400) > 350
 
 
 def test_a_second_thread_in_the_middle_of_a_demand_is_refused_and_harms_nothing():

@@ -206,6 +206,13 @@ def prompt(family: str, tokens: int = 9, *, dtype: torch.dtype = torch.float32, 
     return inputs | picture(family, batch, dtype, generator)
 
 
+@torch.inference_mode()
+def greedy(model: Any, inputs: dict[str, Any], steps: int) -> Any:
+    """What the model's own generate() returns for `steps` greedy tokens; `.logits` has those of the prefill and of each step."""
+    exactly = {"max_new_tokens": steps, "min_new_tokens": steps}
+    return model.generate(**inputs, do_sample=False, **exactly, return_dict_in_generate=True, output_logits=True)
+
+
 def picture(family: str, batch: int, dtype: torch.dtype, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """What the family's processor would make of `batch` small pictures."""
     vision = tiny_config(family, OVERRIDES.get(family, {})).vision_config

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vismoe.errors import CheckpointError
-from vismoe.formats.codec import in_blocks
+from vismoe.formats.codec import FixedSize, in_blocks
 from vismoe.formats.half_quadratic import fit, round_to_nearest
 from vismoe.types import Format, RecordLayout, Section
 
@@ -56,7 +56,7 @@ GRIDS = {Format.INT8: Grid(8, 128, 64), Format.INT4: Grid(4, 128, 64), Format.IN
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(FixedSize):
     """Codec of one geometry in int8, int4 or int2. `nearest` turns the optimisation of scales and offsets off."""
 
     format: Format
@@ -84,14 +84,6 @@ class Affine:
             dtypes |= {f"{section.name}.scale": torch.bfloat16, f"{section.name}.offset": torch.bfloat16}
         return in_blocks(RecordLayout.of(shapes, dtypes))
 
-    @property
-    def fixed_bytes(self) -> int:
-        return self.slab.record_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.slab.record_bytes
-
     def shape(self, section: Section) -> tuple[int, int]:
         """(outputs, inputs) of a matrix of the raw layout."""
         rows, columns = section.shape
@@ -110,9 +102,6 @@ class Affine:
             for rows in self._row_blocks(matrix):
                 codes[rows], scale[rows], offset[rows] = self._encode_rows(matrix[rows].float(), section.name)
         return encoded
-
-    def decode(self, encoded: Tensor, slab: Tensor) -> None:
-        slab[: self.slab.record_bytes].copy_(encoded)
 
     def restore(self, slab: Tensor, record: Tensor) -> None:
         weights, stored = self.raw.views(record), self.slab.views(slab)

@@ -4,6 +4,7 @@ A codec belongs to one geometry and one format. It is pure: no I/O, no state, th
 with any number of threads. `docs/formats.md` draws the layouts.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from vismoe.errors import ConfigError
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout, aligned
 
-__all__ = ["Codec", "codec_of", "in_blocks"]
+__all__ = ["Codec", "FixedSize", "codec_of", "in_blocks"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -47,6 +48,26 @@ class Codec(Protocol):
 
     def restore(self, slab: Tensor, record: Tensor) -> None:
         """What a slab holds -> weights in the model's dtype and orientation, written into `record`; gaps are left alone."""
+
+
+class FixedSize(ABC):
+    """What codecs share whose encoded records are what a slab holds: a reader reads straight into the slab."""
+
+    @property
+    @abstractmethod
+    def slab(self) -> RecordLayout:
+        """As in Codec."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.slab.record_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        return self.slab.record_bytes
+
+    def decode(self, encoded: Tensor, slab: Tensor) -> None:
+        slab[: self.slab.record_bytes].copy_(encoded)
 
 
 def codec_of(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:

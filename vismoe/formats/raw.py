@@ -6,14 +6,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vismoe.formats.codec import in_blocks
+from vismoe.formats.codec import FixedSize, in_blocks
 from vismoe.types import Format, RecordLayout
 
 __all__ = ["Raw"]
 
 
 @dataclass(frozen=True)
-class Raw:
+class Raw(FixedSize):
     """Codec of one geometry in format raw."""
 
     raw: RecordLayout
@@ -26,21 +26,10 @@ class Raw:
     def slab(self) -> RecordLayout:
         return in_blocks(self.raw)
 
-    @property
-    def fixed_bytes(self) -> int:
-        return self.slab.record_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.slab.record_bytes
-
     def encode(self, record: Tensor) -> Tensor:
         encoded = torch.zeros(self.slab.record_bytes, dtype=torch.uint8)
         self.restore(record, encoded)
         return encoded
-
-    def decode(self, encoded: Tensor, slab: Tensor) -> None:
-        slab[: self.slab.record_bytes].copy_(encoded)
 
     def restore(self, slab: Tensor, record: Tensor) -> None:
         for section in self.raw.sections:

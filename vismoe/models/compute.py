@@ -43,6 +43,8 @@ class LayerWork(Protocol):
 
 
 class Arithmetic(Protocol):
+    """Whose products and sums: torch's or the kernels'."""
+
     def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> LayerWork: ...
 
 

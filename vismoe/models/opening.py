@@ -75,9 +75,11 @@ def open_experts(
     """
     source = locate_experts(model, files, model.dtype)
     try:
-        store, where = _open_store(source, settings, transposed_sections(model, source.inventory))
-        packed = store.format if isinstance(store, PackedStore) else Format.RAW
-        return source, store, _arrange(model, store.inventory, packed, where, settings, device)
+        transposed = transposed_sections(model, source.inventory)
+        store, where = _open_store(source, settings, transposed)
+        in_place = _codecs(Format.RAW, source.inventory, transposed)
+        codecs = store.contents.codecs if isinstance(store, PackedStore) else in_place
+        return source, store, _arrange(model, store.inventory, codecs, where, settings, device)
     except BaseException:
         source.close()
         raise
@@ -86,12 +88,15 @@ def open_experts(
 def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, device: torch.device) -> Experts:
     """The same for a model whose files are not here, or not packed yet: what would be."""
     format = Format.RAW if settings.format == "auto" else Format(settings.format)
-    transposed = transposed_sections(model, inventory)
-    codecs = [codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True)]
+    codecs = _codecs(format, inventory, transposed_sections(model, inventory))
     if format is not Format.RAW:
         layouts = tuple(codec.slab for codec in codecs)
         inventory = dataclasses.replace(inventory, layouts=layouts, model_layouts=inventory.raw_layouts)
-    return _arrange(model, inventory, format, f"{format}, not packed yet", settings, device)
+    return _arrange(model, inventory, codecs, f"{format}, not packed yet", settings, device)
+
+
+def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozenset[str], ...]) -> tuple[Codec, ...]:
+    return tuple(codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True))
 
 
 def with_experts(plan: Plan, experts: Experts) -> Plan:
@@ -127,12 +132,11 @@ def _open_store(source: CheckpointStore, settings: Settings, transposed: tuple[f
 
 
 def _arrange(
-    model: Any, inventory: ExpertInventory, format: Format, where: str, settings: Settings, device: torch.device
+    model: Any, inventory: ExpertInventory, codecs: tuple[Codec, ...], where: str, settings: Settings, device: torch.device
 ) -> Experts:
     if settings.emulated_link_bytes_per_s is not None and device.type != "cpu":
         raise ConfigError("emulated_link_bytes_per_s stands in for a device on the CPU. Fix: leave it out, or device='cpu'")
-    transposed = transposed_sections(model, inventory)
-    codecs = tuple(codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True))
+    format = codecs[0].format
     found: tuple[cpu.ExpertKernel, ...] | str = "torch was asked for"
     if settings.kernels != "torch":
         found = _kernels(forms_of(model, inventory), inventory, format)

@@ -3,12 +3,16 @@
 One request runs at a time, as in the engine; others queue. Answers are kept apart by session, histories belong to the caller.
 """
 
+import base64
 import html
+import io
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from PIL import Image
 
 from vismoe.cli_conversation import user_message
 from vismoe.cli_print import figure_rows
@@ -23,6 +27,7 @@ from vismoe.types import Phase
 __all__ = ["History", "Page", "tiles"]
 
 REFRESH_S = 0.1  # between two updates of the page; an update for every token would take the model's time
+MAP_PIXELS = 320  # side of the picture of kept tokens
 LEAVE_S = 60.0  # a cancelled answer ends within a token, and the first token may be a long prefill away
 
 History = list[dict[str, Any]]
@@ -46,6 +51,20 @@ def details(figures: dict[str, Any]) -> str:
     return f'<table class="details">{"".join(cells)}</table>'
 
 
+def kept_pictures(maps: list[Image.Image]) -> str:
+    """What the deeper layers saw of each image, as HTML; nothing where nothing was dropped."""
+    if not maps:
+        return ""
+    pictures = []
+    for picture in maps:
+        picture.thumbnail((MAP_PIXELS, MAP_PIXELS))
+        encoded = io.BytesIO()
+        picture.save(encoded, "JPEG", quality=85)
+        source = base64.b64encode(encoded.getvalue()).decode()
+        pictures.append(f'<img alt="kept visual tokens" src="data:image/jpeg;base64,{source}">')
+    return f'<div class="maps"><p>Kept of the image</p>{"".join(pictures)}</div>'
+
+
 @dataclass
 class Running:
     """An answer that is being written. `dropped`: its conversation was left, so it must not enter the history."""
@@ -64,16 +83,19 @@ class Page:
     image_tokens: tuple[int, int] | None = None
     running: dict[str, Running] = field(default_factory=dict)  # by session
 
-    def answer(self, question: str, files: list[str], history: History, session: str) -> Iterator[tuple[str, History, str]]:
+    def answer(
+        self, question: str, files: list[str], history: History, session: str, keep: float | None = None
+    ) -> Iterator[tuple[str, History, str]]:
         """Yields (answer so far, history, figures as HTML), at most every REFRESH_S; the last one is complete.
 
         history: engine messages so far; the yielded one has this turn in it once the answer is complete.
+        keep: share of the visual tokens that deeper layers see; None: as loaded.
         """
         if not question.strip():
             raise InputError("there is no question; write one beside the picture" if files else "there is no question")
         message = user_message(question, [open_image(file) for file in files])
         before = self.engine.metrics.snapshot()
-        reply = self.engine.chat([*history, message], max_tokens=self.max_tokens, image_tokens=self.image_tokens)
+        reply = self.engine.chat([*history, message], max_tokens=self.max_tokens, image_tokens=self.image_tokens, keep=keep)
         running = self.running[session] = Running(reply)
         first_s = shown_s = 0.0
         try:
@@ -93,12 +115,12 @@ class Page:
             running.ended.set()
 
     def _finished(self, reply: Reply, history: History, message: dict[str, Any], before: Snapshot) -> tuple[str, History, str]:
-        figures = reply.figures.to_json()
+        figures, maps = reply.figures.to_json(), kept_pictures(reply.figures.kept_maps())
         if reply.answer:
             history = [*history, message, {"role": "assistant", "content": reply.answer}]
         decode = figures["decode"]
         speed = decode["tokens"] / decode["seconds"] if decode["seconds"] else None
-        return reply.answer, history, tiles(self.engine.metrics.snapshot() - before, speed) + details(figures)
+        return reply.answer, history, tiles(self.engine.metrics.snapshot() - before, speed) + details(figures) + maps
 
     @staticmethod
     def _tokens_per_s(counters: Snapshot, seconds: float) -> float | None:

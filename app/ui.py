@@ -31,6 +31,7 @@ STYLE = """
 .details, .details tr, .details td { border: 0 !important; }
 .details td { padding: 2px 8px 2px 0; vertical-align: top; }
 .details td:nth-child(2) { white-space: nowrap; }
+.maps img { display: inline-block; max-width: 100%; margin: 4px 4px 0 0; }
 .plan pre { white-space: pre; overflow-x: auto; font-size: 0.8em; }
 """
 
@@ -63,11 +64,13 @@ def build(page: Page) -> "gr.Blocks":
     """The widgets, and which of them calls what."""
     import gradio as gr
 
-    def ask(message: dict[str, Any], shown: History, history: History, request: gr.Request) -> Iterator[tuple[Any, ...]]:
+    def ask(
+        message: dict[str, Any], shown: History, history: History, keep: float, request: gr.Request
+    ) -> Iterator[tuple[Any, ...]]:
         question, files = message.get("text") or "", list(message.get("files") or [])
         shown = [*shown, *({"role": "user", "content": {"path": file}} for file in files), {"role": "user", "content": question}]
         try:
-            for text, after, figures in page.answer(question, files, history, str(request.session_hash)):
+            for text, after, figures in page.answer(question, files, history, str(request.session_hash), keep):
                 yield None, [*shown, {"role": "assistant", "content": text}], after, figures
         except VisMoEError as error:
             raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
@@ -105,12 +108,21 @@ def build(page: Page) -> "gr.Blocks":
                     gr.Examples([[example] for example in found], [box], label="Bundled pictures")
             with gr.Column(scale=1, min_width=320):
                 gr.Markdown(f"**VisMoE** · {model_title(page.engine.name)}")
+                keep = gr.Slider(
+                    0.1,
+                    1.0,
+                    page.engine.settings.keep,
+                    step=0.05,
+                    label="Visual tokens kept",
+                    info="Fewer need fewer experts; 1 is exact",
+                    visible=page.engine.can_prune,
+                )
                 figures = gr.HTML(tiles(None, None))
         with gr.Accordion("Memory plan", open=False):
             backends = "\n".join(f"{name}: {choice}" for name, choice in page.engine.backends.items())
             plan = html.escape(page.engine.plan.table() + "\n\n" + backends)
             gr.HTML(f'<div class="plan"><pre>{plan}</pre></div>')
-        box.submit(ask, [box, chatbot, history], [box, chatbot, history, figures], concurrency_limit=1, api_name="ask")
+        box.submit(ask, [box, chatbot, history, keep], [box, chatbot, history, figures], concurrency_limit=1, api_name="ask")
         stop_button.click(stop, queue=False, api_name="stop")
         gr.on(
             [reset_button.click, chatbot.clear],

@@ -78,18 +78,28 @@ def messages(talk: Conversation) -> list[dict[str, Any]]:
     return out[:-1]
 
 
+def prompts(processor: Any, talks: Sequence[Conversation]) -> Any:
+    """Inputs that ask the last question of each conversation, as one left-padded batch."""
+    chats = [messages(talk) for talk in talks]
+    text = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    images = [[part["image"] for part in chat[0]["content"] if part["type"] == "image"] for chat in chats]
+    return processor(text=text, images=images, padding=True, padding_side="left", return_tensors="pt")
+
+
 @torch.no_grad()
+def decoded(model: Any, processor: Any, inputs: Any, most_tokens: int = MAX_ANSWER_TOKENS) -> list[str]:
+    """Greedy answers to a batch of prompts."""
+    out = model.generate(**inputs, max_new_tokens=most_tokens, do_sample=False)
+    return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
 def answers(
     model: Any, processor: Any, talks: Sequence[Conversation], told: Callable[[Tensor], None] = lambda mask: None
 ) -> list[str]:
     """Greedy answers to the last question of each conversation, as one left-padded batch."""
-    chats = [messages(talk) for talk in talks]
-    text = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    images = [[part["image"] for part in chat[0]["content"] if part["type"] == "image"] for chat in chats]
-    inputs = processor(text=text, images=images, padding=True, padding_side="left", return_tensors="pt").to(model.device)
+    inputs = prompts(processor, talks).to(model.device)
     told(inputs["attention_mask"])
-    out = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
-    return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return decoded(model, processor, inputs)
 
 
 def evaluate(

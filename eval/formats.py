@@ -9,12 +9,10 @@ Prints tables, then one JSON object on the last line.
 """
 
 import argparse
-import hashlib
-import inspect
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,15 +24,16 @@ from rich.table import Table
 from transformers import AutoModelForImageTextToText
 
 from vismoe.engine import demo_model
-from vismoe.errors import InputError, VisMoEError
+from vismoe.errors import VisMoEError
 from vismoe.models.processor import load_processor
 from vismoe.types import Format
 
 from . import accuracy, format_quality, scoring, world
 from . import questions as asking
+from .answer_file import AnswerFile, batches, program_digest, questions
 from .format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
-from .paired import paired_difference, ratio_of_sums
-from .questions import KINDS, Conversation, conversation
+from .paired import paired_difference, points, ratio_of_sums
+from .questions import KINDS
 
 INTEGERS = (Format.INT8, Format.INT4, Format.INT2)
 QUESTIONS = 4050
@@ -44,53 +43,6 @@ FOLDER = Path(tempfile.gettempdir()) / "vismoe-formats"
 
 PROGRAM = (accuracy, format_quality, asking, scoring, world)
 
-Key = tuple[str, int]  # kind of question, number
-
-
-class Answers:
-    """The file of one contestant: a first line that says what they belong to, then a line per question."""
-
-    def __init__(self, folder: Path, contestant: Contestant, belongs_to: dict[str, Any]):
-        self._file = folder / f"{str(contestant).replace(', ', '-').replace(' ', '-')}.jsonl"
-        self.rows: dict[Key, Judged] = {}
-        if not self._file.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps(belongs_to) + "\n")
-        lines = self._file.read_text().splitlines(keepends=True)
-        if json.loads(lines[0]) != belongs_to:
-            raise InputError(
-                f"{self._file} holds answers of another model, other questions, or another version of this program. "
-                f"Fix: remove {folder}, or name another folder with --work"
-            )
-        whole = [line for line in lines if line.endswith("\n")]
-        if whole != lines:  # stopped in the middle of a line
-            self._file.write_text("".join(whole))
-        for line in whole[1:]:
-            row = json.loads(line)
-            key = row.pop("kind"), row.pop("number")
-            self.rows[key] = Judged(**row)
-
-    def add(self, rows: dict[Key, Judged]) -> None:
-        self.rows |= rows
-        lines = [json.dumps({"kind": kind, "number": number, **asdict(row)}) for (kind, number), row in rows.items()]
-        with self._file.open("a") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-
-
-def program_digest() -> str:
-    """Of the sources that decide what is asked, how it is answered and how it is judged."""
-    return hashlib.sha256("".join(map(inspect.getsource, PROGRAM)).encode()).hexdigest()
-
-
-def questions(kind: str, numbers: Sequence[int], seed: int) -> list[Conversation]:
-    return [conversation(kind, "held-out", seed * 1_000_000 + number) for number in numbers]
-
-
-def batches(per_kind: int) -> Iterator[list[Key]]:
-    for kind in KINDS:
-        for first in range(0, per_kind, BATCH):
-            yield [(kind, number) for number in range(first, min(per_kind, first + BATCH))]
-
 
 def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
     """All figures, as the object that is printed last."""
@@ -98,14 +50,16 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto", experts_implementation="eager").eval()
     processor = load_processor(model_path)
     weights = ExpertWeights(model, contestants)
-    program = program_digest()
+    program = program_digest(PROGRAM)
     kept = {
-        contestant: Answers(folder, contestant, {"weights": weights.digest(contestant), "program": program, "seed": seed})
+        contestant: AnswerFile(
+            folder, str(contestant), {"weights": weights.digest(contestant), "program": program, "seed": seed}, Judged
+        )
         for contestant in contestants
     }
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=per_kind * len(KINDS))
-        for keys in batches(per_kind):
+        for keys in batches(per_kind, BATCH):
             missing = [contestant for contestant in contestants if not kept[contestant].rows.keys() >= set(keys)]
             if missing:
                 talks = questions(keys[0][0], [number for _, number in keys], seed)
@@ -114,7 +68,7 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
             bar.advance(task, len(keys))
     some = [talk for kind in KINDS for talk in questions(kind, range(OUTPUT_ERROR_QUESTIONS), seed)]
     errors = expert_output_errors(model, processor, weights, some, contestants)
-    asked = [key for keys in batches(per_kind) for key in keys]
+    asked = [key for keys in batches(per_kind, BATCH) for key in keys]
     table = {contestant: [kept[contestant].rows[key] for key in asked] for contestant in contestants}
     return {"model": model_path, "seed": seed, "questions": len(asked), **summary(table, [kind for kind, _ in asked], errors)}
 
@@ -186,12 +140,6 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
         f"{result['questions']:,} held-out questions, the same for all. In brackets 95% intervals: Newcombe's for paired "
         "proportions, the bootstrap over questions for KL, for printed text (judged by character) and for all kinds together"
     )
-
-
-def points(interval: dict[str, float]) -> str:
-    """A difference in percentage points with its interval."""
-    value, low, high = (100 * interval[name] for name in ("value", "low", "high"))
-    return f"{value:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .scoring import accuracy
 
-__all__ = ["Interval", "paired_difference", "ratio_of_sums"]
+__all__ = ["Interval", "paired_difference", "points", "ratio_of_sums"]
 
 RESAMPLES = 2000
 
@@ -43,6 +43,12 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) ->
     chosen = _resampled(len(above))
     ratios = above[chosen].sum(axis=1) / below[chosen].sum(axis=1)
     return Interval(float(above.sum() / below.sum()), *map(float, np.quantile(ratios, (0.025, 0.975))))
+
+
+def points(interval: dict[str, float]) -> str:
+    """An interval as a dict, of a difference between shares, in percentage points: "-0.42 (-1.30 to +0.44)"."""
+    value, low, high = (100 * interval[name] for name in ("value", "low", "high"))
+    return f"{value:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def _resampled(count: int) -> np.ndarray:

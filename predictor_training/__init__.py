@@ -1,1 +1,3 @@
-"""Training of learned lookaheads from recorded traces. Nothing is trained in this version; traces are recorded already."""
+"""Learned lookaheads: prompts are collected as traces, networks trained from them, judged on what they never saw, and
+installed.
+"""

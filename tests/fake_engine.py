@@ -4,6 +4,9 @@ import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from PIL import Image
+
+from vismoe.config import Settings
 from vismoe.metrics import Metrics
 from vismoe.types import Phase
 
@@ -14,12 +17,15 @@ class FakeFigures:
     def __init__(self, answer: str, images: int, tokens: int, cache: dict):
         self.answer, self.images, self.tokens, self.cache = answer, images, tokens, cache
 
+    def kept_maps(self) -> list:
+        return [Image.new("RGB", (8, 8), "grey")] * self.images
+
     def to_json(self) -> dict:
         return {
             "answer": self.answer,
             "plan": {"budget_bytes": 1000},
             "encode": {"images": self.images, "seconds": 0.25 * self.images},
-            "prefill": {"tokens": 40, "visual_tokens": 30 * self.images, "seconds": 0.5},
+            "prefill": {"tokens": 40, "visual_tokens": 30 * self.images, "kept_visual_tokens": 15 * self.images, "seconds": 0.5},
             "decode": {"tokens": self.tokens, "seconds": 0.1 * self.tokens},
             "cache": {"capacity": {"slabs": 8, "bytes": 8192}, **self.cache},
         }
@@ -64,6 +70,8 @@ class FakeEngine:
     closed: bool = False
     backends: dict = field(default_factory=lambda: {"kernels": "torch (the only one)"})
     name: str = "a scripted engine"
+    can_prune: bool = True
+    settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self):
         self.metrics = Metrics(LAYERS)

@@ -19,6 +19,17 @@ OLDEST = "5.17"
 PREFILL_ONLY = {"diffusion_gemma": "it generates blocks by diffusion, not token by token"}
 LOOP_OF_ITS_OWN_IN_OLDEST = {"aria"}  # on the experts interface in later releases
 FAILS_IN_OLDEST = {"deepseek_v4": "bfloat16"}  # transformers itself does, with or without us
+INDEXED = "DynamicIndexedLayer", "an index beside its keys chooses which of them are seen"
+HYBRID = "LinearAttentionAndFullAttentionLayer", "its keys pass through convolutions over neighbours"
+KEEPS_ALL = {  # families whose visual tokens cannot be dropped: (a part of the pruner's reason, the reason in plain words)
+    "diffusion_gemma": ("2 stacks", "an encoder and a decoder see the prompt"),
+    "glm5_next": INDEXED,
+    "inkling2": HYBRID,
+    "inkling_mm_model": HYBRID,
+    "mistral_large4": INDEXED,
+    "qwen4_exp": INDEXED,
+    "unlimited_ocr": ("ReferenceSlidingWindowLayer", "a sliding window beside the images, which all layers see whole"),
+}
 HEAD = f"""# Models
 
 Every family of mixture-of-experts models in transformers, found by inspecting it. `make models` writes this page, and the test
@@ -29,8 +40,12 @@ padded batch of two, gives bit for bit the logits of transformers' eager experts
 an image where the input column names them) and greedy steps. That says that the arithmetic is the same. It says nothing about a
 real checkpoint of the family, which nobody here may have tried. *Since*: {OLDEST} is the oldest transformers supported.
 
-| family | class | since | input | result |
-|---|---|---|---|---|
+*Drops tokens* means: visual tokens can be left out of the deeper layers (`keep` below 1), and what is kept computes, to 1e-5 in
+float32, what an independent reference computes that hides the dropped ones. With sliding attention that holds up to the window,
+and longer sequences are refused; with linear attention it begins at a layer that has keys and values, one sequence at a time.
+
+| family | class | since | input | drops tokens | result |
+|---|---|---|---|---|---|
 """
 
 
@@ -63,14 +78,21 @@ def result_of(family: str) -> str:
 def page(of_oldest: Collection[str]) -> str:
     """The page for the installed transformers, with the families that the oldest supported one has."""
     parts = sorted(REFUSED.keys() - families().keys())  # classes that combine a family with others
-    rest = "".join(f"| `{name}` | - | - | - | {result_of(name)} |\n" for name in parts)
+    rest = "".join(f"| `{name}` | - | - | - | - | {result_of(name)} |\n" for name in parts)
     return HEAD + "".join(_row(family, of_oldest) for _, family in sorted(families().items())) + rest
 
 
 def _row(family: Family, of_oldest: Collection[str]) -> str:
     since = OLDEST if family.name in of_oldest else "newer"
     kind = "text, images" if family.with_images else "text"
-    return f"| `{family.name}` | {family.class_name} | {since} | {kind} | {result_of(family.name)} |\n"
+    return f"| `{family.name}` | {family.class_name} | {since} | {kind} | {_drops(family)} | {result_of(family.name)} |\n"
+
+
+def _drops(family: Family) -> str:
+    """Whether visual tokens can be left out of the deeper layers."""
+    if not family.with_images or family.name in REFUSED:
+        return "-"
+    return f"no: {KEEPS_ALL[family.name][1]}" if family.name in KEEPS_ALL else "yes"
 
 
 def rows(text: str) -> dict[str, list[str]]:

@@ -99,7 +99,7 @@ def test_random_steps_keep_every_invariant_also_where_host_memory_is_small(polic
     counts = pager.metrics.snapshot()
     assert host_records < counts.total("computed_on_host") < counts.total("misses")
     assert counts.total("evictions") > 100
-    assert counts.total("bytes_computed_on_host") >= counts.total("computed_on_host") * pager.cap.unit_bytes
+    assert counts.total("bytes_computed_on_host") >= counts.total("computed_on_host") * pager.ledger.unit_bytes
 
 
 @pytest.mark.parametrize("policy", ["cpu", "auto"])

@@ -200,7 +200,27 @@ def test_images_come_before_the_text_as_upright_rgb_pictures(engine, picture):
     ((message,), options) = engine.calls[0]
     assert [part["type"] for part in message["content"]] == ["image", "image", "text"]
     assert {part["image"].mode for part in message["content"][:2]} == {"RGB"}
-    assert options == {"max_tokens": 256, "sample": True, "seed": 3, "image_tokens": (4, 64)}
+    assert options == {"max_tokens": 256, "sample": True, "seed": 3, "image_tokens": (4, 64), "keep": None}
+
+
+def test_a_map_of_kept_tokens_is_saved_and_said(engine, picture, tmp_path, capsys):
+    assert cli.main(["chat", "--image", picture, "What?", "--keep", "0.5", "--kept-map", str(tmp_path / "maps")]) == 0
+    out = capsys.readouterr().out
+    assert f"saved {tmp_path / 'maps' / 'kept-1.png'}" in out and (tmp_path / "maps" / "kept-1.png").is_file()
+    assert "30 visual, 15 of them kept" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["What?", "--kept-map", "maps"], "no visual token was dropped"),
+        (["--kept-map", "maps"], "goes with one question"),
+        (["What?", "--image", "PICTURE", "--kept-map", "PICTURE/maps"], "cannot be written"),
+    ],
+)
+def test_a_map_that_cannot_be_is_refused(engine, picture, capsys, flags, message):
+    assert cli.main(["chat", *(flag.replace("PICTURE", picture) for flag in flags)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_json_is_exactly_one_object_on_stdout(engine, picture, capsys):
@@ -329,6 +349,16 @@ def test_reset_forgets_history_and_images(engine, picture, type_lines):
     assert cli.main(["chat"]) == 0
     assert [len(messages) for messages, _ in engine.calls] == [1, 1]
     assert [part["type"] for part in engine.calls[1][0][0]["content"]] == ["text"]
+
+
+def test_keep_holds_from_there_on_and_its_map_can_be_saved(engine, picture, type_lines, tmp_path, capsys):
+    save = f"/map {tmp_path / 'maps'}"
+    type_lines("Hi", "/keep 0.5", f"/image {picture}", "What?", save, "/keep 1", "And?", "/keep 2", "/keep")
+    assert cli.main(["chat"]) == 0
+    assert [options.get("keep") for _, options in engine.calls] == [None, 0.5, 1.0]
+    out, err = capsys.readouterr()
+    assert (tmp_path / "maps" / "kept-1.png").is_file() and "50% of the visual tokens" in out
+    assert err.count("a share above 0 and up to 1") == 2
 
 
 def test_ctrl_c_stops_an_answer_but_not_the_conversation(engine, type_lines, capsys):

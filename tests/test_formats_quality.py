@@ -12,8 +12,9 @@ from transformers import AutoModelForImageTextToText
 
 from vismoe.errors import InputError
 from vismoe.eval.accuracy import answers
+from vismoe.eval.answer_file import AnswerFile, program_digest, questions
 from vismoe.eval.format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
-from vismoe.eval.formats import PROGRAM, Answers, main, program_digest, questions, summary
+from vismoe.eval.formats import PROGRAM, main, summary
 from vismoe.eval.paired import paired_difference, ratio_of_sums
 from vismoe.eval.questions import KINDS
 from vismoe.eval.scoring import score
@@ -113,7 +114,7 @@ def test_putting_16_bit_back_is_the_model_as_it_was(model_and_weights):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters()))
 
 
-def test_answers_belong_to_all_weights_and_the_configuration_and_the_program(model_and_weights, monkeypatch):
+def test_answers_belong_to_all_weights_and_the_configuration_and_the_program(model_and_weights):
     def digest(change=lambda model: None) -> str:
         model = AutoModelForImageTextToText.from_pretrained(DEMO, dtype="auto", experts_implementation="eager")
         change(model)
@@ -128,10 +129,7 @@ def test_answers_belong_to_all_weights_and_the_configuration_and_the_program(mod
     _, weights = model_and_weights
     assert digest() == weights.digest(SIXTEEN_BIT) != weights.digest(INT2)
     assert weights.digest(SIXTEEN_BIT) not in (digest(other_embedding), digest(other_configuration))
-    before = program_digest()
-    assert before == program_digest()
-    monkeypatch.setattr("vismoe.eval.formats.PROGRAM", PROGRAM[1:])
-    assert program_digest() != before
+    assert program_digest(PROGRAM) == program_digest(list(PROGRAM)) != program_digest(PROGRAM[1:])
 
 
 def test_answers_that_were_not_generated_are_those_that_generation_gives(model_and_weights, processor):
@@ -167,22 +165,22 @@ def test_fitted_experts_are_nearer_to_16_bit_than_rounded_ones(model_and_weights
 
 
 def test_answers_are_kept_and_a_half_written_line_is_asked_again(tmp_path):
-    kept = Answers(tmp_path, INT2, {"seed": 0})
+    kept = AnswerFile(tmp_path, "int2", {"seed": 0}, Judged)
     rows = {("what", 0): Judged(3, 0.25, 0.5, 'A "cat".', 1.0), ("what", 1): Judged(4, 0.0, 0.1, "A dog.", 0.0)}
     kept.add(rows)
-    assert Answers(tmp_path, INT2, {"seed": 0}).rows == rows
+    assert AnswerFile(tmp_path, "int2", {"seed": 0}, Judged).rows == rows
     file = tmp_path / "int2.jsonl"
     file.write_text(file.read_text()[:-5])
-    again = Answers(tmp_path, INT2, {"seed": 0})
+    again = AnswerFile(tmp_path, "int2", {"seed": 0}, Judged)
     assert again.rows == {("what", 0): rows["what", 0]}
     again.add({("what", 1): rows["what", 1]})
-    assert Answers(tmp_path, INT2, {"seed": 0}).rows == rows
+    assert AnswerFile(tmp_path, "int2", {"seed": 0}, Judged).rows == rows
 
 
 def test_answers_of_anything_else_are_refused(tmp_path):
-    Answers(tmp_path, INT2, {"weights": "these", "seed": 0})
+    AnswerFile(tmp_path, "int2", {"weights": "these", "seed": 0}, Judged)
     with pytest.raises(InputError, match=r"holds answers of another model, other questions, .* --work"):
-        Answers(tmp_path, INT2, {"weights": "others", "seed": 0})
+        AnswerFile(tmp_path, "int2", {"weights": "others", "seed": 0}, Judged)
 
 
 def test_a_summary_pairs_each_format_with_16_bit_and_with_rounding():

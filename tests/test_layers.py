@@ -23,7 +23,7 @@ ROWS = {
 }  # fmt: skip
 FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "predictor_training": "vismoe.predictor_training"}
 # Never needed to import the package: each lives behind an extra, or is a build of torch that a user may lack.
-OPTIONAL = {"torchvision", "gradio", "lmms_eval", "fastapi", "triton", "uvicorn", "gguf", "llama_cpp"}
+OPTIONAL = {"torchvision", "gradio", "matplotlib", "lmms_eval", "fastapi", "triton", "uvicorn", "gguf", "llama_cpp"}
 
 
 def row_of(part: str) -> int | None:

@@ -12,6 +12,7 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.errors import ConfigError
 from vismoe.lookahead.gate import GateLookahead, _predict
+from vismoe.lookahead.lookahead import Seen
 from vismoe.models.experts import ExpertRuntime
 
 WITHOUT = set(
@@ -60,20 +61,27 @@ def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(famil
     runtime.pager.close()
 
 
+def seen(layer, decoding):
+    return Seen(layer, decoding, np.zeros((1, 2), np.int64), torch.zeros(1, 64))
+
+
+def scores(lookahead, layer, decoding, stream):
+    lookahead._residual = (layer, stream)
+    snapshot = lookahead.snapshot(seen(layer, decoding))
+    return None if snapshot is None else lookahead.evaluate(snapshot)
+
+
 def test_scores_cover_the_window_and_end_with_the_model(tmp_path):
     model = load("qwen3_moe", tmp_path, window=5)
     runtime = vismoe.runtime_of(model)
     lookahead, layers = runtime.lookahead, len(runtime.pager.inventory.layers)
     experts = runtime.pager.inventory.layers[0].num_experts
     assert isinstance(lookahead, GateLookahead)
-    lookahead._residual = (0, torch.randn(1, 1, 64))
-    decode = lookahead.scores(0, decoding=True)
+    decode = scores(lookahead, 0, decoding=True, stream=torch.randn(1, 1, 64))
     assert decode.shape == (layers - 1, experts)
     assert ((decode > 1).sum(axis=1) == 2).all() and ((decode > 0).sum(axis=1) == 2).all(), "top-2 of each layer, no more"
-    lookahead._residual = (0, torch.randn(1, 1, 64))
-    prefill = lookahead.scores(0, decoding=False)
+    prefill = scores(lookahead, 0, decoding=False, stream=torch.randn(1, 1, 64))
     assert prefill.shape == (1, experts) and np.isclose(prefill.sum(), 2)
-    lookahead._residual = (layers - 1, torch.randn(1, 1, 64))
-    assert lookahead.scores(layers - 1, decoding=True) is None
-    assert lookahead.scores(0, decoding=True) is None, "a residual of another layer says nothing about this one"
+    assert scores(lookahead, layers - 1, decoding=True, stream=torch.randn(1, 1, 64)) is None
+    assert lookahead.snapshot(seen(0, decoding=True)) is None, "a residual of another layer says nothing about this one"
     runtime.pager.close()

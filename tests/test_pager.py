@@ -127,7 +127,7 @@ def test_random_steps_keep_every_invariant(slabs, order, threads):
     assert counts.total("hits") + counts.total("misses") > 25_000
     assert counts.total("evictions") > 1000
     if slabs != [2]:  # a guess always leaves a slab for a demand, so of two it rarely gets one
-        assert counts.total("prefetched_bytes") > 100 * pager.cap.unit_bytes
+        assert counts.total("prefetched_bytes") > 100 * pager.ledger.unit_bytes
         assert counts.total("wasted_prefetch_bytes") > 0
 
 
@@ -163,6 +163,99 @@ def test_a_layer_whose_experts_are_all_resident_is_one_group_and_otherwise_slabs
     with pager.demand(0, list(range(8)), [] if in_order else None) as demand:
         sizes = [len(group) for group in demand.groups(in_order)]
     assert sum(sizes) == 8 and sizes[:2] == [1, 1]
+    pager.close()
+
+
+class GatedStore(NumberStore):
+    """Reads of `held` experts wait for their gate; `order` says in which order reads began."""
+
+    def __init__(self, experts: list[int], held: set[ExpertId]):
+        super().__init__(experts, [0] * len(experts))
+        self.order: list[ExpertId] = []
+        self.gates = {expert: threading.Event() for expert in held}
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        self.order.append(expert)
+        if expert in self.gates:
+            assert self.gates[expert].wait(20), f"{expert} was never let through"
+        return super().read(expert, record)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    with deadline(20, "it does not happen"):
+        while not happened():
+            time.sleep(0.001)
+
+
+def test_every_refresh_of_the_lookahead_puts_what_is_worth_most_now_in_front():
+    first, old, new, demanded = ExpertId(1, 0), ExpertId(1, 5), ExpertId(2, 3), ExpertId(1, 7)
+    store = GatedStore([8] * 4, {first, new})
+    pager = make_pager(store, [16], threads=1)
+    pager.begin_step(Phase.DECODE)
+    with pager.demand(0, [1]) as demand:
+        list(lent_by(demand, 0))
+
+    def scores(worth: dict[ExpertId, float]) -> np.ndarray:
+        table = np.zeros((3, 8), dtype=np.float32)
+        for expert, score in worth.items():
+            table[expert.layer - 1, expert.expert] = score
+        return table
+
+    pager.look_ahead(0, scores({first: 1.9, old: 1.5}))
+    until(lambda: first in store.order)
+    pager.look_ahead(0, scores({new: 1.9, old: 1.2}))  # while the only worker copies
+    store.gates[first].set()
+    until(lambda: len(store.order) == 3)
+    assert store.order[-1] == new, "the copy begun next is what was worth most before the refresh"
+    with pager.demand(1, [7]) as demand:
+        assert list(lent_by(demand, 1)) == [7]  # past the guess that is under way
+    store.gates[new].set()
+    assert store.order[3] == demanded, "a demand waited for guesses"
+    pager.close()
+    pager.check_integrity()
+
+
+def test_only_the_missing_expert_stalls():
+    slow = ExpertId(0, 2)
+    store = GatedStore([8], {slow})
+    pager = make_pager(store, [8], threads=1)
+    pager.begin_step(Phase.DECODE)
+    with pager.demand(0, [1, 5]) as demand:
+        list(lent_by(demand, 0))
+    seen = []
+    with pager.demand(0, [1, 2, 3, 5]) as demand:
+        until(lambda: slow in store.order)  # the worker copies it, and goes nowhere
+        for expert in lent_by(demand, 0):
+            seen.append(expert)
+            if len(seen) == 3:
+                store.gates[slow].set()
+    assert seen == [1, 5, 3, 2], "residents first, then what arrives, and the late one last"
+    pager.close()
+
+
+def test_what_a_guess_saved_and_cost_comes_from_the_pagers_clock():
+    """A used guess saved one miss, and nobody waited for it. Beside what a miss is said to cost, no measured time counts."""
+    store = NumberStore([8] * 3, [0] * 3)
+    pager = make_pager(store, [4], threads=1)
+    told = pager.ledger
+    told.miss_s[Phase.DECODE] = 1e6  # beside which nothing that is measured here counts
+    pager.begin_step(Phase.DECODE)
+    for layer in range(2):
+        with pager.demand(layer, [0, 1]) as demand:
+            list(lent_by(demand, layer))
+    before = told.caps[Phase.DECODE].credit_bytes
+    pager.begin_step(Phase.DECODE)
+    told.miss_s[Phase.DECODE] = 1e6
+    with pager.demand(0, [0, 1]) as demand:
+        list(lent_by(demand, 0))
+    scores = np.zeros((2, 8), dtype=np.float32)
+    scores[0, 5] = 1.5
+    pager.look_ahead(0, scores)
+    until(lambda: store.reads == 5 and not pager.tickets)
+    with pager.demand(1, [0, 5]) as demand:
+        list(lent_by(demand, 1))
+    pager.begin_step(Phase.DECODE)
+    assert told.caps[Phase.DECODE].credit_bytes - before == pytest.approx(pager.ledger.unit_bytes, rel=0.01)
     pager.close()
 
 

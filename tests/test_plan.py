@@ -146,6 +146,16 @@ def test_the_prefix_follows_equation_10(slabs, pinned):
     assert refused.value.fix == f"--pinned-layers {pinned}"
 
 
+@pytest.mark.parametrize(("memory", "pinned"), [("25%", 0), ("40%", 2), ("90%", 3), ("12%", 0)])
+def test_auto_pins_what_was_calibrated_at_the_nearest_share_as_far_as_it_fits(memory, pinned):
+    experts = inventory([(32, 4, 0)] * 8, [288])
+    assert plan(footprint(experts), Settings(memory=memory), AMPLE).pinned_layers == 0
+    need = dataclasses.replace(footprint(experts), pinned_by_share=((0.25, 0), (0.5, 8), (0.75, 3)))
+    made = plan(need, Settings(memory=memory), AMPLE)
+    assert made.pinned_layers == pinned
+    assert plan(need, Settings(memory=memory, pinned_layers=0), AMPLE).pinned_layers == 0
+
+
 def test_geometries_share_the_memory_in_proportion_to_their_expert_bytes():
     experts = inventory([(64, 4, 0), (64, 4, 1)] * 6, [4000, 1000])
     made = plan(footprint(experts), Settings(memory="50%", pinned_layers=0), AMPLE)

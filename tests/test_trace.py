@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vismoe.errors import ClosedError, TraceError
-from vismoe.simulate.trace import LayerRouting, TokenKind, Trace, TraceStep, TraceWriter
+from vismoe.simulate.trace import Evidence, LayerRouting, TokenKind, Trace, TraceStep, TraceWriter
 from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout
 
 TEXT, VISUAL, PAD = TokenKind
@@ -219,3 +219,45 @@ def test_a_closed_recorder_takes_no_more_steps(tmp_path):
     writer.close()
     with pytest.raises(ClosedError):
         writer.step(Phase.DECODE, np.zeros(1))
+
+
+def evidence_of(random, visual):
+    return Evidence(
+        random.random(5).astype(np.float16),
+        random.random(4).astype(np.float16) if visual else None,
+        random.random((2, 3, 16)).astype(np.float16) if random.random() < 0.7 else None,
+    )
+
+
+def test_what_a_predictor_is_trained_on_comes_back_and_other_readers_do_without(tmp_path):
+    random = np.random.default_rng(0)
+    steps = [random_step(random, Phase.PREFILL, (1, 3), f"request {number}") for number in range(4)]
+    shown = {}
+    with TraceWriter(tmp_path / "t", INVENTORY, for_training=True, flush_bytes=1) as writer:
+        for number, step in enumerate(steps):
+            writer.request(step.request)
+            writer.step(step.phase, step.kinds)
+            for routing in step.layers:
+                evidence = shown[number, routing.layer] = None if random.random() < 0.3 else evidence_of(random, number % 2)
+                writer.layer(routing.layer, routing.expert_ids, routing.weights, routing.scores, routing.kept, evidence)
+    trace = Trace.open(tmp_path / "t")
+    assert trace.requests == [step.request for step in steps]
+    for number, (read, wrote) in enumerate(zip(trace, steps, strict=True)):
+        assert_same(read, wrote)
+        for routing in read.layers:
+            one, other = routing.evidence, shown[number, routing.layer]
+            assert (one is None) == (other is None)
+            for name in ("hidden", "visual", "expected") if other is not None else ():
+                x, y = getattr(one, name), getattr(other, name)
+                assert (x is None) == (y is None) and (y is None or np.array_equal(x, y))
+
+
+def test_a_training_trace_that_is_interrupted_holds_whole_requests_only(tmp_path):
+    random = np.random.default_rng(0)
+    with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "t", INVENTORY, for_training=True) as writer:
+        for number in range(3):
+            write(writer, random_step(random, Phase.PREFILL, (1, 3), f"request {number}"))
+            if number < 2:
+                write(writer, random_step(random, Phase.DECODE, (1, 1), f"request {number}"))
+        raise KeyboardInterrupt
+    assert Trace.open(tmp_path / "t").requests == ["request 0", "request 1"]

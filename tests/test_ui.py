@@ -38,6 +38,15 @@ def test_an_answer_streams_and_ends_with_all_figures(picture, monkeypatch):
     assert updates[-2][1] == []
 
 
+def test_keep_goes_to_the_engine_and_what_was_kept_is_shown(picture):
+    engine = FakeEngine()
+    *_, (_, _, shown) = Page(engine).answer("What is this?", [picture], [], "me", keep=0.5)
+    assert engine.calls[0][1]["keep"] == 0.5
+    assert shown.count('alt="kept visual tokens" src="data:image/jpeg;base64,') == 1
+    *_, (_, _, shown) = Page(engine).answer("And without?", [], [], "me")
+    assert "kept visual tokens" not in shown
+
+
 def test_updates_are_few_however_many_tokens_come(picture):
     engine = FakeEngine(script=[["x"] * 5000])
     updates = list(Page(engine).answer("Go", [], [], "me"))
@@ -105,7 +114,7 @@ def test_a_question_with_an_image_is_answered_through_the_page(running, picture)
     from gradio_client import handle_file
 
     engine, client = running
-    _, chat, figures = client.predict({"text": "What is this?", "files": [handle_file(picture)]}, [], api_name="/ask")
+    _, chat, figures = client.predict({"text": "What is this?", "files": [handle_file(picture)]}, [], 1.0, api_name="/ask")
     assert "one two" in str(chat[-1])
     assert "75.0%" in figures
     ((*_, message), _) = engine.calls[-1]
@@ -117,11 +126,11 @@ def test_a_question_with_an_image_is_answered_through_the_page(running, picture)
 def test_the_history_of_a_session_is_kept_and_forgotten_on_reset(running):
     engine, client = running
     client.predict(api_name="/reset")
-    client.predict({"text": "One", "files": []}, [], api_name="/ask")
-    client.predict({"text": "Two", "files": []}, [], api_name="/ask")
+    client.predict({"text": "One", "files": []}, [], 1.0, api_name="/ask")
+    client.predict({"text": "Two", "files": []}, [], 1.0, api_name="/ask")
     assert [message["role"] for message in engine.calls[-1][0]] == ["user", "assistant", "user"]
     client.predict(api_name="/reset")
-    client.predict({"text": "Three", "files": []}, [], api_name="/ask")
+    client.predict({"text": "Three", "files": []}, [], 1.0, api_name="/ask")
     assert len(engine.calls[-1][0]) == 1
 
 
@@ -131,7 +140,7 @@ def test_our_errors_reach_the_page_as_their_message(running, error):
     engine, client = running
     engine.script = [error]
     with pytest.raises(Exception, match=str(error)):
-        client.predict({"text": "Hi", "files": []}, [], api_name="/ask")
+        client.predict({"text": "Hi", "files": []}, [], 1.0, api_name="/ask")
 
 
 def slow_words():
@@ -152,7 +161,7 @@ def test_the_stop_button_works_while_an_answer_is_streaming(running):
     engine, client = running
     words, started = slow_words()
     engine.script = [words]
-    job = client.submit({"text": "Talk", "files": []}, [], api_name="/ask")
+    job = client.submit({"text": "Talk", "files": []}, [], 1.0, api_name="/ask")
     assert started.wait(20)
     client.predict(api_name="/stop")
     job.result(timeout=20)
@@ -165,10 +174,10 @@ def test_a_new_conversation_during_an_answer_starts_empty(running):
     engine, client = running
     words, started = slow_words()
     engine.script = [words, ["fine"]]
-    client.submit({"text": "Talk", "files": []}, [], api_name="/ask")
+    client.submit({"text": "Talk", "files": []}, [], 1.0, api_name="/ask")
     assert started.wait(20)
     client.predict(api_name="/reset")
-    client.predict({"text": "Hello", "files": []}, [], api_name="/ask")
+    client.predict({"text": "Hello", "files": []}, [], 1.0, api_name="/ask")
     assert len(engine.calls[-1][0]) == 1
     assert len(engine.replies[-2].said) < 200
 

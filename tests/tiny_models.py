@@ -137,7 +137,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         text_config=dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4)
     ),
     "step3p7": dict(
-        text_config=dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), vision_config=dict(image_size=56)
+        text_config=dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+        vision_config=dict(image_size=112),
     ),
     "switch_transformers": dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4),
     "unlimited_ocr": dict(vision_config=dict(sam_config=SAM)),

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from vismoe.cli_bench import BENCH
+from vismoe.cli_calibrate import CALIBRATE
 from vismoe.cli_chat import CHAT, UI
 from vismoe.cli_doctor import DOCTOR
 from vismoe.cli_measure import EVAL, PLAN, REPLAY
 from vismoe.cli_options import INTERRUPTED, error_report, print_json
 from vismoe.cli_pack import PACK
+from vismoe.cli_study import STUDIES, run_study
 from vismoe.errors import ConfigError, VisMoEError
 
 REFUSED = 2
@@ -33,6 +35,7 @@ COMMANDS = {
     "ui": UI,
     "plan": PLAN,
     "pack": PACK,
+    "calibrate": CALIBRATE,
     "eval": EVAL,
     "replay": REPLAY,
     "doctor": DOCTOR,
@@ -62,7 +65,7 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def overview_parser() -> ArgumentParser:
-    commands = "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
     parser = ArgumentParser(
         prog="vismoe",
         description="Vision-language mixture-of-experts models under a memory budget.",
@@ -93,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wants_json = "--json" in argv[1:]
     arguments = argparse.Namespace(stdout=sys.stdout)
     try:
+        if name == "eval" and argv[1:2] and argv[1] in STUDIES:
+            return run_study(argv[1], argv[2:])
         command_parser(name).parse_intermixed_args(argv[1:], arguments)
         with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
             return COMMANDS[name].run(arguments)

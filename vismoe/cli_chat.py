@@ -7,7 +7,15 @@ import contextlib
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from vismoe.cli_conversation import Conversation, ctrl_c_cancels, introduce, open_images, start_reply, user_message
+from vismoe.cli_conversation import (
+    Conversation,
+    ctrl_c_cancels,
+    introduce,
+    open_images,
+    save_kept_maps,
+    start_reply,
+    user_message,
+)
 from vismoe.cli_options import (
     INTERRUPTED,
     Command,
@@ -46,6 +54,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--sample", action="store_true", help="sample as the model's generation config says (default: greedy)")
     parser.add_argument("--seed", type=int, metavar="S", help="makes --sample repeatable")
     parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
+    parser.add_argument("--kept-map", metavar="FOLDER", help="save the images with the visual tokens that --keep dropped in grey")
     parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all figures")
     add_model_flags(parser)
     add_settings(parser)
@@ -74,6 +83,8 @@ def run_chat(arguments: Namespace) -> int:
     if arguments.json and question is None:
         raise InputError('--json answers one question: vismoe chat --json "What is in the picture?" --image PICTURE')
     given_settings(arguments)
+    if arguments.kept_map and question is None:
+        raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
     images = open_images(arguments.image)  # before the model is loaded: a wrong path is said at once
     with load_engine(arguments, model) as engine, _recording(engine, arguments.trace):
         if question is not None:
@@ -98,11 +109,14 @@ def _answer_once(engine: "Engine", arguments: Namespace, question: str, images: 
         for piece in reply:
             if not arguments.json:
                 print(piece, end="", flush=True)
+    maps = save_kept_maps(reply.figures, arguments.kept_map) if arguments.kept_map else []
     if arguments.json:
         print_json(arguments, reply.figures.to_json())
     else:
         print("\n")
         print_figures(console, reply.figures.to_json())
+        for file in maps:
+            print(f"saved {file}")
     return INTERRUPTED if stop.pressed else 0
 
 
@@ -114,6 +128,7 @@ CHAT = Command(
   vismoe chat                                                    a conversation with the bundled demo model
   vismoe chat --image a.png --image b.png "What differs?"        one question about two images
   vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
+  vismoe chat --image a.png --keep 0.5 --kept-map maps "What?"   half of the visual tokens, and a picture of which
   vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, figures as JSON
 In a conversation, /help lists the commands; Ctrl-C stops an answer.""",
 )

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from vismoe.engine import Engine
     from vismoe.generate import Figures, Reply
 
-__all__ = ["Conversation", "ctrl_c_cancels", "introduce", "open_images", "start_reply", "user_message"]
+__all__ = ["Conversation", "ctrl_c_cancels", "introduce", "open_images", "save_kept_maps", "start_reply", "user_message"]
 
 HELP = """\
 /image PATH   attach an image to the next question (again for several images)
+/keep SHARE   of the visual tokens that deeper layers see, from here on, e.g. /keep 0.5
+/map FOLDER   save the images of the last answer with what was dropped greyed out
 /reset        forget the conversation and its images
 /figures      all figures of the last answer, layer by layer
 /help         this list
@@ -44,14 +46,31 @@ def user_message(question: str, images: list["Image.Image"]) -> dict[str, Any]:
     return {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}
 
 
-def start_reply(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]]) -> "Reply":
+def start_reply(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]], keep: float | None = None) -> "Reply":
+    """keep: of this conversation, where it was set in the course of it."""
     return engine.chat(
         messages,
         max_tokens=arguments.max_tokens,
         sample=arguments.sample,
         seed=arguments.seed,
         image_tokens=arguments.image_tokens,
+        keep=keep,
     )
+
+
+def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
+    """Writes `kept-1.png`, `kept-2.png`, ... into the folder: what the deeper layers saw of each image. Raises InputError."""
+    maps = figures.kept_maps()
+    if not maps:
+        raise InputError("there is no map: no visual token was dropped. Fix: ask about an image with --keep 0.5, say")
+    files = [Path(folder).expanduser() / f"kept-{number}.png" for number in range(1, len(maps) + 1)]
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for file, picture in zip(files, maps, strict=True):
+            picture.save(file)
+    except OSError as error:
+        raise InputError(f"{folder}: the map of kept tokens cannot be written: {error.strerror or error}") from error
+    return files
 
 
 @dataclass
@@ -97,6 +116,7 @@ class Conversation:
     waiting: list["Image.Image"]
     messages: list[dict[str, Any]] = field(default_factory=list)
     last: "Figures | None" = None
+    keep: float | None = None  # set by /keep
 
     def run(self) -> int:
         from rich.console import Console
@@ -138,6 +158,10 @@ class Conversation:
         elif command == "/reset":
             self.messages, self.waiting = [], []
             print("a new conversation")
+        elif command == "/keep":
+            self.set_keep(rest)
+        elif command == "/map":
+            self.save_map(rest)
         elif command == "/figures":
             self.show_figures()
         elif command == "/help":
@@ -158,6 +182,22 @@ class Conversation:
             self.waiting.append(image)
             print(f"attached, {image.width} x {image.height} pixels; ask about it")
 
+    def set_keep(self, text: str) -> None:
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise InputError(f"/keep {text}: a share above 0 and up to 1, e.g. /keep 0.5")
+        self.keep = share
+        print("every visual token is kept" if share == 1 else f"{share:.0%} of the visual tokens are kept")
+
+    def save_map(self, folder: str) -> None:
+        if self.last is None or not folder.strip():
+            raise InputError("/map needs an answer about an image and a folder, e.g. /map kept")
+        for file in save_kept_maps(self.last, folder.strip()):
+            print(f"saved {file}")
+
     def show_figures(self) -> None:
         from vismoe.cli_print import print_figures, print_layers
 
@@ -172,7 +212,7 @@ class Conversation:
         from vismoe.cli_print import print_figures
 
         message = user_message(question, self.waiting)
-        reply = start_reply(self.engine, self.arguments, [*self.messages, message])
+        reply = start_reply(self.engine, self.arguments, [*self.messages, message], self.keep)
         with ctrl_c_cancels(reply) as stop:
             for piece in reply:
                 print(piece, end="", flush=True)

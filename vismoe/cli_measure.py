@@ -17,6 +17,7 @@ from vismoe.cli_options import (
     one_model,
     print_json,
 )
+from vismoe.cli_study import study_list
 from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes
 from vismoe.errors import InputError
 
@@ -40,6 +41,11 @@ def replay_arguments(parser: ArgumentParser) -> None:
         "--link", type=bytes_per_s, metavar="SIZE", help="bytes per second between the tiers; then stalls are counted"
     )
     parser.add_argument("--layer-seconds", type=float, metavar="S", help="what a MoE layer computes, while the link can prefetch")
+    parser.add_argument("--token-seconds", type=float, metavar="S", help="what each token of a prompt adds to that")
+    parser.add_argument("--lookahead-seconds", type=float, metavar="S", help="what asking the lookahead takes at a layer")
+    parser.add_argument(
+        "--pinned-curve", action="store_true", help="bytes and time against the number of pinned layers, with the default order"
+    )
     parser.add_argument(
         "--misses",
         action="store_true",
@@ -62,6 +68,8 @@ def replay_conditions(arguments: Namespace) -> dict[str, Any]:
         "pinned_layers": "pinned_layers",
         "link": "link_bytes_per_s",
         "layer_seconds": "compute_s_per_layer",
+        "token_seconds": "compute_s_per_token",
+        "lookahead_seconds": "lookahead_s",
     }
     given = {field: getattr(arguments, flag) for flag, field in names.items() if getattr(arguments, flag) is not None}
     return {**given, "prefetch": arguments.prefetch}
@@ -73,6 +81,8 @@ def run_replay(arguments: Namespace) -> int:
         return replay_misses(arguments)
     if arguments.cpu is not None or arguments.cpu_token_seconds is not None:
         raise InputError("--cpu and --cpu-token-seconds say how fast misses are computed. Fix: add --misses, or leave them out")
+    if arguments.pinned_curve:
+        return replay_pinned(arguments)
     from vismoe.simulate.replay import compare, format_table
     from vismoe.simulate.trace import Trace
 
@@ -84,11 +94,40 @@ def run_replay(arguments: Namespace) -> int:
     return 0
 
 
+def replay_pinned(arguments: Namespace) -> int:
+    """Every number of pinned layers that fits, at every size."""
+    from vismoe.simulate.demands import Demands
+    from vismoe.simulate.pinned import best_depth, format_curves, pinned_curve
+    from vismoe.simulate.trace import Trace
+
+    if arguments.pinned_layers is not None:
+        raise InputError("--pinned-curve tries every number of pinned layers. Fix: leave out --pinned-layers")
+    demands, conditions = Demands.of(Trace.open(arguments.trace)), replay_conditions(arguments)
+    curves = {size: pinned_curve(demands, _slots(size), **conditions) for size in arguments.slots}
+    timed = arguments.link is not None
+    best = {size: best_depth(points, timed) for size, points in curves.items()}
+    if arguments.json:
+        print_json(
+            arguments,
+            {
+                "trace": arguments.trace,
+                "best": best,
+                "curves": {size: [vars(p) for p in points] for size, points in curves.items()},
+            },
+        )
+    else:
+        print(format_curves(curves, timed))
+        print("chosen: " + ", ".join(f"{layers} at {size}" for size, layers in best.items()))
+    return 0
+
+
 def replay_misses(arguments: Namespace) -> int:
     """Every way to serve a miss, at every size and link rate."""
     from vismoe.simulate.misses import LINKS_BYTES_PER_S, compare_misses, format_misses
     from vismoe.simulate.trace import Trace
 
+    if arguments.pinned_curve:
+        raise InputError("--misses and --pinned-curve compare different things. Fix: leave one of them out")
     conditions = replay_conditions(arguments)
     link = conditions.pop("link_bytes_per_s", None)
     if arguments.cpu_token_seconds is not None:
@@ -206,12 +245,14 @@ PLAN = Command(
   vismoe plan ./my-model --memory 25% --json | jq .slabs""",
 )
 EVAL = Command(
-    "accuracy on questions with known answers",
+    "accuracy on questions with known answers, and the studies behind the tables in docs/",
     eval_arguments,
     run_eval,
-    """\
+    f"""\
   vismoe eval --scenes --n 100                                   the demo model on held-out scenes
-  vismoe eval --scenes --memory 25% --json                       the same under a budget: the same answers""",
+  vismoe eval --scenes --memory 25% --json                       the same under a budget: the same answers
+studies, each with flags of its own (vismoe eval STUDY --help):
+{study_list()}""",
 )
 REPLAY = Command(
     "what a recorded trace would have read under each eviction order, and with the oracle",

@@ -62,10 +62,17 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
     "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
     "store": ("FOLDER|none", "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint"),
+    "keep": ("SHARE", "of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact"),
+    "selection": ("NAME", "which visual tokens are kept: affinity spends them on tokens whose experts are needed anyway"),
+    "core_share": ("SHARE", "with affinity: of the visual tokens that are kept for saliency alone"),
+    "expansion_weight": ("WEIGHT", "with affinity: what a token loses for experts that the core does not use"),
+    "prune_layer": ("LAYER", "decoder layers from this one on see the kept visual tokens only; auto takes what was calibrated"),
+    "visual_top_k": ("K", "experts that a visual token uses, fewer than the model's own number; cuts what prefill reads"),
     "lookahead": ("NAME", "who says which experts are needed soon"),
+    "calibration": ("FOLDER|none", "what vismoe calibrate made; without it, that beside the checkpoint"),
     "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
     "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
-    "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave"),
+    "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave; auto takes what was calibrated, else none"),
     "reads": ("NAME", "read through the page cache or past it; auto looks at the free RAM and at what vismoe doctor measured"),
     "embeddings": ("NAME", "hold the token embeddings, or read rows as tokens need them, to make room for experts"),
     "io_threads": ("THREADS", "threads that read experts from disk; auto takes what vismoe doctor measured"),
@@ -171,7 +178,7 @@ def _reader(hint: Any) -> Callable[[str], Any]:
     if str in alternatives:
         return str
     if float in alternatives:
-        return bytes_per_s
+        return bytes_per_s if type(None) in alternatives else float
     return int
 
 
@@ -197,8 +204,10 @@ def at_least_one(text: str) -> int:
 
 
 def count_or_auto(text: str) -> int | str:
-    """A whole number of at least 1, or `auto`."""
-    return text if text == "auto" else at_least_one(text)
+    """A whole number, or `auto`; `Settings` knows the least number that can be."""
+    if text != "auto" and not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
+    return text if text == "auto" else int(text)
 
 
 def device_name(text: str) -> str:

@@ -41,9 +41,10 @@ def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     if encode["images"]:
         rows.append(("encode", f"{encode['seconds']:.2f} s", f"{encode['images']} image{'s' * (encode['images'] > 1)}"))
     speed = rate(prefill["tokens"], prefill["seconds"], "tokens")
-    rows.append(
-        ("prefill", f"{prefill['seconds']:.2f} s", f"{prefill['tokens']} tokens, {prefill['visual_tokens']} visual; {speed}")
-    )
+    visual = f"{prefill['visual_tokens']} visual"
+    if prefill["kept_visual_tokens"] < prefill["visual_tokens"]:
+        visual += f", {prefill['kept_visual_tokens']} of them kept"
+    rows.append(("prefill", f"{prefill['seconds']:.2f} s", f"{prefill['tokens']} tokens, {visual}; {speed}"))
     speed = rate(decode["tokens"], decode["seconds"], "tokens")
     rows.append(("decode", f"{decode['seconds']:.2f} s", f"{decode['tokens']} tokens; {speed}"))
     counts = f"{cache['hits']:,} hits, {cache['misses']:,} misses ({cache['late']:,} late), {cache['evictions']:,} evictions"

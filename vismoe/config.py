@@ -12,6 +12,7 @@ from vismoe.errors import ConfigError
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
 NO_STORE = "none"  # as a setting: read in place, whatever is packed
+NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
 UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
@@ -76,10 +77,17 @@ class Settings:
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
     store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
-    lookahead: Literal["auto", "none", "gate"] = "auto"
+    keep: float = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact
+    selection: Literal["affinity", "saliency", "distinct", "visionzip", "uniform", "random"] = "affinity"  # of what is kept
+    core_share: float = 0.2  # alpha: share of the visual tokens kept for saliency alone (affinity)
+    expansion_weight: float = 2.0  # lambda: what a token loses for experts that the core does not use (affinity)
+    prune_layer: int | Literal["auto"] = "auto"  # decoder layers from this one on see kept tokens only; auto: as calibrated
+    visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the model says
+    lookahead: Literal["auto", "none", "gate", "learned"] = "auto"
+    calibration: str | None = None  # folder that vismoe calibrate made; None: the one beside the checkpoint; "none": do without
     window: int = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
     eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class
-    pinned_layers: int = 0  # L_pinned: MoE layers whose experts never leave; in replays every one of them cost hits elsewhere
+    pinned_layers: int | Literal["auto"] = "auto"  # L_pinned: MoE layers whose experts never leave; auto: as calibrated, else 0
     reads: Literal["auto", "cached", "direct"] = "auto"  # through the page cache, or past it with O_DIRECT
     embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts
     io_threads: int | Literal["auto"] = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
@@ -97,12 +105,18 @@ class Settings:
             value = getattr(self, field.name)
             if getattr(field.type, "__origin__", None) is Literal and value not in allowed:  # type: ignore[operator]
                 raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(map(repr, allowed or ()))}")
-        for name, least in (("context", 1), ("window", 1), ("io_threads", 1), ("pinned_layers", 0)):
+        least_of = {"context": 1, "window": 1, "io_threads": 1, "pinned_layers": 0, "prune_layer": 1, "visual_top_k": 1}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value != getattr(type(self), name) and (  # a default may be "auto"
                 not isinstance(value, int) or value < least
             ):
                 raise ConfigError(f"{name}={value!r}: a whole number of at least {least}")
+        if not 0 < self.keep <= 1 or not 0 <= self.core_share <= 1 or self.expansion_weight < 0:
+            raise ConfigError(
+                f"keep={self.keep}, core_share={self.core_share}, expansion_weight={self.expansion_weight}: keep lies above 0 "
+                "and up to 1, core_share between 0 and 1, expansion_weight is not negative"
+            )
         if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:
             raise ConfigError(f"emulated_link_bytes_per_s={self.emulated_link_bytes_per_s}: must be above zero")
 

@@ -4,6 +4,7 @@ Owns the lifetime of everything below it; `close()` (or leaving the `with`) stop
 """
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,9 @@ from vismoe.models.images import open_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
 from vismoe.models.preview import model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
+from vismoe.models.visual import pruning_of
 from vismoe.simulate.trace import TraceWriter
+from vismoe.vision.selection import Pruning
 
 Messages = Sequence[dict[str, Any]]
 
@@ -105,6 +108,11 @@ class Engine:
         return self._runtime.backends
 
     @property
+    def can_prune(self) -> bool:
+        """Whether `keep` below 1 works with this model; `backends["visual tokens"]` says why not."""
+        return self._runtime.pruner is not None
+
+    @property
     def metrics(self) -> Any:
         return self._runtime.pager.metrics
 
@@ -116,17 +124,22 @@ class Engine:
         sample: bool = False,
         seed: int | None = None,
         image_tokens: tuple[int, int] | None = None,
+        keep: float | None = None,
+        selection: str | None = None,
     ) -> Reply:
         """Answer a conversation; iterate the Reply for pieces of text.
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
         with a path, bytes, data URI or PIL image. Decoding is greedy unless `sample`, which takes the model's generation config.
-        image_tokens: least and most visual tokens per image. Raises InputError or ContextError before anything runs.
+        image_tokens: least and most visual tokens per image. keep: share of the visual tokens that deeper layers see, and
+        selection: which ones, both as loaded unless given; they hold for all images of the conversation.
+        Raises InputError or ContextError before anything runs.
         """
         if self._closed:
             raise ClosedError("the engine is closed; load the model again to go on")
         if max_tokens < 1:
             raise InputError(f"max_tokens={max_tokens}: an answer has at least one token")
+        pruning = self._pruning(keep, selection)
         prompt = self._prompts.build(messages, open_image, image_tokens)
         longest = min(self.plan.context, self._positions)
         if prompt.tokens >= longest:
@@ -140,8 +153,23 @@ class Engine:
         options: dict[str, Any] = {"max_new_tokens": min(max_tokens, longest - prompt.tokens), "do_sample": sample}
         if not sample:
             options |= {"temperature": None, "top_p": None, "top_k": None}
-        self._on_model_thread(self._answer, reply, prompt, options, seed)
+        self._on_model_thread(self._answer, reply, prompt, options, seed, pruning if prompt.images else None)
         return reply
+
+    def _pruning(self, keep: float | None, selection: str | None) -> Pruning | None:
+        """How this request drops visual tokens; None where it keeps all. Raises InputError."""
+        asked = pruning_of(self.settings)
+        try:
+            asked = dataclasses.replace(
+                asked, keep=asked.keep if keep is None else keep, selection=asked.selection if selection is None else selection
+            )
+        except ConfigError as error:
+            raise InputError(str(error)) from error
+        if asked.keep == 1:
+            return None
+        if self._runtime.pruner is None:
+            raise InputError(f"keep={asked.keep}: {self.backends['visual tokens']}. Fix: keep=1")
+        return asked
 
     def _on_model_thread(self, task: Callable[..., None], *arguments: Any) -> "Future[None]":
         try:
@@ -149,21 +177,27 @@ class Engine:
         except RuntimeError as error:  # closed since
             raise ClosedError("the engine is closed; load the model again to go on") from error
 
-    def _answer(self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None) -> None:
+    def _answer(self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None, pruning: Pruning | None) -> None:
         """On the model thread: generate, and settle the reply whatever happens."""
         try:
-            reply.end(self._generate(reply, prompt, options, seed))
+            reply.end(self._generate(reply, prompt, options, seed, pruning))
         except BaseException as error:  # the request's boundary: whoever iterates the reply gets it
             reply.end(error=error)
         finally:
             self._runtime.pager.end_request()
 
-    def _generate(self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None) -> Figures:
+    def _generate(
+        self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None, pruning: Pruning | None
+    ) -> Figures:
         self._clock = clock = Clock(began_s=time.perf_counter())
         if isinstance(self._runtime.recorder, TraceWriter):
             self._runtime.recorder.request(str(next(self._requests)))
         if seed is not None:
             set_seed(seed)
+        pruner = self._runtime.pruner
+        if pruner is not None:
+            pruner.begin_request()
+            pruner.pruning = pruning
         before = self.metrics.snapshot()
         stream = TokenStream(self._prompts.tokenizer, clock, reply.emit)
         inputs, criteria = prompt.inputs.to(self.model.device), [Cancelled(reply.flag)]
@@ -173,6 +207,8 @@ class Engine:
                 self.model.generate(**inputs, **options, streamer=stream, stopping_criteria=criteria)
         finally:
             self._runtime.cancelled = lambda: False
+            if pruner is not None:
+                pruner.pruning = pruning_of(self.settings)
         self._runtime.pager.end_request()
         if not clock.tokens:  # cancelled before the first token
             clock.first_token_s = clock.last_token_s = time.perf_counter()
@@ -195,6 +231,9 @@ class Engine:
             },
             backends=self.backends,
             counters=self.metrics.snapshot() - before,
+            pruning=pruning,
+            kept=tuple(pruner.kept) if pruner is not None and pruning is not None else (),
+            pictures=prompt.pictures,
         )
 
     def _encoding(self, signed_s: float) -> None:
@@ -222,6 +261,7 @@ class Engine:
         self._closed = True
         self._runtime.pager.close()
         self._thread.shutdown(wait=True)
+        self._runtime.foresight.close()
         for hook in self._hooks:
             hook.remove()
         self._runtime.store.close()

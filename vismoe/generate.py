@@ -7,16 +7,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import StoppingCriteria
 from transformers.generation.streamers import TextStreamer
 
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Snapshot
+from vismoe.models.prune import KeptImage
 from vismoe.types import Phase
+from vismoe.vision.overlay import kept_overlay
+from vismoe.vision.selection import Pruning
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,24 @@ class Figures:
     capacity: dict[str, int]  # of prefix and pools: slabs, bytes
     backends: dict[str, str]  # what was chosen at start, and why
     counters: Snapshot
+    pruning: Pruning | None = None  # how visual tokens were dropped; None: they were not
+    kept: tuple[KeptImage, ...] = ()  # what was kept of each image; empty where nothing was dropped
+    pictures: tuple[Image.Image, ...] = ()  # the images of the conversation, upright
+
+    @property
+    def kept_visual_tokens(self) -> int:
+        return self.visual_tokens - sum(image.tokens - len(image.selection.kept) for image in self.kept)
+
+    def kept_maps(self) -> list[Image.Image]:
+        """The images with what was dropped greyed out; empty where nothing was, or where a token has no place in an image."""
+        grids = [image.grid for image in self.kept]
+        if len(grids) != len(self.pictures) or None in grids:
+            return []
+        return [
+            kept_overlay(picture, grid, image.selection.kept)
+            for picture, grid, image in zip(self.pictures, grids, self.kept, strict=True)
+            if grid is not None
+        ]
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -51,10 +73,31 @@ class Figures:
             "plan": self.plan.to_json(),
             "backends": self.backends,
             "encode": {"images": self.images, "seconds": self.encode_seconds},
-            "prefill": {"tokens": self.prompt_tokens, "visual_tokens": self.visual_tokens, "seconds": self.prefill_seconds},
+            "prefill": {
+                "tokens": self.prompt_tokens,
+                "visual_tokens": self.visual_tokens,
+                "kept_visual_tokens": self.kept_visual_tokens,
+                "pruning": self._pruning_to_json(),
+                "seconds": self.prefill_seconds,
+            },
             "decode": {"tokens": self.decode_tokens, "seconds": self.decode_seconds},
             "cache": {"capacity": self.capacity, **rates, **cache},
         }
+
+    def _pruning_to_json(self) -> dict[str, Any] | None:
+        if self.pruning is None:
+            return None
+        images = [
+            {
+                "tokens": image.tokens,
+                "kept": len(image.selection.kept),
+                "coverage": image.selection.coverage,
+                "mean_expansion": image.selection.mean_expansion,
+                "kept_expansion": image.selection.kept_expansion,
+            }
+            for image in self.kept
+        ]
+        return {**asdict(self.pruning), "images": images}
 
 
 @dataclass

@@ -19,6 +19,7 @@ from vismoe.formats.raw import Raw
 from vismoe.memory.pool import SlabPool
 from vismoe.models.compute import TorchExperts
 from vismoe.models.experts import ExpertRuntime, Step
+from vismoe.models.foresight import Foresight
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
@@ -85,7 +86,8 @@ def measure_control(layers: int = 48, experts: int = 128, top_k: int = 8, steps:
                     pass
         arithmetic = TorchExperts(inventory, (Raw(layout),), torch.device("cpu"))
         nothing_asks_for_a_plan: Any = None
-        runtime = ExpertRuntime(pager, arithmetic, nothing_asks_for_a_plan, torch.device("cpu"), None, store, {})
+        nobody_asks = Foresight(pager, None, None, inline=True)
+        runtime = ExpertRuntime(pager, arithmetic, nothing_asks_for_a_plan, torch.device("cpu"), nobody_asks, store, {})
         return _measure(runtime, module, steps)
     finally:
         pager.close()

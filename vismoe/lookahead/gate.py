@@ -12,11 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from vismoe.lookahead.lookahead import Seen, rows_of
 from vismoe.types import ExpertInventory
 
 NORMS = ("post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")  # the norm between the residual stream and the MoE block
 OTHER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then the ones above norm something else
 ROUTERS = ("gate", "router")
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream of some tokens at one layer, after attention."""
+
+    layer: int
+    decoding: bool
+    rows: torch.Tensor  # [n, H]
 
 
 @dataclass(frozen=True)
@@ -32,8 +42,9 @@ class GateLookahead:
     """Scores of the next W MoE layers from their own norms and routers. Made by `GateLookahead.of`."""
 
     def __init__(self, layers: list[RoutedLayer], window: int):
-        self._layers, self._window = layers, window
+        self._layers, self.window = layers, window
         self._residual: tuple[int, torch.Tensor] | None = None
+        self._plain = PlainRouters.of(layers)
         for index, layer in enumerate(layers):
             layer.norm.register_forward_pre_hook(self._capture(index))
 
@@ -68,30 +79,114 @@ class GateLookahead:
 
         return hook
 
-    @torch.no_grad()
-    def scores(self, layer: int, decoding: bool) -> np.ndarray | None:
-        """`[W, E]` float32 for the MoE layers after `layer` (fewer rows at the end), 0 where an expert is not expected.
+    def begin_request(self) -> None:
+        self._residual = None
 
-        Decode: 1 + probability of the experts each router would choose now, the most over the tokens. Prefill, where nearly all
-        experts are wanted: one layer ahead only, the share of the tokens that would choose the expert.
-        """
+    def observe(self, layer: int, chosen: np.ndarray) -> None:
+        """Nothing is remembered; the residual stream is caught by the hooks."""
+
+    def residual(self, layer: int) -> torch.Tensor | None:
+        """The residual stream `[T, H]` at `layer`; None where another layer's was seen last."""
         if self._residual is None or self._residual[0] != layer:
             return None
-        residual = self._residual[1].reshape(-1, self._residual[1].shape[-1])
-        ahead = self._layers[layer + 1 : layer + 1 + (self._window if decoding else 1)]
-        if not ahead:
+        return self._residual[1].reshape(-1, self._residual[1].shape[-1])
+
+    def forget(self) -> None:
+        """Let go of the residual stream: it is not needed any more in this layer."""
+        self._residual = None
+
+    def snapshot(self, seen: Seen) -> Residual | None:
+        residual = self.residual(seen.layer)
+        if residual is None or seen.layer + 1 >= len(self._layers):
             return None
-        most = max(routed.num_experts for routed in ahead)
-        scores = torch.zeros(len(ahead), most, device=residual.device)
-        for row, routed in zip(scores, ahead, strict=True):
-            chosen, probability = _predict(routed, residual)
-            if decoding:
-                best = torch.zeros_like(probability).scatter_(1, chosen, 1.0) * (1 + probability)
-                row[: routed.num_experts] = best.amax(dim=0)
-            else:
-                row[: routed.num_experts] = torch.bincount(chosen.reshape(-1), minlength=routed.num_experts) / len(residual)
-        self._residual = None  # not needed any more
+        return Residual(seen.layer, seen.decoding, rows_of(residual, seen))
+
+    @torch.inference_mode()
+    def evaluate(self, snapshot: Residual) -> np.ndarray:
+        """Decode: 1 + probability of the experts each router would choose now, the most over the tokens. Prefill, where nearly
+        all experts are wanted: one layer ahead only, the share of the tokens that would choose the expert.
+        """
+        chosen, probability = self._ask(snapshot.layer, snapshot.rows, self.window if snapshot.decoding else 1)
+        scores = (chosen * (1 + probability)).amax(dim=1) if snapshot.decoding else chosen.mean(dim=1)
         return scores.cpu().numpy()
+
+    @torch.inference_mode()
+    def expected(self, layer: int, rows: torch.Tensor, experts: int) -> np.ndarray:
+        """What the next W layers' routers say about `rows` [n, H]: `[2, W, experts]`, the share of the rows that would choose
+        each expert, and its mean probability; zeros past the last layer.
+        """
+        said = np.zeros((2, self.window, experts), np.float32)
+        if layer + 1 == len(self._layers):
+            return said
+        chosen, probability = self._ask(layer, rows, self.window)
+        said[:, : len(chosen), : chosen.shape[-1]] = torch.stack([chosen.mean(dim=1), probability.mean(dim=1)]).cpu().numpy()
+        return said
+
+    def _ask(self, layer: int, rows: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routers of the next layers about `rows` [n, H]: (1 where one would choose an expert, its probability), both
+        `[W', n, E]` float32."""
+        first, last = layer + 1, min(layer + 1 + window, len(self._layers))
+        if self._plain is not None:
+            return self._plain.ask(first, last, rows)
+        most = max(routed.num_experts for routed in self._layers[first:last])
+        said = torch.zeros(2, last - first, len(rows), most, device=rows.device)
+        for chosen, probability, routed in zip(said[0], said[1], self._layers[first:last], strict=True):
+            ids, likely = _predict(routed, rows)
+            chosen.scatter_(1, ids, 1.0)
+            probability[:, : routed.num_experts] = likely
+        return said[0], said[1]
+
+
+class PlainRouters:
+    """All routers at once, where each is a linear layer and a softmax behind a root-mean-square norm: a tenth of the calls, which
+    matters beside a running model. Made by `of`, which compares with the modules themselves."""
+
+    def __init__(self, norms: torch.Tensor, eps: float, weights: list[torch.Tensor], top_k: int):
+        self._norms, self._eps, self._weights, self._top_k = norms, eps, weights, top_k
+
+    @classmethod
+    def of(cls, layers: list[RoutedLayer]) -> "PlainRouters | None":
+        """None for routers of another kind, and where layers differ in what they have."""
+        norms = [list(layer.norm.parameters()) for layer in layers]
+        weights = [list(layer.router.parameters()) for layer in layers]
+        epsilons = {getattr(layer.norm, "variance_epsilon", getattr(layer.norm, "eps", None)) for layer in layers}
+        eps = epsilons.pop()
+        if any(len(found) != 1 for found in (*norms, *weights)) or epsilons or not isinstance(eps, float):
+            return None
+        shapes = {
+            (layer.num_experts, layer.top_k, *norm.shape, *weight.shape)
+            for layer, [norm], [weight] in zip(layers, norms, weights)
+        }
+        if len(shapes) != 1 or weights[0][0].ndim != 2:
+            return None
+        with torch.no_grad():
+            plain = cls(torch.stack([norm for [norm] in norms])[:, None], eps, [weight for [weight] in weights], layers[0].top_k)
+        return plain if plain._agrees(layers) else None
+
+    @torch.no_grad()
+    def _agrees(self, layers: list[RoutedLayer]) -> bool:
+        """Whether every router says the same of some vectors as its modules do."""
+        probe = torch.randn(4, self._norms.shape[-1], generator=torch.Generator().manual_seed(0)).to(self._norms)
+        try:
+            chosen, probability = self.ask(0, len(layers), probe)
+        except RuntimeError:
+            return False
+        for layer, mine, likely in zip(layers, chosen, probability, strict=True):
+            ids, wanted = _predict(layer, probe)
+            if not torch.equal(torch.zeros_like(mine).scatter_(1, ids, 1.0), mine) or not torch.allclose(
+                likely, wanted, atol=1e-3
+            ):
+                return False
+        return True
+
+    def ask(self, first: int, last: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(1 where the routers of layers first ... last - 1 would choose an expert, its probability), `[W', n, E]` float32."""
+        rows = nn.functional.rms_norm(rows.float(), rows.shape[-1:], eps=self._eps).to(self._norms.dtype)
+        normed = self._norms[first:last] * rows  # [W', n, H]
+        logits = torch.stack([nn.functional.linear(x, weight) for x, weight in zip(normed, self._weights[first:last])])
+        probability = logits.float().softmax(-1)
+        ids = probability.topk(self._top_k, dim=-1).indices
+        return torch.zeros_like(probability).scatter_(-1, ids, 1.0), probability
 
 
 def _biases(block: nn.Module, router: nn.Module) -> dict[str, torch.Tensor]:

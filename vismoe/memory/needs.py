@@ -66,6 +66,7 @@ class Footprint:
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
     workspace_bytes: int = 0  # kept by what computes the experts on the device
     host_workspace_bytes: int = 0  # and by what computes them in host memory below it
+    pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
 
     @property
     def backbone_bytes(self) -> int:

@@ -93,6 +93,8 @@ class Plan:
 
 def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
     """Divide the memory. Raises BudgetError, with a setting that works, when budget or machine are too small."""
+    if settings.pinned_layers == "auto":
+        settings = dataclasses.replace(settings, pinned_layers=_calibrated_prefix(footprint, settings, hardware))
     case = _Case(footprint, settings, hardware)
     inventory = footprint.inventory
     division = case.division()
@@ -118,6 +120,16 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
     )
 
 
+def _calibrated_prefix(footprint: Footprint, settings: Settings, hardware: Hardware) -> int:
+    """MoE layers worth pinning at the nearest calibrated share of the experts in memory, as far as they fit; else 0."""
+    case = _Case(footprint, dataclasses.replace(settings, pinned_layers=0), hardware)
+    if not footprint.pinned_by_share or not case.works():
+        return 0
+    share = case.expert_bytes / footprint.inventory.slab_bytes
+    _, layers = min(footprint.pinned_by_share, key=lambda tried: abs(tried[0] - share))
+    return min(layers, most_pinned(footprint.inventory, case.expert_bytes, settings.window))
+
+
 @dataclass(frozen=True)
 class _Case:
     """The three arguments of `plan` and what follows from them, refusals included."""
@@ -125,6 +137,12 @@ class _Case:
     need: Footprint
     settings: Settings
     hardware: Hardware
+
+    @property
+    def prefix(self) -> int:
+        """Pinned layers, once they are settled."""
+        assert self.settings.pinned_layers != "auto"
+        return self.settings.pinned_layers
 
     @property
     def io_threads(self) -> int:
@@ -168,7 +186,7 @@ class _Case:
     @property
     def least_expert_bytes(self) -> int:
         """The least expert memory that works: two slabs per geometry, or the asked-for prefix and C_safe."""
-        inventory, prefix = self.need.inventory, self.settings.pinned_layers
+        inventory, prefix = self.need.inventory, self.prefix
         least = safe_slabs(inventory, prefix, self.settings.window) if prefix else least_slabs(inventory)
         return prefix_bytes(inventory, prefix) + record_bytes(inventory, least)
 
@@ -178,7 +196,7 @@ class _Case:
 
     def split(self) -> Division:
         """The division, where `expert_bytes` hold the least."""
-        inventory, window, prefix = self.need.inventory, self.settings.window, self.settings.pinned_layers
+        inventory, window, prefix = self.need.inventory, self.settings.window, self.prefix
         least = safe_slabs(inventory, prefix, window) if prefix else least_slabs(inventory)
         return Division(prefix, fill(inventory, prefix, self.expert_bytes - prefix_bytes(inventory, prefix), least))
 
@@ -192,7 +210,7 @@ class _Case:
 
     def division(self) -> Division:
         """The division, or a refusal."""
-        asked, layers = self.settings.pinned_layers, len(self.need.inventory.layers)
+        asked, layers = self.prefix, len(self.need.inventory.layers)
         if asked > layers:
             raise ConfigError(f"pinned_layers={asked}: the model has {layers} MoE layers")
         self.refuse_prefix()
@@ -205,7 +223,7 @@ class _Case:
     # ------------------------------------------------------------------ refusals
     def refuse_prefix(self) -> None:
         """Refuse a prefix that does not fit, where a shorter one would."""
-        asked, layers, window = self.settings.pinned_layers, self.need.inventory.layers, self.settings.window
+        asked, layers, window = self.prefix, self.need.inventory.layers, self.settings.window
         most = most_pinned(self.need.inventory, self.expert_bytes, window)
         if asked > most and self.changed(pinned_layers=most).works():
             raise BudgetError(
@@ -216,8 +234,7 @@ class _Case:
 
     def refuse_budget(self) -> None:
         least, experts = self.least_expert_bytes, self.need.inventory.total_bytes
-        prefix = f"{self.settings.pinned_layers} pinned layers and the slabs beside them"
-        what = prefix if self.settings.pinned_layers else "two slabs per expert geometry"
+        what = f"{self.prefix} pinned layers and the slabs beside them" if self.prefix else "two slabs per expert geometry"
         if self.is_share:
             message = (
                 f"memory={self.settings.memory} of {format_bytes(experts)} of experts is {format_bytes(self.expert_bytes)}, "

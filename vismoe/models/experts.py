@@ -5,6 +5,7 @@ Shapes: hidden `[T, H]`, top_k_index `[T, K]` int64, top_k_weights `[T, K]`. One
 """
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -17,13 +18,16 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vismoe.errors import BusyError, ContextError, UnsupportedModelError
-from vismoe.lookahead.gate import GateLookahead
+from vismoe.lookahead.lookahead import Lookahead
 from vismoe.memory.plan import Plan
 from vismoe.models.components import is_vision
 from vismoe.models.compute import Arithmetic
 from vismoe.models.families import expert_modules, stack_of
+from vismoe.models.foresight import Foresight
+from vismoe.models.prune import VisualPruner
+from vismoe.models.token_kinds import token_kinds
 from vismoe.paging.pager import Pager
-from vismoe.simulate.steps import TokenKind
+from vismoe.simulate.steps import Evidence, TokenKind
 from vismoe.store.expert_store import ExpertStore
 from vismoe.types import Phase
 
@@ -36,7 +40,15 @@ class RoutingRecorder(Protocol):
 
     def step(self, phase: Phase, kinds: np.ndarray) -> None: ...
 
-    def layer(self, layer: int, expert_ids: np.ndarray, weights: np.ndarray, scores: np.ndarray | None = None) -> None: ...
+    def layer(
+        self,
+        layer: int,
+        expert_ids: np.ndarray,
+        weights: np.ndarray,
+        scores: np.ndarray | None = None,
+        kept: np.ndarray | None = None,
+        evidence: Evidence | None = None,
+    ) -> None: ...
 
 
 class Interrupted(Exception):
@@ -53,6 +65,8 @@ class Step:
     thread: int = 0  # the thread that began it; nobody else may run layers of this step
     kinds: np.ndarray | None = None  # uint8 [B * S] of TokenKind; None: all text
     padded: bool = False  # some of the tokens are padding
+    kept: np.ndarray | None = None  # int32 [tokens]: which of the pass's tokens are left, -1 for pad slots; None: all
+    fewer: bool = False  # some tokens get fewer experts than the router chose: pad slots none, visual ones with visual_top_k
 
 
 class _NoBackward(torch.autograd.Function):
@@ -79,17 +93,23 @@ class ExpertRuntime:
         arithmetic: Arithmetic,
         plan: Plan,
         device: torch.device,
-        lookahead: GateLookahead | None,
+        foresight: Foresight,
         store: ExpertStore,
         backends: dict[str, str],
     ):
         self.pager, self.arithmetic, self.plan = pager, arithmetic, plan
-        self.device, self.lookahead = device, lookahead
+        self.device, self.foresight = device, foresight
         self.store, self.backends = store, backends
         self.recorder: RoutingRecorder | None = None
+        self.pruner: VisualPruner | None = None  # drops visual tokens in prefill, where the family allows it
+        self.visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the router chose
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
         self.step = Step()
         self._kinds: np.ndarray | None = None
+
+    @property
+    def lookahead(self) -> Lookahead | None:
+        return self.foresight.lookahead
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise UnsupportedModelError("a model with paged experts cannot be copied or pickled. Fix: load it a second time")
@@ -98,6 +118,8 @@ class ExpertRuntime:
 
     def bind(self, model: nn.Module) -> None:
         """Let the model's experts modules find this runtime, and watch its forward passes."""
+        if self.pruner is not None:
+            self.pruner.on_pruned = self._note_pruned
         modules = list(expert_modules(model))
         for layer, (_, module) in enumerate(modules):
             module._vismoe_binding = (self, layer)  # type: ignore[assignment]
@@ -109,19 +131,15 @@ class ExpertRuntime:
     # -- hooks
     def _note_token_kinds(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Which tokens are visual and which are padding, as far as the outermost call shows it."""
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        self._kinds = None
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            return
-        kinds = torch.full(ids.shape, TokenKind.TEXT, dtype=torch.uint8, device=ids.device)
-        for name in ("image_token_id", "video_token_id"):
-            token = getattr(model.config, name, None)
-            if token is not None:
-                kinds[ids == token] = TokenKind.VISUAL
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and ids.shape[1] > 1:
-            kinds[mask[:, -ids.shape[1] :] == 0] = TokenKind.PAD
-        self._kinds = kinds.reshape(-1).cpu().numpy()
+        kinds = token_kinds(model.config, args, kwargs)
+        self._kinds = None if kinds is None else kinds.reshape(-1).cpu().numpy()
+
+    def _note_pruned(self, kept: np.ndarray) -> None:
+        """From here on the layers of this pass see `kept` int32 `[tokens]` of its tokens, -1 for pad slots."""
+        step, pads = self.step, kept < 0
+        kinds = None if step.kinds is None else np.where(pads, TokenKind.PAD, step.kinds[kept]).astype(np.uint8)
+        padded = bool(pads.any())
+        self.step = dataclasses.replace(step, tokens=len(kept), kinds=kinds, padded=padded, kept=kept, fewer=step.fewer or padded)
 
     def _begin_step(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("inputs_embeds")
@@ -142,7 +160,10 @@ class ExpertRuntime:
         self.pager.begin_step(Phase.DECODE if decoding else Phase.PREFILL, new_sequence=past == 0)
         padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
         phase = Phase.DECODE if decoding else Phase.PREFILL
-        self.step = Step(phase, batch, batch * new, threading.get_ident(), kinds, padded)
+        fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
+        self.step = Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, fewer=fewer)
+        dropping = self.pruner is not None and self.pruner.dropping
+        self.foresight.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
         if self.recorder is not None:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
@@ -182,33 +203,65 @@ class ExpertRuntime:
         """Demand the experts, compute them as they come, add them up in ascending id."""
         routing = np.ascontiguousarray(index.cpu().numpy())
         decoding = self.step.phase is Phase.DECODE
+        if self.step.fewer:
+            routing, factors = self._fewer(layer, routing, factors, module.num_experts)
         work = self.arithmetic.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
         tokens = work.tokens if self.pager.ways is not None else None
         with self.pager.demand(layer, work.experts, keep, self._real_tokens_experts(routing), tokens) as demand:
-            scores = self._look_ahead(layer)
-            if self.recorder is not None and self.step.phase is not Phase.ENCODE:
-                self._record(layer, routing, factors, scores)
+            if self.step.phase is not Phase.ENCODE:
+                scores, evidence = self._look_ahead(layer, routing, hidden)
+                if self.recorder is not None:
+                    self._record(layer, routing, factors, scores, evidence)
             return work.run(demand, in_order=not decoding)
 
-    def _record(self, layer: int, routing: np.ndarray, factors: torch.Tensor, scores: np.ndarray | None) -> None:
+    def _fewer(self, layer: int, routing: np.ndarray, factors: torch.Tensor, none: int) -> tuple[np.ndarray, torch.Tensor]:
+        """Routing and weights with `none`, an id that no expert has, where a token shall not get the expert.
+
+        Pad slots get none. Visual tokens get their `visual_top_k` best, whose weights are scaled to the sum of all before: what a
+        family makes of that sum, 1 or not, stays.
+        """
+        kinds, top_k = self.step.kinds, self.visual_top_k
+        if len(routing) != self.step.tokens:
+            if top_k is None:
+                return routing, factors
+            raise UnsupportedModelError(
+                f"visual_top_k does not fit this family: {len(routing)} of {self.step.tokens} tokens reach MoE layer {layer}, "
+                "and which of them are visual is not known. Fix: leave visual_top_k out"
+            )
+        routing = routing.copy()
+        if top_k is not None and kinds is not None and top_k < routing.shape[1]:
+            visual = torch.from_numpy(kinds == TokenKind.VISUAL).to(factors.device)[:, None]
+            order = factors.argsort(dim=1, descending=True, stable=True)
+            dropped = visual & torch.zeros_like(visual).expand_as(factors).scatter(1, order[:, top_k:], True)
+            left = factors.masked_fill(dropped, 0.0)
+            factors = torch.where(visual, left * (factors.sum(1, keepdim=True) / left.sum(1, keepdim=True)), factors)
+            routing[dropped.cpu().numpy()] = none
+        if self.step.kept is not None:
+            routing[self.step.kept < 0] = none
+        return routing, factors
+
+    def _record(
+        self, layer: int, routing: np.ndarray, factors: torch.Tensor, scores: np.ndarray | None, evidence: Evidence | None
+    ) -> None:
         assert self.recorder is not None
         if len(routing) != self.step.tokens:
             raise UnsupportedModelError(
                 f"routing of this family cannot be recorded: {len(routing)} of {self.step.tokens} tokens reach "
                 f"MoE layer {layer}, and a trace needs to know which. Fix: run without recording"
             )
-        self.recorder.layer(layer, routing, factors.float().cpu().numpy(), scores)
+        kept, weights = self.step.kept, factors.float().cpu().numpy()
+        if kept is not None:
+            real = kept >= 0
+            routing, weights, kept = routing[real], weights[real], kept[real]
+        self.recorder.layer(layer, routing, weights, scores, kept, evidence)
 
-    def _look_ahead(self, layer: int) -> np.ndarray | None:
-        """Tell the pager what the next layers will want; off while nothing misses."""
-        wanted = (self.pager.misses_last_step or self.pager.misses_this_step) and self.pager.may_guess
-        if self.lookahead is None or not (wanted or self.recorder is not None):
-            return None
-        scores = self.lookahead.scores(layer, decoding=self.step.phase is Phase.DECODE)
-        if scores is not None and wanted:
-            self.pager.look_ahead(layer, scores)
-        return scores
+    def _look_ahead(self, layer: int, routing: np.ndarray, hidden: torch.Tensor) -> tuple[np.ndarray | None, Evidence | None]:
+        """Show the layer to the lookahead; -> what a recorder keeps of it."""
+        kinds = self.step.kinds if self.step.kinds is not None and self.step.kinds.size == len(routing) else None
+        return self.foresight.at_layer(
+            layer, self.step.phase is Phase.DECODE, routing, hidden, kinds, self.step.kept, self.recorder
+        )
 
     def _last_tokens_experts(self, routing: np.ndarray) -> set[int]:
         """What the last token of each sequence uses: the best guess at what decode will want."""

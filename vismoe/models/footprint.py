@@ -5,6 +5,7 @@ The forward pass runs on meta tensors, once with few tokens and once with the wh
 states are exact whatever the family.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from vismoe.config import Settings
+from vismoe.config import Budget, Settings
+from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
 from vismoe.memory.needs import CacheLayer, Curve, Footprint
 from vismoe.models.components import backbone_bytes
 from vismoe.models.families import expert_modules
@@ -20,7 +22,7 @@ from vismoe.models.live_memory import META, FusedAttention, LiveMemory, all_chos
 from vismoe.models.vision_memory import vision_memory
 from vismoe.types import ExpertInventory
 
-__all__ = ["footprint"]
+__all__ = ["footprint", "with_calibration"]
 
 FEW_TOKENS = 4
 SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: measured up to here, linear beyond (a chunk has 256)
@@ -78,6 +80,19 @@ def footprint(
         host_workspace_bytes=host_workspace_bytes,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
     )
+
+
+def with_calibration(needs: Footprint, calibration: Calibration | None, settings: Settings, device: torch.device) -> Footprint:
+    """The needs with what calibration adds: the prefix that is worth its memory, and the memory of a learned lookahead.
+
+    The latter lies in host memory: on the CPU inside the budget.
+    """
+    if calibration is None:
+        return needs
+    prefix = tuple((Budget.parse(share).expert_share or 0.0, layers) for share, layers in calibration.pinned_layers.items())
+    nbytes = predictor_memory_bytes(calibration, settings) if device.type == "cpu" else 0
+    predictor = (("lookahead predictor", nbytes),) if nbytes else ()
+    return dataclasses.replace(needs, backbone=(*needs.backbone, *predictor), pinned_by_share=prefix)
 
 
 def _has_tokenizer(model: Any) -> bool:

@@ -17,8 +17,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vismoe.config import Settings
-from vismoe.errors import ConfigError
-from vismoe.lookahead.gate import GateLookahead
+from vismoe.errors import ConfigError, VisMoEError
+from vismoe.lookahead.calibration import Calibration
 from vismoe.memory.hardware import probe, torch_device
 from vismoe.memory.host import HostTier
 from vismoe.memory.kernel_cache import bound_kernel_caches
@@ -30,11 +30,13 @@ from vismoe.models.compute import Arithmetic, FastExperts, TorchExperts
 from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
 from vismoe.models.families import refuse_unsupported, unmark_quantized
-from vismoe.models.footprint import footprint
+from vismoe.models.footprint import footprint, with_calibration
+from vismoe.models.foresight import Foresight, choose_lookahead
 from vismoe.models.linears import MOST_ROWS, serve_linears
 from vismoe.models.opening import Experts, open_experts, with_experts
 from vismoe.models.reading import settle_reading, start_reading
 from vismoe.models.stripping import own_memory, strip_experts
+from vismoe.models.visual import attach_pruner, fewer_experts
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
 from vismoe.store.expert_store import StoreOnDisk
@@ -86,6 +88,7 @@ class VisMoEQuantizer(HfQuantizer):
         with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
             source, store, experts = open_experts(model, checkpoint_files, settings, device)
         try:
+            calibration = Calibration.find(source.paths[0].parent, settings)
             with torch.device("cpu"):
                 needs = footprint(
                     model,
@@ -95,6 +98,7 @@ class VisMoEQuantizer(HfQuantizer):
                     workspace_bytes=experts.workspace_bytes,
                     host_workspace_bytes=experts.host_workspace_bytes,
                 )
+                needs = with_calibration(needs, calibration, settings, device)
             table = table_of(model, source.headers)
             reading = settle_reading(
                 needs,
@@ -115,14 +119,14 @@ class VisMoEQuantizer(HfQuantizer):
             if source is not store:
                 source.close()
         weakref.finalize(model, store.close)  # also when loading fails later
-        self._store, self._experts, self._settings = store, experts, settings
+        self._store, self._experts, self._settings, self._calibration = store, experts, settings, calibration
         strip_experts(model)
         model.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
         own_memory(model)
-        attach(model, self._store, self._experts, self.plan, self._settings)
+        attach(model, self._store, self._experts, self.plan, self._settings, self._calibration)
         return model
 
     def is_serializable(self) -> bool:
@@ -141,7 +145,9 @@ def runtime_of(model: Any) -> ExpertRuntime:
     return runtime
 
 
-def attach(model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, settings: Settings) -> ExpertRuntime:
+def attach(
+    model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, settings: Settings, calibration: Calibration | None
+) -> ExpertRuntime:
     """Build the tiers, the pager, the arithmetic and the lookahead for a loaded model, and bind them to its experts modules."""
     device = next(model.parameters()).device
     inventory = store.inventory
@@ -170,13 +176,11 @@ def attach(model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, setti
         backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
         why_not = group_queries(model)
         backends["attention"] = f"transformers' own ({why_not})" if why_not else "torch, the queries of a group as rows"
-    lookahead: GateLookahead | str = "not asked for"
-    if settings.lookahead != "none":
-        lookahead = GateLookahead.of(model, inventory, settings.window)
-        if isinstance(lookahead, str) and settings.lookahead == "gate":
-            store.close()
-            raise ConfigError(f"lookahead='gate' does not fit this family: {lookahead}. Fix: lookahead='none' or 'auto'")
-    backends["lookahead"] = f"none ({lookahead})" if isinstance(lookahead, str) else f"gate, {settings.window} layers ahead"
+    try:
+        lookahead, gate, backends["lookahead"] = choose_lookahead(model, inventory, settings, calibration)
+    except VisMoEError:
+        store.close()
+        raise
     if device.type == "cpu":
         backends["workers"] = waiting().why
         if not waiting().settled:
@@ -192,12 +196,14 @@ def attach(model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, setti
         threads=1 if settings.deterministic else memory.io_threads,  # one reads in the order of the demands
         ways=ways,
     )
-    runtime = ExpertRuntime(
-        pager, arithmetic, memory, device, lookahead if isinstance(lookahead, GateLookahead) else None, store, backends
-    )
+    foresight = Foresight(pager, lookahead, gate, inline=settings.deterministic)
+    runtime = ExpertRuntime(pager, arithmetic, memory, device, foresight, store, backends)
+    runtime.pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration.prune_layer if calibration else None)
+    runtime.visual_top_k = fewer_experts(settings, inventory)
     runtime.bind(model)
     model._vismoe_runtime = runtime
     weakref.finalize(model, pager.close)  # runs before the store's, which was made earlier
+    weakref.finalize(model, foresight.close)
     for _ in tqdm(pager.pin_prefix(), "Pinning experts", sum(pinned), unit="expert", delay=1, disable=None):
         pass
     return runtime

@@ -15,12 +15,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from vismoe.lookahead.calibration import Calibration
 from vismoe.memory.hardware import probe
 from vismoe.memory.plan import Plan
 from vismoe.models.adapters import adapt
 from vismoe.models.embeddings import table_bytes, table_of
 from vismoe.models.families import refuse_prequantized, refuse_unsupported
-from vismoe.models.footprint import footprint
+from vismoe.models.footprint import footprint, with_calibration
 from vismoe.models.locate import inventory_of
 from vismoe.models.opening import arrange_experts, open_experts, with_experts
 from vismoe.models.reading import settle_reading
@@ -44,6 +45,7 @@ def preview(
     described, files = describe(model, revision=revision, dtype=dtype)
     hardware = probe(device)
     if files:
+        calibration = Calibration.find(files[0].parent, settings)
         source, store, experts = open_experts(described, files, settings, torch.device(hardware.device))
         scratch_bytes, bounce, files, stored_bytes = store.scratch_bytes, store.bounce_bytes, store.paths, store.stored_bytes
         table = table_bytes(described) if table_of(described, source.headers) else 0
@@ -62,6 +64,8 @@ def preview(
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
     )
+    if files:
+        needs = with_calibration(needs, calibration, settings, torch.device(hardware.device))
     reading = settle_reading(
         needs, settings, hardware, bounce_bytes=bounce, table_bytes=table, files=files, stored_bytes=stored_bytes
     )

@@ -21,7 +21,11 @@ class Prompt:
     inputs: BatchFeature
     tokens: int
     visual_tokens: int
-    images: int
+    pictures: tuple[Image.Image, ...]  # upright, in the order of the conversation
+
+    @property
+    def images(self) -> int:
+        return len(self.pictures)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class PromptBuilder:
         except ValueError as error:  # e.g. an image two hundred times as wide as it is high
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
         visual = int((inputs["input_ids"] == self.image_token_id).sum()) if self.image_token_id is not None else 0
-        return Prompt(inputs, int(inputs["input_ids"].shape[1]), visual, len(images))
+        return Prompt(inputs, int(inputs["input_ids"].shape[1]), visual, tuple(images))
 
     def _content(
         self, message: dict[str, Any], images: list[Image.Image], open_image: Callable[[Any], Image.Image]

@@ -1,7 +1,8 @@
 """Live memory of a vision tower by image tokens, measured on the meta device like the decoder's.
 
 Towers that take flat patches and a grid are run, and so are those named here; others decide by values, which meta tensors do
-not have, and are estimated from their widths. Tokens are image tokens of one request: what the decoder gets.
+not have, and are estimated from their widths. Tokens are image tokens of one request: what the decoder gets. Saliency is
+planned for at any number of tokens, since a request may ask for fewer visual tokens at any time.
 """
 
 import inspect
@@ -23,6 +24,7 @@ from vismoe.models.live_memory import (
     forwards_replaced,
     one_expert_for_all,
 )
+from vismoe.models.saliency import saliency_bytes
 
 FEW_TOKENS = 4
 SQUARES = {"inkling_mm_model": 1, "inkling2": 2}  # families that take a square of pixels per image token, and its patches a side
@@ -50,6 +52,14 @@ def vision_memory(model: Any, image_tokens: int) -> VisionMemory:
     encoder = next((part for part in model.modules() if hasattr(part, "get_image_features")), None)
     if config is None or encoder is None:
         return NONE
+    tower = _tower_memory(model, encoder, config, image_tokens)
+    listening_bytes = saliency_bytes(model, image_tokens)
+    points = tuple((tokens, nbytes + listening_bytes) for tokens, nbytes in tower.encode.points)
+    return VisionMemory(Curve(points), tower.held_token_bytes)
+
+
+def _tower_memory(model: Any, encoder: Any, config: Any, image_tokens: int) -> VisionMemory:
+    """The same for the tower alone."""
     gridded = "image_grid_thw" in inspect.signature(encoder.get_image_features).parameters and _merge(config)
     if not gridded and model.config.model_type not in PICTURES | SQUARES.keys():
         return _estimate(model, config, image_tokens)

@@ -52,13 +52,17 @@ class Demand:
         self._below = Below(pager, layer)
         self._all_slabs: np.ndarray | None = None  # of the demand, where all of it is resident
         self._counted, self._tokens, self._ways = counted, tokens, ways
-        self._compute_s = 0.0
+        self._compute_s = self._stall_s = self._began_s = 0.0
+        self._copies = 0  # that it asked for
+        self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
 
     def __enter__(self) -> "Demand":
         pager, table = self._pager, self._table
         with pager.lock:
             pager.open_demand(self._layer)
             table.enter_layer(self._layer)
+            if pager.tickets:
+                self._guess, self._began_s = pager.guess_on_the_way(), time.perf_counter()
             slabs = self._slabs(self._todo)
             present = slabs >= 0
             if not present.all():
@@ -67,11 +71,15 @@ class Demand:
             stays: bool | np.ndarray = True
             if self._keep is not None:
                 stays = np.array([e in self._keep for e, p in zip(self._todo, present.tolist()) if p], dtype=bool)
-            pager.count_use_of_guesses(table.enter_demand(here, stays))
+            guesses = table.enter_demand(here, stays)
+            if guesses:
+                pager.ledger.used(guesses, guesses * table.pool.layout.record_bytes)
             late = [] if not pager.tickets else [e for e in self._todo if ExpertId(self._layer, e) in pager.tickets]
             for expert in late:
                 self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
             self._count(late)
+            if self._absent:
+                pager.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self._absent, self._base)])))
             if not self._absent and not late:
                 self._all_slabs = slabs
             elif self._ways is not None:
@@ -94,8 +102,16 @@ class Demand:
                 self._leave(slabs[slabs >= 0])
                 if pager.host is not None:
                     pager.host.let_go()
+            else:
+                self._settle_stall()
             pager.metrics.add("compute_seconds", pager.phase, self._layer, self._compute_s)
             pager.close_demand()
+
+    def _settle_stall(self) -> None:
+        """What waiting says about the cost of a miss, and about the guess it waited behind."""
+        if self._copies or self._guess is not None:
+            ended_s = (self._guess.ended_s or time.perf_counter()) if self._guess is not None else 0.0
+            self._pager.ledger.waited(self._stall_s, self._copies, ended_s - self._began_s)
 
     @property
     def computes_below(self) -> bool:
@@ -141,6 +157,7 @@ class Demand:
     def _count(self, late: list[int]) -> None:
         pager, counted = self._pager, self._counted
         misses = len(self._absent) + len(late)
+        pager.misses_this_layer = misses
         pager.misses_this_step += misses
         demanded = len(self._todo)
         if counted is not None:
@@ -217,6 +234,7 @@ class Demand:
             if room is None:
                 return
             must = False
+            self._copies += 1
             self._absent.pop(0)
             self._tickets[expert] = pager.start_load(ExpertId(self._layer, expert), room)
 
@@ -248,6 +266,7 @@ class Demand:
         if pager.timeline is not None:
             pager.timeline.span("stall", f"layer {self._layer}", began_s, ended_s)
         with pager.lock:
+            self._stall_s += ended_s - began_s
             pager.metrics.add("stall_seconds", pager.phase, self._layer, ended_s - began_s)
             for expert, ticket in list(self._tickets.items()):
                 if not ticket.done:

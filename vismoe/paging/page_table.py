@@ -64,6 +64,8 @@ class PageTable:
         self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk
         self.streamed = np.zeros(slabs, dtype=bool)  # in the ring and computed
         self.speculative = np.zeros(slabs, dtype=bool)
+        self.left_for = np.full(slabs, -1, dtype=np.int32)  # flat expert that had to leave for the guess in this slab
+        self.displaced = np.zeros(experts, dtype=bool)  # left for a guess, which nobody has used
         self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
         self._use_weight = 1.0
         self._ring_in_use = False
@@ -162,12 +164,21 @@ class PageTable:
         """
         guesses = int(np.count_nonzero(self.speculative[slabs]))
         if guesses:
-            self.speculative[slabs] = False
+            left = self.left_for[slabs]
+            self.displaced[left[left >= 0]] = False  # the demand itself would have sent them away
+            self.speculative[slabs], self.left_for[slabs] = False, -1
         self.demanded[slabs] = True
         if self._ring_in_use:
             self.streamed[slabs] = False
             self.ring[slabs] &= np.logical_not(stays)
         return guesses
+
+    def give_up_guesses(self) -> list[ExpertId]:
+        """The request is over: what was prefetched and not demanded stays as an ordinary resident. Returns who that is."""
+        slabs = np.flatnonzero(self.speculative & (self.state == RESIDENT))
+        self.speculative[slabs], self.left_for[slabs] = False, -1
+        self.streamed[slabs] = self.ring[slabs]
+        return [self.id_of[flat] for flat in self.expert_in[slabs]]
 
     def leave_demand(self, slabs: np.ndarray) -> None:
         """Computed, or given up: nothing protects them now."""
@@ -175,8 +186,16 @@ class PageTable:
         if self._ring_in_use:
             self.streamed[slabs] = self.ring[slabs] & (self.state[slabs] == RESIDENT)
 
+    def begin_guess(self, flat: int, room: Room) -> None:
+        """A prefetch takes its slab."""
+        self.begin_load(flat, room.slab, speculative=True, ring=room.ring)
+        if room.evicted is not None:
+            self.left_for[room.slab] = left = self.flat(room.evicted.expert)
+            self.displaced[left] = True
+
     def begin_load(self, flat: int, slab: int, *, speculative: bool = False, ring: bool = False, demanded: bool = False) -> None:
         assert self.state[slab] == FREE and self.slab_of[flat] == -1
+        self.displaced[flat] = False
         self.slab_of[flat], self.expert_in[slab], self.layer_in[slab] = slab, flat, self.layer_of[flat]
         self.state[slab] = LOADING
         self.speculative[slab], self.ring[slab], self.demanded[slab] = speculative, ring, demanded
@@ -202,7 +221,7 @@ class PageTable:
 
     def _clear(self, slab: int) -> None:
         self.slab_of[self.expert_in[slab]] = -1
-        self.expert_in[slab] = self.layer_in[slab] = -1
+        self.expert_in[slab] = self.layer_in[slab] = self.left_for[slab] = -1
         self.state[slab] = FREE
         self.demanded[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
 
@@ -224,7 +243,7 @@ class PageTable:
         for slab in range(self.pool.capacity):
             alive = self.state[slab] == RESIDENT or slab in loading
             if not alive or self.expert_in[slab] < 0:
-                self.expert_in[slab] = self.layer_in[slab] = -1
+                self.expert_in[slab] = self.layer_in[slab] = self.left_for[slab] = -1
                 self.state[slab] = FREE
                 self.pinned[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
         self.demanded[:] = False
@@ -244,4 +263,5 @@ class PageTable:
         empty = self.state == FREE
         assert (self.expert_in[empty] == -1).all() and not (self.demanded | self.pinned)[empty].any()
         assert (self.layer_in[held] == self.layer_of[self.expert_in[held]]).all()
+        assert (self.left_for[~self.speculative] == -1).all() and not self.displaced[self.expert_in[held]].any()
         assert not (self.streamed & ~self.ring).any() and (self._ring_in_use or not self.ring.any())

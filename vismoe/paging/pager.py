@@ -17,8 +17,8 @@ from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.demand import Demand
 from vismoe.paging.miss import Ways
-from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
-from vismoe.paging.speculation import SpeculationCap, prefetch_order
+from vismoe.paging.page_table import LOADING, PageTable, Room
+from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
 from vismoe.timeline import Timeline
 from vismoe.types import ExpertId, ExpertInventory, Phase
@@ -52,17 +52,13 @@ class Pager:
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
-        unit = max(layout.record_bytes for layout in inventory.layouts)
-        per_step = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
-        self.cap = SpeculationCap.open(most_bytes=per_step, unit_bytes=unit)
-        self._allowance_bytes = self.cap.bytes_per_step
-        self._least_bytes = min(layout.record_bytes for layout in inventory.layouts)
-        self._guesses_used = self._guesses_wasted = 0
+        self.ledger = Ledger(inventory)
+        self._step_began_s = self._step_ended_s = 0.0
         self._wanted_ahead: list[tuple[ExpertId, float]] = []  # best last
         self.tick = 0
         self._none_to_admit_at = -1  # the tick at which no admission was worth its slab
         self.phase, self.running_layer = Phase.PREFILL, -1
-        self.misses_this_step = self.misses_last_step = 0
+        self.misses_this_step = self.misses_last_step = self.misses_this_layer = 0
         self.tickets: dict[ExpertId, Ticket] = {}
         self._serving: int | None = None  # the thread whose demand is open
         self._closed = False
@@ -77,9 +73,8 @@ class Pager:
             self._claim()
             if new_sequence:
                 self.end_request()
-            self.cap = self.cap.after_step(self._guesses_used, self._guesses_wasted)
-            self._guesses_used = self._guesses_wasted = 0
-            self._allowance_bytes = self.cap.bytes_per_step
+            self.ledger.begin_step(phase, self._step_ended_s - self._step_began_s)
+            self._step_began_s = self._step_ended_s = time.perf_counter()
             self.phase, self.running_layer = phase, -1
             self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
             self._wanted_ahead.clear()
@@ -102,6 +97,11 @@ class Pager:
         """
         return Demand(self, layer, experts, keep, counted, tokens, self.ways)
 
+    def asked(self, seconds: float) -> None:
+        """Asking the lookahead about this layer has held up the model's thread for so long."""
+        with self.lock:
+            self.ledger.asked(seconds, self.misses_this_layer)
+
     def look_ahead(self, layer: int, scores: np.ndarray) -> None:
         """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted."""
         with self.lock:
@@ -112,7 +112,7 @@ class Pager:
                 start = table.base[ahead.index]
                 table.scores[start : start + ahead.num_experts] = scores[d, : ahead.num_experts]
                 absent[d, : ahead.num_experts] = table.slab_of[start : start + ahead.num_experts] < 0
-            count = -(-self._allowance_bytes // self.cap.unit_bytes)
+            count = -(-self.ledger.allowance_bytes // self.ledger.unit_bytes)
             ahead_by, experts = prefetch_order(scores[:distance], absent, count)
             best_last = zip(ahead_by[::-1], experts[::-1], strict=True)
             self._wanted_ahead = [(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in best_last]
@@ -122,7 +122,7 @@ class Pager:
     @property
     def may_guess(self) -> bool:
         """Whether anything can still be fetched on a guess in this step, or the lookahead says who leaves."""
-        return self._allowance_bytes >= self._least_bytes or self.tables[0].order == "lookahead"
+        return self.ledger.may_guess or self.tables[0].order == "lookahead"
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
@@ -148,10 +148,8 @@ class Pager:
         with self.lock:
             self._wanted_ahead.clear()
             for table in self.tables:
-                for slab in np.flatnonzero(table.speculative & (table.state == RESIDENT)):
-                    table.speculative[slab] = False
-                    table.streamed[slab] = table.ring[slab]
-                    self._count_wasted(table.id_of[table.expert_in[slab]])
+                for expert in table.give_up_guesses():
+                    self._count_wasted(expert)
 
     def close(self) -> None:
         with self.lock:
@@ -204,6 +202,7 @@ class Pager:
 
     def close_demand(self) -> None:
         self._serving = None
+        self._step_ended_s = time.perf_counter()
 
     # -- slabs and tickets; under the lock
     def make_room(self, layer: int, streaming: bool, must: bool = False) -> Room | None:
@@ -220,6 +219,13 @@ class Pager:
         self.transfer.submit(ticket)
         return ticket
 
+    def guess_on_the_way(self) -> Ticket | None:
+        """The prefetch that is being copied."""
+        for ticket in self.tickets.values():
+            if self.tables[ticket.geometry].speculative[ticket.slab]:
+                return ticket
+        return None
+
     def queued_bytes(self) -> int:
         """Of the copies that are queued or under way."""
         return sum(self.inventory.layouts[ticket.geometry].record_bytes for ticket in self.tickets.values())
@@ -233,11 +239,8 @@ class Pager:
         return room
 
     def _count_wasted(self, expert: ExpertId) -> None:
-        self._guesses_wasted += 1
+        self.ledger.wasted()
         self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, self.inventory.layout(expert.layer).record_bytes)
-
-    def count_use_of_guesses(self, count: int) -> None:
-        self._guesses_used += count
 
     def _next_prefetch(self) -> Ticket | None:
         """What is worth most of all that nobody has demanded; a slab is taken now, not earlier.
@@ -276,16 +279,16 @@ class Pager:
             flat = table.flat(expert)
             if table.slab_of[flat] >= 0 or expert.layer <= self.running_layer:
                 continue
-            if nbytes > self._allowance_bytes:
+            if nbytes > self.ledger.allowance_bytes:
                 self._wanted_ahead.clear()
                 return None
             room = self._settled(table.room_for_guess(self.running_layer, self.window, priority, streaming))
             if room is None:  # nothing may be taken now; later, perhaps
                 self._wanted_ahead.append((expert, priority))
                 return None
-            self._allowance_bytes -= nbytes
+            self.ledger.started(nbytes)
             ticket = Ticket(expert, self.inventory.layers[expert.layer].geometry, room.slab, speculative=True)
-            table.begin_load(flat, room.slab, speculative=True, ring=room.ring)
+            table.begin_guess(flat, room)
             self.tickets[expert] = ticket
             self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
             return ticket

@@ -41,6 +41,7 @@ class Ticket:
     speculative: bool = False  # nobody had demanded it when it began
     runner: int | None = None  # the thread that copies
     began_s: float = 0.0
+    ended_s: float = 0.0  # 0 until it is done
     done: bool = False
     error: BaseException | None = None
     moved: Moved = field(default_factory=Moved)
@@ -240,7 +241,7 @@ class Transfer:
             raise
         finally:
             with self.lock:
-                ticket.done = True
+                ticket.done, ticket.ended_s = True, time.perf_counter()
                 self._finished(ticket)
                 self._changed.notify_all()
 

@@ -67,9 +67,11 @@ class Conditions:
     window: int = 5  # W: layers that eviction protects
     pinned_layers: int = 0  # leading MoE layers that never leave; their experts count as slots, their first copy is free
     prefetch: bool = False
-    prefetch_bytes_per_step: int | None = None  # a fixed cap; None: the pager's own, which opens and closes itself
+    prefetch_bytes_per_step: int | None = None  # that may lie unused; None: the pager's own cap, which opens and closes itself
     link_bytes_per_s: float | None = None  # None: transfers take no time
-    compute_s_per_layer: float = 0.0  # everything of one decoder layer but waiting
+    compute_s_per_layer: float = 0.0  # everything of one decoder layer but waiting and what grows with the tokens
+    compute_s_per_token: float = 0.0  # that each token adds while the layer's experts are computed
+    lookahead_s: float = 0.0  # of asking the lookahead at one layer
     misses: Literal["wait", "cpu", "auto"] = "wait"  # wait for copies, compute them below, or what is done sooner
     cpu_bytes_per_s: float | None = None  # of expert weights that the CPU reads and computes with, at one token
     cpu_s_per_token: float = 0.0  # arithmetic of one token in one expert, which decides where there are many

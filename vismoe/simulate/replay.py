@@ -47,6 +47,10 @@ class ReplayResult:
     def stall_s(self) -> float:
         return self.counters.total("stall_seconds")
 
+    def phase_s(self, phase: Phase) -> float:
+        """Virtual time of one phase."""
+        return self.counters.total("layer_seconds", phase)
+
     def hit_rate(self, phase: Phase | None = None) -> float | None:
         """Hits over demands, None when nothing was demanded in that phase."""
         return self.counters.hit_rate(phase)
@@ -99,6 +103,7 @@ def _oracle(demands: Demands, slabs: tuple[int, ...], conditions: Conditions) ->
             metrics.add("misses", *where, missed)
             metrics.add("bytes_read", *where, nbytes)
             metrics.add("stall_seconds", *where, stall_s)
+            metrics.add("layer_seconds", *where, stall_s + conditions.compute_s_per_layer)
             metrics.add("steps", *where)
             seconds += stall_s + conditions.compute_s_per_layer
     return ReplayResult("oracle", slabs, _slab_bytes(demands, slabs), metrics.snapshot(), seconds)
@@ -121,7 +126,9 @@ class Row:
     times_oracle: float  # fetched bytes over the oracle's
     prefetched_bytes: int
     wasted_prefetch_bytes: int
-    stall_s: float | None  # None without a link rate
+    stall_s: float | None  # None without a link rate, and so are the others
+    prefill_s: float | None
+    decode_s: float | None
     seconds: float | None
 
     def to_json(self) -> dict[str, Any]:
@@ -164,8 +171,7 @@ def _row(slots: str, result: ReplayResult, fewest_bytes: int, timed: bool) -> Ro
         result.fetched_bytes / fewest_bytes if fewest_bytes else 1.0,
         int(result.counters.total("prefetched_bytes")),
         int(result.counters.total("wasted_prefetch_bytes")),
-        result.stall_s if timed else None,
-        result.seconds if timed else None,
+        *([result.stall_s, *map(result.phase_s, (Phase.PREFILL, Phase.DECODE)), result.seconds] if timed else [None] * 4),
     )
 
 
@@ -173,13 +179,13 @@ def format_table(rows: Sequence[Row]) -> str:
     """The comparison as aligned text; time columns only when a link rate was given."""
     timed = any(row.stall_s is not None for row in rows)
     head = ["slots", "slabs", "order", "prefill hits", "decode hits", "fetched", "x oracle"]
-    table = [head + (["prefetched", "wasted", "stall s", "total s"] if timed else [])]
+    table = [head + (["prefetched", "wasted", "stall s", "prefill s", "decode s", "total s"] if timed else [])]
     for row in rows:
         cells = [row.slots, str(row.slabs), row.order, _percent(row.prefill_hit_rate), _percent(row.decode_hit_rate)]
         cells += [format_bytes(row.fetched_bytes), f"{row.times_oracle:.2f}"]
         if timed:
             cells += [format_bytes(row.prefetched_bytes), format_bytes(row.wasted_prefetch_bytes)]
-            cells += [f"{row.stall_s:.3f}", f"{row.seconds:.3f}"]
+            cells += [f"{value:.3f}" for value in (row.stall_s, row.prefill_s, row.decode_s, row.seconds)]
         table.append(cells)
     return aligned_columns(table, left=3)
 

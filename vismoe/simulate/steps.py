@@ -7,18 +7,20 @@ Arrays of a shard, version 1 (N steps, M layer records; token counts include pad
     per layer     layer.index [M] i32, layer.tokens [M] i32, layer.top_k [M] i32, layer.scores [M, 2] i32 (W, E; 0 without),
                   layer.kept [M] u8 (1: `kept` lists which tokens reached this layer)
     flat          expert_ids i16 and weights f16 (tokens x top_k each), scores f16 (W x E each), kept i32 (tokens each)
+    training      only where a predictor is to be trained: layer.hidden [M] i32 and layer.visual [M] i32 (widths; 0 without),
+                  layer.expected [M, 2] i32 (W, E); flat hidden f16, visual f16, expected f16 (2 x W x E each)
 """
 
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 import numpy as np
 
 from vismoe.types import Phase
 
-__all__ = ["LayerRouting", "TokenKind", "TraceStep", "pack", "unpack"]
+__all__ = ["Evidence", "LayerRouting", "TokenKind", "TraceStep", "pack", "unpack"]
 
 PHASES = tuple(Phase)
 
@@ -32,6 +34,18 @@ class TokenKind(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """What a learned lookahead sees at one MoE layer beside the routing (`vismoe.lookahead.features` says how it is made)."""
+
+    hidden: np.ndarray  # [H] float16: the residual stream, pooled
+    visual: np.ndarray | None  # [H] float16: the visual summary, where it is another one than before in this request
+    expected: np.ndarray | None  # [2, W, E] float16: what the next routers say now; None: the family cannot be asked
+
+
+NOTHING_SEEN = Evidence(np.empty(0, np.float16), None, None)
+
+
+@dataclass(frozen=True)
 class LayerRouting:
     """What the router of one MoE layer chose in one step; T here counts the tokens that reached the layer."""
 
@@ -40,6 +54,7 @@ class LayerRouting:
     weights: np.ndarray  # [T, K] float16
     scores: np.ndarray | None = None  # [W, E] float16: the lookahead's scores of layers layer + 1 .. layer + W at this point
     kept: np.ndarray | None = None  # [T] int32: which tokens of the step these are; None: all
+    evidence: "Evidence | None" = None  # what a learned lookahead sees at this point, where it was recorded
 
 
 @dataclass(frozen=True)
@@ -51,11 +66,18 @@ class TraceStep:
     kinds: np.ndarray  # [sequences, tokens] uint8 of TokenKind
     layers: list[LayerRouting]
 
+    def real(self, routing: LayerRouting) -> np.ndarray:
+        """Which of the tokens that reached a layer are no padding, bool `[T]`."""
+        return self.kinds.ravel()[self._tokens(routing)] != TokenKind.PAD
+
+    def _tokens(self, routing: LayerRouting) -> np.ndarray:
+        return np.arange(self.kinds.size) if routing.kept is None else routing.kept
+
     def demand(self, routing: LayerRouting, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What the tokens of a layer need, pads left out, as ascending expert ids: (of all tokens, how many tokens chose each
         of those, of each sequence's last token)."""
-        tokens = np.arange(self.kinds.size) if routing.kept is None else routing.kept
-        real = self.kinds.ravel()[tokens] != TokenKind.PAD
+        tokens = self._tokens(routing)
+        real = self.real(routing)
         sequence = tokens // max(self.kinds.shape[1], 1)
         last = real.copy()  # a token is its sequence's last one when the next real token belongs to another sequence
         last[np.flatnonzero(real)[:-1]] = np.diff(sequence[real]) != 0
@@ -99,7 +121,21 @@ def pack(steps: list[TraceStep]) -> tuple[dict[str, np.ndarray], list[str]]:
         "scores": _flat([r.scores for r in layers if r.scores is not None], np.float16),
         "kept": _flat([r.kept for r in layers if r.kept is not None], np.int32),
     }
+    if any(routing.evidence is not None for routing in layers):
+        arrays |= _pack_evidence([routing.evidence or NOTHING_SEEN for routing in layers])
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}, requests
+
+
+def _pack_evidence(evidence: list[Evidence]) -> dict[str, np.ndarray]:
+    expected = [seen.expected for seen in evidence]
+    return {
+        "layer.hidden": np.array([seen.hidden.size for seen in evidence], np.int32),
+        "layer.visual": np.array([0 if seen.visual is None else seen.visual.size for seen in evidence], np.int32),
+        "layer.expected": np.array([(0, 0) if array is None else array.shape[1:] for array in expected], np.int32),
+        "hidden": _flat([seen.hidden for seen in evidence], np.float16),
+        "visual": _flat([seen.visual for seen in evidence if seen.visual is not None], np.float16),
+        "expected": _flat([array for array in expected if array is not None], np.float16),
+    }
 
 
 def unpack(arrays: dict[str, np.ndarray], requests: list[str]) -> Iterator[TraceStep]:
@@ -117,6 +153,7 @@ def _unpack_layers(arrays: dict[str, np.ndarray]) -> Iterator[LayerRouting]:
     shapes = arrays["layer.scores"]
     ids, weights = (_split(arrays[name], tokens * top_k) for name in ("expert_ids", "weights"))
     scores, keeps = _split(arrays["scores"], shapes.prod(axis=1)), _split(arrays["kept"], tokens * kept)
+    evidence = _unpack_evidence(arrays) if "hidden" in arrays else repeat(None)
     for i, layer in enumerate(arrays["layer.index"].tolist()):
         shape = (int(tokens[i]), int(top_k[i]))
         window_scores, keep = next(scores), next(keeps)
@@ -126,7 +163,16 @@ def _unpack_layers(arrays: dict[str, np.ndarray]) -> Iterator[LayerRouting]:
             next(weights).reshape(shape),
             window_scores.reshape(tuple(shapes[i])) if shapes[i, 0] else None,
             keep if kept[i] else None,
+            next(evidence),
         )
+
+
+def _unpack_evidence(arrays: dict[str, np.ndarray]) -> Iterator[Evidence | None]:
+    hiddens, visuals = (_split(arrays[name], arrays[f"layer.{name}"]) for name in ("hidden", "visual"))
+    expected = _split(arrays["expected"], 2 * arrays["layer.expected"].prod(axis=1))
+    for (window, width), hidden, visual, said in zip(arrays["layer.expected"].tolist(), hiddens, visuals, expected, strict=True):
+        seen = Evidence(hidden, visual if visual.size else None, said.reshape(2, window, width) if window else None)
+        yield seen if hidden.size else None
 
 
 def _split(flat: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:

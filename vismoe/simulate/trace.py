@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from vismoe.errors import ClosedError, TraceError
-from vismoe.simulate.steps import LayerRouting, TokenKind, TraceStep, pack, unpack
+from vismoe.simulate.steps import Evidence, LayerRouting, TokenKind, TraceStep, pack, unpack
 from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout, Section
 
-__all__ = ["VERSION", "LayerRouting", "TokenKind", "Trace", "TraceStep", "TraceWriter"]
+__all__ = ["VERSION", "Evidence", "LayerRouting", "TokenKind", "Trace", "TraceStep", "TraceWriter"]
 
 VERSION = 1
 FORMAT = "vismoe-trace"
@@ -41,9 +41,14 @@ class TraceWriter:
         model: str = "",
         fingerprint: str = "",
         flush_bytes: int = FLUSH_BYTES,
+        for_training: bool = False,
     ):
-        """Starts a trace, or goes on with the one at `path`; raises TraceError when that is of another model."""
-        self.path, self._flush_bytes = Path(path), flush_bytes
+        """Starts a trace, or goes on with the one at `path`; raises TraceError when that is of another model.
+
+        for_training: a learned lookahead's evidence is recorded too, and shards hold whole requests, so that what a killed
+        recorder left can be gone on with at the next request.
+        """
+        self.path, self._flush_bytes, self.for_training = Path(path), flush_bytes, for_training
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -68,13 +73,15 @@ class TraceWriter:
 
     def request(self, request: str) -> None:
         """Steps from here on belong to `request`."""
+        if self._bytes >= self._flush_bytes:
+            self._flush()
         self._request = request
 
     def step(self, phase: Phase, kinds: np.ndarray) -> None:
         """Begins a forward pass. `kinds` (TokenKind) is [sequences, tokens]; [T] is one sequence, or T of one token in decode."""
         if self._closed:
             raise ClosedError(f"the trace {self.path} was closed")
-        if self._bytes >= self._flush_bytes:
+        if self._bytes >= self._flush_bytes and not self.for_training:
             self._flush()
         kinds = np.array(kinds, np.uint8)
         if kinds.ndim == 1:
@@ -89,6 +96,7 @@ class TraceWriter:
         weights: np.ndarray,
         scores: np.ndarray | None = None,
         kept: np.ndarray | None = None,
+        evidence: Evidence | None = None,
     ) -> None:
         """Routing of one MoE layer in the present step: ids and weights [T, K], scores [W, E], kept [T] (see LayerRouting)."""
         assert self._steps and not self._closed, "layer() outside a step"
@@ -101,9 +109,11 @@ class TraceWriter:
             np.array(weights, np.float16),
             None if scores is None else np.array(scores, np.float16),
             None if kept is None else np.array(kept, np.int32),
+            evidence,
         )
         self._steps[-1].layers.append(routing)
-        arrays = (routing.expert_ids, routing.weights, routing.scores, routing.kept)
+        seen = (evidence.hidden, evidence.visual, evidence.expected) if evidence is not None else ()
+        arrays = (routing.expert_ids, routing.weights, routing.scores, routing.kept, *seen)
         self._bytes += RECORD_BYTES + sum(array.nbytes for array in arrays if array is not None)
 
     def close(self) -> None:
@@ -116,7 +126,9 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None and self.for_training:  # the request under way is collected again
+            self._steps = [step for step in self._steps if step.request != self._request]
         self.close()
 
     def _flush(self) -> None:
@@ -169,6 +181,12 @@ class Trace:
 
     def __len__(self) -> int:
         return self._steps
+
+    @property
+    def requests(self) -> list[str]:
+        """The names of all requests, from the headers of the shards alone."""
+        names = (name for shard in self.shards for name in _about(shard, self.header["id"])["requests"])
+        return list(dict.fromkeys(names))
 
     def __iter__(self) -> Iterator[TraceStep]:
         for shard in self.shards:

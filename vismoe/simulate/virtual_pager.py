@@ -1,9 +1,10 @@
 """The pager in virtual time: its page tables, victim choice, prefetch order and speculation cap over slabs that hold nothing.
 
 Follows paging/pager.py and paging/demand.py decision by decision; a test holds the two against each other. What is simpler is
-time: one link that carries demands before guesses and finishes what it began, a fixed compute time per MoE layer, and a layer
-that computes when its last expert has arrived, so transfers of a prefill chunk do not overlap with its own compute. What the CPU
-computes below the device takes as long as its rates say, beside the link. Without a link rate nothing takes time.
+time: one link that carries demands before guesses and finishes what it began, and a layer that computes when its last expert has
+arrived, so transfers of a prefill chunk do not overlap with its own compute: first its experts one by one, as long as the tokens
+take, then a fixed time for the rest of a decoder layer. What the CPU computes below the device takes as long as its rates say,
+beside the link. Without a link rate copies take no time.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import Miss, Way, Ways
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
-from vismoe.paging.speculation import SpeculationCap, prefetch_order
+from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.simulate.demands import Conditions, Demand
 from vismoe.types import ExpertInventory, MoELayer, Phase
 
@@ -35,6 +36,7 @@ class Serving:
     began_s: float
     cpu_s: float  # what that takes
     copies: int = 0
+    behind_s: float = 0.0  # until the guess on the link has arrived
 
 
 class VirtualPager:
@@ -58,10 +60,9 @@ class VirtualPager:
             None  # what nobody demanded on the link (table, flat expert), until it is idle
         )
         self._guesses: list[tuple[int, int, float]] = []  # (layer, expert, score), best last
-        per_step = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
-        self._cap = SpeculationCap.open(per_step, max(layout.record_bytes for layout in inventory.layouts))
-        self._allowance_bytes = self._used = self._wasted = 0
-        self._tick = self._misses_last_step = self._misses_this_step = 0
+        self.ledger = Ledger(inventory)
+        self._step_began_s = 0.0
+        self._tick = self._misses_last_step = self._misses_this_step = self._misses_of_layer = 0
         self._last: Demand | None = None
         for layer in inventory.layers[: conditions.pinned_layers]:
             self._pin(layer)
@@ -71,33 +72,36 @@ class VirtualPager:
         if self._last is not None and demand.request != self._last.request:
             self.end_request()
         if self._last is None or demand.step != self._last.step:
-            self._begin_step()
-        self._last = demand
+            self._begin_step(demand.phase)
+        self._last, began_s = demand, self.now_s
         serving = self._enter(demand)
-        self._look_ahead(demand)
+        asked_s = self._look_ahead(demand)
         while serving.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
             self._compute_next(serving)
         self._wait(serving)
-        self._use_link_until(self.now_s + self.conditions.compute_s_per_layer, demand.layer)
+        self.now_s = max(self.now_s, began_s + asked_s)  # asked while copies were under way
+        tokens = int(demand.tokens.sum()) / self.inventory.layers[demand.layer].top_k
+        expert_s = tokens * self.conditions.compute_s_per_token / max(1, len(serving.todo))
         while serving.todo:
+            self._use_link_until(self.now_s + expert_s, demand.layer)
             self._compute_next(serving)
         self._computed_below(serving)
+        self._use_link_until(self.now_s + self.conditions.compute_s_per_layer, demand.layer)
+        self._add("layer_seconds", self.now_s - began_s)
 
     def end_request(self) -> None:
         """Guesses nobody used by now were wasted; what is resident stays."""
         self._land()
         self._guesses.clear()
         for table in self.tables:
-            for slab in np.flatnonzero(table.speculative & (table.state == RESIDENT)):
-                table.speculative[slab] = False
-                table.streamed[slab] = table.ring[slab]
-                self._count_wasted(table.id_of[table.expert_in[slab]].layer)
+            for expert in table.give_up_guesses():
+                self._count_wasted(expert.layer)
 
-    def _begin_step(self) -> None:
-        self._cap = self._cap.after_step(self._used, self._wasted)
-        self._used = self._wasted = 0
-        fixed = self.conditions.prefetch_bytes_per_step
-        self._allowance_bytes = self._cap.bytes_per_step if fixed is None else fixed
+    def _begin_step(self, phase: Phase) -> None:
+        self.ledger.begin_step(phase, self.now_s - self._step_began_s)
+        self._step_began_s = self.now_s
+        if self.conditions.prefetch_bytes_per_step is not None:
+            self.ledger.allowance_bytes = self.conditions.prefetch_bytes_per_step
         self._misses_last_step, self._misses_this_step = self._misses_this_step, 0
         self._guesses.clear()
         for table in self.tables:
@@ -135,12 +139,18 @@ class VirtualPager:
         decoding = demand.phase is Phase.DECODE
         keep = None if decoding else set((demand.last + base).tolist())
         table.enter_layer(demand.layer)
+        behind_s = self._guess_ends_s() - self.now_s
         present = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab >= 0]
         late = {flat for flat in present if table.state[table.slab_of[flat]] == LOADING}
-        self._used += table.enter_demand(here, np.array([keep is None or flat in keep for flat in present], dtype=bool))
+        guesses = table.enter_demand(here, np.array([keep is None or flat in keep for flat in present], dtype=bool))
+        if guesses:
+            self.ledger.used(guesses, guesses * table.pool.layout.record_bytes)
         self._tick += 1
         absent = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab < 0]
-        self._misses_this_step += len(absent) + len(late)
+        self._misses_of_layer = len(absent) + len(late)
+        self._misses_this_step += self._misses_of_layer
+        if absent:
+            self.ledger.displaced(int(np.count_nonzero(table.displaced[absent])))
         for counter, amount in (
             ("steps", 1),
             ("hits", len(here) - len(late)),
@@ -155,6 +165,7 @@ class VirtualPager:
         todo = [flat for flat in order if flat not in below]
         serving = Serving(demand, table, todo, absent, keep, sorted(below), self.now_s, cpu_s)
         if late or absent:  # the link finishes the guess it carries; a late one has arrived then
+            serving.behind_s = behind_s
             self.now_s = max(self.now_s, self._link_idle_at_s)
             self._land()
         self._issue(serving)
@@ -222,7 +233,9 @@ class VirtualPager:
         if nbytes:
             self._link_idle_at_s = self.now_s
         cpu_done_s = serving.began_s + serving.cpu_s
-        self._add("stall_seconds", max(0.0, self.now_s - cpu_done_s))
+        stall_s = max(0.0, self.now_s - cpu_done_s)
+        self._add("stall_seconds", stall_s)
+        self.ledger.waited(stall_s, serving.copies, serving.behind_s)
         self._use_link_until(cpu_done_s, serving.demand.layer)
 
     def _computed_below(self, serving: Serving) -> None:
@@ -245,14 +258,17 @@ class VirtualPager:
         return room
 
     def _count_wasted(self, layer: int) -> None:
-        self._wasted += 1
+        self.ledger.wasted()
         self._add("wasted_prefetch_bytes", self.inventory.layout(layer).record_bytes, layer)
 
     # -- lookahead and prefetch
-    def _look_ahead(self, demand: Demand) -> None:
-        """Recorded scores become priorities and guesses; off while nothing misses, as in the pager."""
-        if demand.scores is None or not (self._misses_last_step or self._misses_this_step):
-            return
+    def _look_ahead(self, demand: Demand) -> float:
+        """Recorded scores become priorities and guesses; returns the seconds of asking. Off while nothing misses, and where
+        neither guesses nor eviction use them."""
+        ordered = self.tables[0].order == "lookahead"
+        guessing = self.conditions.prefetch and self.ledger.may_guess
+        if demand.scores is None or not (self._misses_last_step or self._misses_this_step) or not (ordered or guessing):
+            return 0.0
         layers = self.inventory.layers[demand.layer + 1 : demand.layer + 1 + len(demand.scores)]
         scores = demand.scores[: len(layers)].astype(np.float32)
         absent = np.zeros(scores.shape, bool)
@@ -261,9 +277,11 @@ class VirtualPager:
             start, end = table.base[layer.index], table.base[layer.index] + layer.num_experts
             table.scores[start:end] = scores[row, : layer.num_experts]
             absent[row, : layer.num_experts] = table.slab_of[start:end] < 0
-        if self.conditions.prefetch:
-            rows, experts = prefetch_order(scores, absent, -(-self._allowance_bytes // self._cap.unit_bytes))
+        if guessing:
+            rows, experts = prefetch_order(scores, absent, -(-self.ledger.allowance_bytes // self.ledger.unit_bytes))
             self._guesses = [(demand.layer + 1 + int(r), int(e), float(scores[r, e])) for r, e in zip(rows[::-1], experts[::-1])]
+        self.ledger.asked(self.conditions.lookahead_s, self._misses_of_layer)
+        return self.conditions.lookahead_s
 
     def _use_link_until(self, end_s: float, running_layer: int) -> None:
         """Time passes; whenever the link is idle, it carries what is worth most of all that nobody has demanded."""
@@ -307,18 +325,24 @@ class VirtualPager:
             flat, nbytes = table.base[layer] + expert, table.pool.layout.record_bytes
             if table.slab_of[flat] >= 0 or layer <= running_layer:
                 continue
-            if nbytes > self._allowance_bytes:
+            if nbytes > self.ledger.allowance_bytes:
                 return False
             room = self._settled(table.room_for_guess(running_layer, self.conditions.window, score, streaming))
             if room is None:  # nothing may be taken now; later, perhaps
                 self._guesses.append((layer, expert, score))
                 return False
-            self._allowance_bytes -= nbytes
-            table.begin_load(flat, room.slab, speculative=True, ring=room.ring)
+            self.ledger.started(nbytes)
+            table.begin_guess(flat, room)
             self._carry(table, flat)
             self._add("prefetched_bytes", nbytes, layer)
             return True
         return False
+
+    def _guess_ends_s(self) -> float:
+        """When the link is idle again, if it carries a guess; otherwise now."""
+        if self._in_flight is None or not self._in_flight[0].speculative[self._in_flight[0].slab_of[self._in_flight[1]]]:
+            return self.now_s
+        return max(self.now_s, self._link_idle_at_s)
 
     def _land(self) -> None:
         """The guess on the link, if any, has arrived."""

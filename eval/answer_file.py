@@ -1,0 +1,80 @@
+"""Answers of one contestant, kept in a file, so that an evaluation that was interrupted goes on where it was.
+
+The file's first line says what the answers belong to (weights, settings, questions, the program itself); a file that belongs to
+anything else is refused, never mixed. Then comes a line per question.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from vismoe.errors import InputError
+
+from .questions import KINDS, Conversation, conversation
+
+__all__ = ["AnswerFile", "Key", "batches", "program_digest", "questions"]
+
+Key = tuple[str, int]  # kind of question, number
+Row = TypeVar("Row")  # a dataclass of plain values
+
+
+class AnswerFile(Generic[Row]):
+    """`rows` holds what was answered already, by kind and number; `add` keeps more."""
+
+    def __init__(self, folder: Path, contestant: str, belongs_to: dict[str, Any], row_type: type[Row]):
+        """Raises InputError for a file that belongs to anything else."""
+        self._file = folder / f"{contestant.replace(', ', '-').replace(' ', '-')}.jsonl"
+        self.rows: dict[Key, Row] = {}
+        if not self._file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(belongs_to) + "\n")
+        lines = self._file.read_text().splitlines(keepends=True)
+        if json.loads(lines[0]) != belongs_to:
+            raise InputError(
+                f"{self._file} holds answers of another model, other questions, or another version of this program. "
+                f"Fix: remove {folder}, or name another folder with --work"
+            )
+        whole = [line for line in lines if line.endswith("\n")]
+        if whole != lines:  # stopped in the middle of a line
+            self._file.write_text("".join(whole))
+        for line in whole[1:]:
+            row = json.loads(line)
+            key = row.pop("kind"), row.pop("number")
+            self.rows[key] = row_type(**row)
+
+    def add(self, rows: dict[Key, Row]) -> None:
+        self.rows |= rows
+        lines = [json.dumps({"kind": kind, "number": number, **asdict(row)}) for (kind, number), row in rows.items()]
+        with self._file.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+
+def program_digest(modules: Sequence[ModuleType]) -> str:
+    """Of the code that decides what is asked, how it is answered and how it is judged; comments and docstrings do not count."""
+    return hashlib.sha256("".join(map(_code, modules)).encode()).hexdigest()
+
+
+def _code(module: ModuleType) -> str:
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def questions(kind: str, numbers: Sequence[int], seed: int) -> list[Conversation]:
+    """Held-out conversations; the same seed always gives the same ones."""
+    return [conversation(kind, "held-out", seed * 1_000_000 + number) for number in numbers]
+
+
+def batches(per_kind: int, size: int) -> Iterator[list[Key]]:
+    """Keys of `per_kind` questions of every kind, at most `size` together, all of one kind."""
+    for kind in KINDS:
+        for first in range(0, per_kind, size):
+            yield [(kind, number) for number in range(first, min(per_kind, first + size))]

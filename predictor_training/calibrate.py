@@ -1,0 +1,244 @@
+"""Everything that is found out about a model by running it: traces, the predictor, and what replay says, installed beside its
+files.
+
+1. collect    answers of real prompts, recorded at keep 1 and 0.5 (resumed where a run was interrupted)
+2. prune      from which decoder layer on visual tokens can be dropped: the curve, and how many answers change at each layer
+3. train      the networks of the learned lookahead
+4. evaluate   recall on prompts that training never saw
+5. replay     which lookahead wins in virtual time, and how many layers are worth pinning
+6. install    calibration.json and predictor.safetensors
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vismoe.engine import Engine
+from vismoe.errors import ConfigError
+from vismoe.lookahead.calibration import Calibration, geometry_of, router_digest
+from vismoe.lookahead.network import PARTS, Folded
+from vismoe.models.loading import runtime_of
+from vismoe.models.prune import VisualPruner
+from vismoe.models.visual import default_prune_layer
+from vismoe.simulate.trace import Trace
+from vismoe.types import Phase
+
+from .collect import ANSWER_TOKENS, collect
+from .evaluate import LEARNED, WITHOUT, Judgement, judge
+from .prompts import Prompt
+from .prune_depth import Depth, depth_curve, shallowest
+from .replayed import Contest, contest, pinned_by_share, with_scores
+from .samples import Samples, read_samples
+from .train import Recipe, is_validation, train
+
+__all__ = ["Calibrated", "Told", "calibrate", "refuse_unwritable"]
+
+DIVERGENCE_KEEP = 0.5
+DIVERGENCE_PROMPTS = 32
+CONTEST_REQUESTS = 40  # of each trace, from the validation split
+
+Told = Callable[[str, int, int | None], None]  # (what is being done, how far, of how much)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What dropping half of the visual tokens from one layer on does to greedy answers."""
+
+    prune_layer: int
+    same_answers: float  # share of answers that are what they are at keep 1, word by word
+    same_beginning: float  # share of an answer's characters before the first difference, mean
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The result, and what it rests on."""
+
+    calibration: Calibration
+    networks: dict[str, Folded]
+    depths: list[Depth]
+    changed: list[Changed]
+    judged: list[Judgement]
+    contest: Contest
+    validation_loss: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        c = self.calibration
+        return {
+            "folder": str(c.folder),
+            "lookahead": c.lookahead,
+            "least_probability": c.least_probability,
+            "prune_layer": c.prune_layer,
+            "pinned_layers": c.pinned_layers,
+            "depths": [vars(depth) for depth in self.depths],
+            "changed": [vars(changed) for changed in self.changed],
+            "judgements": [judgement.to_json() for judgement in self.judged],
+            "replay": {"relative_seconds": self.contest.relative_s, "cells": self.contest.cells, "time": "virtual"},
+        }
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raises ConfigError where the result could not be installed, before hours are spent on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written: {error.strerror}. "
+            "Fix: name another folder with --out, and load with --calibration FOLDER"
+        ) from error
+
+
+def calibrate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    work: Path,
+    out: Path,
+    recipe: Recipe,
+    told: Told = lambda doing, done, total: None,
+    device: str = "cpu",
+) -> Calibrated:
+    """Runs all six steps; the engine is closed once it is not needed any more, before training. `work`: folder of the traces."""
+    refuse_unwritable(out)
+    traces = collect(engine, prompts, work, report=lambda done, total: told("collecting", done, total))
+    depths, changed, prune_layer = _prune_layer(engine, traces, prompts, told)
+    inventory = runtime_of(engine.model).store.inventory
+    geometry = geometry_of(inventory, engine.model.config.get_text_config().hidden_size)
+    digest, name = router_digest(engine.model, inventory), Path(engine.name).name or engine.name
+    engine.close()
+    samples = read_samples(traces, {prompt.name for prompt in prompts})
+    networks, losses = _networks(samples, recipe, told, device)
+    told("evaluating", 0, None)
+    judged = judge(samples, {phase: {LEARNED: networks[phase]} for phase in samples}, geometry.top_k)
+    told("replaying", 0, None)
+    scored = _scored(traces, samples, networks, recipe.gamma)
+    won = contest(scored)
+    calibration = Calibration(
+        out,
+        name,
+        digest,
+        geometry,
+        won.lookahead,
+        prune_layer,
+        pinned_by_share(scored["gate"]),
+        won.least_probability,
+        recipe.gamma,
+        has_predictor=True,
+        figures={
+            "prompts": len(prompts),
+            "forward_passes": sum(len(trace) for trace in traces),
+            "validation_loss": losses,
+            "recall": [{key: of[key] for key in ("phase", "group", "budgets", "predictors")} for of in map(_short, judged)],
+            "relative_seconds": won.relative_s,
+        },
+    )
+    result = Calibrated(calibration, networks, depths, changed, judged, won, losses)
+    calibration.save(networks)
+    return result
+
+
+def _short(judgement: Judgement) -> dict[str, Any]:
+    said = judgement.to_json()
+    said["predictors"] = {
+        name: {"next_layer": of["next_layer"], "window": of["window"]} for name, of in said["predictors"].items()
+    }
+    return said
+
+
+def _networks(
+    samples: dict[Phase, Samples], recipe: Recipe, told: Told, device: str
+) -> tuple[dict[str, Folded], dict[str, float]]:
+    """Per phase the better of the network with and the one without the visual summary, by validation loss; and all losses."""
+    networks, losses = {}, {}
+    for phase, of in samples.items():
+        learn = of.where(lambda name: name.startswith("train/"))
+        found: dict[str, tuple[float, Folded]] = {}
+        pictures = bool(learn.visual_of.any())
+        for variant, parts in ((LEARNED, PARTS), (WITHOUT, tuple(part for part in PARTS if part != "visual"))):
+            if variant == LEARNED and not pictures:
+                continue
+            best = [float("inf")]
+
+            def report(
+                epoch: int, loss: float, validation: float, what: str = f"training, {phase}: {variant}", best: list[float] = best
+            ) -> None:
+                best[0] = min(best[0], validation)
+                told(what, epoch, recipe.epochs)
+
+            network = train(learn, replace(recipe, parts=parts), report, device)
+            found[variant] = best[0], network
+            losses[f"{phase}: {variant}"] = best[0]
+        networks[phase] = min(found.values(), key=lambda pair: pair[0])[1]
+    return {str(phase): network for phase, network in networks.items()}, losses
+
+
+def _scored(traces: Sequence[Trace], samples: dict[Phase, Samples], networks: dict[str, Folded], gamma: float) -> Any:
+    """The demands of validation requests of the last trace (the one with fewest visual tokens), with everybody's scores."""
+    trace = traces[-1]
+    there = {
+        name.rpartition("@")[0]
+        for name in samples[Phase.PREFILL].requests
+        if name.endswith(trace.path.name.replace("keep-", "@"))
+    }
+    wanted = sorted(name for name in there if is_validation(name) and name.startswith("train/"))[:CONTEST_REQUESTS]
+    return with_scores(trace, samples, trace.path.name.replace("keep-", "@"), set(wanted), networks, gamma)
+
+
+def _prune_layer(
+    engine: Engine, traces: Sequence[Trace], prompts: Sequence[Prompt], told: Told
+) -> tuple[list[Depth], list[Changed], int | None]:
+    """(the curve of depths, what pruning there does to answers, the layer): nothing where visual tokens cannot be dropped."""
+    if not engine.can_prune:
+        return [], [], None
+    depths = depth_curve(traces[0])
+    config = engine.model.config
+    joined = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    found = shallowest(depths, least=max(1, joined))
+    chosen = default_prune_layer(config) if found is None else found
+    pictures = [
+        prompt for prompt in prompts if prompt.group != "train" and (prompt.images or (prompt.talk and prompt.talk.scenes))
+    ]
+    return depths, _changes(engine, depths, pictures[:DIVERGENCE_PROMPTS], told), chosen
+
+
+def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[Prompt], told: Told) -> list[Changed]:
+    """Answers at keep 0.5 against those at keep 1, for every layer of the curve that can prune."""
+    if not prompts:
+        return []
+    runtime = runtime_of(engine.model)
+    first = runtime.pruner
+    assert first is not None
+    whole = [_answer(engine, prompt, 1.0) for prompt in prompts]
+    changed = []
+    try:
+        for number, depth in enumerate(depths):
+            told("dropping visual tokens", number, len(depths))
+            if runtime.pruner is not None:
+                runtime.pruner.remove()
+            pruner = VisualPruner.of(engine.model, depth.prune_layer)
+            if isinstance(pruner, str) or pruner.prune_layer != depth.prune_layer:
+                if isinstance(pruner, VisualPruner):
+                    pruner.remove()
+                runtime.pruner = None
+                continue
+            pruner.on_pruned, runtime.pruner = first.on_pruned, pruner
+            half = [_answer(engine, prompt, DIVERGENCE_KEEP) for prompt in prompts]
+            pairs = list(zip(whole, half, strict=True))
+            same = sum(one == other for one, other in pairs) / len(pairs)
+            changed.append(Changed(depth.prune_layer, same, sum(map(_same_beginning, whole, half)) / len(pairs)))
+    finally:
+        if runtime.pruner is not None:
+            runtime.pruner.remove()
+        runtime.pruner = None  # the engine is closed next
+    return changed
+
+
+def _answer(engine: Engine, prompt: Prompt, keep: float) -> str:
+    return "".join(engine.chat(prompt.messages(), max_tokens=ANSWER_TOKENS, keep=keep))
+
+
+def _same_beginning(one: str, other: str) -> float:
+    same = next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return same / max(len(one), len(other), 1)

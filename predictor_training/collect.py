@@ -1,0 +1,156 @@
+"""Records what a predictor learns from: the routing of real answers, prompts and decoding, in the trace schema of `vismoe
+replay`.
+
+One trace per share of kept visual tokens, `keep-1` and `keep-0.5`; shards hold whole requests, so what was interrupted or killed
+goes on with the first request that is not there. Memory: one request and the shard being filled.
+
+`python -m vismoe.predictor_training.collect FOLDER --scenes`
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vismoe.engine import Engine, load
+from vismoe.errors import ConfigError, InputError, TraceError, VisMoEError
+from vismoe.models.loading import runtime_of
+from vismoe.simulate.trace import Trace, TraceWriter
+
+from .prompts import Prompt, folder_prompts, scene_prompts
+
+__all__ = ["KEEPS", "collect", "progress_bar", "trace_folder"]
+
+KEEPS = (1.0, 0.5)
+ANSWER_TOKENS = 32
+
+Report = Callable[[int, int], None]  # (done, in all)
+
+
+class _Recorder:
+    """What the runtime records to: the writer, but for the names of requests, which are the collector's."""
+
+    for_training = True
+
+    def __init__(self, writer: TraceWriter):
+        self.step, self.layer = writer.step, writer.layer
+
+
+def trace_folder(folder: str | Path, keep: float) -> Path:
+    return Path(folder) / f"keep-{keep:g}"
+
+
+def collect(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    folder: str | Path,
+    keeps: Sequence[float] = KEEPS,
+    report: Report = lambda done, total: None,
+) -> list[Trace]:
+    """Answers every prompt at every keep and records the routing; -> the traces, in the order of `keeps`.
+
+    A model whose visual tokens cannot be dropped is recorded at keep 1 only. A prompt that the model refuses (too long, a damaged
+    image) is left out with a warning on stderr; when it is every prompt, InputError.
+    """
+    keeps = [keep for keep in keeps if keep == 1 or engine.can_prune]
+    runtime, total, done, refused = runtime_of(engine.model), len(prompts) * len(keeps), 0, list[str]()
+    for keep in keeps:
+        path = trace_folder(folder, keep)
+        there = set(Trace.open(path).requests) if (path / "trace.json").exists() else set[str]()
+        done += sum(prompt.name in there for prompt in prompts)
+        report(done, total)
+        todo = [prompt for prompt in prompts if prompt.name not in there]
+        try:
+            with TraceWriter(path, runtime.store.inventory, engine.name, runtime.store.fingerprint, for_training=True) as writer:
+                for prompt in todo:
+                    writer.request(prompt.name)
+                    try:
+                        _answer(engine, runtime, writer, prompt, keep)
+                    except InputError as error:
+                        refused.append(f"{prompt.name}: {error}")
+                    done += 1
+                    report(done, total)
+        except OSError as error:
+            raise TraceError(
+                f"{path} cannot be written: {error.strerror}. Fix: make room, or name another folder with --work"
+            ) from error
+    for line in refused[:3]:
+        print(f"left out: {line}", file=sys.stderr)
+    if len(refused) == total:
+        raise InputError(f"the model refused all of {total} prompts, the first because: {refused[0]}")
+    return [Trace.open(trace_folder(folder, keep)) for keep in keeps]
+
+
+def _answer(engine: Engine, runtime: Any, writer: TraceWriter, prompt: Prompt, keep: float) -> None:
+    """One answer, recorded. Ctrl-C ends the generation before it is passed on."""
+    reply = None
+    runtime.recorder = _Recorder(writer)
+    try:
+        reply = engine.chat(prompt.messages(), max_tokens=ANSWER_TOKENS, keep=keep)
+        for _ in reply:
+            pass
+    except BaseException:
+        if reply is not None:
+            reply.cancel()
+            for _ in reply:
+                pass
+        raise
+    finally:
+        runtime.recorder = None
+
+
+def progress_bar() -> Progress:
+    """On stderr; it vanishes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Where prompts come from."""
+    parser.add_argument("--data", metavar="FOLDER", help="your prompts: *.jsonl lines, images, text files")
+    parser.add_argument("--scenes", action="store_true", help="generated scenes of the demo world")
+    parser.add_argument("--prompts", type=int, default=1000, metavar="N", help="with --scenes: training prompts (default: 1000)")
+    parser.add_argument("--unseen", metavar="KIND", help="a kind of prompt to leave out of training, and judge on (scenes: text)")
+
+
+def prompts_of(arguments: argparse.Namespace) -> list[Prompt]:
+    """The prompts that the flags ask for."""
+    if bool(arguments.data) == arguments.scenes:
+        raise ConfigError(
+            "name the prompts: either --data FOLDER with your own, or --scenes for generated ones. Fix: give one of them"
+        )
+    if arguments.scenes:
+        return scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), *([arguments.unseen] if arguments.unseen else []))
+    return folder_prompts(arguments.data, arguments.unseen)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m vismoe.predictor_training.collect", description=" ".join(__doc__.split("\n\n")[0].split())
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="of the traces; an interrupted collection in it goes on")
+    parser.add_argument("--model", metavar="MODEL", help="hub name or folder (default: the bundled demo model)")
+    parser.add_argument("--memory", default="100%", metavar="SIZE|PERCENT", help="(default: 100%%)")
+    add_data_flags(parser)
+    given = parser.parse_args(arguments)
+    try:
+        prompts = prompts_of(given)
+        with load(given.model, memory=given.memory, calibration="none") as engine, progress_bar() as bar:
+            task = bar.add_task("collecting", total=None)
+            traces = collect(
+                engine, prompts, given.folder, report=lambda done, total: bar.update(task, completed=done, total=total)
+            )
+    except VisMoEError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for trace in traces:
+        print(f"{trace.path}: {len(trace.requests)} requests, {len(trace)} forward passes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What asking a lookahead costs: `python -m vismoe.predictor_training.cost` (like figure 13, and the delay of a MoE layer).
+
+Seconds per evaluation (mean, median, 99th percentile) of `gate` and of `learned`, beside a running model; and the time of a MoE
+layer while the worker evaluates but nobody acts on what it says, against the same without it: tokens take turns in one process,
+medians. On the demo model, and on a generated model with the routing of Qwen3-VL-30B-A3B (128 experts, top-8, hidden 2048, W 5;
+12 layers, small experts that arrive over an emulated link as fast as whole ones over 25 GB/s). A network of random weights
+costs what a trained one does. Prints a table, then one JSON object on the last line.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from vismoe.engine import demo_model
+from vismoe.lookahead.features import Sizes
+from vismoe.lookahead.gate import GateLookahead
+from vismoe.lookahead.learned import LearnedLookahead, Witness
+from vismoe.lookahead.lookahead import Lookahead
+from vismoe.lookahead.network import Predictor, Shape
+from vismoe.models.foresight import Foresight
+from vismoe.models.loading import VisMoEConfig, runtime_of
+from vismoe.models.preview import model_class, read_config
+from vismoe.types import Phase
+
+__all__ = ["Cost", "measure"]
+
+TOKENS = 240
+WARM_TOKENS = 24
+EXPERT_WIDTH = 64
+EXPERT_S = 9.4e6 / 25e9  # until an expert of Qwen3-VL-30B-A3B has arrived
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one lookahead on one model. Microseconds; delays are shares of the layer's time without it."""
+
+    model: str
+    lookahead: str
+    mean_us: float
+    p50_us: float
+    p99_us: float
+    evaluations: int
+    layer_us: float  # median, without it, while experts miss
+    delay: float
+    resident_layer_us: float  # the same where everything is in memory
+    resident_delay: float
+
+
+class _Watched:
+    """A lookahead whose evaluations are timed."""
+
+    def __init__(self, lookahead: Lookahead):
+        self._lookahead, self.seconds = lookahead, list[float]()
+        self.begin_request, self.observe, self.snapshot = lookahead.begin_request, lookahead.observe, lookahead.snapshot
+
+    def evaluate(self, snapshot: Any) -> np.ndarray | None:
+        began_s = time.perf_counter()
+        scores = self._lookahead.evaluate(snapshot)
+        self.seconds.append(time.perf_counter() - began_s)
+        return scores
+
+
+class _Unheard(Foresight):
+    """Asks, and tells nobody; always remembers, as the learned lookahead does."""
+
+    def _tell(self, tick: int, layer: int, scores: np.ndarray) -> None:
+        pass
+
+
+def random_lookahead(model: Any, name: str) -> tuple[Lookahead, GateLookahead]:
+    """`gate`, or `learned` with random weights, for a loaded model."""
+    inventory = runtime_of(model).store.inventory
+    gate = GateLookahead.of(model, inventory, 5)
+    assert isinstance(gate, GateLookahead), gate
+    if name == "gate":
+        return gate, gate
+    hidden = model.config.get_text_config().hidden_size
+    sizes = Sizes(len(inventory.layers), inventory.layers[0].num_experts, hidden, hidden, 5)
+    network = Predictor(Shape(sizes), dropout=0.0).eval().folded()
+    return LearnedLookahead(Witness(gate, sizes), {Phase.PREFILL: network, Phase.DECODE: network}, 0.8, 0.1), gate
+
+
+def measure(folder: Path, title: str, name: str, memory: str, tokens: int, **settings: Any) -> Cost:
+    """The cost of lookahead `name` on the model in `folder`."""
+    layers = read_config(str(folder), revision=None).get_text_config().num_hidden_layers
+    seconds, layer_us, delay = _layers(folder, name, memory, tokens, **settings)
+    _, resident_us, resident_delay = _layers(folder, name, "100%", tokens, pinned_layers=layers)
+    micro = np.array(seconds) * 1e6
+    p50, p99 = np.percentile(micro, (50, 99))
+    return Cost(
+        title, name, float(micro.mean()), float(p50), float(p99), len(micro), layer_us, delay, resident_us, resident_delay
+    )
+
+
+def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) -> tuple[list[float], float, float]:
+    """(seconds of each evaluation, median microseconds of a layer without it, how much longer with it)."""
+    config = VisMoEConfig(memory=memory, kernels="auto", lookahead="none", calibration="none", context=1024, **settings)
+    model = model_class(read_config(str(folder), revision=None)).from_pretrained(folder, quantization_config=config).eval()
+    runtime = runtime_of(model)
+    lookahead, gate = random_lookahead(model, name)
+    watched = _Watched(lookahead)
+    asking = _Unheard(runtime.pager, watched, gate, inline=False)
+    asking._remembers = name == "learned"
+    ways = [Foresight(runtime.pager, None, None, inline=True), asking]
+    took: list[list[float]] = [[], []]
+    layers = len(runtime.store.inventory.layers)
+    try:
+        for token, way in _decode(model, tokens):
+            runtime.foresight = ways[way]
+            before = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
+            yield_token = token()
+            after = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
+            if yield_token >= WARM_TOKENS:
+                took[way].append((after - before) / layers)
+    finally:
+        asking.close()
+        runtime.pager.close()
+    without, with_it = (float(np.median(seconds)) for seconds in took)
+    return watched.seconds, without * 1e6, with_it / without - 1
+
+
+@torch.inference_mode()
+def _decode(model: Any, tokens: int) -> Iterator[tuple[Any, int]]:
+    """Decode steps that take turns: (what runs one and says its number, whose turn it is)."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, model.config.get_text_config().vocab_size - 5, (1, tokens + 8), generator=generator)
+    cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
+
+    def step(number: int) -> int:
+        with torch.inference_mode():
+            model(input_ids=ids[:, 8 + number : 9 + number], past_key_values=cache, use_cache=True)
+        return number
+
+    turns = np.random.default_rng(0).permutation(np.arange(tokens) % 2)
+    for number, turn in enumerate(turns.tolist()):
+        yield (lambda number=number: step(number)), turn
+
+
+@contextmanager
+def routing_of_30b(layers: int = 12) -> Iterator[Path]:
+    """A checkpoint with the routing of Qwen3-VL-30B-A3B and narrow experts, in a folder that vanishes."""
+    config = Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=EXPERT_WIDTH, num_experts=128, num_experts_per_tok=8, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=1024, intermediate_size=512, norm_topk_prob=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="vismoe-cost-") as folder:
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+        yield Path(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m vismoe.predictor_training.cost", description=" ".join(__doc__.split("\n\n")[0].split())
+    )
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"per measurement, in turns (default: {TOKENS})")
+    parser.add_argument("--models", nargs="+", choices=("demo", "30b"), default=("demo", "30b"), help="(default: both)")
+    parser.add_argument(
+        "--lookaheads", nargs="+", choices=("gate", "learned"), default=("gate", "learned"), help="(default: both)"
+    )
+    given = parser.parse_args(arguments)
+    costs = []
+    if "demo" in given.models:
+        rate = 73728 / EXPERT_S  # experts of 72 KiB arrive as fast
+        costs += [
+            measure(demo_model(), "demo", name, "25%", given.tokens, emulated_link_bytes_per_s=rate, misses="wait")
+            for name in given.lookaheads
+        ]
+    if "30b" in given.models:
+        rate = 3 * 2048 * EXPERT_WIDTH * 2 / EXPERT_S
+        with routing_of_30b() as folder:
+            costs += [
+                measure(folder, "30B routing", name, "25%", given.tokens, emulated_link_bytes_per_s=rate, misses="wait")
+                for name in given.lookaheads
+            ]
+    table = Table(title="asking a lookahead", title_justify="left")
+    for head in ("model", "lookahead", "mean us", "p50", "p99", "layer us, missing", "delay", "layer us, resident", "delay"):
+        table.add_column(head, justify="left" if head in ("model", "lookahead") else "right")
+    for cost in costs:
+        times = (cost.mean_us, cost.p50_us, cost.p99_us, cost.layer_us)
+        cells = [
+            *(f"{value:.0f}" for value in times),
+            f"{cost.delay:+.1%}",
+            f"{cost.resident_layer_us:.0f}",
+            f"{cost.resident_delay:+.1%}",
+        ]
+        table.add_row(cost.model, cost.lookahead, *cells)
+    Console().print(table)
+    print(json.dumps({"costs": [asdict(cost) for cost in costs]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The prompts that a predictor is trained and judged on: a user's own folder, or generated scenes of the demo world.
+
+Every prompt has a name (`group/kind/number`), the same on every run, so that a collection that was interrupted goes on. Groups:
+`train`; `held-out`, of the same kinds; `unseen`, of a kind that training never saw.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vismoe.errors import InputError
+from vismoe.eval.questions import KINDS, THANKS, Conversation, conversation
+from vismoe.eval.scenes import compose
+
+__all__ = ["GROUPS", "Prompt", "folder_prompts", "scene_prompts"]
+
+GROUPS = ("train", "held-out", "unseen")
+UNSEEN_KIND = "text"  # reading: the paper leaves out TextVQA
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+TEXTS = (".txt", ".md")
+DEFAULT_QUESTION = "Describe this image."
+HELD_OUT_SHARE = 0.2  # of a user's prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to be answered; pictures are opened when it is asked, not earlier."""
+
+    name: str
+    content: str
+    images: tuple[Path, ...] = ()
+    talk: Conversation | None = None  # a generated one
+
+    @property
+    def group(self) -> str:
+        return self.name.split("/", 1)[0]
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("/")[1]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """In the form that `Engine.chat` takes."""
+        if self.talk is None:
+            parts = [{"type": "image", "image": str(path)} for path in self.images]
+            return [{"role": "user", "content": [*parts, {"type": "text", "text": self.content}]}]
+        said: list[dict[str, Any]] = []
+        for number, turn in enumerate(self.talk.turns):
+            pictures = [{"type": "image", "image": compose(scene)} for scene in self.talk.scenes] if number == 0 else []
+            said.append({"role": "user", "content": [*pictures, {"type": "text", "text": turn.question}]})
+            said.append({"role": "assistant", "content": turn.answer})
+        return said[:-1]
+
+
+def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[Prompt]:
+    """About `train` training prompts of all kinds but `unseen`, greetings without an image among them, and `held_out` of held-out
+    scenes: nine of ten in equal parts of the kinds, the tenth in addition of the unseen one."""
+    kinds = [kind for kind in KINDS if kind != unseen]
+    greetings = [Prompt(f"train/greeting/{number}", hello) for number, (hello, _) in enumerate(THANKS)]
+    asked = [_scene(f"train/{kind}/{number}", "train", number) for number in range(-(-train // len(kinds))) for kind in kinds]
+    for number in range(-(-held_out // len(kinds))):
+        asked += [_scene(f"held-out/{kind}/{number}", "held-out", number) for kind in kinds]
+    asked += [_scene(f"unseen/{unseen}/{number}", "held-out", number) for number in range(-(-held_out // 4))]
+    return greetings + asked
+
+
+def _scene(name: str, split: Any, number: int) -> Prompt:
+    talk = conversation(name.split("/")[1], split, 7_000_000 + number)  # other scenes than those of vismoe eval
+    return Prompt(name, talk.turns[-1].question, talk=talk)
+
+
+def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt]:
+    """The prompts of a folder, in a fixed order: lines `{"image": path or list, "prompt": text, "kind": name}` of `*.jsonl` files
+    (image and kind may be left out; paths are relative to the file), pictures with a default question, text files as they are.
+
+    A prompt is held out by its own content, so that adding files moves no other. Raises InputError for what cannot be read.
+    """
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise InputError(
+            f"--data {folder}: no such folder. Fix: name a folder with images, texts or *.jsonl prompts, or use --scenes"
+        )
+    found = [item for path in sorted(root.rglob("*")) if path.is_file() for item in _prompts_of(path)]
+    if not found:
+        wanted = ", ".join((*IMAGES, *TEXTS, ".jsonl"))
+        raise InputError(f"--data {folder}: there is no prompt in it. Fix: put files that end in {wanted} there, or use --scenes")
+    if unseen is not None and unseen not in {kind for kind, _, _ in found}:
+        raise InputError(f"--unseen {unseen}: no prompt is of that kind; there are {', '.join(sorted({k for k, _, _ in found}))}")
+    prompts: dict[str, Prompt] = {}
+    for kind, content, images in found:
+        digest = hashlib.sha256(
+            "\0".join([kind, content, *(str(p.relative_to(root)) for p in images if p.is_relative_to(root))]).encode()
+        )
+        group = "held-out" if digest.digest()[0] < HELD_OUT_SHARE * 256 else "train"
+        name = f"{'unseen' if kind == unseen else group}/{kind}/{digest.hexdigest()[:12]}"
+        prompts[name] = Prompt(name, content, images)
+    return list(prompts.values())
+
+
+def _prompts_of(path: Path) -> Iterator[tuple[str, str, tuple[Path, ...]]]:
+    """(kind, text, images) of one file."""
+    suffix = path.suffix.lower()
+    if suffix in IMAGES:
+        yield "image", DEFAULT_QUESTION, (path,)
+    elif suffix in TEXTS:
+        yield "text", path.read_text(errors="replace").strip(), ()
+    elif suffix == ".jsonl":
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip():
+                yield _line(path, number, line)
+
+
+def _line(path: Path, number: int, line: str) -> tuple[str, str, tuple[Path, ...]]:
+    try:
+        item = json.loads(line)
+        named: Sequence[str] = item.get("image") or ()
+        images = tuple(path.parent / name for name in ([named] if isinstance(named, str) else named))
+        kind, prompt = str(item.get("kind", path.stem)).replace("/", "-"), item["prompt"]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        wanted = '{"image": "photo.jpg", "prompt": "What is this?"}, the image optional'
+        raise InputError(f"{path}, line {number} is no prompt ({error}). Fix: {wanted}") from error
+    if missing := [str(image) for image in images if not image.is_file()]:
+        raise InputError(f"{path}, line {number}: no such image: {', '.join(missing)}")
+    return kind, str(prompt), images

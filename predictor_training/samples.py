@@ -1,0 +1,180 @@
+"""A trace as arrays to learn from: one row per forward pass and phase, every MoE layer in it.
+
+N forward passes of one phase, L MoE layers, E experts, H hidden, W window. float16, so that a thousand prompts fit in memory; a
+trace that does not fit is thinned by whole requests, the same ones on every run.
+"""
+
+import hashlib
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from vismoe.errors import TraceError
+from vismoe.lookahead.features import History, Sizes, share_of_tokens
+from vismoe.simulate.steps import TraceStep
+from vismoe.simulate.trace import Trace
+from vismoe.types import Phase
+
+__all__ = ["Samples", "read_samples"]
+
+MOST_BYTES = 3 * 2**30
+PHASES = (Phase.PREFILL, Phase.DECODE)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Forward passes of one phase, in the order of the trace."""
+
+    sizes: Sizes
+    present: np.ndarray  # [N, L, E] share of the tokens that chose each expert; what is to be predicted, from the layers before
+    use: np.ndarray  # [N, L, E] decayed use in the request, before this pass
+    hidden: np.ndarray  # [N, L, H]
+    visuals: np.ndarray  # [M, visual] distinct visual summaries; the first is none at all (zeros)
+    visual_of: np.ndarray  # int32 [N, L]
+    expected: np.ndarray | None  # [N, L, 2, W, E]
+    seen: np.ndarray  # bool [N, L]: the layer was recorded
+    request: np.ndarray  # int32 [N]
+    requests: tuple[str, ...]  # names; `group/kind/number` with `@keep` behind
+
+    def __len__(self) -> int:
+        return len(self.present)
+
+    def where(self, wanted: Callable[[str], bool]) -> Self:
+        """The passes of the requests whose names are wanted."""
+        chosen = np.array([wanted(name) for name in self.requests], bool)[self.request]
+        return self.take(np.flatnonzero(chosen))
+
+    def take(self, rows: np.ndarray) -> Self:
+        expected = None if self.expected is None else self.expected[rows]
+        picked = {name: getattr(self, name)[rows] for name in ("present", "use", "hidden", "visual_of", "seen", "request")}
+        return replace(self, expected=expected, **picked)
+
+
+@dataclass
+class _Columns:
+    """Rows of one phase while they are read."""
+
+    rows: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    visuals: list[np.ndarray] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
+
+    def add(self, request: int, **columns: np.ndarray) -> None:
+        self.requests.append(request)
+        for name, column in columns.items():
+            self.rows.setdefault(name, []).append(column)
+
+    def place(self, visual: np.ndarray) -> int:
+        """The number that a summary gets; 0 is none at all."""
+        self.visuals.append(visual)
+        return len(self.visuals)
+
+
+def read_samples(
+    traces: Sequence[Trace], wanted: Container[str] | None = None, most_bytes: int = MOST_BYTES
+) -> dict[Phase, Samples]:
+    """The samples of several traces of one model by phase; `wanted`: names of requests, None for all.
+
+    The name of a trace's folder, without its `keep-`, is put behind its requests' names: `train/count/3@0.5`.
+    """
+    sizes = _sizes(traces[0])
+    wanted_bytes = sum(len(trace) for trace in traces) * _row_bytes(sizes)
+    share = min(1.0, most_bytes / max(1, wanted_bytes))
+    columns = {phase: _Columns() for phase in PHASES}
+    names: list[str] = []
+    for trace in traces:
+        behind = trace.path.name.replace("keep-", "@")
+        for name, steps in _requests(trace):
+            if wanted is not None and name not in wanted:
+                continue
+            if hashlib.sha256(name.encode()).digest()[0] < share * 256:
+                _read_request(steps, len(names), sizes, trace, columns)
+                names.append(name + behind)
+    return {phase: _samples(sizes, column, tuple(names)) for phase, column in columns.items()}
+
+
+def _sizes(trace: Trace) -> Sizes:
+    """Read off the first pass that has evidence; raises TraceError for a trace that was not recorded for training."""
+    layers = trace.inventory.layers
+    hidden = visual = window = 0
+    for step in trace:
+        for routing in step.layers:
+            if routing.evidence is not None:
+                hidden = routing.evidence.hidden.size
+                visual = max(visual, 0 if routing.evidence.visual is None else routing.evidence.visual.size)
+                window = 5 if routing.evidence.expected is None else routing.evidence.expected.shape[1]
+        if hidden and visual:
+            break
+    if not hidden:
+        raise TraceError(f"{trace.path} was not recorded for training. Fix: record it with vismoe calibrate --collect")
+    return Sizes(len(layers), max(layer.num_experts for layer in layers), hidden, visual or hidden, window)
+
+
+def _row_bytes(sizes: Sizes) -> int:
+    return 2 * sizes.layers * (2 * sizes.experts + sizes.hidden + 2 * sizes.window * sizes.experts)
+
+
+def _requests(trace: Trace) -> Iterable[tuple[str, list[TraceStep]]]:
+    steps: list[TraceStep] = []
+    for step in trace:
+        if steps and steps[-1].request != step.request:
+            yield steps[0].request, steps
+            steps = []
+        steps.append(step)
+    if steps:
+        yield steps[0].request, steps
+
+
+def _read_request(steps: list[TraceStep], request: int, sizes: Sizes, trace: Trace, columns: dict[Phase, _Columns]) -> None:
+    history, layers = History(sizes), sizes.layers
+    visual: np.ndarray | None = None
+    placed: dict[Phase, int] = {}  # where this request's present summary lies in the columns of a phase
+    for step in steps:
+        if step.phase not in columns:
+            continue
+        column = columns[step.phase]
+        row = {
+            "present": np.zeros((layers, sizes.experts), np.float16),
+            "use": np.zeros((layers, sizes.experts), np.float16),
+            "hidden": np.zeros((layers, sizes.hidden), np.float16),
+            "visual_of": np.zeros(layers, np.int32),
+            "seen": np.zeros(layers, bool),
+        }
+        expected, told = np.zeros((layers, 2, sizes.window, sizes.experts), np.float16), False
+        summary = 0 if visual is None else placed.get(step.phase) or column.place(visual)
+        placed[step.phase] = summary
+        for routing in step.layers:
+            layer, evidence = routing.layer, routing.evidence
+            if evidence is None:
+                continue
+            if evidence.visual is not None:
+                visual = evidence.visual
+                summary = column.place(visual)
+                placed = {step.phase: summary}
+            chosen = routing.expert_ids[step.real(routing)]
+            row["present"][layer] = share_of_tokens(chosen, sizes.experts)
+            row["use"][layer] = history.of(layer)
+            row["hidden"][layer], row["visual_of"][layer], row["seen"][layer] = evidence.hidden, summary, True
+            if evidence.expected is not None:
+                expected[layer, ..., : evidence.expected.shape[-1]], told = evidence.expected, True
+            history.observe(layer, chosen)
+        column.add(request, **row, **({"expected": expected} if told else {}))
+
+
+def _samples(sizes: Sizes, column: _Columns, names: tuple[str, ...]) -> Samples:
+    empty = {
+        "present": (sizes.layers, sizes.experts),
+        "use": (sizes.layers, sizes.experts),
+        "hidden": (sizes.layers, sizes.hidden),
+    }
+    stacked = {name: np.stack(rows) for name, rows in column.rows.items()}
+    for name, shape in empty.items():
+        stacked.setdefault(name, np.zeros((0, *shape), np.float16))
+    stacked.setdefault("visual_of", np.zeros((0, sizes.layers), np.int32))
+    stacked.setdefault("seen", np.zeros((0, sizes.layers), bool))
+    expected = stacked.pop("expected", None)
+    visuals = np.stack([np.zeros(sizes.visual, np.float16), *column.visuals])
+    return Samples(
+        sizes, visuals=visuals, expected=expected, request=np.array(column.requests, np.int32), requests=names, **stacked
+    )

@@ -1,0 +1,26 @@
+"""`vismoe eval STUDY ...`: the programs behind the tables in docs/, each with flags of its own; `python -m` runs them as well."""
+
+import importlib
+from collections.abc import Sequence
+
+__all__ = ["STUDIES", "run_study", "study_list"]
+
+STUDIES = {  # name: (module with a main(arguments), what it shows)
+    "pruning": ("vismoe.eval.pruning", "accuracy by share and selection of kept visual tokens"),
+    "demand": ("vismoe.eval.expert_demand", "which experts are demanded before and after pruning"),
+    "predictor": ("vismoe.predictor_training.evaluate", "how well lookaheads predict experts"),
+    "orchestrator": ("vismoe.eval.orchestrator", "eviction orders and lookaheads at several cache sizes, the pinned prefix"),
+    "ladder": ("vismoe.eval.ladder", "what pruning, prediction and orchestration each save"),
+    "formats": ("vismoe.eval.formats", "quality of the integer formats"),
+}
+
+
+def study_list() -> str:
+    """A line per study, for --help."""
+    return "\n".join(f"  vismoe eval {name:<13} {summary}" for name, (_, summary) in STUDIES.items())
+
+
+def run_study(name: str, arguments: Sequence[str]) -> int:
+    """The exit code of the study's own main."""
+    code: int = importlib.import_module(STUDIES[name][0]).main(arguments)
+    return code

@@ -1,0 +1,87 @@
+"""Where a lookahead is evaluated: off the critical path, in one worker thread beside the model, or in line where asked.
+
+The model's thread hands over a snapshot and goes on; only the newest snapshot is evaluated, and a result that comes after the
+next layer was demanded is dropped. With `inline` (deterministic runs, recordings) the result is there before the layer is
+computed. An error in the worker is raised on the model's thread at the next layer: guesses may be wrong, but never silently
+missing.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from vismoe.lookahead.lookahead import Lookahead, Seen
+
+__all__ = ["Ahead"]
+
+Tell = Callable[[int, int, np.ndarray], None]  # (tick of the demand, MoE layer, scores)
+
+
+class Ahead:
+    """Asks a lookahead for the model's thread; `tell` is called with what it says, in whatever thread found it out."""
+
+    def __init__(self, lookahead: Lookahead, tell: Tell, inline: bool):
+        self._lookahead, self._tell, self.inline = lookahead, tell, inline
+        self._waiting: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
+        self._failed: Exception | None = None
+        self._worker: threading.Thread | None = None
+
+    def ask(self, seen: Seen, tick: int) -> None:
+        """Scores of the layers after `seen`, told at once or by the worker."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise RuntimeError(f"the lookahead failed beside the model: {failed}") from failed
+        snapshot = self._lookahead.snapshot(seen)
+        if snapshot is None:
+            return
+        if self.inline:
+            scores = self._lookahead.evaluate(snapshot)
+            if scores is not None:
+                self._tell(tick, seen.layer, scores)
+            return
+        if self._worker is None:  # started by the first miss; a model that fits never has one
+            self._worker = threading.Thread(target=self._work, name="vismoe-lookahead", daemon=True)
+            self._worker.start()
+        self._waiting.put((tick, seen.layer, snapshot))
+
+    def close(self) -> None:
+        """Ends the worker; may be called twice."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._waiting.put(None)
+            if worker is not threading.current_thread():  # which may be the one that frees the model
+                worker.join()
+
+    def _work(self) -> None:
+        _torch_alone_here()
+        while (newest := self._newest()) is not None:
+            tick, layer, snapshot = newest
+            try:
+                scores = self._lookahead.evaluate(snapshot)
+                if scores is not None:
+                    self._tell(tick, layer, scores)
+            except Exception as error:  # the worker's boundary: the model's thread raises it
+                self._failed = error
+
+    def _newest(self) -> tuple[int, int, Any] | None:
+        """The snapshot handed over last; None to end."""
+        newest = self._waiting.get()
+        while newest is not None and not self._waiting.empty():
+            newest = self._waiting.get()
+        return newest
+
+
+def _torch_alone_here() -> None:
+    """Torch's products in this thread start no workers of their own, which would fight the model's for the cores.
+
+    `set_num_threads` also sets what threads that have not used torch yet will take; a thread that ends puts that back.
+    """
+    others = torch.get_num_threads()
+    torch.set_num_threads(1)
+    back = threading.Thread(target=torch.set_num_threads, args=(others,))
+    back.start()
+    back.join()

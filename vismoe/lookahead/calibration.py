@@ -1,0 +1,174 @@
+"""What `vismoe calibrate` found out about one model, in a folder `vismoe-calibration` beside its checkpoint.
+
+`calibration.json` names the model by its shape and by a digest of its routers' weights, says from which layer on visual tokens
+can be dropped, how many layers are worth pinning, and which lookahead won; `predictor.safetensors` (network.py) is the trained
+one. A calibration of another model, or of other weights, is refused. Files are replaced as a whole, the JSON last.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from vismoe.config import NO_CALIBRATION, Settings
+from vismoe.errors import CheckpointError, ConfigError
+from vismoe.lookahead.network import Folded, load, predictor_bytes, save_folded
+from vismoe.types import ExpertInventory
+
+__all__ = ["FOLDER", "Calibration", "Geometry", "chosen_lookahead", "geometry_of", "predictor_memory_bytes", "router_digest"]
+
+FOLDER = "vismoe-calibration"
+JSON, PREDICTOR = "calibration.json", "predictor.safetensors"
+FORMAT, VERSION = "vismoe-calibration", 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a model's routing."""
+
+    layers: int
+    experts: int  # of the layer that has most
+    top_k: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The content of `calibration.json`; `folder` is where it lies."""
+
+    folder: Path
+    model: str
+    routers: str  # digest of their weights
+    geometry: Geometry
+    lookahead: Literal["none", "gate", "learned"]  # which one won in virtual time
+    prune_layer: int | None = None  # None: visual tokens cannot be dropped
+    pinned_layers: dict[str, int] = field(default_factory=dict)  # best number by the share of the experts in memory
+    least_probability: float = 0.0  # of an expert that the learned lookahead names in decode
+    gamma: float = 0.8
+    has_predictor: bool = False
+    figures: dict[str, Any] = field(default_factory=dict)  # what was measured, for people
+
+    @classmethod
+    def find(cls, checkpoint: str | Path, settings: Settings) -> Self | None:
+        """The calibration that the settings mean for a checkpoint's folder, None where there is none or none is wanted.
+
+        Raises ConfigError where one was named and is not there, or was not found and `lookahead="learned"` needs it.
+        """
+        if settings.calibration == NO_CALIBRATION:
+            found = None
+        elif settings.calibration is not None:
+            found = cls.read(Path(settings.calibration).expanduser())
+            if found is None:
+                raise ConfigError(
+                    f"calibration={settings.calibration!r}: no {JSON} is there. Fix: vismoe calibrate MODEL "
+                    f"--out {settings.calibration}, another folder, or calibration={NO_CALIBRATION!r}"
+                )
+        else:
+            found = cls.read(Path(checkpoint) / FOLDER)
+        if settings.lookahead == "learned" and (found is None or not found.has_predictor):
+            raise ConfigError(
+                "lookahead='learned' needs a predictor, and this model has none. "
+                "Fix: vismoe calibrate MODEL --data FOLDER, or lookahead='gate'"
+            )
+        return found
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """The calibration in a folder, None where there is none; raises CheckpointError for a damaged or newer one."""
+        path = folder / JSON
+        if not path.exists():
+            return None
+        try:
+            said = json.loads(path.read_text())
+            if said.pop("format") != FORMAT:
+                raise ValueError(f"not marked {FORMAT}")
+            if (version := said.pop("version")) > VERSION:
+                raise CheckpointError(f"{path} has version {version}, this program reads up to {VERSION}. Fix: update vismoe")
+            return cls(folder, **{**said, "geometry": Geometry(**said["geometry"])})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}). Fix: run vismoe calibrate again, or delete {folder}") from error
+
+    def save(self, networks: dict[str, Folded]) -> None:
+        """Writes both files into `folder`; raises ConfigError where that cannot be."""
+        said = {name: value for name, value in asdict(self).items() if name != "folder"}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if networks:
+                _replace(self.folder / PREDICTOR, save_folded(networks))
+            _replace(self.folder / JSON, json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder} cannot be written: {error.strerror}. Fix: make room, or name another folder "
+                "with --out and load with --calibration FOLDER"
+            ) from error
+
+    def networks(self) -> dict[str, Folded]:
+        return load(self.folder / PREDICTOR)
+
+    def refuse_others(self, model: nn.Module, inventory: ExpertInventory, hidden: int) -> None:
+        """Raises ConfigError where this was made for another model."""
+        geometry = geometry_of(inventory, hidden)
+        again = f"Fix: vismoe calibrate again, or load with calibration={NO_CALIBRATION!r} (--calibration {NO_CALIBRATION})"
+        if geometry != self.geometry:
+            raise ConfigError(
+                f"the calibration in {self.folder} is for {self.model} with {self.geometry}, this model has {geometry}. {again}"
+            )
+        if router_digest(model, inventory) != self.routers:
+            raise ConfigError(
+                f"the calibration in {self.folder} was made for {self.model} with other router weights: "
+                f"its predictions mean nothing here. {again}"
+            )
+
+
+def predictor_memory_bytes(calibration: Calibration | None, settings: Settings) -> int:
+    """Memory of the predictor that these settings will load, from its header alone; part of the plan."""
+    if calibration is None or not calibration.has_predictor or chosen_lookahead(calibration, settings) != "learned":
+        return 0
+    return predictor_bytes(calibration.folder / PREDICTOR)
+
+
+def chosen_lookahead(calibration: Calibration | None, settings: Settings) -> Literal["none", "gate", "learned"]:
+    """Which lookahead `auto` means: the one that won when the model was calibrated, `gate` where nobody has."""
+    if settings.lookahead != "auto":
+        return settings.lookahead
+    return "gate" if calibration is None else calibration.lookahead
+
+
+def geometry_of(inventory: ExpertInventory, hidden: int) -> Geometry:
+    layers = inventory.layers
+    return Geometry(len(layers), max(layer.num_experts for layer in layers), max(layer.top_k for layer in layers), hidden)
+
+
+def router_digest(model: nn.Module, inventory: ExpertInventory) -> str:
+    """SHA-256 over what routes: in each MoE block every parameter and buffer with a dimension of the number of experts, beside
+    the experts themselves, rounded to bfloat16, so that it is the same in whatever dtype the model was loaded.
+    """
+    digest = hashlib.sha256()
+    for layer in inventory.layers:
+        block_path, _, experts = layer.path.rpartition(".")
+        block = model.get_submodule(block_path)
+        for name, tensor in sorted((*block.named_parameters(), *block.named_buffers())):
+            if layer.num_experts in tensor.shape and not name.startswith(f"{experts}."):
+                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+                digest.update(
+                    f"{layer.index} {name} {tuple(tensor.shape)}".encode() + rounded.view(torch.uint8).numpy().tobytes()
+                )
+    return digest.hexdigest()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

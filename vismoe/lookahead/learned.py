@@ -1,0 +1,136 @@
+"""The `learned` lookahead (VisMMoE, section 3.3): a small network per phase on top of what the next routers say.
+
+`Witness` gathers its inputs in a running model; the recorder of training traces uses the same one, so that what is learned from
+is what is seen later. A family whose routers cannot be asked (see gate.py) has a predictor without those inputs; its pooled
+hidden state is then that of what the experts are given.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from vismoe.errors import ConfigError
+from vismoe.lookahead.calibration import Calibration
+from vismoe.lookahead.features import LARGEST, Features, History, Sizes, share_of_tokens
+from vismoe.lookahead.gate import GateLookahead
+from vismoe.lookahead.lookahead import Seen, rows_of
+from vismoe.lookahead.network import Folded
+from vismoe.simulate.steps import Evidence
+from vismoe.types import ExpertInventory, Phase
+
+__all__ = ["LearnedLookahead", "Snapshot", "Witness"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is copied of one layer."""
+
+    layer: int
+    decoding: bool
+    hidden: torch.Tensor  # [H] pooled
+    rows: torch.Tensor | None  # [n, H] of the residual stream, for the routers; None: they cannot be asked
+    present: np.ndarray  # [T, K] choices of the real tokens
+    summary: np.ndarray | None  # [H] float32
+    history: History
+
+
+class Witness:
+    """Gathers the inputs of a predictor while a model runs."""
+
+    def __init__(self, gate: GateLookahead | None, sizes: Sizes):
+        self.gate, self.sizes = gate, sizes
+        self._history = History(sizes)
+        self._summary: np.ndarray | None = None  # as recorded last
+
+    def begin_request(self) -> None:
+        self._history, self._summary = History(self.sizes), None
+
+    def observe(self, layer: int, chosen: np.ndarray) -> None:
+        self._history.observe(layer, chosen)
+
+    def snapshot(self, seen: Seen) -> Snapshot | None:
+        residual = self.gate.residual(seen.layer) if self.gate is not None else seen.hidden
+        if residual is None or len(residual) != len(seen.chosen):
+            return None
+        rows = rows_of(residual, seen)
+        pooled = _pooled(residual, seen) if not seen.decoding else rows.float().mean(0)
+        asked = rows if self.gate is not None else None
+        return Snapshot(seen.layer, seen.decoding, pooled, asked, _real(seen), seen.summary, self._history)
+
+    def features(self, snapshot: Snapshot) -> Features:
+        """The inputs at the layer of a snapshot; any thread."""
+        sizes = self.sizes
+        visual = snapshot.summary if snapshot.summary is not None else np.zeros(sizes.visual, np.float32)
+        expected = None
+        if self.gate is not None and snapshot.rows is not None:
+            expected = self.gate.expected(snapshot.layer, snapshot.rows, sizes.experts)
+        return Features(
+            share_of_tokens(snapshot.present, sizes.experts),
+            snapshot.history.ahead(snapshot.layer),
+            snapshot.hidden.cpu().numpy(),
+            visual,
+            expected,
+        )
+
+    def evidence(self, snapshot: Snapshot) -> Evidence:
+        """What a training trace keeps of a layer; routing history is in the trace already."""
+        features = self.features(snapshot)
+        changed = snapshot.summary is not self._summary
+        self._summary = snapshot.summary
+        expected = None if features.expected is None else features.expected.astype(np.float16)
+        return Evidence(_half(features.hidden), _half(features.visual) if changed else None, expected)
+
+
+class LearnedLookahead:
+    """Scores from the trained networks: the probability that a layer uses an expert; in prefill the share of its tokens."""
+
+    def __init__(self, witness: Witness, networks: dict[str, Folded], gamma: float, least: float):
+        self.witness, self._networks, self._gamma, self._least = witness, networks, gamma, least
+
+    @classmethod
+    def of(cls, model: nn.Module, inventory: ExpertInventory, calibration: Calibration) -> "LearnedLookahead":
+        """The predictor of a calibration, with a gate of its own window where its networks ask the routers.
+
+        Raises ConfigError for one that was made for another model, CheckpointError for a damaged one.
+        """
+        networks = calibration.networks()
+        shape = next(iter(networks.values())).shape
+        asks = any("gate" in network.shape.parts for network in networks.values())
+        gate = GateLookahead.of(model, inventory, shape.sizes.window) if asks else None
+        if isinstance(gate, str):
+            raise ConfigError(f"the predictor in {calibration.folder} asks routers: {gate}. Fix: vismoe calibrate again")
+        return cls(Witness(gate, shape.sizes), networks, calibration.gamma, calibration.least_probability)
+
+    def begin_request(self) -> None:
+        self.witness.begin_request()
+
+    def observe(self, layer: int, chosen: np.ndarray) -> None:
+        self.witness.observe(layer, chosen)
+
+    def snapshot(self, seen: Seen) -> Snapshot | None:
+        if seen.layer + 1 >= self.witness.sizes.layers:
+            return None
+        return self.witness.snapshot(seen)
+
+    def evaluate(self, snapshot: Snapshot) -> np.ndarray:
+        network = self._networks[Phase.DECODE if snapshot.decoding else Phase.PREFILL]
+        scores = network.probabilities(snapshot.layer, self.witness.features(snapshot), self._gamma)
+        return np.where(scores >= self._least, scores, 0) if snapshot.decoding else scores
+
+
+def _real(seen: Seen) -> np.ndarray:
+    return seen.chosen if seen.real is None else seen.chosen[seen.real]
+
+
+def _pooled(residual: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """Mean over the visual tokens of a prompt, `[H]` float32; over all real ones where none is visual."""
+    of = seen.visual if seen.visual is not None and seen.visual.any() else seen.real
+    if of is None:
+        return residual.mean(0, dtype=torch.float32)
+    return residual[torch.from_numpy(np.flatnonzero(of)).to(residual.device)].mean(0, dtype=torch.float32)
+
+
+def _half(array: np.ndarray) -> np.ndarray:
+    return np.clip(array, -LARGEST, LARGEST).astype(np.float16)

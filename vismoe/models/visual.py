@@ -1,0 +1,63 @@
+"""What a loaded model does with visual tokens: the settings of pruning, and where in the depth of the model it acts."""
+
+from typing import Any
+
+from vismoe.config import Settings
+from vismoe.errors import ConfigError
+from vismoe.models.prune import VisualPruner
+from vismoe.types import ExpertInventory
+from vismoe.vision.selection import Pruning
+
+__all__ = ["attach_pruner", "default_prune_layer", "fewer_experts", "pruning_of"]
+
+UNCALIBRATED_DEPTH = 1 / 6  # of the decoder layers see all tokens: 8 of 48, where the paper pins 8 to 12
+
+
+def pruning_of(settings: Settings) -> Pruning:
+    """What the settings say about dropping visual tokens."""
+    return Pruning(
+        keep=settings.keep,
+        selection=settings.selection,
+        core_share=settings.core_share,
+        expansion_weight=settings.expansion_weight,
+    )
+
+
+def default_prune_layer(config: Any) -> int:
+    """The first decoder layer that sees kept tokens only, where nobody calibrated: behind the last that visual features join."""
+    layers = config.get_text_config().num_hidden_layers
+    joined = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    return max(1, len(joined), round(layers * UNCALIBRATED_DEPTH))
+
+
+def fewer_experts(settings: Settings, inventory: ExpertInventory) -> int | None:
+    """Experts of a visual token in prefill; None: as many as the router chose. Raises ConfigError for more than that."""
+    most = max(layer.top_k for layer in inventory.layers)
+    if settings.visual_top_k is not None and settings.visual_top_k > most:
+        raise ConfigError(
+            f"visual_top_k={settings.visual_top_k}: a token of this model uses {most} experts. "
+            f"Fix: visual_top_k={most - 1} or less"
+        )
+    return settings.visual_top_k
+
+
+def attach_pruner(model: Any, settings: Settings, calibrated: int | None) -> tuple[VisualPruner | None, str]:
+    """(the pruner of a loaded model, a sentence about it); `calibrated`: the layer that calibration found.
+
+    Raises ConfigError where tokens shall be dropped and cannot be.
+    """
+    if settings.prune_layer != "auto":
+        layer, why = int(settings.prune_layer), "asked for"
+    elif calibrated is not None:
+        layer, why = calibrated, "calibrated"
+    else:
+        layer, why = default_prune_layer(model.config), "not calibrated"
+    pruner = VisualPruner.of(model, layer)
+    if isinstance(pruner, str):
+        if settings.keep < 1:
+            raise ConfigError(f"keep={settings.keep}: {pruner}. Fix: keep=1 (leave --keep out)")
+        return None, pruner
+    pruner.pruning = pruning_of(settings)
+    began = "" if pruner.prune_layer == layer else f"; {layer} was meant, and has linear attention"
+    sentence = f"keep {settings.keep:g} from decoder layer {pruner.prune_layer} on ({why}{began})"
+    return pruner, f"{sentence}; saliency: {pruner.images.saliency.source}"

@@ -1,0 +1,41 @@
+"""A picture of what was kept: the image itself, with the squares of dropped visual tokens grey and dim."""
+
+import numpy as np
+from PIL import Image
+
+__all__ = ["kept_overlay"]
+
+DIMMED = 0.35  # of a dropped token's brightness
+LINE = (255, 255, 255)
+LINE_OPACITY = 0.35
+SMALLEST_SQUARE = 6  # pixels: below, lines would hide the picture
+
+
+def kept_overlay(image: Image.Image, grid: tuple[int, int], kept: np.ndarray) -> Image.Image:
+    """`image` as RGB in its own size; `grid` is (rows, columns) of visual tokens, `kept` the indices of those that were kept.
+
+    A token is a rows-th of the height and a columns-th of the width, in whole pixels; the image is taken upright, as it was
+    encoded. Raises ValueError for an index outside the grid.
+    """
+    rows, columns = grid
+    kept = np.asarray(kept, dtype=np.int64)
+    if kept.size and not 0 <= kept.min() <= kept.max() < rows * columns:
+        raise ValueError(f"kept tokens {kept.min()} to {kept.max()} do not lie in a grid of {rows} x {columns}")
+    tokens = np.zeros(rows * columns, bool)
+    tokens[kept] = True
+    pixels = np.asarray(image.convert("RGB"))
+    down, across = _cuts(pixels.shape[0], rows), _cuts(pixels.shape[1], columns)
+    shown = np.repeat(np.repeat(tokens.reshape(grid), np.diff(down), axis=0), np.diff(across), axis=1)
+    grey = np.asarray(image.convert("L"))[..., None] * DIMMED
+    out = np.where(shown[..., None], pixels, grey)
+    lines = np.zeros_like(shown)
+    for cuts, along in ((down, lines), (across, lines.T)):
+        if np.diff(cuts).min() >= SMALLEST_SQUARE:
+            along[cuts[1:-1]] = True
+    out[lines] = out[lines] * (1 - LINE_OPACITY) + np.array(LINE) * LINE_OPACITY
+    return Image.fromarray(out.round().astype(np.uint8))
+
+
+def _cuts(pixels: int, parts: int) -> np.ndarray:
+    """First pixel of each of `parts` stretches by where its middle lies, and one past the last: int64 `[parts + 1]`."""
+    return -((parts - 2 * np.arange(parts + 1) * pixels) // (2 * parts))

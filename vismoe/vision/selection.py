@@ -1,0 +1,203 @@
+"""Which visual tokens of one image go deeper: pure functions of saliency and routing, the same answer for the same input.
+
+N visual tokens, A experts that a token uses in the layers before the pruning (all layers together), D numbers in a hidden state.
+`affinity` is algorithm 1 of VisMMoE; `saliency`, `distinct` (the same, where the caller hands over how unlike the others an
+embedding is), `visionzip`, `uniform` and `random` stand beside it. All keep floor(keep * N) tokens, at least one. Of equal tokens
+the first goes first; saliency that is the same everywhere counts as 0.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from vismoe.errors import ConfigError, InputError
+
+__all__ = ["SELECTIONS", "Pruning", "Selection", "kept_count", "select"]
+
+ROUNDING = 1e-9  # of share * N, so that 0.29 of 100 is 29 although the product in floating point lies just below
+CONTEXTUAL_SHARE = 10 / 64  # of the tokens that VisionZip keeps: 54 dominant and 10 contextual ones of 64
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """How visual tokens are selected. Raises ConfigError for values that cannot be."""
+
+    keep: float = 1.0  # beta: share of the visual tokens that go deeper; 1.0 is exact
+    selection: str = "affinity"
+    core_share: float = 0.2  # alpha: share that affinity keeps for their saliency alone, at most `keep`
+    expansion_weight: float = 2.0  # lambda: what a token's new experts count against its saliency (affinity)
+    seed: int = 0  # of `random`
+
+    def __post_init__(self) -> None:
+        if self.selection not in SELECTIONS:
+            raise ConfigError(f"selection={self.selection!r}: choose one of {', '.join(SELECTIONS)}")
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"keep={self.keep}: the share of visual tokens that is kept lies above 0 and up to 1, e.g. 0.5")
+        if not 0 <= self.core_share <= 1:
+            raise ConfigError(f"core_share={self.core_share}: a share lies between 0 and 1, e.g. 0.2")
+        if not 0 <= self.expansion_weight < math.inf:
+            raise ConfigError(f"expansion_weight={self.expansion_weight}: a number of at least 0, e.g. 2.0")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: a whole number of at least 0")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The tokens of one image that go deeper, and what that means for the experts they ask for.
+
+    The expansion of a token (equation 2) is the share of its experts that no token of the core uses. It and `coverage` are
+    measured for every selection against affinity's core, and are None where no routing is known or everything is kept.
+    """
+
+    kept: np.ndarray  # int64 [K], ascending: indices within the image
+    coverage: float | None = None  # share of all (layer, expert) pairs of the layers before that the core's tokens use
+    mean_expansion: float | None = None  # over the tokens outside the core
+    kept_expansion: float | None = None  # over those of them that are kept
+    merged_into: np.ndarray | None = None  # int64 [N], visionzip: index into `kept` of the average that a token joins; -1: none
+
+
+def kept_count(share: float, tokens: int) -> int:
+    """floor(share * tokens), as if share were the decimal number that was written."""
+    return math.floor(share * tokens + ROUNDING)
+
+
+def select(
+    pruning: Pruning, saliency: np.ndarray, active: np.ndarray, pairs: int, features: np.ndarray | None = None
+) -> Selection:
+    """The tokens of one image to keep.
+
+    `saliency` float [N]; `active` int [N, A] holds addresses (MoE layer * most experts + expert), -1 for none, and A is 0 where
+    no routing is known; `pairs` is the number of addresses there are; `features` float [N, D] are needed by `visionzip` only.
+    Raises InputError for saliency that is not finite.
+    """
+    tokens = len(saliency)
+    if pruning.keep == 1.0 or tokens == 0:
+        return Selection(np.arange(tokens))
+    case = _Case.of(pruning, saliency, active, pairs)
+    kept, merged_into = np.sort(SELECTIONS[pruning.selection](case)), None
+    if pruning.selection == "visionzip":
+        assert features is not None and len(features) == tokens, "visionzip merges by the features of every token"
+        merged_into = _merged(case, kept, features)
+    if not active.shape[1]:
+        return Selection(kept, merged_into=merged_into)
+    outside = np.setdiff1d(np.arange(tokens), case.core)
+    kept_outside = np.intersect1d(outside, kept)
+    return Selection(
+        kept,
+        coverage=case.core_pairs / pairs,
+        mean_expansion=_mean(case.expansion[outside]),
+        kept_expansion=_mean(case.expansion[kept_outside]),
+        merged_into=merged_into,
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One image to select from."""
+
+    pruning: Pruning
+    salient: np.ndarray  # float64 [N], 0 to 1
+    expansion: np.ndarray  # float64 [N], equation 2; 0 for a token without experts
+    core: np.ndarray  # int64, most salient first
+    core_pairs: int  # that the core's tokens use
+    count: int  # tokens to keep
+
+    @classmethod
+    def of(cls, pruning: Pruning, saliency: np.ndarray, active: np.ndarray, pairs: int) -> "_Case":
+        salient = _normalised(saliency)
+        core = _top(salient, kept_count(min(pruning.core_share, pruning.keep), len(salient)))
+        covered = np.zeros(pairs + 1, bool)  # the last one stands for the address -1
+        covered[active[core]] = True
+        covered[-1] = True
+        used = np.sort(active, axis=1)
+        distinct = used >= 0
+        distinct[:, 1:] &= used[:, 1:] != used[:, :-1]
+        expansion = (distinct & ~covered[used]).sum(axis=1) / np.maximum(distinct.sum(axis=1), 1)
+        count = max(1, kept_count(pruning.keep, len(salient)))
+        return cls(pruning, salient, expansion, core, int(covered[:-1].sum()), count)
+
+
+def _affinity(case: _Case) -> np.ndarray:
+    """Algorithm 1: the core, and what is salient among the others without asking for experts that the core does not use."""
+    score = case.salient - case.pruning.expansion_weight * case.expansion
+    score[case.core] = np.inf
+    return _top(score, case.count)
+
+
+def _saliency(case: _Case) -> np.ndarray:
+    return _top(case.salient, case.count)
+
+
+def _uniform(case: _Case) -> np.ndarray:
+    """Evenly over the image's tokens in their order."""
+    return _spread(len(case.salient), case.count)
+
+
+def _random(case: _Case) -> np.ndarray:
+    tokens = len(case.salient)
+    return np.random.default_rng((case.pruning.seed, tokens)).permutation(tokens)[: case.count]
+
+
+def _visionzip(case: _Case) -> np.ndarray:
+    """The most salient (dominant) tokens, and contextual ones evenly over the rest, each for the average of those like it."""
+    dominant = _dominant(case)
+    others = np.setdiff1d(np.arange(len(case.salient)), dominant)
+    return np.concatenate([dominant, others[_spread(len(others), case.count - len(dominant))]])
+
+
+def _dominant(case: _Case) -> np.ndarray:
+    return _top(case.salient, case.count - round(CONTEXTUAL_SHARE * case.count))
+
+
+def _merged(case: _Case, kept: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """int64 [N]: every token that is not dominant joins the contextual one it resembles most (cosine); those join their own."""
+    dominant = _dominant(case)
+    merged = np.full(len(features), -1)
+    contextual = np.setdiff1d(kept, dominant)
+    if not len(contextual):
+        return merged
+    others = np.setdiff1d(np.arange(len(features)), dominant)
+    directions = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    nearest = contextual[np.argmax(directions[others] @ directions[contextual].T, axis=1)]
+    merged[others] = np.searchsorted(kept, nearest)
+    merged[contextual] = np.searchsorted(kept, contextual)
+    return merged
+
+
+SELECTIONS: dict[str, Callable[[_Case], np.ndarray]] = {
+    "affinity": _affinity,
+    "saliency": _saliency,
+    "distinct": _saliency,
+    "visionzip": _visionzip,
+    "uniform": _uniform,
+    "random": _random,
+}
+
+
+def _normalised(saliency: np.ndarray) -> np.ndarray:
+    """Min-max to float64 between 0 and 1; all 0 where all are equal."""
+    finite = np.isfinite(saliency)
+    if not finite.all():
+        raise InputError(
+            f"the saliency of {(~finite).sum()} of {len(saliency)} visual tokens is not a finite number. "
+            "Fix: run without pruning (keep=1.0), or load the model with dtype=bfloat16 or float32"
+        )
+    values = saliency.astype(np.float64)
+    span = values.max() - values.min()
+    return (values - values.min()) / span if span > 0 else np.zeros_like(values)
+
+
+def _top(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the `count` largest, largest first; of equals the first."""
+    return np.argsort(-values, kind="stable")[:count]
+
+
+def _spread(tokens: int, count: int) -> np.ndarray:
+    """`count` different indices evenly over `tokens`."""
+    return (2 * np.arange(count) + 1) * tokens // (2 * max(count, 1))
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -9,8 +9,12 @@ DEV := $(VENV)/.vismoe-dev
 NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
 # The oldest transformers supported and the hub client it wants, beside the environment's own: PYTHONPATH puts them in front.
 OLDEST := $(VENV)/transformers-5.17
-# Tests that have nothing to do with transformers run once, with the newest.
-APART := kernels kernels_eval lossless checksum affine_encode formats pack pack_kills packed_store miss route library
+# Tests in which the version of transformers decides nothing run once, with the newest.
+APART := kernels kernels_eval lossless checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
+	store_reads safetensors_header miss route library pager below eviction host_tier speculation pinned replay trace timeline plan \
+	config threads machine doctor control bench_checkpoint bench_cli bench_fairness bench_limits bench_process bench_run gguf \
+	packaging memory_agreement layers cli cli_study ui scenes images overlay selection lookahead_network calibrate expert_demand \
+	pruning_eval
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 
 # The first interpreter that runs and is 3.11 or newer. `make PYTHON=/path/to/python3.12 test` chooses another one.

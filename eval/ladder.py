@@ -166,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--link", type=parse_bytes, default=LINK_BYTES_PER_S, metavar="SIZE", help="bytes per second of the emulated link"
     )
-    parser.add_argument("--lookahead", choices=("gate", "learned"), default="gate", help="of the bundled model (default: gate)")
+    parser.add_argument(
+        "--lookahead", choices=("auto", "gate", "learned"), default="auto", help="of the bundled model (default: auto)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5)")
     parser.add_argument("--questions", type=int, default=18, help="asked of the bundled model (default: 18)")
     parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: 24)")

@@ -138,6 +138,7 @@ class Engines:
         )
         if not engine.can_prune:
             raise ConfigError(f"{self._path}: {engine.backends['visual tokens']}. Fix: name a model whose visual tokens can be")
+        assert runtime_of(engine.model).visual_top_k == visual_top_k, "the setting is in force"
         return engine
 
     def of(self, contestant: Contestant) -> Engine:

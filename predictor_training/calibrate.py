@@ -2,7 +2,8 @@
 files.
 
 1. collect    answers of real prompts, recorded at keep 1 and 0.5 (resumed where a run was interrupted)
-2. prune      from which decoder layer on visual tokens can be dropped: the curve, and how many answers change at each layer
+2. prune      from which decoder layer on visual tokens can be dropped: the curve, and how many answers change at each layer;
+              which selection of the kept ones costs answers least there
 3. train      the networks of the learned lookahead
 4. evaluate   recall on prompts that training never saw
 5. replay     which lookahead wins in virtual time, and how many layers are worth pinning
@@ -26,11 +27,12 @@ from vismoe.types import Phase
 
 from .collect import ANSWER_TOKENS, collect
 from .evaluate import LEARNED, WITHOUT, Judgement, judge
-from .prompts import Prompt
+from .prompts import Prompt, is_validation
 from .prune_depth import Depth, depth_curve, shallowest
 from .replayed import Contest, contest, pinned_by_share, with_scores
 from .samples import Samples, read_samples
-from .train import Recipe, is_validation, train
+from .selections import Cost, by_turns, cheapest, costs_of, scorer
+from .train import Recipe, refuse_too_few, train
 
 __all__ = ["Calibrated", "Told", "calibrate", "refuse_unwritable"]
 
@@ -58,9 +60,23 @@ class Calibrated:
     networks: dict[str, Folded]
     depths: list[Depth]
     changed: list[Changed]
+    costs: list[Cost]
     judged: list[Judgement]
     contest: Contest
     validation_loss: dict[str, float]
+    recorded_with: tuple[int, str] | None  # layer and selection of the training answers at keep 0.5; None: there are none
+
+    @property
+    def recorded_otherwise(self) -> str | None:
+        """A sentence where visual tokens were dropped in another way for training than they will be; None where they were not."""
+        c = self.calibration
+        if self.recorded_with is None or self.recorded_with == (c.prune_layer, c.selection or self.recorded_with[1]):
+            return None
+        layer, selection = self.recorded_with
+        return (
+            f"the answers at keep {DIVERGENCE_KEEP:g} that training saw dropped visual tokens from decoder layer {layer} on "
+            f"({selection}), not from {c.prune_layer} on ({c.selection or selection}) as from now on"
+        )
 
     def to_json(self) -> dict[str, Any]:
         c = self.calibration
@@ -69,9 +85,12 @@ class Calibrated:
             "lookahead": c.lookahead,
             "least_probability": c.least_probability,
             "prune_layer": c.prune_layer,
+            "selection": c.selection,
+            "recorded_otherwise": self.recorded_otherwise,
             "pinned_layers": c.pinned_layers,
             "depths": [vars(depth) for depth in self.depths],
             "changed": [vars(changed) for changed in self.changed],
+            "selections": [vars(cost) for cost in self.costs],
             "judgements": [judgement.to_json() for judgement in self.judged],
             "replay": {"relative_seconds": self.contest.relative_s, "cells": self.contest.cells, "time": "virtual"},
         }
@@ -100,10 +119,20 @@ def calibrate(
     told: Told = lambda doing, done, total: None,
     device: str = "cpu",
 ) -> Calibrated:
-    """Runs all six steps; the engine is closed once it is not needed any more, before training. `work`: folder of the traces."""
+    """Runs all six steps; the engine is closed once it is not needed any more, before training. `work`: folder of the traces.
+
+    Prompts that the model refuses are left out of every step. Raises InputError where too few are left to train on.
+    """
     refuse_unwritable(out)
+    refuse_too_few([prompt.name for prompt in prompts])
+    pruner = runtime_of(engine.model).pruner
+    recorded_with = None if pruner is None or pruner.pruning is None else (pruner.prune_layer, pruner.pruning.selection)
     traces = collect(engine, prompts, work, report=lambda done, total: told("collecting", done, total))
+    answered = set.intersection(*(set(trace.requests) for trace in traces))
+    prompts = [prompt for prompt in prompts if prompt.name in answered]
+    refuse_too_few([prompt.name for prompt in prompts])
     depths, changed, prune_layer = _prune_layer(engine, traces, prompts, told)
+    costs = [] if prune_layer is None else _costs(engine, prune_layer, prompts, told)
     inventory = runtime_of(engine.model).store.inventory
     geometry = geometry_of(inventory, engine.model.config.get_text_config().hidden_size)
     digest, name = router_digest(engine.model, inventory), Path(engine.name).name or engine.name
@@ -122,6 +151,7 @@ def calibrate(
         geometry,
         won.lookahead,
         prune_layer,
+        cheapest(costs),
         pinned_by_share(scored["gate"]),
         won.least_probability,
         recipe.gamma,
@@ -132,9 +162,10 @@ def calibrate(
             "validation_loss": losses,
             "recall": [{key: of[key] for key in ("phase", "group", "budgets", "predictors")} for of in map(_short, judged)],
             "relative_seconds": won.relative_s,
+            "selections": [vars(cost) for cost in costs],
         },
     )
-    result = Calibrated(calibration, networks, depths, changed, judged, won, losses)
+    result = Calibrated(calibration, networks, depths, changed, costs, judged, won, losses, recorded_with)
     calibration.save(networks)
     return result
 
@@ -207,32 +238,37 @@ def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[Prompt],
     """Answers at keep 0.5 against those at keep 1, for every layer of the curve that can prune."""
     if not prompts:
         return []
-    runtime = runtime_of(engine.model)
-    first = runtime.pruner
-    assert first is not None
     whole = [_answer(engine, prompt, 1.0) for prompt in prompts]
     changed = []
-    try:
-        for number, depth in enumerate(depths):
-            told("dropping visual tokens", number, len(depths))
-            if runtime.pruner is not None:
-                runtime.pruner.remove()
-            pruner = VisualPruner.of(engine.model, depth.prune_layer)
-            if isinstance(pruner, str) or pruner.prune_layer != depth.prune_layer:
-                if isinstance(pruner, VisualPruner):
-                    pruner.remove()
-                runtime.pruner = None
-                continue
-            pruner.on_pruned, runtime.pruner = first.on_pruned, pruner
-            half = [_answer(engine, prompt, DIVERGENCE_KEEP) for prompt in prompts]
-            pairs = list(zip(whole, half, strict=True))
-            same = sum(one == other for one, other in pairs) / len(pairs)
-            changed.append(Changed(depth.prune_layer, same, sum(map(_same_beginning, whole, half)) / len(pairs)))
-    finally:
-        if runtime.pruner is not None:
-            runtime.pruner.remove()
-        runtime.pruner = None  # the engine is closed next
+    for number, depth in enumerate(depths):
+        told("dropping visual tokens", number, len(depths))
+        if _begin_at(engine, depth.prune_layer) != depth.prune_layer:
+            continue
+        half = [_answer(engine, prompt, DIVERGENCE_KEEP) for prompt in prompts]
+        pairs = list(zip(whole, half, strict=True))
+        same = sum(one == other for one, other in pairs) / len(pairs)
+        changed.append(Changed(depth.prune_layer, same, sum(map(_same_beginning, whole, half)) / len(pairs)))
     return changed
+
+
+def _costs(engine: Engine, prune_layer: int, prompts: Sequence[Prompt], told: Told) -> list[Cost]:
+    """What each selection costs where dropping begins at that layer."""
+    _begin_at(engine, prune_layer)
+    return costs_of(by_turns(prompts), scorer(engine), lambda done, total: told("comparing selections", done, total))
+
+
+def _begin_at(engine: Engine, prune_layer: int) -> int:
+    """Lets dropping begin at a layer, or at the next one that can, or where it was; -> the layer that it is."""
+    runtime = runtime_of(engine.model)
+    before = runtime.pruner
+    assert before is not None
+    before.remove()
+    pruner = VisualPruner.of(engine.model, prune_layer)
+    if isinstance(pruner, str):
+        pruner = VisualPruner.of(engine.model, before.prune_layer)
+    assert isinstance(pruner, VisualPruner)
+    pruner.on_pruned, runtime.pruner = before.on_pruned, pruner
+    return pruner.prune_layer
 
 
 def _answer(engine: Engine, prompt: Prompt, keep: float) -> str:

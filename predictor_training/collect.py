@@ -8,6 +8,8 @@ goes on with the first request that is not there. Memory: one request and the sh
 """
 
 import argparse
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,16 +19,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vismoe.engine import Engine, load
-from vismoe.errors import ConfigError, InputError, TraceError, VisMoEError
+from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.models.loading import runtime_of
 from vismoe.simulate.trace import Trace, TraceWriter
 
 from .prompts import Prompt, folder_prompts, scene_prompts
 
-__all__ = ["KEEPS", "collect", "progress_bar", "trace_folder"]
+__all__ = ["KEEPS", "collect", "progress_bar", "trace_folder", "work_name"]
 
 KEEPS = (1.0, 0.5)
 ANSWER_TOKENS = 32
+# settings that decide what is recorded
+RECORDED = "window lookahead prune_layer selection core_share expansion_weight visual_top_k kernels format".split()
 
 Report = Callable[[int, int], None]  # (done, in all)
 
@@ -38,6 +42,17 @@ class _Recorder:
 
     def __init__(self, writer: TraceWriter):
         self.step, self.layer = writer.step, writer.layer
+
+
+def recorded_settings(engine: Engine) -> dict[str, Any]:
+    """What makes two collections of one model differ, but for their prompts and keeps; kept in the traces' headers."""
+    return {name: getattr(engine.settings, name) for name in RECORDED} | {"dtype": str(engine.model.dtype)}
+
+
+def work_name(engine: Engine) -> str:
+    """Name of a folder for the traces of this model with these settings: what can be gone on with, and nothing else."""
+    settings = hashlib.sha256(json.dumps(recorded_settings(engine), sort_keys=True).encode()).hexdigest()
+    return f"{runtime_of(engine.model).store.fingerprint[:16]}-{settings[:8]}"
 
 
 def trace_folder(folder: str | Path, keep: float) -> Path:
@@ -54,30 +69,27 @@ def collect(
     """Answers every prompt at every keep and records the routing; -> the traces, in the order of `keeps`.
 
     A model whose visual tokens cannot be dropped is recorded at keep 1 only. A prompt that the model refuses (too long, a damaged
-    image) is left out with a warning on stderr; when it is every prompt, InputError.
+    image) is left out with a warning on stderr; when it is every prompt, InputError. A folder that cannot be written, or with
+    traces of another model or other settings, is a TraceError.
     """
     keeps = [keep for keep in keeps if keep == 1 or engine.can_prune]
     runtime, total, done, refused = runtime_of(engine.model), len(prompts) * len(keeps), 0, list[str]()
+    store, settings = runtime.store, recorded_settings(engine)
     for keep in keeps:
         path = trace_folder(folder, keep)
         there = set(Trace.open(path).requests) if (path / "trace.json").exists() else set[str]()
         done += sum(prompt.name in there for prompt in prompts)
         report(done, total)
         todo = [prompt for prompt in prompts if prompt.name not in there]
-        try:
-            with TraceWriter(path, runtime.store.inventory, engine.name, runtime.store.fingerprint, for_training=True) as writer:
-                for prompt in todo:
-                    writer.request(prompt.name)
-                    try:
-                        _answer(engine, runtime, writer, prompt, keep)
-                    except InputError as error:
-                        refused.append(f"{prompt.name}: {error}")
-                    done += 1
-                    report(done, total)
-        except OSError as error:
-            raise TraceError(
-                f"{path} cannot be written: {error.strerror}. Fix: make room, or name another folder with --work"
-            ) from error
+        with TraceWriter(path, store.inventory, engine.name, store.fingerprint, for_training=True, settings=settings) as writer:
+            for prompt in todo:
+                writer.request(prompt.name)
+                try:
+                    _answer(engine, runtime, writer, prompt, keep)
+                except InputError as error:
+                    refused.append(f"{prompt.name}: {error}")
+                done += 1
+                report(done, total)
     for line in refused[:3]:
         print(f"left out: {line}", file=sys.stderr)
     if len(refused) == total:

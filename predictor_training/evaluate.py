@@ -28,7 +28,7 @@ from vismoe.types import Phase
 from .collect import progress_bar
 from .recall import Recall, Scorer, by_frequency, by_gate, by_learned, by_lru, by_nothing, hot_recall
 from .samples import Samples, read_samples
-from .train import Recipe, add_training_flags, recipe_of, train
+from .train import Recipe, add_training_flags, recipe_of, refuse_device, train
 
 __all__ = ["LEARNED", "WITHOUT", "Judgement", "judge", "print_judgements", "trained_variants"]
 
@@ -44,9 +44,10 @@ class Judgement:
     phase: Phase
     group: str
     passes: int
-    requests: int
+    requests: int  # answers
+    prompts: int
     recalls: dict[str, Recall]
-    differences: dict[str, Interval]  # of request means at the smallest budget
+    differences: dict[str, Interval]  # of prompts' means at the smallest budget
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +55,7 @@ class Judgement:
             "group": self.group,
             "passes": self.passes,
             "requests": self.requests,
+            "prompts": self.prompts,
             "budgets": list(next(iter(self.recalls.values())).budgets),
             "predictors": {
                 name: {
@@ -117,17 +119,26 @@ def _judge(phase: Phase, group: str, held: Samples, training: Samples, networks:
         scorers[GATE] = by_gate(held)
     scorers |= {name: by_learned(held, networks[name]) for name in (MERGED, BLIND, UNASKED, WITHOUT, LEARNED) if name in networks}
     recalls = {name: hot_recall(held, scorer, top_k) for name, scorer in scorers.items()}
-    ours = recalls[LEARNED].of_request[0].tolist()
-    others = [name for name in (GATE, WITHOUT) if name in recalls]
-    differences = {f"{LEARNED} - {name}": paired_difference(recalls[name].of_request[0].tolist(), ours) for name in others}
-    return Judgement(phase, group, len(held), int(np.unique(held.request).size), recalls, differences)
+    requests = np.unique(held.request)
+    prompts = [held.requests[request] for request in requests]
+    of_prompt = {name: by_prompt(prompts, recall.of_request[0]) for name, recall in recalls.items()}
+    ours, others = of_prompt[LEARNED], [name for name in (GATE, WITHOUT) if name in recalls]
+    differences = {f"{LEARNED} - {name}": paired_difference(of_prompt[name], ours) for name in others}
+    return Judgement(phase, group, len(held), requests.size, len(ours), recalls, differences)
+
+
+def by_prompt(requests: Sequence[str], values: np.ndarray) -> list[float]:
+    """Mean value of each prompt: its answers at several keeps are no independent questions."""
+    _, prompt = np.unique([name.split("@")[0] for name in requests], return_inverse=True)
+    return (np.bincount(prompt, values) / np.bincount(prompt)).tolist()
 
 
 def print_judgements(console: Console, judged: Sequence[Judgement]) -> None:
     """One table per phase and group: recall one layer ahead, and the mean over the window."""
     for judgement in judged:
         what = "hot recall" if judgement.phase is Phase.DECODE else "token-weighted coverage"
-        title = f"{judgement.phase}, {GROUPS[judgement.group]}: {what} ({judgement.requests} answers, {judgement.passes} passes)"
+        counts = f"{judgement.prompts} prompts, {judgement.requests} answers, {judgement.passes} passes"
+        title = f"{judgement.phase}, {GROUPS[judgement.group]}: {what} ({counts})"
         table = Table(title=title, title_justify="left")
         budgets = next(iter(judgement.recalls.values())).budgets
         table.add_column("the best so many", no_wrap=True)
@@ -139,7 +150,7 @@ def print_judgements(console: Console, judged: Sequence[Judgement]) -> None:
         console.print(table)
         for name, interval in judgement.differences.items():
             console.print(
-                f"  {name}, best {budgets[0]}, per answer: {interval.value:+.2%} ({interval.low:+.2%} .. {interval.high:+.2%})"
+                f"  {name}, best {budgets[0]}, per prompt: {interval.value:+.2%} ({interval.low:+.2%} .. {interval.high:+.2%})"
             )
 
 
@@ -179,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_training_flags(parser)
     given = parser.parse_args(arguments)
     try:
+        refuse_device(given.train_device)
         traces = [Trace.open(path) for path in given.traces]
         samples = read_samples(traces)
         if not any(name.startswith("held-out/") for name in samples[Phase.DECODE].requests):

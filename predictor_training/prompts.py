@@ -1,7 +1,9 @@
 """The prompts that a predictor is trained and judged on: a user's own folder, or generated scenes of the demo world.
 
 Every prompt has a name (`group/kind/number`), the same on every run, so that a collection that was interrupted goes on. Groups:
-`train`; `held-out`, of the same kinds; `unseen`, of a kind that training never saw.
+`train`; `held-out`, of the same kinds; `unseen`, of a kind that training never saw. In a user's folder the number is
+`side-digest`: prompts of one image have one side, and the side decides what is held out and what validates (`is_validation`), so
+that no image is asked about on two sides of these splits. (The unseen kind may ask about images that training saw.)
 """
 
 import hashlib
@@ -15,14 +17,16 @@ from vismoe.errors import InputError
 from vismoe.eval.questions import KINDS, THANKS, Conversation, conversation
 from vismoe.eval.scenes import compose
 
-__all__ = ["GROUPS", "Prompt", "folder_prompts", "scene_prompts"]
+__all__ = ["GROUPS", "Prompt", "folder_prompts", "is_validation", "scene_prompts"]
 
 GROUPS = ("train", "held-out", "unseen")
 UNSEEN_KIND = "text"  # reading: the paper leaves out TextVQA
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 TEXTS = (".txt", ".md")
 DEFAULT_QUESTION = "Describe this image."
-HELD_OUT_SHARE = 0.2  # of a user's prompts
+HELD_OUT_SHARE = 0.2  # of a user's images, and of the prompts without one
+VALIDATION = 10  # one prompt in so many
+SIDE = 6  # digits
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,19 @@ class Prompt:
         return said[:-1]
 
 
+def is_validation(request: str) -> bool:
+    """Split by image, or by prompt where there is none: the same prompt at another keep is on the same side."""
+    prompt = request.split("@")[0]
+    side, dash, _ = prompt.rpartition("/")[2].partition("-")
+    return hashlib.sha256(f"validation {side if dash else prompt}".encode()).digest()[0] % VALIDATION == 0
+
+
 def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[Prompt]:
     """About `train` training prompts of all kinds but `unseen`, greetings without an image among them, and `held_out` of held-out
-    scenes: nine of ten in equal parts of the kinds, the tenth in addition of the unseen one."""
+    scenes: nine of ten in equal parts of the kinds, the tenth in addition of the unseen one. Raises InputError for a kind that is
+    none."""
+    if unseen not in KINDS:
+        raise InputError(f"--unseen {unseen}: generated scenes have no such kind. Fix: one of {', '.join(KINDS)}")
     kinds = [kind for kind in KINDS if kind != unseen]
     greetings = [Prompt(f"train/greeting/{number}", hello) for number, (hello, _) in enumerate(THANKS)]
     asked = [_scene(f"train/{kind}/{number}", "train", number) for number in range(-(-train // len(kinds))) for kind in kinds]
@@ -76,7 +90,8 @@ def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt
     """The prompts of a folder, in a fixed order: lines `{"image": path or list, "prompt": text, "kind": name}` of `*.jsonl` files
     (image and kind may be left out; paths are relative to the file), pictures with a default question, text files as they are.
 
-    A prompt is held out by its own content, so that adding files moves no other. Raises InputError for what cannot be read.
+    A prompt is held out by the content of its first image, or by its text where it has none, so that adding files moves no
+    other. Raises InputError for what cannot be read.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
@@ -90,14 +105,28 @@ def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt
     if unseen is not None and unseen not in {kind for kind, _, _ in found}:
         raise InputError(f"--unseen {unseen}: no prompt is of that kind; there are {', '.join(sorted({k for k, _, _ in found}))}")
     prompts: dict[str, Prompt] = {}
+    contents: dict[Path, str] = {}
     for kind, content, images in found:
-        digest = hashlib.sha256(
-            "\0".join([kind, content, *(str(p.relative_to(root)) for p in images if p.is_relative_to(root))]).encode()
-        )
-        group = "held-out" if digest.digest()[0] < HELD_OUT_SHARE * 256 else "train"
-        name = f"{'unseen' if kind == unseen else group}/{kind}/{digest.hexdigest()[:12]}"
+        places = [str(path.relative_to(root) if path.is_relative_to(root) else path) for path in images]
+        digest = hashlib.sha256("\0".join([kind, content, *places]).encode()).hexdigest()
+        side = (_content(images[0], contents) if images else digest)[:SIDE]
+        group = "held-out" if int(side[:2], 16) < HELD_OUT_SHARE * 256 else "train"
+        name = f"{'unseen' if kind == unseen else group}/{kind}/{side}-{digest[:12]}"
         prompts[name] = Prompt(name, content, images)
     return list(prompts.values())
+
+
+def _content(image: Path, known: dict[Path, str]) -> str:
+    """SHA-256 of an image file."""
+    if image not in known:
+        try:
+            with image.open("rb") as file:
+                known[image] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise InputError(
+                f"{image} cannot be read: {error.strerror or error}. Fix: make it readable, or leave it out"
+            ) from error
+    return known[image]
 
 
 def _prompts_of(path: Path) -> Iterator[tuple[str, str, tuple[Path, ...]]]:
@@ -106,9 +135,13 @@ def _prompts_of(path: Path) -> Iterator[tuple[str, str, tuple[Path, ...]]]:
     if suffix in IMAGES:
         yield "image", DEFAULT_QUESTION, (path,)
     elif suffix in TEXTS:
-        yield "text", path.read_text(errors="replace").strip(), ()
+        yield "text", path.read_text("utf-8", errors="replace").strip(), ()
     elif suffix == ".jsonl":
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            lines = path.read_text("utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is not UTF-8 ({error}). Fix: save it as UTF-8") from error
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _line(path, number, line)
 
@@ -118,10 +151,10 @@ def _line(path: Path, number: int, line: str) -> tuple[str, str, tuple[Path, ...
         item = json.loads(line)
         named: Sequence[str] = item.get("image") or ()
         images = tuple(path.parent / name for name in ([named] if isinstance(named, str) else named))
-        kind, prompt = str(item.get("kind", path.stem)).replace("/", "-"), item["prompt"]
+        kind, prompt = str(item.get("kind", path.stem)), item["prompt"]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         wanted = '{"image": "photo.jpg", "prompt": "What is this?"}, the image optional'
         raise InputError(f"{path}, line {number} is no prompt ({error}). Fix: {wanted}") from error
     if missing := [str(image) for image in images if not image.is_file()]:
         raise InputError(f"{path}, line {number}: no such image: {', '.join(missing)}")
-    return kind, str(prompt), images
+    return kind.replace("/", "-").replace("@", "-"), str(prompt), images

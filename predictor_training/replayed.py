@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vismoe.lookahead.lookahead import PREFILL_LAYERS
 from vismoe.lookahead.network import Folded
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import best_pinned
@@ -61,8 +62,9 @@ def with_scores(
             rows[demand.phase] += 1
             last_step = demand.step
         of = learned[demand.phase]
-        ahead = of.shape[1] - demand.layer
-        scores = of[rows[demand.phase], demand.layer, : min(of.shape[2], ahead)] if ahead > 0 else None
+        window = of.shape[2] if demand.phase is Phase.DECODE else PREFILL_LAYERS
+        ahead = min(window, of.shape[1] - demand.layer)
+        scores = of[rows[demand.phase], demand.layer, :ahead] if ahead > 0 else None
         scored.append(replace(demand, scores=scores))
     return {"gate": recorded, "learned": Demands(trace.inventory, scored)}
 

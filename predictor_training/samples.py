@@ -1,7 +1,8 @@
 """A trace as arrays to learn from: one row per forward pass and phase, every MoE layer in it.
 
 N forward passes of one phase, L MoE layers, E experts, H hidden, W window. float16, so that a thousand prompts fit in memory; a
-trace that does not fit is thinned by whole requests, the same ones on every run.
+trace that does not fit is thinned by whole requests, the same ones on every run. While it is read every array is there twice,
+and the bound is on both.
 """
 
 import hashlib
@@ -76,10 +77,17 @@ def read_samples(
 ) -> dict[Phase, Samples]:
     """The samples of several traces of one model by phase; `wanted`: names of requests, None for all.
 
-    The name of a trace's folder, without its `keep-`, is put behind its requests' names: `train/count/3@0.5`.
+    The name of a trace's folder, without its `keep-`, is put behind its requests' names: `train/count/3@0.5`. Raises TraceError
+    for traces that were recorded with different settings.
     """
+    for trace in traces[1:]:
+        if trace.settings != traces[0].settings:
+            raise TraceError(
+                f"{trace.path} and {traces[0].path} were recorded with different settings: {trace.settings} and "
+                f"{traces[0].settings}. Fix: record both with the same"
+            )
     sizes = _sizes(traces[0])
-    wanted_bytes = sum(len(trace) for trace in traces) * _row_bytes(sizes)
+    wanted_bytes = 2 * sum(len(trace) for trace in traces) * _row_bytes(sizes)
     share = min(1.0, most_bytes / max(1, wanted_bytes))
     columns = {phase: _Columns() for phase in PHASES}
     names: list[str] = []
@@ -168,6 +176,7 @@ def _samples(sizes: Sizes, column: _Columns, names: tuple[str, ...]) -> Samples:
         "use": (sizes.layers, sizes.experts),
         "hidden": (sizes.layers, sizes.hidden),
     }
+    assert {len(rows) for rows in column.rows.values()} <= {len(column.requests)}, "some passes lack what others have"
     stacked = {name: np.stack(rows) for name, rows in column.rows.items()}
     for name, shape in empty.items():
         stacked.setdefault(name, np.zeros((0, *shape), np.float16))

@@ -3,12 +3,11 @@
 `python -m vismoe.predictor_training.train TRACE... --out predictor.safetensors`
 
 Loss: soft binary cross-entropy on targets that decay with the distance (VisMMoE, eq. 9, `gamma` 0.8), rows past the last layer
-left out. Every layer has weights of its own and a batch holds all layers of its forward passes. Every tenth prompt validates:
+left out. Every layer has weights of its own and a batch holds all layers of its forward passes. Every tenth image validates:
 training ends when its loss has not fallen for some epochs, and the best epoch is kept. Seeded; CPU or GPU.
 """
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +17,21 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from vismoe.errors import InputError, VisMoEError
+from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.lookahead.features import LARGEST
 from vismoe.lookahead.network import FLOOR, PARTS, Folded, Predictor, Shape, save_folded
 from vismoe.simulate.trace import Trace
 from vismoe.types import Phase
 
 from .collect import progress_bar
+from .prompts import is_validation
 from .samples import Samples, read_samples
 
-__all__ = ["GAMMA", "Batches", "Recipe", "Report", "is_validation", "train"]
+__all__ = ["GAMMA", "Batches", "Recipe", "Report", "refuse_device", "refuse_too_few", "train"]
 
 GAMMA = 0.8  # VisMMoE, 3.3.3
-VALIDATION = 10  # one request in so many
+FEWEST = 2  # prompts to train on
+LEAST_STEPS = 11  # of the schedule, whose warm-up is a tenth: with 10 it has no length
 
 Report = Callable[[int, float, float], None]  # (epoch, training loss, validation loss)
 
@@ -52,9 +53,23 @@ class Recipe:
     seed: int = 0
 
 
-def is_validation(request: str) -> bool:
-    """Split by prompt: the same prompt at another keep is on the same side."""
-    return hashlib.sha256(f"validation {request.split('@')[0]}".encode()).digest()[0] % VALIDATION == 0
+def refuse_device(name: str) -> None:
+    """Raises ConfigError for a device that this machine cannot train on."""
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--train-device {name}: {reason}. Fix: --train-device cpu") from error
+
+
+def refuse_too_few(names: Sequence[str]) -> None:
+    """Raises InputError where prompts of these names are too few to train on, or leave none to validate with."""
+    validate = [is_validation(name) for name in names if name.startswith("train/")]
+    if len(validate) - sum(validate) < FEWEST or not any(validate):
+        raise InputError(
+            f"{len(names)} prompts are too few: {len(validate) - sum(validate)} to train on, {sum(validate)} to validate with "
+            "(one in ten images or texts, drawn by content). Fix: give more of them (some dozens)"
+        )
 
 
 class Batches:
@@ -133,7 +148,9 @@ def train(samples: Samples, recipe: Recipe, report: Report = lambda epoch, loss,
         batches.standardise(model, random.permutation(learn)[:2048])
     optimizer = torch.optim.AdamW(model.parameters(), recipe.rate, weight_decay=recipe.decay)
     steps = max(1, len(learn) // recipe.batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=recipe.epochs * steps + 1, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.rate, total_steps=max(LEAST_STEPS, recipe.epochs * steps + 1), pct_start=0.1
+    )
     best, best_loss, since = {name: value.clone() for name, value in model.state_dict().items()}, float("inf"), 0
     for epoch in range(recipe.epochs):
         model.train()
@@ -199,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_training_flags(parser)
     given = parser.parse_args(arguments)
     try:
+        refuse_device(given.train_device)
         samples = read_samples([Trace.open(path) for path in given.traces])
         with progress_bar() as bar:
             tasks = {phase: bar.add_task(f"training, {phase}", total=given.epochs) for phase in samples}

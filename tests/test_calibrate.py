@@ -5,27 +5,38 @@ Oracles: recall, ranks and depths worked by hand; a killed collection against on
 
 import errno
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from vismoe.cli import main
-from vismoe.errors import ConfigError, InputError
-from vismoe.lookahead.calibration import JSON, PREDICTOR, Calibration
+from vismoe.config import Settings
+from vismoe.errors import ConfigError, InputError, TraceError
+from vismoe.lookahead.calibration import JSON, PREDICTOR, Calibration, Geometry
 from vismoe.lookahead.features import Sizes
-from vismoe.predictor_training.calibrate import refuse_unwritable
-from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
+from vismoe.lookahead.network import Predictor, Shape
+from vismoe.predictor_training.calibrate import Calibrated, calibrate, refuse_unwritable
+from vismoe.predictor_training.collect import collect, work_name
+from vismoe.predictor_training.evaluate import GATE, LEARNED, judge
+from vismoe.predictor_training.prompts import Prompt, folder_prompts, is_validation, scene_prompts
 from vismoe.predictor_training.prune_depth import Depth, expansion, rank_correlation, shallowest
 from vismoe.predictor_training.recall import by_gate, by_lru, hot_recall
 from vismoe.predictor_training.samples import Samples, read_samples
+from vismoe.predictor_training.selections import by_turns, cheapest, costs_of
 from vismoe.predictor_training.train import Recipe, train
-from vismoe.simulate.trace import Trace
-from vismoe.types import Phase
+from vismoe.simulate.trace import Evidence, Trace, TraceWriter
+from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout
+from vismoe.vision.selection import SELECTIONS
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEMO = ASSETS / "demo-model"
@@ -61,6 +72,64 @@ def test_the_prompts_of_a_folder_keep_their_names_and_sides(prompts):
             folder_prompts(prompts)
 
 
+def test_all_questions_about_an_image_are_on_one_side_and_no_two_prompts_become_one(tmp_path):
+    """Images in the folder, the same ones again under other names, and others that are named by absolute paths."""
+    folder, outside = tmp_path / "prompts", tmp_path / "outside"
+    folder.mkdir(), outside.mkdir()
+    for number in range(40):
+        for path in (folder / f"{number}.png", folder / f"copy-{number}.png", outside / f"{100 + number}.png"):
+            path.write_text(path.stem.removeprefix("copy-"))
+    lines = [
+        {"image": image, "prompt": f"Question {question}?", "kind": "me@work"}
+        for number in range(40)
+        for question in range(5)
+        for image in (f"{number}.png", str(outside / f"{100 + number}.png"))
+    ]
+    lines += [{"image": ["0.png", str(outside / f"{100 + number}.png")], "prompt": "Which is larger?"} for number in range(40)]
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    found = folder_prompts(folder)
+    assert len(found) == len(lines) + 80, "each file is a prompt of its own as well"
+    groups: dict[str, set[str]] = {}
+    validating: dict[str, set[bool]] = {}
+    for prompt in found:
+        content = prompt.images[0].read_text()
+        groups.setdefault(content, set()).add(prompt.group)
+        validating.setdefault(content, set()).add(is_validation(f"{prompt.name}@0.5"))
+        assert is_validation(f"{prompt.name}@0.5") == is_validation(f"{prompt.name}@1")
+    for side in (groups, validating):
+        assert len(side) == 80 and all(len(of) == 1 for of in side.values())
+        assert len(set.union(*side.values())) == 2, "both sides have images"
+
+
+def test_lines_that_are_not_utf_8_are_refused(prompts):
+    (prompts / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(InputError, match=r"latin\.jsonl is not UTF-8"):
+        folder_prompts(prompts)
+
+
+def test_what_decides_whether_training_is_possible_is_asked_before_anything_is_loaded(prompts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vismoe.cli_calibrate.load_engine", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    out = ["--out", str(tmp_path / "out")]
+    for flags, reason in (
+        (["--data", str(prompts), "--train-device", "gpu0"], "--train-device gpu0: .* Fix: --train-device cpu"),
+        (["--scenes", "--unseen", "nokind"], "--unseen nokind: .* exists, what"),
+        (["--data", str(prompts), "--unseen", "nokind"], "--unseen nokind: .* count, exists, image, text"),
+    ):
+        assert main(["calibrate", "--json", *out, *flags]) == 2
+        message = json.loads(capsys.readouterr().out)["error"]["message"]
+        assert re.search(reason, message) and "\n" not in message
+    few = tmp_path / "few"
+    few.mkdir()
+    for number in range(50):
+        (few / f"{number}.txt").write_text("Hello!")
+    assert main(["calibrate", "--json", *out, "--data", str(few)]) == 2
+    assert "1 prompts are too few" in json.loads(capsys.readouterr().out)["error"]["message"]
+    alike = [Prompt(f"train/count/ab1234-{number}", "How many?") for number in range(50)]
+    with pytest.raises(InputError, match="50 prompts are too few: 50 to train on, 0 to validate with"):
+        calibrate(None, alike, tmp_path / "work", tmp_path / "out", Recipe())
+
+
 def test_scenes_leave_one_kind_out_of_training_entirely():
     found = scene_prompts(80, 16)
     assert len({prompt.name for prompt in found}) == len(found)
@@ -75,7 +144,20 @@ def full_disk(path, content):
     path.write_bytes(content)
 
 
+def held_out(path, content):
+    """Writes an image file with something behind its content that puts it into the group that the steps after collecting ask
+    about.
+    """
+    for number in range(1000):
+        path.write_bytes(content + str(number).encode())
+        if any(prompt.group == "held-out" and path in prompt.images for prompt in folder_prompts(path.parent)):
+            return
+    raise AssertionError("never held out")
+
+
 def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys):
+    held_out(prompts / "b.png", (ASSETS / "images" / "second.png").read_bytes())
+    held_out(prompts / "damaged.png", b"no picture")
     out, work = tmp_path / "calibration", tmp_path / "work"
     command = [
         "calibrate",
@@ -102,6 +184,12 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
     calibration = Calibration.read(out)
     assert calibration is not None and calibration.prune_layer == said["prune_layer"] and calibration.has_predictor
     assert {file.name for file in out.iterdir()} == {JSON, PREDICTOR}
+    costs = {cost["selection"]: cost["nats"] for cost in said["selections"]}
+    assert costs.keys() == SELECTIONS.keys() and len(set(costs.values())) > 1, "each keeps other tokens"
+    assert max(map(abs, costs.values())) < 3, "the whole model's answers are still likely"
+    assert calibration.selection == said["selection"] in SELECTIONS
+    as_recorded = (said["prune_layer"], said["selection"]) == (3, "affinity")
+    assert said["changed"] and (said["recorded_otherwise"] is None) == as_recorded
     chat = [
         "chat",
         "--model",
@@ -118,6 +206,7 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
     assert main(chat) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["backends"]["lookahead"].startswith("learned, 5 layers ahead") and answer["answer"]
+    assert f"selection {said['selection']} (calibrated)" in answer["backends"]["visual tokens"]
     assert main(["calibrate", "--json"]) == 2
     assert "--data FOLDER" in json.loads(capsys.readouterr().out)["error"]["message"]
 
@@ -126,6 +215,113 @@ def test_prompts_that_are_too_few_to_validate_with_are_refused():
     samples = samples_of(np.zeros((8, 2, 4), np.float32), np.zeros((8, 2, 2, 1, 4), np.float32))
     with pytest.raises(InputError, match="too few"):
         train(samples, Recipe())
+
+
+def test_the_schedule_has_a_length_however_few_steps_there_are():
+    names = [f"train/x/{number}@1" for number in range(40)]
+    assert 1 < sum(map(is_validation, names)) < 20
+    present = np.zeros((40, 2, 4), np.float32)
+    samples = replace(samples_of(present, np.zeros((40, 2, 2, 1, 4))), requests=tuple(names), request=np.arange(40))
+    epochs = []
+    train(samples, Recipe(epochs=9, patience=9, bottleneck=2), lambda epoch, *losses: epochs.append(epoch))
+    assert epochs == list(range(1, 10)), "one step each"
+
+
+def test_two_answers_to_one_prompt_are_one_question():
+    """Three held-out prompts at two keeps: the interval reaches 3 / 3 to either side, not 3 / 6."""
+    random = np.random.default_rng(0)
+    names = ("train/x/0@1", *(f"held-out/x/{number}@{keep}" for keep in (1, 0.5) for number in range(3)))
+    present = (random.random((7, 2, 4)) < 0.5).astype(np.float32)
+    samples = replace(samples_of(present, random.random((7, 2, 2, 1, 4))), requests=names, request=np.arange(7))
+    network = Predictor(Shape(samples.sizes, ("history",), bottleneck=2), dropout=0.0).eval().folded()
+    (judged,) = judge({Phase.DECODE: samples}, {Phase.DECODE: {LEARNED: network}}, top_k=2)
+    assert (judged.passes, judged.requests, judged.prompts) == (6, 6, 3)
+    interval = judged.differences[f"{LEARNED} - {GATE}"]
+    assert interval.high - interval.value >= 1 - 1e-9 and interval.value - interval.low >= 1 - 1e-9
+
+
+def test_answers_that_were_recorded_in_another_way_than_was_found_best_are_said():
+    calibration = Calibration(Path(), "tiny", "", Geometry(2, 4, 2, 8), "gate", prune_layer=3, selection="distinct")
+    result = Calibrated(calibration, {}, [], [], [], [], None, {}, (1, "affinity"))
+    assert "from decoder layer 1 on (affinity), not from 3 on (distinct)" in result.recorded_otherwise
+    assert replace(result, recorded_with=(3, "distinct")).recorded_otherwise is None
+    assert replace(result, recorded_with=None).recorded_otherwise is None
+
+
+INVENTORY = ExpertInventory(
+    tuple(MoELayer(index, f"layers.{index}.experts", 64, 4, 0) for index in range(4)),
+    (RecordLayout.of({"up": (5, 8)}, {"up": torch.bfloat16}),),
+)
+
+
+def recorded(path, requests, window=5, passes=8, settings=None):
+    """A training trace of decode passes."""
+    evidence = Evidence(np.ones(64, np.float16), None, np.ones((2, window, 64), np.float16))
+    chosen = np.zeros((1, 4), np.int16)
+    with TraceWriter(path, INVENTORY, for_training=True, flush_bytes=2**16, settings=settings) as writer:
+        for request in range(requests):
+            writer.request(f"train/x/{request}")
+            for _ in range(passes):
+                writer.step(Phase.DECODE, np.zeros(1, np.uint8))
+                for layer in range(4):
+                    writer.layer(layer, chosen, chosen, evidence=evidence)
+    return Trace.open(path)
+
+
+def test_samples_take_no_more_memory_than_their_bound_while_they_are_read(tmp_path):
+    trace, bound = recorded(tmp_path / "t", 80), 2 * 2**20
+    tracemalloc.start()
+    samples = read_samples([trace], most_bytes=bound)[Phase.DECODE]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.3 * bound < samples.expected.nbytes + samples.present.nbytes + samples.use.nbytes + samples.hidden.nbytes
+    assert peak_bytes < 1.4 * bound, "the shard that is read comes on top"
+
+
+def test_traces_of_different_settings_are_not_learned_from_together(tmp_path):
+    one, other = (recorded(tmp_path / str(window), 2, window, settings={"window": window}) for window in (5, 3))
+    with pytest.raises(TraceError, match="different settings"):
+        read_samples([one, other])
+
+
+class FailingEngine:
+    """As much of an engine as collecting needs; its answers fail."""
+
+    can_prune, name = False, "toy"
+
+    def __init__(self, **settings):
+        self.settings = Settings(**settings)
+        store = SimpleNamespace(inventory=INVENTORY, fingerprint="f" * 64)
+        self.model = SimpleNamespace(dtype=torch.bfloat16, runtime=SimpleNamespace(store=store))
+
+    def chat(self, *messages, **how):
+        raise OSError("the answer's own")
+
+
+def test_what_collecting_says_cannot_be_written_is_what_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("vismoe.predictor_training.collect.runtime_of", lambda model: model.runtime)
+    with pytest.raises(OSError, match="the answer's own"):
+        collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "work")
+    monkeypatch.setattr("vismoe.simulate.trace._replace", lambda path, content: raising(OSError("odd")))
+    with pytest.raises(TraceError, match=r"keep-1 cannot be written: odd\. Fix"):
+        collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "other")
+
+
+def raising(error):
+    raise error
+
+
+def test_a_collection_goes_on_only_where_the_settings_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("vismoe.predictor_training.collect.runtime_of", lambda model: model.runtime)
+    same, again, *others = (
+        work_name(FailingEngine(**settings))
+        for settings in ({}, {"memory": "50%"}, {"window": 3}, {"lookahead": "none"}, {"prune_layer": 2}, {"visual_top_k": 2})
+    )
+    assert same == again and len({same, *others}) == 5
+    with pytest.raises(OSError, match="the answer's own"):
+        collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path)
+    with pytest.raises(TraceError, match=r"other settings: .*'window': 5.*'window': 3.*another folder"):
+        collect(FailingEngine(window=3), [Prompt("train/text/0", "Hello!")], tmp_path)
 
 
 def test_a_killed_collection_goes_on_where_it_was(prompts, tmp_path):
@@ -206,3 +402,36 @@ def test_expansion_and_ranks_by_hand():
 def test_the_prune_layer_is_the_shallowest_that_is_nearly_as_good_as_the_best():
     curve = [Depth(1, 0.20), Depth(2, 0.28), Depth(3, 0.30), Depth(4, 0.31)]
     assert shallowest(curve) == 2 and shallowest(curve, least=3) == 3 and shallowest([]) is None
+
+
+@pytest.mark.parametrize(
+    ("affinity", "uniform", "best"),
+    [
+        ((0.2, 0.3, 1.0), (0.0, 0.1, 0.8), "uniform"),  # 0.2 less each time: no error at all
+        ((0.1, 0.3, 0.85), (0.2, 0.2, 0.8), "affinity"),  # 0.017 less, with an error of 0.060
+        ((0.3,), (0.1,), None),
+    ],
+)
+def test_another_selection_than_affinity_has_to_be_better_by_more_than_the_standard_error(affinity, uniform, best):
+    def score(number):
+        if number >= len(affinity):
+            raise InputError("damaged")
+        return {"affinity": affinity[number], "uniform": uniform[number]}
+
+    told = []
+    costs = costs_of(range(4), score, lambda done, total: told.append((done, total)))
+    assert cheapest(costs) == best and told == [(number, 4) for number in range(4)]
+    if costs:
+        lowest, other = costs
+        assert (lowest.selection, other.selection) == ("uniform", "affinity")
+        difference = np.subtract(uniform, affinity)
+        assert (lowest.nats, lowest.against_affinity) == pytest.approx((np.mean(uniform), difference.mean()))
+        assert lowest.error == pytest.approx(np.std(uniform, ddof=1) / 3**0.5)
+        assert lowest.against_error == pytest.approx(np.std(difference, ddof=1) / 3**0.5)
+        assert (other.against_affinity, other.against_error) == (0, 0)
+
+
+def test_kinds_take_turns_and_what_has_no_image_is_not_asked(prompts):
+    found = by_turns(scene_prompts(80, 16), 18)
+    assert len({prompt.kind for prompt in found[:9]}) == 9 and {prompt.group for prompt in found} == {"held-out", "unseen"}
+    assert {prompt.kind for prompt in by_turns(folder_prompts(prompts))} == {"count", "image"}

@@ -1,11 +1,14 @@
 """Settings and sizes: what is accepted, and that refusals name the fix."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vismoe.config import Budget, Settings, format_bytes, parse_bytes
 from vismoe.errors import ConfigError
+from vismoe.vision.selection import SELECTIONS
 
 
 @pytest.mark.parametrize(
@@ -40,11 +43,16 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
         ({"pinned_layers": "some"}, "at least 0"),
         ({"emulated_link_bytes_per_s": 0.0}, "above zero"),
         ({"kernels": "slow"}, "'torch'"),
+        ({"selection": "best"}, "'auto', 'affinity'"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(values, says):
     with pytest.raises(ConfigError, match=says):
         Settings.of(**values)
+
+
+def test_every_selection_is_a_setting():
+    assert get_args(Settings.__annotations__["selection"]) == ("auto", *SELECTIONS)
 
 
 def test_bytes_are_printed_in_the_unit_a_person_would_choose():

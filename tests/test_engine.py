@@ -23,6 +23,7 @@ from vismoe.errors import (
     TransferError,
     UnsupportedModelError,
 )
+from vismoe.lookahead.calibration import FOLDER, Calibration
 from vismoe.simulate.trace import Trace
 from vismoe.types import Phase
 
@@ -157,6 +158,23 @@ def test_keep_holds_for_one_request_and_is_reported(engine):
     assert "".join(again) == whole.answer and again.figures.kept == ()
 
 
+@pytest.mark.parametrize(
+    ("settings", "selection", "why"),
+    [
+        ({}, Calibration.read(demo_model() / FOLDER).selection, "calibrated"),
+        ({"calibration": "none"}, "affinity", "not calibrated"),
+        ({"selection": "uniform"}, "uniform", "asked for"),
+    ],
+)
+def test_the_selection_is_the_calibrated_one_unless_something_else_is_asked_for(settings, selection, why):
+    with vismoe.load(memory="100%", device="cpu", lookahead="none", **settings) as loaded:
+        assert f"; selection {selection} ({why});" in loaded.backends["visual tokens"]
+        for asked, used in ((None, selection), ("random", "random"), (None, selection)):
+            reply = loaded.chat(ask(), max_tokens=1, keep=0.5, selection=asked)
+            list(reply)
+            assert reply.figures.pruning.selection == used
+
+
 def test_keep_holds_for_the_images_of_all_turns(engine):
     turns = [*ask(), {"role": "assistant", "content": "A dog."}, *ask("And here?", PICTURE.rotate(90))]
     reply = engine.chat(turns, max_tokens=2, keep=0.25)
@@ -168,7 +186,22 @@ def test_keep_holds_for_the_images_of_all_turns(engine):
     assert text.figures.to_json()["prefill"]["pruning"] is None
 
 
-@pytest.mark.parametrize(("wrong", "says"), [({"keep": 0.0}, "keep=0.0"), ({"keep": 0.5, "selection": "best"}, "choose one of")])
+def test_an_answer_ends_before_a_sliding_window_that_dropped_tokens_cannot_leave(engine, monkeypatch):
+    assert engine._runtime.pruner.most_tokens is None
+    monkeypatch.setattr(engine._runtime.pruner, "most_tokens", 70)
+    with pytest.raises(ContextError, match=r"sliding window, .* is 70. Fix: keep=1, "):
+        engine.chat(ask(), keep=0.5)
+    assert "".join(engine.chat(ask(), max_tokens=2))
+    monkeypatch.setattr(engine._runtime.pruner, "most_tokens", 83)
+    reply = engine.chat(ask(), max_tokens=50, keep=0.5)
+    list(reply)
+    assert reply.figures.prompt_tokens + reply.figures.decode_tokens < 83
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"keep": "0.5"}, "are numbers"), ({"keep": 0.0}, "keep=0.0"), ({"keep": 0.5, "selection": "best"}, "choose one of")],
+)
 def test_a_share_that_cannot_be_is_refused(engine, wrong, says):
     with pytest.raises(InputError, match=says):
         engine.chat(ask(), **wrong)

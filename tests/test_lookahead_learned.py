@@ -3,7 +3,9 @@
 Oracles: the full model's tokens and logits; a recorded trace, from which the same inputs can be made a second time.
 """
 
+import dataclasses
 import gc
+import json
 import threading
 import time
 import weakref
@@ -15,13 +17,14 @@ import torch
 
 import vismoe
 from vismoe import VisMoEConfig
+from vismoe.engine import demo_model
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.lookahead.ahead import Ahead
-from vismoe.lookahead.calibration import FOLDER, Calibration, geometry_of, router_digest
+from vismoe.lookahead.calibration import FOLDER, JSON, PREDICTOR, Calibration, geometry_of, router_digest
 from vismoe.lookahead.features import Sizes
 from vismoe.lookahead.learned import LearnedLookahead
 from vismoe.lookahead.lookahead import Seen
-from vismoe.lookahead.network import PARTS, Predictor, Shape
+from vismoe.lookahead.network import PARTS, Predictor, Shape, save_folded
 from vismoe.predictor_training.samples import read_samples
 from vismoe.predictor_training.train import Batches
 from vismoe.simulate.trace import Trace, TraceWriter
@@ -59,6 +62,12 @@ def folder(tmp_path_factory):
     save_calibration(folder, model)
     vismoe.runtime_of(model).pager.close()
     return folder
+
+
+@pytest.fixture
+def shipped():
+    """What the JSON of the demo model's calibration says."""
+    return json.loads((demo_model() / FOLDER / JSON).read_text())
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +186,55 @@ def test_a_calibration_of_another_model_or_of_other_weights_is_refused(folder, t
     model = load(folder, calibration="none")  # the fix that the message names
     assert vismoe.runtime_of(model).backends["lookahead"].startswith("gate")
     vismoe.runtime_of(model).pager.close()
+
+
+def untrained(sizes, phases=("prefill", "decode")):
+    return {phase: Predictor(Shape(sizes, bottleneck=8), dropout=0.0).eval().folded() for phase in phases}
+
+
+def test_a_predictor_that_does_not_fit_the_model_or_its_json_is_refused(folder, tmp_path):
+    model = load(folder)
+    save_calibration(folder, model, tmp_path)
+    runtime = vismoe.runtime_of(model)
+    runtime.pager.close()
+    calibration, inventory = Calibration.read(tmp_path), runtime.store.inventory
+    right = next(iter(calibration.networks().values())).shape.sizes
+    LearnedLookahead.of(model, inventory, calibration)
+    for networks in (
+        untrained(dataclasses.replace(right, layers=right.layers + 1)),
+        untrained(dataclasses.replace(right, experts=right.experts + 1)),
+        untrained(dataclasses.replace(right, hidden=right.hidden // 2)),
+        untrained(right, ("decode",)),
+        untrained(right, ("prefill",)) | untrained(dataclasses.replace(right, window=2), ("decode",)),
+    ):
+        calibration.save(networks)
+        with pytest.raises(ConfigError, match=r"networks for .* this model needs prefill and decode with .* again"):
+            LearnedLookahead.of(model, inventory, Calibration.read(tmp_path))
+    (tmp_path / PREDICTOR).write_bytes(save_folded(untrained(right)))  # of another run, whose JSON never came
+    with pytest.raises(CheckpointError, match=r"not the predictor that calibration\.json beside it was saved with"):
+        load(folder, calibration=str(tmp_path))
+    (tmp_path / PREDICTOR).unlink()
+    with pytest.raises(CheckpointError, match="vismoe calibrate again"):
+        Calibration.read(tmp_path).networks()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", 3), ("routers", None), ("predictor", 3), ("lookahead", "foo"), ("lookahead", ["gate"]),
+        ("has_predictor", "yes"), ("has_predictor", False), ("gamma", 0), ("gamma", 1.1), ("gamma", "x"),
+        ("prune_layer", 0), ("prune_layer", "x"), ("prune_layer", 2.5), ("prune_layer", True),
+        ("least_probability", -0.1), ("least_probability", 2), ("selection", "foo"), ("selection", {}),
+        ("pinned_layers", []), ("pinned_layers", {"25": 1}), ("pinned_layers", {"25%": 1.5}),
+        ("pinned_layers", {"25%": -1}), ("pinned_layers", {"x%": 1}),
+    ],
+)  # fmt: skip
+def test_a_calibration_with_a_value_that_none_has_is_damaged(shipped, tmp_path, name, value):
+    (tmp_path / JSON).write_text(json.dumps(shipped))
+    assert Calibration.read(tmp_path) is not None
+    (tmp_path / JSON).write_text(json.dumps({**shipped, name: value}))
+    with pytest.raises(CheckpointError, match="damaged"):
+        Calibration.read(tmp_path)
 
 
 def test_the_digest_is_of_the_routers_alone_and_of_any_dtype(folder):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from vismoe.errors import CheckpointError
 from vismoe.lookahead.features import Features, History, Sizes, share_of_tokens, targets
 from vismoe.lookahead.network import FLOOR, PARTS, Folded, Predictor, Shape, load, predictor_bytes, save_folded
+from vismoe.predictor_training.prompts import is_validation
 from vismoe.predictor_training.samples import Samples
-from vismoe.predictor_training.train import GAMMA, Batches, Recipe, is_validation, train
+from vismoe.predictor_training.train import GAMMA, Batches, Recipe, train
 
 SIZES = Sizes(layers=4, experts=3, hidden=5, visual=2, window=2)
 

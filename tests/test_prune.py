@@ -217,6 +217,58 @@ def test_removal_gives_the_model_back():
     assert all(map(torch.equal, converse(model, turns), expected))
 
 
+def test_the_images_of_a_pass_that_failed_are_not_taken_for_the_next_ones():
+    model, first, second = build(), turn([2, (2, 3), 3], seed=1), turn([2, (2, 3), 3], seed=2)
+    pruner = pruner_of(model)
+    pruner.pruning = HALF
+    model(**second)
+    expected = pruner.kept[0].selection.kept
+    failing = model.model.language_model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**first)
+    failing.remove()
+    model(**second)
+    assert pruner.kept[0].grid == (2, 3) and np.array_equal(pruner.kept[0].selection.kept, expected)
+
+
+def test_a_cache_that_has_not_come_to_a_layer_has_none():
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
+    assert prune._layer_of(cache, 0) is cache.layers[0]
+    assert prune._layer_of(cache, 1) is None and prune._layer_of(None, 0) is None
+
+
+def test_a_model_has_one_pruner_at_a_time():
+    model = build()
+    first = pruner_of(model)
+    assert "another pruner" in VisualPruner.of(model, 1)
+    first.remove()
+    pruner_of(model).remove()
+
+
+def test_images_without_known_places_are_refused():
+    model = tiny_models.build("glm4v_moe")
+    pruner = pruner_of(model)
+    pruner.pruning, inputs = HALF, tiny_models.prompt("glm4v_moe")
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    with pytest.raises(InputError, match=r"without input_ids. Fix: give the model input_ids"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("edges", "runs", "fit"),
+    [
+        ([0, 6, 12], [0, 6, 12], True),
+        ([0, 3, 6], [0, 6], True),  # adjacent images
+        ([0, 12], [0, 4, 8, 12], True),  # an image whose rows are apart
+        ([0, 8, 14, 20], [0, 6, 12, 20], False),  # a video was told before an image, and encoded behind it
+        ([0, 4, 12], [0, 6, 12], False),
+    ],
+)
+def test_what_the_tower_saw_fits_runs_of_tokens_or_is_not_believed(edges, runs, fit):
+    assert prune._fit(edges, runs) == fit
+
+
 def test_the_selection_gets_what_the_routers_chose_and_the_tower_found(monkeypatch):
     model, inputs, seen, chosen = build(), turn([2, (2, 3), 3], [1, (4, 4), 1, (2, 2), 2]), [], []
     pruner = pruner_of(model, 2)

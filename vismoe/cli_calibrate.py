@@ -1,5 +1,5 @@
 """`vismoe calibrate`: runs a model on real prompts and installs what it learns: which experts come next, and where to drop
-tokens.
+tokens, and which.
 """
 
 import argparse
@@ -83,12 +83,12 @@ def _calibrate(arguments: Namespace) -> int:
 
     from rich.console import Console
 
-    from vismoe.models.loading import runtime_of
     from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
-    from vismoe.predictor_training.collect import progress_bar
+    from vismoe.predictor_training.collect import progress_bar, work_name
     from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
-    from vismoe.predictor_training.train import Recipe
+    from vismoe.predictor_training.train import Recipe, refuse_device, refuse_too_few
 
+    refuse_device(arguments.train_device)
     model = one_model(arguments)
     out = Path(arguments.out).expanduser() if arguments.out else _beside(model, arguments.revision)
     refuse_unwritable(out)
@@ -97,11 +97,12 @@ def _calibrate(arguments: Namespace) -> int:
         prompts = scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), **unseen)
     else:
         prompts = folder_prompts(arguments.data, arguments.unseen)
+    refuse_too_few([prompt.name for prompt in prompts])
     given = {name: getattr(arguments, name) for name in ("epochs", "bottleneck") if getattr(arguments, name) is not None}
     recipe = Recipe(seed=arguments.seed, **given)
     arguments.calibration = "none"  # of an earlier run
     with load_engine(arguments, model) as engine, progress_bar() as bar:
-        work = Path(arguments.work).expanduser() if arguments.work else _cache() / runtime_of(engine.model).store.fingerprint[:16]
+        work = Path(arguments.work).expanduser() if arguments.work else _cache() / work_name(engine)
         tasks: dict[str, Any] = {}
 
         def told(doing: str, done: int, total: int | None) -> None:
@@ -156,6 +157,17 @@ def print_result(console: Any, result: "Calibrated") -> None:
             mark = " <" if depth.prune_layer == result.calibration.prune_layer else ""
             table.add_row(f"{depth.prune_layer}{mark}", f"{depth.correlation:.3f}", *cells)
         console.print(table)
+    if result.costs:
+        table = Table(title="nats per answer token that half of the visual tokens cost", title_justify="left")
+        for head in ("selection", "nats", "standard error", "against affinity", "standard error"):
+            table.add_column(head, justify="left" if head == "selection" else "right")
+        for cost in result.costs:
+            mark = " <" if cost.selection == result.calibration.selection else ""
+            figures = (cost.nats, cost.error, cost.against_affinity, cost.against_error)
+            table.add_row(f"{cost.selection}{mark}", *(f"{figure:.4f}" for figure in figures))
+        console.print(table)
+    if result.recorded_otherwise:
+        console.print(result.recorded_otherwise)
     times = ", ".join(f"{name} {share:.1%}" for name, share in result.contest.relative_s.items())
     console.print(f"virtual time of the lookaheads: {times}")
     pinned = ", ".join(f"{layers} at {share}" for share, layers in result.calibration.pinned_layers.items())
@@ -166,7 +178,7 @@ def print_result(console: Any, result: "Calibrated") -> None:
 
 
 CALIBRATE = Command(
-    "learn from a model's own answers which experts come next, and from which layer on to drop visual tokens",
+    "learn from a model's own answers which experts come next, and where and how to drop visual tokens",
     calibrate_arguments,
     run_calibrate,
     """\

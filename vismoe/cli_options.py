@@ -63,7 +63,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
     "store": ("FOLDER|none", "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint"),
     "keep": ("SHARE", "of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact"),
-    "selection": ("NAME", "which visual tokens are kept: affinity spends them on tokens whose experts are needed anyway"),
+    "selection": ("NAME", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"),
     "core_share": ("SHARE", "with affinity: of the visual tokens that are kept for saliency alone"),
     "expansion_weight": ("WEIGHT", "with affinity: what a token loses for experts that the core does not use"),
     "prune_layer": ("LAYER", "decoder layers from this one on see the kept visual tokens only; auto takes what was calibrated"),
@@ -77,7 +77,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "embeddings": ("NAME", "hold the token embeddings, or read rows as tokens need them, to make room for experts"),
     "io_threads": ("THREADS", "threads that read experts from disk; auto takes what vismoe doctor measured"),
     "misses": ("NAME", "an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"),
-    "deterministic": ("", "decide by bytes and tokens only, never by what was measured or is queued"),
+    "deterministic": ("", "what is computed, and where, follows from bytes and tokens, not from what was measured or is queued"),
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C

@@ -78,7 +78,7 @@ class Settings:
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
     store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
     keep: float = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact
-    selection: Literal["affinity", "saliency", "distinct", "visionzip", "uniform", "random"] = "affinity"  # of what is kept
+    selection: Literal["auto", "affinity", "saliency", "distinct", "visionzip", "uniform", "random"] = "auto"  # of what is kept
     core_share: float = 0.2  # alpha: share of the visual tokens kept for saliency alone (affinity)
     expansion_weight: float = 2.0  # lambda: what a token loses for experts that the core does not use (affinity)
     prune_layer: int | Literal["auto"] = "auto"  # decoder layers from this one on see kept tokens only; auto: as calibrated
@@ -92,7 +92,7 @@ class Settings:
     embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts
     io_threads: int | Literal["auto"] = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
     misses: Literal["auto", "wait", "cpu"] = "auto"  # in host memory: wait for the copy, compute it there, or the sooner
-    deterministic: bool = False  # decide by bytes and tokens only, never by what was measured in this process
+    deterministic: bool = False  # what is computed, and where, follows from bytes and tokens only; when it is fetched does not
     emulated_link_bytes_per_s: float | None = None  # CPU only: copies complete as if over a link of this rate
 
     def __post_init__(self) -> None:

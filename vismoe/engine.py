@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -32,6 +32,7 @@ from vismoe.simulate.trace import TraceWriter
 from vismoe.vision.selection import Pruning
 
 Messages = Sequence[dict[str, Any]]
+Result = TypeVar("Result")
 
 
 def demo_model() -> Path:
@@ -82,6 +83,8 @@ class Engine:
         self._prompts = prompts
         self._runtime = runtime_of(model)
         self._clock = Clock()
+        usual = self._runtime.pruner.pruning if self._runtime.pruner is not None else None
+        self._usual_pruning = usual or pruning_of(settings, None)
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vismoe-model")
         self._requests = itertools.count()
@@ -141,10 +144,8 @@ class Engine:
             raise InputError(f"max_tokens={max_tokens}: an answer has at least one token")
         pruning = self._pruning(keep, selection)
         prompt = self._prompts.build(messages, open_image, image_tokens)
-        longest = min(self.plan.context, self._positions)
+        longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
-            more = f"load with context={2 * prompt.tokens} (--context), " if longest < self._positions else ""
-            whose = "planned context is" if longest < self._positions else "model's own limit is"
             raise ContextError(
                 f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the {whose} {longest}. "
                 f"Fix: {more}use smaller images (--image-tokens), or start anew"
@@ -156,9 +157,20 @@ class Engine:
         self._on_model_thread(self._answer, reply, prompt, options, seed, pruning if prompt.images else None)
         return reply
 
+    def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
+        """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
+        window = self._runtime.pruner.most_tokens if self._runtime.pruner and pruning and prompt.images else None
+        limits = [
+            (self._positions, "model's own limit is", ""),
+            (self.plan.context, "planned context is", f"load with context={2 * prompt.tokens} (--context), "),
+        ]
+        if window is not None:
+            limits.append((window, "sliding window, beyond which no visual token can be dropped, is", "keep=1, "))
+        return min(limits, key=lambda limit: limit[0])
+
     def _pruning(self, keep: float | None, selection: str | None) -> Pruning | None:
         """How this request drops visual tokens; None where it keeps all. Raises InputError."""
-        asked = pruning_of(self.settings)
+        asked = self._usual_pruning
         try:
             asked = dataclasses.replace(
                 asked, keep=asked.keep if keep is None else keep, selection=asked.selection if selection is None else selection
@@ -171,7 +183,18 @@ class Engine:
             raise InputError(f"keep={asked.keep}: {self.backends['visual tokens']}. Fix: keep=1")
         return asked
 
-    def _on_model_thread(self, task: Callable[..., None], *arguments: Any) -> "Future[None]":
+    def with_model(self, task: Callable[[PreTrainedModel], Result]) -> Result:
+        """What `task` returns, run on the model's thread between requests: for measurements that need more than text."""
+
+        def alone() -> Result:
+            try:
+                return task(self.model)
+            finally:
+                self._runtime.pager.end_request()
+
+        return self._on_model_thread(alone).result()
+
+    def _on_model_thread(self, task: Callable[..., Result], *arguments: Any) -> "Future[Result]":
         try:
             return self._thread.submit(task, *arguments)
         except RuntimeError as error:  # closed since
@@ -208,7 +231,7 @@ class Engine:
         finally:
             self._runtime.cancelled = lambda: False
             if pruner is not None:
-                pruner.pruning = pruning_of(self.settings)
+                pruner.pruning = self._usual_pruning
         self._runtime.pager.end_request()
         if not clock.tokens:  # cancelled before the first token
             clock.first_token_s = clock.last_token_s = time.perf_counter()

@@ -6,6 +6,7 @@ computed. An error in the worker is raised on the model's thread at the next lay
 missing.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from vismoe.lookahead.lookahead import Lookahead, Seen
 
 __all__ = ["Ahead"]
 
+logger = logging.getLogger(__name__)
+
 Tell = Callable[[int, int, np.ndarray], None]  # (tick of the demand, MoE layer, scores)
 
 
@@ -27,14 +30,24 @@ class Ahead:
     def __init__(self, lookahead: Lookahead, tell: Tell, inline: bool):
         self._lookahead, self._tell, self.inline = lookahead, tell, inline
         self._waiting: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
-        self._failed: Exception | None = None
+        self._request = 0
+        self._failed: tuple[int, Exception] | None = None  # in which request
         self._worker: threading.Thread | None = None
+        self._closed = False
+
+    def begin_request(self) -> None:
+        """What fails late from here on belongs to a request that is over."""
+        self._request += 1
 
     def ask(self, seen: Seen, tick: int) -> None:
         """Scores of the layers after `seen`, told at once or by the worker."""
         if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise RuntimeError(f"the lookahead failed beside the model: {failed}") from failed
+            (request, failed), self._failed = self._failed, None
+            if request == self._request:
+                raise RuntimeError(f"the lookahead failed beside the model: {failed}") from failed
+            logger.warning("the lookahead failed beside a request that had ended: %s", failed)
+        if self._closed:
+            return
         snapshot = self._lookahead.snapshot(seen)
         if snapshot is None:
             return
@@ -44,12 +57,14 @@ class Ahead:
                 self._tell(tick, seen.layer, scores)
             return
         if self._worker is None:  # started by the first miss; a model that fits never has one
-            self._worker = threading.Thread(target=self._work, name="vismoe-lookahead", daemon=True)
-            self._worker.start()
-        self._waiting.put((tick, seen.layer, snapshot))
+            worker = threading.Thread(target=self._work, name="vismoe-lookahead", daemon=True)
+            worker.start()
+            self._worker = worker
+        self._waiting.put((tick, seen.layer, (self._request, snapshot)))
 
     def close(self) -> None:
         """Ends the worker; may be called twice."""
+        self._closed = True
         worker, self._worker = self._worker, None
         if worker is not None:
             self._waiting.put(None)
@@ -59,13 +74,14 @@ class Ahead:
     def _work(self) -> None:
         _torch_alone_here()
         while (newest := self._newest()) is not None:
-            tick, layer, snapshot = newest
+            tick, layer, (request, snapshot) = newest
             try:
                 scores = self._lookahead.evaluate(snapshot)
                 if scores is not None:
                     self._tell(tick, layer, scores)
             except Exception as error:  # the worker's boundary: the model's thread raises it
-                self._failed = error
+                self._failed = request, error
+        self._waiting.put(None)  # for another worker, should an interrupt or a second thread have started one
 
     def _newest(self) -> tuple[int, int, Any] | None:
         """The snapshot handed over last; None to end."""

@@ -1,8 +1,9 @@
 """What `vismoe calibrate` found out about one model, in a folder `vismoe-calibration` beside its checkpoint.
 
 `calibration.json` names the model by its shape and by a digest of its routers' weights, says from which layer on visual tokens
-can be dropped, how many layers are worth pinning, and which lookahead won; `predictor.safetensors` (network.py) is the trained
-one. A calibration of another model, or of other weights, is refused. Files are replaced as a whole, the JSON last.
+can be dropped and which are best kept, how many layers are worth pinning, and which lookahead won; `predictor.safetensors`
+(network.py) is the trained one. A calibration of another model, or of other weights, is refused. Files are replaced as a whole,
+the JSON last; it names the predictor's content, so that of two runs the one's JSON is never read with the other's predictor.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -19,12 +20,15 @@ from vismoe.config import NO_CALIBRATION, Settings
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.lookahead.network import Folded, load, predictor_bytes, save_folded
 from vismoe.types import ExpertInventory
+from vismoe.vision.selection import SELECTIONS
 
 __all__ = ["FOLDER", "Calibration", "Geometry", "chosen_lookahead", "geometry_of", "predictor_memory_bytes", "router_digest"]
 
 FOLDER = "vismoe-calibration"
 JSON, PREDICTOR = "calibration.json", "predictor.safetensors"
 FORMAT, VERSION = "vismoe-calibration", 1
+
+Winner = Literal["none", "gate", "learned"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class Calibration:
     model: str
     routers: str  # digest of their weights
     geometry: Geometry
-    lookahead: Literal["none", "gate", "learned"]  # which one won in virtual time
+    lookahead: Winner  # which one won in virtual time
     prune_layer: int | None = None  # None: visual tokens cannot be dropped
+    selection: str | None = None  # of kept visual tokens, that costs answers least; None: not measured
     pinned_layers: dict[str, int] = field(default_factory=dict)  # best number by the share of the experts in memory
     least_probability: float = 0.0  # of an expert that the learned lookahead names in decode
     gamma: float = 0.8
     has_predictor: bool = False
+    predictor: str | None = None  # SHA-256 of its file
     figures: dict[str, Any] = field(default_factory=dict)  # what was measured, for people
 
     @classmethod
@@ -89,7 +95,8 @@ class Calibration:
                 raise ValueError(f"not marked {FORMAT}")
             if (version := said.pop("version")) > VERSION:
                 raise CheckpointError(f"{path} has version {version}, this program reads up to {VERSION}. Fix: update vismoe")
-            return cls(folder, **{**said, "geometry": Geometry(**said["geometry"])})
+            _refuse_wrong(found := cls(folder, **{**said, "geometry": Geometry(**said["geometry"])}))
+            return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}). Fix: run vismoe calibrate again, or delete {folder}") from error
 
@@ -99,7 +106,9 @@ class Calibration:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if networks:
-                _replace(self.folder / PREDICTOR, save_folded(networks))
+                content = save_folded(networks)
+                said["predictor"] = hashlib.sha256(content).hexdigest()
+                _replace(self.folder / PREDICTOR, content)
             _replace(self.folder / JSON, json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1).encode() + b"\n")
         except OSError as error:
             raise ConfigError(
@@ -108,7 +117,18 @@ class Calibration:
             ) from error
 
     def networks(self) -> dict[str, Folded]:
-        return load(self.folder / PREDICTOR)
+        """The predictor's; raises CheckpointError where its file is gone, damaged, or not the one that this was saved with."""
+        path = self.folder / PREDICTOR
+        try:
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. Fix: run vismoe calibrate again") from error
+        if found != self.predictor:
+            raise CheckpointError(
+                f"{path} is not the predictor that {JSON} beside it was saved with: its SHA-256 is {found}, "
+                f"not {self.predictor}. Fix: run vismoe calibrate again"
+            )
+        return load(path)
 
     def refuse_others(self, model: nn.Module, inventory: ExpertInventory, hidden: int) -> None:
         """Raises ConfigError where this was made for another model."""
@@ -146,7 +166,8 @@ def geometry_of(inventory: ExpertInventory, hidden: int) -> Geometry:
 
 def router_digest(model: nn.Module, inventory: ExpertInventory) -> str:
     """SHA-256 over what routes: in each MoE block every parameter and buffer with a dimension of the number of experts, beside
-    the experts themselves, rounded to bfloat16, so that it is the same in whatever dtype the model was loaded.
+    the experts themselves, so that it is the same in whatever dtype the model was loaded: rounded to bfloat16, and 0 below
+    float16's normal numbers, which float16 rounds.
     """
     digest = hashlib.sha256()
     for layer in inventory.layers:
@@ -154,11 +175,39 @@ def router_digest(model: nn.Module, inventory: ExpertInventory) -> str:
         block = model.get_submodule(block_path)
         for name, tensor in sorted((*block.named_parameters(), *block.named_buffers())):
             if layer.num_experts in tensor.shape and not name.startswith(f"{experts}."):
-                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+                values = tensor.detach().to("cpu", torch.float32)
+                tiny = values.abs() < torch.finfo(torch.float16).tiny
+                rounded = values.masked_fill(tiny, 0.0).to(torch.bfloat16).contiguous()
                 digest.update(
                     f"{layer.index} {name} {tuple(tensor.shape)}".encode() + rounded.view(torch.uint8).numpy().tobytes()
                 )
     return digest.hexdigest()
+
+
+def _refuse_wrong(said: Calibration) -> None:
+    """Raises ValueError or TypeError for values that no calibration has."""
+    right = {
+        "model": isinstance(said.model, str),
+        "routers": isinstance(said.routers, str),
+        "lookahead": said.lookahead in get_args(Winner) and (said.has_predictor or said.lookahead != "learned"),
+        "prune_layer": said.prune_layer is None or (_whole(said.prune_layer) and said.prune_layer >= 1),
+        "selection": said.selection is None or said.selection in SELECTIONS,
+        "pinned_layers": all(_percentage(share) and _whole(count) for share, count in said.pinned_layers.items()),
+        "least_probability": 0 <= said.least_probability <= 1,
+        "gamma": 0 < said.gamma <= 1,
+        "has_predictor": isinstance(said.has_predictor, bool),
+        "predictor": isinstance(said.predictor, str | None),
+    }
+    if wrong := [name for name, is_right in right.items() if not is_right]:
+        raise ValueError(f"no calibration has such a value: {', '.join(f'{name}={getattr(said, name)!r}' for name in wrong)}")
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _percentage(text: str) -> bool:
+    return text.endswith("%") and 0 < float(text[:-1]) <= 100
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vismoe.lookahead.lookahead import Seen, rows_of
+from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.types import ExpertInventory
 
 NORMS = ("post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")  # the norm between the residual stream and the MoE block
@@ -106,7 +106,7 @@ class GateLookahead:
         """Decode: 1 + probability of the experts each router would choose now, the most over the tokens. Prefill, where nearly
         all experts are wanted: one layer ahead only, the share of the tokens that would choose the expert.
         """
-        chosen, probability = self._ask(snapshot.layer, snapshot.rows, self.window if snapshot.decoding else 1)
+        chosen, probability = self._ask(snapshot.layer, snapshot.rows, self.window if snapshot.decoding else PREFILL_LAYERS)
         scores = (chosen * (1 + probability)).amax(dim=1) if snapshot.decoding else chosen.mean(dim=1)
         return scores.cpu().numpy()
 

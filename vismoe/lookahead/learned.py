@@ -15,7 +15,7 @@ from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration
 from vismoe.lookahead.features import LARGEST, Features, History, Sizes, share_of_tokens
 from vismoe.lookahead.gate import GateLookahead
-from vismoe.lookahead.lookahead import Seen, rows_of
+from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.lookahead.network import Folded
 from vismoe.simulate.steps import Evidence
 from vismoe.types import ExpertInventory, Phase
@@ -96,6 +96,7 @@ class LearnedLookahead:
         Raises ConfigError for one that was made for another model, CheckpointError for a damaged one.
         """
         networks = calibration.networks()
+        _refuse_misfits(networks, calibration)
         shape = next(iter(networks.values())).shape
         asks = any("gate" in network.shape.parts for network in networks.values())
         gate = GateLookahead.of(model, inventory, shape.sizes.window) if asks else None
@@ -117,7 +118,19 @@ class LearnedLookahead:
     def evaluate(self, snapshot: Snapshot) -> np.ndarray:
         network = self._networks[Phase.DECODE if snapshot.decoding else Phase.PREFILL]
         scores = network.probabilities(snapshot.layer, self.witness.features(snapshot), self._gamma)
-        return np.where(scores >= self._least, scores, 0) if snapshot.decoding else scores
+        return np.where(scores >= self._least, scores, 0) if snapshot.decoding else scores[:PREFILL_LAYERS]
+
+
+def _refuse_misfits(networks: dict[str, Folded], calibration: Calibration) -> None:
+    """Raises ConfigError where there is not a network per phase, each made for the model's routing and the same window."""
+    wanted = calibration.geometry
+    found = {phase: network.shape.sizes for phase, network in networks.items()}
+    fits = all((of.layers, of.experts, of.hidden) == (wanted.layers, wanted.experts, wanted.hidden) for of in found.values())
+    if set(found) != {Phase.PREFILL, Phase.DECODE} or not fits or len(set(found.values())) > 1:
+        raise ConfigError(
+            f"the predictor in {calibration.folder} has networks for {found}, this model needs prefill and decode with {wanted}. "
+            "Fix: vismoe calibrate again"
+        )
 
 
 def _real(seen: Seen) -> np.ndarray:

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["Lookahead", "Seen", "rows_of"]
+__all__ = ["PREFILL_LAYERS", "Lookahead", "Seen", "rows_of"]
 
+PREFILL_LAYERS = 1  # ahead, of a prompt: nearly all experts of every layer are wanted, and looking farther fetches too early
 PREFILL_ROWS = 256  # tokens of a prompt that routers are asked about, spread evenly
 
 

@@ -65,6 +65,12 @@ class EncodedImages:
             self._used = self._used + len(images[0]) if len(images) == 1 else len(self._images)
         return images
 
+    @property
+    def heard(self) -> bool:
+        """Whether the tower has run since `listen()`."""
+        self._collect()
+        return bool(self._images)
+
     def _collect(self) -> None:
         sizes = self.saliency.segments()
         if sizes is None and not self._grids:

@@ -72,6 +72,8 @@ class Foresight:
             self._recording.begin_request()
             if self.lookahead is not None:
                 self.lookahead.begin_request()
+            if self._ahead is not None:
+                self._ahead.begin_request()
         if self._remembers or _for_training(recorder):
             self._summary.begin_step(embeddings, None if kinds is None else kinds == TokenKind.VISUAL, new_sequence, dropping)
 

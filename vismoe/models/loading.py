@@ -198,7 +198,7 @@ def attach(
     )
     foresight = Foresight(pager, lookahead, gate, inline=settings.deterministic)
     runtime = ExpertRuntime(pager, arithmetic, memory, device, foresight, store, backends)
-    runtime.pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration.prune_layer if calibration else None)
+    runtime.pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     runtime.visual_top_k = fewer_experts(settings, inventory)
     runtime.bind(model)
     model._vismoe_runtime = runtime

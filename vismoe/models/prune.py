@@ -13,6 +13,7 @@ Later passes over such a cache (decode, another turn) have the columns of their 
 prompt, or keep 1.0, runs exactly as without us.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -38,6 +39,9 @@ from vismoe.vision.selection import Pruning, Selection, select
 
 __all__ = ["KeptImage", "VisualPruner"]
 
+logger = logging.getLogger(__name__)
+
+PRUNED_BY = "_vismoe_pruner"  # where a decoder keeps its pruner
 CACHES = (DynamicLayer, DynamicSlidingWindowLayer)  # what a narrowed layer can take over
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -81,8 +85,17 @@ class VisualPruner:
     pad slots.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, layers: nn.ModuleList, prune_layer: int, linear: frozenset[int]):
+    def __init__(
+        self,
+        model: nn.Module,
+        decoder: nn.Module,
+        layers: nn.ModuleList,
+        prune_layer: int,
+        linear: frozenset[int],
+        most_tokens: int | None,
+    ):
         self.prune_layer = prune_layer
+        self.most_tokens = most_tokens  # of a sequence whose visual tokens were dropped; None: as many as the model takes
         self.kept: list[KeptImage] = []
         self.on_pruned: Callable[[np.ndarray], None] | None = None
         self.images = EncodedImages(model)
@@ -95,6 +108,7 @@ class VisualPruner:
         self._most_experts = 0
         self._hooks = [
             model.register_forward_pre_hook(self._note_kinds, with_kwargs=True),
+            model.register_forward_hook(self._forget_failed, always_call=True),
             decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
         ]
         for layer in layers[:prune_layer]:
@@ -103,6 +117,7 @@ class VisualPruner:
                 self._hooks.append(experts.register_forward_pre_hook(self._note_routing(of_visual_tokens=is_vision(path))))
         for index in range(prune_layer, len(layers)):
             self._hooks.append(layers[index].register_forward_pre_hook(self._narrow(index), with_kwargs=True))
+        setattr(decoder, PRUNED_BY, self)
         self._join = getattr(decoder, "_deepstack_process", None)
         if self._join is not None:
             decoder._deepstack_process = self._join_kept  # type: ignore[assignment]
@@ -121,6 +136,8 @@ class VisualPruner:
             return f"its routed experts lie in {len(stacks)} stacks of decoder layers, not in one"
         stack = stacks.pop()
         decoder = model.get_submodule(stack)
+        if hasattr(decoder, PRUNED_BY):
+            return "its visual tokens are dropped by another pruner. Fix: remove() that one first"
         layers = decoder.get_submodule(paths[0][len(stack) + 1 :].split(".")[0])
         caches = DynamicCache(config=decoder.config).layers
         linear = frozenset(index for index, cache in enumerate(caches) if type(cache) is LinearAttentionLayer)
@@ -131,7 +148,8 @@ class VisualPruner:
             cache = caches[index] if index < len(caches) else None  # of a layer that shares another one's
             if index not in linear and type(cache) not in CACHES:
                 return f"decoder layer {index} has no plain cache of its own keys and values ({type(cache).__name__})"
-        return cls(model, decoder, layers, first, linear)
+        windows = [cache.sliding_window for cache in caches[first:] if type(cache) is DynamicSlidingWindowLayer]
+        return cls(model, decoder, layers, first, linear, min(windows, default=None))
 
     @property
     def pruning(self) -> Pruning | None:
@@ -161,6 +179,7 @@ class VisualPruner:
             hook.remove()
         self.images.remove()
         self._decoder.__dict__.pop("_deepstack_process", None)
+        self._decoder.__dict__.pop(PRUNED_BY, None)
 
     # -- before prune_layer: what there is to select from
     @property
@@ -171,6 +190,12 @@ class VisualPruner:
         ids = kwargs.get("input_ids", args[0] if args else None)
         prompt = self._acts and ids is not None and ids.shape[1] > 1
         self._kinds = token_kinds(model.config, args, kwargs) if prompt else None
+
+    def _forget_failed(self, model: Any, args: Any, output: Any) -> None:
+        """The images of a pass that failed are nobody's; kept, they would be taken for the next one's."""
+        if output is None:
+            self._pass = None
+            self.begin_request()
 
     def _begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pass = self._rows = None
@@ -185,7 +210,12 @@ class VisualPruner:
             assert embeddings is not None and kinds.shape == embeddings.shape[:2], "visual tokens come as embeddings, one by one"
             self._pass = Pass(past, kinds, embeddings)
             self._refuse_cut_image(self._pass)
-        elif past and cache is not None and isinstance(pruned := cache.layers[self.prune_layer], PrunedLayer):
+        elif kinds is None and self._acts and past == 0 and self.images.heard:
+            raise InputError(
+                "images were encoded, and which tokens stand for them is not known without input_ids. Fix: give the model "
+                "input_ids and no inputs_embeds, or keep=1"
+            )
+        elif past and isinstance(pruned := _layer_of(cache, self.prune_layer), PrunedLayer):
             tokens = embeddings if embeddings is not None else kwargs["input_ids"]
             self._rows = KeptRows(tokens.shape[:2], past, None, pruned.positions(), pruned.padded, self._flat_masks)
 
@@ -243,15 +273,19 @@ class VisualPruner:
 
         As the tower saw them; contiguous runs where that is not known.
         """
+        begins = (row.diff(prepend=row[:1] - 1) != 0) | (place.diff(prepend=place[:1]) != 1)
+        runs = [*begins.nonzero()[:, 0].tolist(), len(row)]
         shared = self.images.of_pass(step.visual.sum(1).tolist(), first=step.past == 0)
-        if shared is not None:
-            images = [image for of_row in shared for image in of_row]
-        else:
-            begins = (row.diff(prepend=row[:1] - 1) != 0) | (place.diff(prepend=place[:1]) != 1)
-            edges = [*begins.nonzero()[:, 0].tolist(), len(row)]
-            images = [EncodedImage(end - begin) for begin, end in pairwise(edges)]
-        ends = np.cumsum([image.tokens for image in images]).tolist()
-        return list(zip([0, *ends], ends, images, strict=False))
+        images = [image for of_row in shared or () for image in of_row]
+        edges = [0, *np.cumsum([image.tokens for image in images], dtype=int).tolist()]
+        if not images or not _fit(edges, runs):
+            if self.images.heard:
+                logger.warning(
+                    "what the vision tower said does not fit the images of the prompt in their order: "
+                    "tokens are selected by how unlike the others their embeddings are"
+                )
+            images, edges = [EncodedImage(end - begin) for begin, end in pairwise(runs)], runs
+        return list(zip(edges, edges[1:], images, strict=False))
 
     # -- prune_layer and behind it
     def _narrow(self, index: int) -> Callable[..., Arguments | None]:
@@ -324,6 +358,11 @@ def _choices(experts: Any, hidden: torch.Tensor, index: torch.Tensor, tokens: in
     return groups.where(hidden.view(*groups.shape, -1).any(-1), -1).T
 
 
+def _layer_of(cache: Any, index: int) -> Any:
+    """A layer of a cache, None where it has not come to it."""
+    return cache.layers[index] if cache is not None and index < len(cache.layers) else None
+
+
 def _pruned_layer(cache: Any, index: int) -> PrunedLayer:
     """The cache's layer, made one that can hold fewer tokens than the sequence has."""
     while len(cache.layers) <= index:  # a cache without a configuration makes its layers as they come
@@ -337,6 +376,12 @@ def _pruned_layer(cache: Any, index: int) -> PrunedLayer:
             )
         cache.layers[index] = layer = PrunedLayer.of(layer)
     return layer
+
+
+def _fit(edges: list[int], runs: list[int]) -> bool:
+    """Whether images that begin and end at `edges` are runs of tokens, parts of one run, or several whole runs."""
+    ends = set(runs)
+    return all({begin, end} <= ends or not ends & set(range(begin + 1, end)) for begin, end in pairwise(edges))
 
 
 def _merged(hidden: torch.Tensor, into: np.ndarray, kept: np.ndarray) -> torch.Tensor:

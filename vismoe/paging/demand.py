@@ -78,13 +78,12 @@ class Demand:
             for expert in late:
                 self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
             self._count(late)
-            if self._absent:
-                pager.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self._absent, self._base)])))
             if not self._absent and not late:
                 self._all_slabs = slabs
             elif self._ways is not None:
                 self._choose_below(self._ways)
             if self._absent:
+                pager.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self._absent, self._base)])))
                 self._issue()
         return self
 

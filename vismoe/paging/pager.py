@@ -78,6 +78,7 @@ class Pager:
             self.phase, self.running_layer = phase, -1
             self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
             self._wanted_ahead.clear()
+            self.tick += 1  # what a lookahead still says about an earlier step is too late
             for table in self.tables:
                 table.begin_step()
 
@@ -134,6 +135,7 @@ class Pager:
                     with self.lock:
                         table.pinned[table.slab_of[table.flat(expert)]] = True
                     yield expert
+        self._step_ended_s = self._step_began_s  # bringing in the prefix is no step of the model
 
     def layer_ended(self, phase: Phase, layer: int, began_s: float, tokens: int) -> None:
         """The experts function of a layer has returned, or failed."""

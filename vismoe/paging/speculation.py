@@ -83,7 +83,7 @@ class Ledger:
 
     def used(self, guesses: int, nbytes: int) -> None:
         """`guesses`, of `nbytes` together, were there or on their way when they were demanded."""
-        self.allowance_bytes += nbytes
+        self.allowance_bytes = min(self.allowance_bytes + nbytes, self.caps[self.phase].bytes_per_step)
         self._balance_s += guesses * self.miss_s[self.phase]
 
     def wasted(self) -> None:

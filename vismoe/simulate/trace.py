@@ -42,8 +42,10 @@ class TraceWriter:
         fingerprint: str = "",
         flush_bytes: int = FLUSH_BYTES,
         for_training: bool = False,
+        settings: dict[str, Any] | None = None,
     ):
-        """Starts a trace, or goes on with the one at `path`; raises TraceError when that is of another model.
+        """Starts a trace, or goes on with the one at `path`; raises TraceError when that is of another model or other `settings`
+        (those that decide what is recorded, kept in the header), and wherever something cannot be written.
 
         for_training: a learned lookahead's evidence is recorded too, and shards hold whole requests, so that what a killed
         recorder left can be gone on with at the next request.
@@ -55,13 +57,15 @@ class TraceWriter:
             raise TraceError(
                 f"{path} cannot be a trace folder: {error.strerror}. Fix: record to a new or empty folder"
             ) from error
-        described = {"model": model, "fingerprint": fingerprint, "inventory": _inventory_to_json(inventory)}
+        described: dict[str, Any] = {"model": model, "fingerprint": fingerprint, "inventory": _inventory_to_json(inventory)}
+        described["settings"] = settings
         self._shards, self._written_steps = 0, 0
         if (self.path / HEADER).exists():
             earlier = Trace.open(self.path)
             for name, value in described.items():
-                if earlier.header[name] != value:
-                    raise TraceError(f"{path} already holds a trace with another {name}; record to another folder")
+                if earlier.header.get(name) != value:
+                    what = f"another {name}" if name != "settings" else f"other settings: {earlier.settings}, not {value}"
+                    raise TraceError(f"{path} already holds a trace with {what}. Fix: record to another folder")
             self._id, self._shards, self._written_steps = earlier.header["id"], len(earlier.shards), len(earlier)
         elif any(self.path.iterdir()):
             raise TraceError(f"{path} is a folder with other things in it; record to a new or empty folder")
@@ -136,7 +140,7 @@ class TraceWriter:
             return
         arrays, requests = pack(self._steps)
         about = {"id": self._id, "version": VERSION, "steps": len(self._steps), "requests": requests}
-        _replace(self.path / _shard_name(self._shards), save(arrays, {FORMAT: json.dumps(about)}))
+        self._write(_shard_name(self._shards), save(arrays, {FORMAT: json.dumps(about)}))
         self._shards += 1
         self._written_steps += len(self._steps)
         self._steps, self._bytes = [], 0
@@ -145,7 +149,15 @@ class TraceWriter:
         header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "id": self._id, **self._described, "complete": complete}
         if complete:
             header |= {"shards": self._shards, "steps": self._written_steps}
-        _replace(self.path / HEADER, json.dumps(header, indent=1).encode())
+        self._write(HEADER, json.dumps(header, indent=1).encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        try:
+            _replace(self.path / name, content)
+        except OSError as error:
+            raise TraceError(
+                f"{self.path} cannot be written: {error.strerror or error}. Fix: make room, or record to another folder"
+            ) from error
 
 
 class Trace:
@@ -154,6 +166,7 @@ class Trace:
     def __init__(self, path: Path, header: dict[str, Any], shards: list[Path], steps: int):
         self.path, self.header, self.shards, self._steps = path, header, shards, steps
         self.model: str = header["model"]
+        self.settings: dict[str, Any] | None = header.get("settings")  # that decided what was recorded; None: not said
         self.complete: bool = header["complete"]  # False: the recorder is still running, or did not get to close
         self.inventory = _inventory_from_json(header["inventory"])
 

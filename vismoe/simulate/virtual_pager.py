@@ -149,8 +149,6 @@ class VirtualPager:
         absent = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab < 0]
         self._misses_of_layer = len(absent) + len(late)
         self._misses_this_step += self._misses_of_layer
-        if absent:
-            self.ledger.displaced(int(np.count_nonzero(table.displaced[absent])))
         for counter, amount in (
             ("steps", 1),
             ("hits", len(here) - len(late)),
@@ -161,6 +159,8 @@ class VirtualPager:
         tokens = dict(zip(wanted, demand.tokens.tolist(), strict=True))
         below, cpu_s = self._choose_below(demand.layer, sorted([*absent, *late]), late, tokens)
         absent, late = [flat for flat in absent if flat not in below], late - below
+        if absent:
+            self.ledger.displaced(int(np.count_nonzero(table.displaced[absent])))
         order = [*present, *absent] if decoding else wanted
         todo = [flat for flat in order if flat not in below]
         serving = Serving(demand, table, todo, absent, keep, sorted(below), self.now_s, cpu_s)

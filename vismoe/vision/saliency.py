@@ -40,6 +40,8 @@ def _summed_weights(query: torch.Tensor, key: torch.Tensor, scaling: float, allo
     """Sum over heads and queries of the softmax over all keys; in place, so that one set of products is held: float32 `[n]`."""
     heads, queries, width = query.shape
     grouped = query.reshape(key.shape[0], heads // key.shape[0] * queries, width)
+    if grouped.dtype == torch.float16:  # its products overflow before they are scaled
+        grouped, scaling = grouped * scaling, 1.0
     scores = (grouped @ key.transpose(1, 2)).view(heads, queries, -1).float().mul_(scaling)
     if allowed is not None:
         scores.masked_fill_(~allowed, -torch.inf)

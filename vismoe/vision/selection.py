@@ -33,6 +33,9 @@ class Pruning:
     def __post_init__(self) -> None:
         if self.selection not in SELECTIONS:
             raise ConfigError(f"selection={self.selection!r}: choose one of {', '.join(SELECTIONS)}")
+        numbers = (self.keep, self.core_share, self.expansion_weight)
+        if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+            raise ConfigError(f"keep, core_share and expansion_weight are numbers, not {', '.join(map(repr, numbers))}")
         if not 0 < self.keep <= 1:
             raise ConfigError(f"keep={self.keep}: the share of visual tokens that is kept lies above 0 and up to 1, e.g. 0.5")
         if not 0 <= self.core_share <= 1:

@@ -1,0 +1,130 @@
+"""Which selection of visual tokens costs a model's answers least: its own greedy answers, scored with half of the tokens gone.
+
+The measure: mean negative log-likelihood per token of the answer that the whole model gives, in nats, less what it is with all
+visual tokens. It is continuous, and so tells selections apart long before an answer changes. The rule: the selection with the
+lowest mean, if it is below `affinity` by more than the standard error of their paired difference; else `affinity`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from vismoe.engine import Engine
+from vismoe.errors import InputError
+from vismoe.models.images import open_image
+from vismoe.models.loading import runtime_of
+from vismoe.models.prompts import PromptBuilder
+from vismoe.models.visual import UNCALIBRATED_SELECTION, pruning_of
+from vismoe.vision.selection import SELECTIONS
+
+from .prompts import Prompt
+
+__all__ = ["Cost", "by_turns", "cheapest", "costs_of", "scorer"]
+
+KEEP = 0.5
+MOST_PROMPTS = 48
+ANSWER_TOKENS = 40
+OF_ANSWER_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}  # inputs that have a value per token
+
+Scorer = Callable[[Prompt], Mapping[str, float]]  # a prompt's nats per answer token by selection, beyond those with all tokens
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a selection costs: nats per answer token beyond all tokens, mean over prompts, with standard errors."""
+
+    selection: str
+    nats: float
+    error: float
+    against_affinity: float
+    against_error: float  # of the paired difference
+
+
+def by_turns(prompts: Sequence[Prompt], most: int = MOST_PROMPTS) -> list[Prompt]:
+    """Prompts with images, the kinds in turns, those that no predictor trains on first."""
+    kinds: dict[str, list[Prompt]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: prompt.group == "train"):
+        if prompt.images or (prompt.talk and prompt.talk.scenes):
+            kinds.setdefault(prompt.kind, []).append(prompt)
+    return [prompt for prompt in chain.from_iterable(zip_longest(*kinds.values())) if prompt is not None][:most]
+
+
+def costs_of(prompts: Sequence[Prompt], score: Scorer, told: Callable[[int, int], None]) -> list[Cost]:
+    """Every selection's cost, the lowest first; prompts that the model refuses are left out. Fewer than two tell nothing: []."""
+    scores: list[Mapping[str, float]] = []
+    for number, prompt in enumerate(prompts):
+        told(number, len(prompts))
+        try:
+            scores.append(score(prompt))
+        except InputError:
+            continue
+    if len(scores) < 2:
+        return []
+    nats = {name: np.array([scored[name] for scored in scores]) for name in scores[0]}
+    costs = [Cost(name, *_mean(of), *_mean(of - nats[UNCALIBRATED_SELECTION])) for name, of in nats.items()]
+    return sorted(costs, key=lambda cost: cost.nats)
+
+
+def cheapest(costs: Sequence[Cost]) -> str | None:
+    """The selection to use; None where nothing was measured."""
+    if not costs:
+        return None
+    best = min(costs, key=lambda cost: cost.nats)
+    return best.selection if best.against_affinity < -best.against_error else UNCALIBRATED_SELECTION
+
+
+def _mean(values: np.ndarray) -> tuple[float, float]:
+    """(mean, its standard error)."""
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
+
+
+def scorer(engine: Engine) -> Scorer:
+    """Scores a prompt with the engine's model, where its pruner begins."""
+    builder = PromptBuilder(engine.processor, getattr(engine.model.config, "image_token_id", None))
+
+    def score(prompt: Prompt) -> Mapping[str, float]:
+        inputs = builder.build(prompt.messages(), open_image).inputs.to(engine.model.device)
+        return engine.with_model(lambda model: _scored(model, dict(inputs), engine))
+
+    return score
+
+
+@torch.inference_mode()
+def _scored(model: Any, inputs: dict[str, Any], engine: Engine) -> dict[str, float]:
+    runtime = runtime_of(model)
+    pruner = runtime.pruner
+    assert pruner is not None
+    usual, pruner.pruning = pruner.pruning, None
+    try:
+        asked = inputs["input_ids"]
+        room = max(1, min(ANSWER_TOKENS, runtime.plan.context - asked.shape[1]))
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        answer = model.generate(**inputs, max_new_tokens=room, **greedy)[:, asked.shape[1] :]
+        answered = _with_answer(inputs, answer)
+        whole = _nats(model, answered, answer)
+        nats = {}
+        for name in SELECTIONS:
+            pruner.pruning = dataclasses.replace(pruning_of(engine.settings, name), keep=KEEP, selection=name)
+            nats[name] = _nats(model, answered, answer) - whole
+        return nats
+    finally:
+        pruner.pruning = usual
+
+
+def _with_answer(inputs: dict[str, Any], answer: torch.Tensor) -> dict[str, Any]:
+    """The prompt's inputs with the answer `[1, A]` behind it."""
+    more = {name: torch.full_like(answer, value) for name, value in OF_ANSWER_TOKENS.items() if name in inputs}
+    more["input_ids"] = answer
+    return inputs | {name: torch.cat([inputs[name], tail.to(inputs[name].dtype)], dim=1) for name, tail in more.items()}
+
+
+def _nats(model: Any, inputs: dict[str, Any], answer: torch.Tensor) -> float:
+    """Mean negative log-likelihood of the tokens of the answer `[1, A]`, which ends the inputs and is never dropped."""
+    tokens = answer.shape[1]
+    logits = model(**inputs, logits_to_keep=tokens + 1, use_cache=False).logits[0, -tokens - 1 : -1]
+    return torch.nn.functional.cross_entropy(logits.double(), answer[0]).item()

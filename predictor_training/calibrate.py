@@ -75,7 +75,8 @@ class Calibrated:
         layer, selection = self.recorded_with
         return (
             f"the answers at keep {DIVERGENCE_KEEP:g} that training saw dropped visual tokens from decoder layer {layer} on "
-            f"({selection}), not from {c.prune_layer} on ({c.selection or selection}) as from now on"
+            f"({selection}), not from {c.prune_layer} on ({c.selection or selection}) as from now on. To record them so: "
+            f"vismoe calibrate --prune-layer {c.prune_layer} --selection {c.selection or selection}"
         )
 
     def to_json(self) -> dict[str, Any]:

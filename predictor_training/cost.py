@@ -3,8 +3,8 @@
 Seconds per evaluation (mean, median, 99th percentile) of `gate` and of `learned`, beside a running model; and the time of a MoE
 layer while the worker evaluates but nobody acts on what it says, against the same without it: tokens take turns in one process,
 medians. On the demo model, and on a generated model with the routing of Qwen3-VL-30B-A3B (128 experts, top-8, hidden 2048, W 5;
-12 layers, small experts that arrive over an emulated link as fast as whole ones over 25 GB/s). A network of random weights
-costs what a trained one does. Prints a table, then one JSON object on the last line.
+12 layers, small experts that arrive over an emulated link as late as whole ones would over 25 GB/s, and from a disk of 1.2
+GB/s). A network of random weights costs what a trained one does. Prints a table, then one JSON object on the last line.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from vismoe.config import parse_bytes
 from vismoe.engine import demo_model
 from vismoe.lookahead.features import Sizes
 from vismoe.lookahead.gate import GateLookahead
@@ -40,7 +41,8 @@ __all__ = ["Cost", "measure"]
 TOKENS = 240
 WARM_TOKENS = 24
 EXPERT_WIDTH = 64
-EXPERT_S = 9.4e6 / 25e9  # until an expert of Qwen3-VL-30B-A3B has arrived
+EXPERT_BYTES = 9.4e6  # of Qwen3-VL-30B-A3B
+RATES = ("25GB", "1.2GB")  # per second: 16 lanes of PCIe 4, and a disk
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Cost:
 
     model: str
     lookahead: str
+    arrival_s: float  # of an expert that misses
     mean_us: float
     p50_us: float
     p99_us: float
@@ -93,15 +96,26 @@ def random_lookahead(model: Any, name: str) -> tuple[Lookahead, GateLookahead]:
     return LearnedLookahead(Witness(gate, sizes), {Phase.PREFILL: network, Phase.DECODE: network}, 0.8, 0.1), gate
 
 
-def measure(folder: Path, title: str, name: str, memory: str, tokens: int, **settings: Any) -> Cost:
-    """The cost of lookahead `name` on the model in `folder`."""
+def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) -> Cost:
+    """The cost of lookahead `name` on the model in `folder`, a quarter of whose experts are in memory."""
+    settings: dict[str, Any] = {"emulated_link_bytes_per_s": _record_bytes(folder) / arrival_s, "misses": "wait"}
     layers = read_config(str(folder), revision=None).get_text_config().num_hidden_layers
-    seconds, layer_us, delay = _layers(folder, name, memory, tokens, **settings)
+    seconds, layer_us, delay = _layers(folder, name, "25%", tokens, **settings)
     _, resident_us, resident_delay = _layers(folder, name, "100%", tokens, pinned_layers=layers)
     micro = np.array(seconds) * 1e6
     p50, p99 = np.percentile(micro, (50, 99))
     return Cost(
-        title, name, float(micro.mean()), float(p50), float(p99), len(micro), layer_us, delay, resident_us, resident_delay
+        title,
+        name,
+        arrival_s,
+        float(micro.mean()),
+        float(p50),
+        float(p99),
+        len(micro),
+        layer_us,
+        delay,
+        resident_us,
+        resident_delay,
     )
 
 
@@ -149,6 +163,12 @@ def _decode(model: Any, tokens: int) -> Iterator[tuple[Any, int]]:
         yield (lambda number=number: step(number)), turn
 
 
+def _record_bytes(folder: Path) -> int:
+    """Of one expert of a model in bfloat16."""
+    config = read_config(str(folder), revision=None).get_text_config()
+    return int(3 * config.hidden_size * config.moe_intermediate_size * torch.bfloat16.itemsize)
+
+
 @contextmanager
 def routing_of_30b(layers: int = 12) -> Iterator[Path]:
     """A checkpoint with the routing of Qwen3-VL-30B-A3B and narrow experts, in a folder that vanishes."""
@@ -171,23 +191,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lookaheads", nargs="+", choices=("gate", "learned"), default=("gate", "learned"), help="(default: both)"
     )
+    parser.add_argument("--rates", nargs="+", default=RATES, metavar="SIZE", help="of links and disks (default: 25GB 1.2GB)")
     given = parser.parse_args(arguments)
     costs = []
+    arrivals = [EXPERT_BYTES / parse_bytes(rate) for rate in given.rates]
     if "demo" in given.models:
-        rate = 73728 / EXPERT_S  # experts of 72 KiB arrive as fast
-        costs += [
-            measure(demo_model(), "demo", name, "25%", given.tokens, emulated_link_bytes_per_s=rate, misses="wait")
-            for name in given.lookaheads
-        ]
+        costs += [measure(demo_model(), "demo", name, arrivals[0], given.tokens) for name in given.lookaheads]
     if "30b" in given.models:
-        rate = 3 * 2048 * EXPERT_WIDTH * 2 / EXPERT_S
         with routing_of_30b() as folder:
             costs += [
-                measure(folder, "30B routing", name, "25%", given.tokens, emulated_link_bytes_per_s=rate, misses="wait")
+                measure(folder, "30B routing", name, arrival_s, given.tokens)
+                for arrival_s in arrivals
                 for name in given.lookaheads
             ]
     table = Table(title="asking a lookahead", title_justify="left")
-    for head in ("model", "lookahead", "mean us", "p50", "p99", "layer us, missing", "delay", "layer us, resident", "delay"):
+    for head in (
+        "model",
+        "lookahead",
+        "expert after ms",
+        "mean us",
+        "p50",
+        "p99",
+        "layer us, missing",
+        "delay",
+        "layer us, resident",
+        "delay",
+    ):
         table.add_column(head, justify="left" if head in ("model", "lookahead") else "right")
     for cost in costs:
         times = (cost.mean_us, cost.p50_us, cost.p99_us, cost.layer_us)
@@ -197,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{cost.resident_layer_us:.0f}",
             f"{cost.resident_delay:+.1%}",
         ]
-        table.add_row(cost.model, cost.lookahead, *cells)
+        table.add_row(cost.model, cost.lookahead, f"{cost.arrival_s * 1e3:.1f}", *cells)
     Console().print(table)
     print(json.dumps({"costs": [asdict(cost) for cost in costs]}))
     return 0

@@ -24,7 +24,7 @@ WITHOUT = set(
 def load(family, folder, **settings):
     tiny_models.save(family, folder)
     return tiny_models.model_class(folder).from_pretrained(
-        folder, quantization_config=VisMoEConfig(memory="50%", context=256, **settings)
+        folder, quantization_config=VisMoEConfig(memory="50%", context=512, **settings)
     )
 
 

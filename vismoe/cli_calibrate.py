@@ -4,6 +4,7 @@ tokens, and which.
 
 import argparse
 import sys
+import typing
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from vismoe.cli_options import (
     one_model,
     print_json,
 )
-from vismoe.config import format_bytes
+from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CALIBRATE"]
 
 SCENE_PROMPTS = 1000
+NAMES = typing.get_args(typing.get_type_hints(Settings)["selection"])
 
 
 def calibrate_arguments(parser: ArgumentParser) -> None:
@@ -52,6 +54,13 @@ def calibrate_arguments(parser: ArgumentParser) -> None:
     training.add_argument("--bottleneck", type=at_least_one, metavar="N", help="width of the network")
     training.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same predictor (default: 0)")
     training.add_argument("--train-device", metavar="DEVICE", default="cpu", help="where the networks are trained (default: cpu)")
+    tokens = parser.add_argument_group(
+        "visual tokens", "what training answers at keep 0.5 are recorded with; the best of each is found anyway"
+    )
+    tokens.add_argument(
+        "--prune-layer", type=at_least_one, default=argparse.SUPPRESS, metavar="LAYER", help="where dropping begins"
+    )
+    tokens.add_argument("--selection", choices=NAMES, default=argparse.SUPPRESS, help="of the tokens that are kept")
     parser.add_argument(
         "--out", metavar="DIR", help="where the result goes (default: vismoe-calibration beside the checkpoint's files)"
     )

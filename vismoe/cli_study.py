@@ -8,7 +8,9 @@ __all__ = ["STUDIES", "run_study", "study_list"]
 STUDIES = {  # name: (module with a main(arguments), what it shows)
     "pruning": ("vismoe.eval.pruning", "accuracy by share and selection of kept visual tokens"),
     "demand": ("vismoe.eval.expert_demand", "which experts are demanded before and after pruning"),
+    "compressor": ("vismoe.eval.compressor_cost", "what listening to a vision tower and selecting tokens take"),
     "predictor": ("vismoe.predictor_training.evaluate", "how well lookaheads predict experts"),
+    "lookahead-cost": ("vismoe.predictor_training.cost", "what asking a lookahead takes, and what it delays"),
     "orchestrator": ("vismoe.eval.orchestrator", "eviction orders and lookaheads at several cache sizes, the pinned prefix"),
     "ladder": ("vismoe.eval.ladder", "what pruning, prediction and orchestration each save"),
     "formats": ("vismoe.eval.formats", "quality of the integer formats"),
@@ -17,7 +19,7 @@ STUDIES = {  # name: (module with a main(arguments), what it shows)
 
 def study_list() -> str:
     """A line per study, for --help."""
-    return "\n".join(f"  vismoe eval {name:<13} {summary}" for name, (_, summary) in STUDIES.items())
+    return "\n".join(f"  vismoe eval {name:<14} {summary}" for name, (_, summary) in STUDIES.items())
 
 
 def run_study(name: str, arguments: Sequence[str]) -> int:

@@ -103,6 +103,9 @@ class PrunedLayer(DynamicLayer):
         left = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if left == length:
             return
+        if left <= 0:  # nothing that could still say how many sequences there are
+            self.reset()
+            return
         if left >= self._covered:
             self.keys, self.values = self.keys[..., : left - length, :], self.values[..., : left - length, :]
             return

@@ -179,7 +179,8 @@ def test_every_instruction_set_computes_what_the_oracle_does(format, hidden, int
     oracle, size = batch.oracle(experts), typical(experts, batch)
     for isa in cpu.available():
         cpu.start(2, isa)
-        assert rms(batch.parts(experts) - oracle) <= tolerance(isa, experts, batch.hidden) * size, isa
+        few = 2 if oracle.numel() < 16 else 1  # numbers to average over
+        assert rms(batch.parts(experts) - oracle) <= few * tolerance(isa, experts, batch.hidden) * size, isa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

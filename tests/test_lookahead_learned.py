@@ -278,8 +278,8 @@ def until(done):
 
 
 def test_only_the_newest_layer_is_evaluated_and_close_ends_the_worker():
-    slow, told = Slow(), []
-    ahead = Ahead(slow, lambda tick, layer, scores: told.append((tick, layer)), inline=False)
+    slow, told, charged = Slow(), [], []
+    ahead = Ahead(slow, lambda tick, layer, scores: told.append((tick, layer)), inline=False, charge=charged.append)
     for layer in range(5):
         ahead.ask(seen(layer), tick=10 + layer)
         time.sleep(0.05 if layer == 0 else 0)  # the worker takes the first
@@ -288,6 +288,7 @@ def test_only_the_newest_layer_is_evaluated_and_close_ends_the_worker():
     ahead.close()
     ahead.close()
     assert told == [(10, 0), (14, 4)], "what came between was stale before it began"
+    assert len(charged) == 2 and all(0 < core_s < 1 for core_s in charged), "time of a core, not of waiting"
     assert not [thread for thread in threading.enumerate() if thread.name == "vismoe-lookahead"]
 
 

@@ -89,6 +89,7 @@ def test_bytes_after_the_last_tensor_are_refused(file):
         ({"a": tensor(0, 12, "F32")}, "needs 48 bytes"),
         ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 12]}}, "needs 4 bytes"),
         ({"a": tensor(0, 12, "F99")}, "type 'F99'"),
+        ({"a": tensor(0, 12, [])}, "has the type"),
         ({"a": {"dtype": "U8", "shape": [12]}}, "header entry of 'a'"),
         ({"a": {"dtype": "U8", "shape": [-12], "data_offsets": [0, 12]}}, "shape"),
         ({"a": {"dtype": "U8", "shape": [True, 12], "data_offsets": [0, 12]}}, "shape"),

@@ -27,6 +27,17 @@ def test_the_cap_moves_by_what_guessing_won_and_lost():
     assert cap.after_step(seconds=5.0, balance_s=9.0, miss_s=0.0) == cap, "nobody knows what a miss costs"
 
 
+def test_a_step_that_lost_much_is_paid_for_in_full_and_small_losses_are_forgiven():
+    cap = SpeculationCap(100 * UNIT, UNIT, 0.0)
+    for _ in range(9):
+        cap = cap.after_step(seconds=0.0, balance_s=-MISS_S, miss_s=MISS_S)
+    assert cap.credit_bytes == -FIRST_UNITS * UNIT
+    cap = cap.after_step(seconds=0.0, balance_s=-50 * MISS_S, miss_s=MISS_S)
+    assert cap.credit_bytes == -50 * UNIT
+    cap = cap.after_step(seconds=0.0, balance_s=3 * MISS_S, miss_s=MISS_S)
+    assert cap.credit_bytes == -47 * UNIT, "what was lost is not forgiven on the way back"
+
+
 def test_a_closed_cap_lets_one_expert_through_as_often_as_its_trials_may_cost():
     cap, seconds, opened = SpeculationCap(100 * UNIT, UNIT, 0.0), 4.0, []
     for _ in range(1000):

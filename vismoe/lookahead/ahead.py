@@ -9,6 +9,7 @@ missing.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,13 @@ Tell = Callable[[int, int, np.ndarray], None]  # (tick of the demand, MoE layer,
 
 
 class Ahead:
-    """Asks a lookahead for the model's thread; `tell` is called with what it says, in whatever thread found it out."""
+    """Asks a lookahead for the model's thread; `tell` is called with what it says, in whatever thread found it out.
 
-    def __init__(self, lookahead: Lookahead, tell: Tell, inline: bool):
-        self._lookahead, self._tell, self.inline = lookahead, tell, inline
+    `charge` is told how many seconds of a core each evaluation of the worker took.
+    """
+
+    def __init__(self, lookahead: Lookahead, tell: Tell, inline: bool, charge: Callable[[float], None] = lambda core_s: None):
+        self._lookahead, self._tell, self.inline, self._charge = lookahead, tell, inline, charge
         self._waiting: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
         self._request = 0
         self._failed: tuple[int, Exception] | None = None  # in which request
@@ -75,10 +79,12 @@ class Ahead:
         _torch_alone_here()
         while (newest := self._newest()) is not None:
             tick, layer, (request, snapshot) = newest
+            began_s = time.thread_time()
             try:
                 scores = self._lookahead.evaluate(snapshot)
                 if scores is not None:
                     self._tell(tick, layer, scores)
+                self._charge(time.thread_time() - began_s)
             except Exception as error:  # the worker's boundary: the model's thread raises it
                 self._failed = request, error
         self._waiting.put(None)  # for another worker, should an interrupt or a second thread have started one

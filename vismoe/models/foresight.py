@@ -53,15 +53,26 @@ def choose_lookahead(
 
 
 class Foresight:
-    """Asks `lookahead` about a pager's next layers. `gate` also serves recordings, where the family has one."""
+    """Asks `lookahead` about a pager's next layers. `gate` also serves recordings, where the family has one.
 
-    def __init__(self, pager: Pager, lookahead: Lookahead | None, gate: GateLookahead | None, inline: bool):
+    `cores_shared`: the model computes on the cores that evaluate, so their time is charged to speculation.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        lookahead: Lookahead | None,
+        gate: GateLookahead | None,
+        inline: bool,
+        cores_shared: bool = False,
+    ):
         self._pager, self.lookahead = pager, lookahead
         self._summary = VisualSummary()
         layers = pager.inventory.layers
         sizes = Sizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, pager.window)
         self._gate, self._recording = gate, Witness(gate, sizes)
-        self._ahead = Ahead(lookahead, self._tell, inline) if lookahead is not None else None
+        charge = pager.asked if cores_shared else lambda core_s: None
+        self._ahead = Ahead(lookahead, self._tell, inline, charge) if lookahead is not None else None
         self._remembers = isinstance(lookahead, LearnedLookahead)
 
     def begin_step(

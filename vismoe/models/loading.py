@@ -196,7 +196,7 @@ def attach(
         threads=1 if settings.deterministic else memory.io_threads,  # one reads in the order of the demands
         ways=ways,
     )
-    foresight = Foresight(pager, lookahead, gate, inline=settings.deterministic)
+    foresight = Foresight(pager, lookahead, gate, inline=settings.deterministic, cores_shared=device.type == "cpu")
     runtime = ExpertRuntime(pager, arithmetic, memory, device, foresight, store, backends)
     runtime.pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     runtime.visual_top_k = fewer_experts(settings, inventory)

@@ -99,7 +99,7 @@ class Pager:
         return Demand(self, layer, experts, keep, counted, tokens, self.ways)
 
     def asked(self, seconds: float) -> None:
-        """Asking the lookahead about this layer has held up the model's thread for so long."""
+        """Asking the lookahead has held up the model's thread, or taken a core from it, for so long."""
         with self.lock:
             self.ledger.asked(seconds, self.misses_this_layer)
 

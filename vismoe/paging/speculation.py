@@ -17,7 +17,7 @@ import numpy as np
 from vismoe.types import ExpertInventory, Phase
 
 TRIAL_SHARE = 0.015  # of the running time that guessing may lose for good: what trying costs where nothing can be predicted
-FIRST_UNITS = 4  # experts that may lie unused in the first step, before anything was measured; also the deepest debt
+FIRST_UNITS = 4  # experts that may lie unused in the first step, before anything was measured; small losses add up to that debt
 WASTE_PRICE = 0.125  # of a miss, for a guess nobody used: what moving it cost where nobody waited
 NEWEST_SHARE = 0.125  # of the newest measurement in the mean cost of a miss
 
@@ -47,7 +47,8 @@ class SpeculationCap:
         if miss_s <= 0:
             return self
         earned = (balance_s + TRIAL_SHARE * seconds) / miss_s * self.unit_bytes
-        credit = min(max(self.credit_bytes + earned, -FIRST_UNITS * self.unit_bytes), self.most_bytes)
+        deepest = min(-FIRST_UNITS * self.unit_bytes, self.credit_bytes, earned)  # a step that lost more is paid for in full
+        credit = min(max(self.credit_bytes + earned, deepest), self.most_bytes)
         return replace(self, credit_bytes=credit)
 
 

@@ -112,12 +112,12 @@ def _parse(path: Path, text: bytes) -> dict[str, TensorEntry]:
 def _entry(path: Path, name: str, value: Any, data_start_bytes: int) -> TensorEntry:
     """One checked entry: known dtype, plausible shape, offsets that agree with both."""
     try:
-        dtype_name, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        dtype_name, shape, (begin, end) = str(value["dtype"]), tuple(value["shape"]), value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is corrupt: the header entry of {name!r} is {value!r:.200}. Fix: {AGAIN}") from error
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise CheckpointError(f"{path} is corrupt: {name!r} has shape {shape} and offsets {[begin, end]}. Fix: {AGAIN}")
-    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    dtype = DTYPES.get(dtype_name)
     if dtype is None and dtype_name not in SUB_BYTE_BITS:
         raise CheckpointError(
             f"{path}: {name!r} has the type {dtype_name!r}, which this version does not know. "

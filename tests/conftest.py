@@ -1,8 +1,8 @@
 """What holds for every test: no time limits inside hypothesis, and nothing of what this user's machine was measured to be.
 
 A busy machine is not a failure; neither is a change that is judged by examples nobody saw before: they are the same in every run,
-unless HYPOTHESIS_PROFILE=searching looks for new ones. A test must not depend on a profile that `vismoe doctor` left in the home directory; and Ctrl-C
-means the same where a script started the suite in the background, with the signal ignored.
+unless HYPOTHESIS_PROFILE=searching looks for new ones. A test must not depend on a profile that `vismoe doctor` left in the home
+directory; and Ctrl-C means the same where a script started the suite in the background, with the signal ignored.
 """
 
 import os

@@ -8,20 +8,24 @@ import ast
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from rich.console import Console
+from rich.progress import Progress
+
 from vismoe.errors import InputError
 
 from .questions import KINDS, Conversation, conversation
 
-__all__ = ["AnswerFile", "Key", "batches", "program_digest", "questions"]
+__all__ = ["AnswerFile", "Key", "answer_all", "batches", "program_digest", "questions"]
 
 Key = tuple[str, int]  # kind of question, number
 Row = TypeVar("Row")  # a dataclass of plain values
+Contestant = TypeVar("Contestant")
 
 
 class AnswerFile(Generic[Row]):
@@ -53,6 +57,27 @@ class AnswerFile(Generic[Row]):
         lines = [json.dumps({"kind": kind, "number": number, **asdict(row)}) for (kind, number), row in rows.items()]
         with self._file.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))
+
+
+def answer_all(
+    files: Mapping[Contestant, AnswerFile[Row]],
+    per_kind: int,
+    size: int,
+    ask: Callable[[list[Key], list[Contestant]], Iterable[tuple[Contestant, dict[Key, Row]]]],
+) -> tuple[list[Key], dict[Contestant, list[Row]]]:
+    """Asks every contestant what its file lacks, `size` questions together, and keeps each answer as it comes.
+
+    -> (all questions, every contestant's rows in their order). A progress bar on stderr.
+    """
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("questions", total=per_kind * len(KINDS))
+        for keys in batches(per_kind, size):
+            missing = [contestant for contestant, file in files.items() if not file.rows.keys() >= set(keys)]
+            for contestant, rows in ask(keys, missing) if missing else ():
+                files[contestant].add(rows)
+            bar.advance(task, len(keys))
+    asked = [key for keys in batches(per_kind, size) for key in keys]
+    return asked, {contestant: [file.rows[key] for key in asked] for contestant, file in files.items()}
 
 
 def program_digest(modules: Sequence[ModuleType]) -> str:

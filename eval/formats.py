@@ -12,14 +12,13 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForImageTextToText
 
@@ -30,7 +29,7 @@ from vismoe.types import Format
 
 from . import accuracy, format_quality, scoring, world
 from . import questions as asking
-from .answer_file import AnswerFile, batches, program_digest, questions
+from .answer_file import AnswerFile, Key, answer_all, program_digest, questions
 from .format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
 from .paired import paired_difference, points, ratio_of_sums
 from .questions import KINDS
@@ -57,19 +56,15 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
         )
         for contestant in contestants
     }
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("questions", total=per_kind * len(KINDS))
-        for keys in batches(per_kind, BATCH):
-            missing = [contestant for contestant in contestants if not kept[contestant].rows.keys() >= set(keys)]
-            if missing:
-                talks = questions(keys[0][0], [number for _, number in keys], seed)
-                for contestant, rows in judge(model, processor, weights, talks, missing).items():
-                    kept[contestant].add(dict(zip(keys, rows)))
-            bar.advance(task, len(keys))
+
+    def ask(keys: list[Key], missing: list[Contestant]) -> Iterator[tuple[Contestant, dict[Key, Judged]]]:
+        talks = questions(keys[0][0], [number for _, number in keys], seed)
+        for contestant, rows in judge(model, processor, weights, talks, missing).items():
+            yield contestant, dict(zip(keys, rows))
+
+    asked, table = answer_all(kept, per_kind, BATCH, ask)
     some = [talk for kind in KINDS for talk in questions(kind, range(OUTPUT_ERROR_QUESTIONS), seed)]
     errors = expert_output_errors(model, processor, weights, some, contestants)
-    asked = [key for keys in batches(per_kind, BATCH) for key in keys]
-    table = {contestant: [kept[contestant].rows[key] for key in asked] for contestant in contestants}
     return {"model": model_path, "seed": seed, "questions": len(asked), **summary(table, [kind for kind, _ in asked], errors)}
 
 

@@ -13,14 +13,13 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import vismoe
@@ -41,7 +40,7 @@ from vismoe.vision.selection import Pruning
 
 from . import accuracy, scenes, scoring, world
 from . import questions as asking
-from .answer_file import AnswerFile, Key, batches, program_digest, questions
+from .answer_file import AnswerFile, Key, answer_all, program_digest, questions
 from .figures import Panel, Series, grid_figure
 from .paired import paired_difference, points
 from .questions import KINDS
@@ -220,15 +219,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
             each: AnswerFile(folder, str(each), belongs_to | {"program": program_of(each), **asdict(each)}, Answered)
             for each in contestants
         }
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("questions", total=per_kind * len(KINDS))
-            for keys in batches(per_kind, BATCH):
-                missing = [contestant for contestant in contestants if not kept[contestant].rows.keys() >= set(keys)]
-                if missing:
-                    answer_batch(engines, keys, seed, {contestant: kept[contestant] for contestant in missing})
-                bar.advance(task, len(keys))
-        asked = [key for keys in batches(per_kind, BATCH) for key in keys]
-        table = {contestant: [kept[contestant].rows[key] for key in asked] for contestant in contestants}
+        asked, table = answer_all(kept, per_kind, BATCH, lambda keys, missing: answer_batch(engines, keys, seed, missing))
         return {
             "model": model_path,
             "study": study,
@@ -241,19 +232,21 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
         engines.close()
 
 
-def answer_batch(engines: Engines, keys: Sequence[Key], seed: int, files: dict[Contestant, AnswerFile[Answered]]) -> None:
+def answer_batch(
+    engines: Engines, keys: Sequence[Key], seed: int, contestants: Sequence[Contestant]
+) -> Iterator[tuple[Contestant, dict[Key, Answered]]]:
     """Ask every contestant the same batch; prompts and pictures are made once."""
     talks = questions(keys[0][0], [number for _, number in keys], seed)
     inputs = accuracy.prompts(engines.processor, talks)
-    image_token = engines.of(next(iter(files))).model.config.image_token_id
+    image_token = engines.of(contestants[0]).model.config.image_token_id
     visual = (inputs["input_ids"] == image_token).sum(dim=1).tolist()
-    for contestant, file in files.items():
+    for contestant in contestants:
         texts, images = engines.answers(contestant, inputs, draw_of(keys[0]))
         rows = {}
         for row, (key, talk, text) in enumerate(zip(keys, talks, texts, strict=True)):
             mine = [image for image in images if image.row == row]
             rows[key] = answered(text, scoring.score(talk.turns[-1], text), visual[row], mine)
-        file.add(rows)
+        yield contestant, rows
 
 
 def draw_of(first: Key) -> int:

@@ -21,7 +21,7 @@ from vismoe.lookahead.calibration import Calibration, geometry_of, router_digest
 from vismoe.lookahead.network import PARTS, Folded
 from vismoe.models.loading import runtime_of
 from vismoe.models.prune import VisualPruner
-from vismoe.models.visual import default_prune_layer
+from vismoe.models.visual import default_prune_layer, joined_layers
 from vismoe.simulate.trace import Trace
 from vismoe.types import Phase
 
@@ -226,12 +226,9 @@ def _prune_layer(
         return [], [], None
     depths = depth_curve(traces[0])
     config = engine.model.config
-    joined = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-    found = shallowest(depths, least=max(1, joined))
+    found = shallowest(depths, least=max(1, joined_layers(config)))
     chosen = default_prune_layer(config) if found is None else found
-    pictures = [
-        prompt for prompt in prompts if prompt.group != "train" and (prompt.images or (prompt.talk and prompt.talk.scenes))
-    ]
+    pictures = [prompt for prompt in prompts if prompt.group != "train" and prompt.has_images]
     return depths, _changes(engine, depths, pictures[:DIVERGENCE_PROMPTS], told), chosen
 
 

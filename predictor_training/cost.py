@@ -66,7 +66,7 @@ class _Watched:
     """A lookahead whose evaluations are timed."""
 
     def __init__(self, lookahead: Lookahead):
-        self._lookahead, self.seconds = lookahead, list[float]()
+        self._lookahead, self.seconds, self.remembers = lookahead, list[float](), lookahead.remembers
         self.begin_request, self.observe, self.snapshot = lookahead.begin_request, lookahead.observe, lookahead.snapshot
 
     def evaluate(self, snapshot: Any) -> np.ndarray | None:
@@ -77,7 +77,7 @@ class _Watched:
 
 
 class _Unheard(Foresight):
-    """Asks, and tells nobody; always remembers, as the learned lookahead does."""
+    """Asks, and tells nobody."""
 
     def _tell(self, tick: int, layer: int, scores: np.ndarray) -> None:
         pass
@@ -127,7 +127,6 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
     lookahead, gate = random_lookahead(model, name)
     watched = _Watched(lookahead)
     asking = _Unheard(runtime.pager, watched, gate, inline=False)
-    asking._remembers = name == "learned"
     ways = [Foresight(runtime.pager, None, None, inline=True), asking]
     took: list[list[float]] = [[], []]
     layers = len(runtime.store.inventory.layers)

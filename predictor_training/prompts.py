@@ -46,6 +46,10 @@ class Prompt:
     def kind(self) -> str:
         return self.name.split("/")[1]
 
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images or (self.talk and self.talk.scenes))
+
     def messages(self) -> list[dict[str, Any]]:
         """In the form that `Engine.chat` takes."""
         if self.talk is None:

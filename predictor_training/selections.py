@@ -49,7 +49,7 @@ def by_turns(prompts: Sequence[Prompt], most: int = MOST_PROMPTS) -> list[Prompt
     """Prompts with images, the kinds in turns, those that no predictor trains on first."""
     kinds: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.group == "train"):
-        if prompt.images or (prompt.talk and prompt.talk.scenes):
+        if prompt.has_images:
             kinds.setdefault(prompt.kind, []).append(prompt)
     return [prompt for prompt in chain.from_iterable(zip_longest(*kinds.values())) if prompt is not None][:most]
 

@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -17,3 +18,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 CACHE = tempfile.TemporaryDirectory(prefix="vismoe-test-cache-")
 os.environ["VISMOE_CACHE"] = CACHE.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def one_thread():
+    """Torch with one thread and without gradients: results that are compared bit for bit, and two tests on two cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(threads)

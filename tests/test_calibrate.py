@@ -174,7 +174,7 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
         "--json",
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vismoe.simulate.trace._replace", full_disk)
+        patch.setattr("vismoe.simulate.trace.write_whole", full_disk)
         assert main(command) == 2
     assert "No space left on device. Fix: make room" in json.loads(capsys.readouterr().out)["error"]["message"]
     assert main(command) == 0
@@ -302,7 +302,7 @@ def test_what_collecting_says_cannot_be_written_is_what_was_written(tmp_path, mo
     monkeypatch.setattr("vismoe.predictor_training.collect.runtime_of", lambda model: model.runtime)
     with pytest.raises(OSError, match="the answer's own"):
         collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "work")
-    monkeypatch.setattr("vismoe.simulate.trace._replace", lambda path, content: raising(OSError("odd")))
+    monkeypatch.setattr("vismoe.simulate.trace.write_whole", lambda path, content: raising(OSError("odd")))
     with pytest.raises(TraceError, match=r"keep-1 cannot be written: odd\. Fix"):
         collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "other")
 

@@ -37,17 +37,9 @@ from vismoe.simulate.trace import Trace, TraceWriter
 from vismoe.vision.selection import Pruning, Selection
 
 STEPS = 3
+pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = Pruning(keep=0.5)
 Turn = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
 
 
 def build(attention: str = "sdpa") -> Any:

@@ -22,18 +22,10 @@ from vismoe.models import prune
 from vismoe.models.prune import VisualPruner
 from vismoe.vision.selection import Pruning, Selection
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PRUNE_LAYER, STEPS = 1, 3
 OFF_INTERFACE = ("llama4", "step3p7")  # VisMoE puts their experts on the interface, where their routing can be read
 FAMILIES = [family for family in tiny_models.WITH_IMAGES if not refusal_of(family)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
 
 
 def models(family: str, folder: Path) -> tuple[Any, VisualPruner | str, Any]:

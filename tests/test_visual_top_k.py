@@ -16,16 +16,9 @@ from vismoe.errors import UnsupportedModelError
 from vismoe.models.families import expert_modules
 from vismoe.types import Phase
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
 
 
 def paged(folder, top_k, kernels="torch", dtype=torch.float32):

@@ -8,7 +8,6 @@ the JSON last; it names the predictor's content, so that of two runs the one's J
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -19,6 +18,7 @@ from torch import nn
 from vismoe.config import NO_CALIBRATION, Settings
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.lookahead.network import Folded, load, predictor_bytes, save_folded
+from vismoe.store.whole import write_whole
 from vismoe.types import ExpertInventory
 from vismoe.vision.selection import SELECTIONS
 
@@ -108,8 +108,8 @@ class Calibration:
             if networks:
                 content = save_folded(networks)
                 said["predictor"] = hashlib.sha256(content).hexdigest()
-                _replace(self.folder / PREDICTOR, content)
-            _replace(self.folder / JSON, json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1).encode() + b"\n")
+                write_whole(self.folder / PREDICTOR, content)
+            write_whole(self.folder / JSON, json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1).encode() + b"\n")
         except OSError as error:
             raise ConfigError(
                 f"{self.folder} cannot be written: {error.strerror}. Fix: make room, or name another folder "
@@ -208,16 +208,3 @@ def _whole(value: Any) -> bool:
 
 def _percentage(text: str) -> bool:
     return text.endswith("%") and 0 < float(text[:-1]) <= 100
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

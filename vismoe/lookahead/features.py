@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LARGEST", "Features", "History", "Sizes", "share_of_tokens", "targets"]
+__all__ = ["LARGEST", "Features", "History", "Sizes", "half", "share_of_tokens", "targets"]
 
 STEP_DECAY = 0.8  # of an expert's use, per forward pass
 REMEMBERED = 32
@@ -39,6 +39,11 @@ class Features:
     hidden: np.ndarray  # [H]
     visual: np.ndarray  # [H]
     expected: np.ndarray | None  # [2, W, E]: share of the tokens whose router would choose it now, mean probability
+
+
+def half(array: np.ndarray) -> np.ndarray:
+    """As float16, the largest values cut to what it holds."""
+    return np.clip(array, -LARGEST, LARGEST).astype(np.float16)
 
 
 def share_of_tokens(chosen: np.ndarray, experts: int) -> np.ndarray:

@@ -41,6 +41,8 @@ class RoutedLayer:
 class GateLookahead:
     """Scores of the next W MoE layers from their own norms and routers. Made by `GateLookahead.of`."""
 
+    remembers = False
+
     def __init__(self, layers: list[RoutedLayer], window: int):
         self._layers, self.window = layers, window
         self._residual: tuple[int, torch.Tensor] | None = None

@@ -13,7 +13,7 @@ from torch import nn
 
 from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration
-from vismoe.lookahead.features import LARGEST, Features, History, Sizes, share_of_tokens
+from vismoe.lookahead.features import Features, History, Sizes, half, share_of_tokens
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.lookahead.network import Folded
@@ -80,11 +80,13 @@ class Witness:
         changed = snapshot.summary is not self._summary
         self._summary = snapshot.summary
         expected = None if features.expected is None else features.expected.astype(np.float16)
-        return Evidence(_half(features.hidden), _half(features.visual) if changed else None, expected)
+        return Evidence(half(features.hidden), half(features.visual) if changed else None, expected)
 
 
 class LearnedLookahead:
     """Scores from the trained networks: the probability that a layer uses an expert; in prefill the share of its tokens."""
+
+    remembers = True
 
     def __init__(self, witness: Witness, networks: dict[str, Folded], gamma: float, least: float):
         self.witness, self._networks, self._gamma, self._least = witness, networks, gamma, least
@@ -143,7 +145,3 @@ def _pooled(residual: torch.Tensor, seen: Seen) -> torch.Tensor:
     if of is None:
         return residual.mean(0, dtype=torch.float32)
     return residual[torch.from_numpy(np.flatnonzero(of)).to(residual.device)].mean(0, dtype=torch.float32)
-
-
-def _half(array: np.ndarray) -> np.ndarray:
-    return np.clip(array, -LARGEST, LARGEST).astype(np.float16)

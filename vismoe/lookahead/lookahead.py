@@ -33,6 +33,8 @@ class Seen:
 class Lookahead(Protocol):
     """Who says which experts the next layers will want."""
 
+    remembers: bool  # whether it wants to be shown every layer, also those that nobody asks about
+
     def begin_request(self) -> None:
         """Nothing of what was seen before belongs to the next forward pass."""
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save
 from torch import nn
 
 from vismoe.errors import CheckpointError
-from vismoe.lookahead.features import LARGEST, Features, Sizes
+from vismoe.lookahead.features import LARGEST, Features, Sizes, half
 
 __all__ = ["FLOOR", "PARTS", "Folded", "Predictor", "Shape", "load", "predictor_bytes", "save_folded"]
 
@@ -180,11 +180,7 @@ def save_folded(networks: dict[str, Folded]) -> bytes:
     """The content of a predictor file: one network per phase, float16."""
     arrays = {f"{phase}.{name}": array for phase, network in networks.items() for name, array in network.arrays.items()}
     about = {"version": VERSION, "shapes": {phase: asdict(network.shape) for phase, network in networks.items()}}
-    return bytes(save({name: _half(array) for name, array in arrays.items()}, {FORMAT: json.dumps(about)}))
-
-
-def _half(array: np.ndarray) -> np.ndarray:
-    return np.clip(array, -LARGEST, LARGEST).astype(np.float16)
+    return bytes(save({name: half(array) for name, array in arrays.items()}, {FORMAT: json.dumps(about)}))
 
 
 def load(path: str | Path) -> dict[str, Folded]:

@@ -157,9 +157,9 @@ class ExpertRuntime:
             )
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS)
-        self.pager.begin_step(Phase.DECODE if decoding else Phase.PREFILL, new_sequence=past == 0)
-        padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
         phase = Phase.DECODE if decoding else Phase.PREFILL
+        self.pager.begin_step(phase, new_sequence=past == 0)
+        padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         self.step = Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, fewer=fewer)
         dropping = self.pruner is not None and self.pruner.dropping

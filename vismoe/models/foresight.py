@@ -73,7 +73,7 @@ class Foresight:
         self._gate, self._recording = gate, Witness(gate, sizes)
         charge = pager.asked if cores_shared else lambda core_s: None
         self._ahead = Ahead(lookahead, self._tell, inline, charge) if lookahead is not None else None
-        self._remembers = isinstance(lookahead, LearnedLookahead)
+        self._remembers = lookahead is not None and lookahead.remembers
 
     def begin_step(
         self, embeddings: torch.Tensor | None, kinds: np.ndarray | None, new_sequence: bool, dropping: bool, recorder: Any

@@ -109,7 +109,7 @@ class VisualPruner:
         self._hooks = [
             model.register_forward_pre_hook(self._note_kinds, with_kwargs=True),
             model.register_forward_hook(self._forget_failed, always_call=True),
-            decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),  # others ask `dropping`
         ]
         for layer in layers[:prune_layer]:
             for path, experts in expert_modules(layer):

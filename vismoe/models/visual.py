@@ -9,7 +9,7 @@ from vismoe.models.prune import VisualPruner
 from vismoe.types import ExpertInventory
 from vismoe.vision.selection import Pruning
 
-__all__ = ["UNCALIBRATED_SELECTION", "attach_pruner", "default_prune_layer", "fewer_experts", "pruning_of"]
+__all__ = ["UNCALIBRATED_SELECTION", "attach_pruner", "default_prune_layer", "fewer_experts", "joined_layers", "pruning_of"]
 
 UNCALIBRATED_SELECTION = "affinity"  # the paper's own
 UNCALIBRATED_DEPTH = 1 / 6  # of the decoder layers see all tokens: 8 of 48, where the paper pins 8 to 12
@@ -25,11 +25,15 @@ def pruning_of(settings: Settings, calibrated: str | None) -> Pruning:
     )
 
 
+def joined_layers(config: Any) -> int:
+    """How many of the first decoder layers have visual features added to their output (deepstack); 0 in most families."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
 def default_prune_layer(config: Any) -> int:
     """The first decoder layer that sees kept tokens only, where nobody calibrated: behind the last that visual features join."""
     layers = config.get_text_config().num_hidden_layers
-    joined = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
-    return max(1, len(joined), round(layers * UNCALIBRATED_DEPTH))
+    return max(1, joined_layers(config), round(layers * UNCALIBRATED_DEPTH))
 
 
 def fewer_experts(settings: Settings, inventory: ExpertInventory) -> int | None:

@@ -7,7 +7,6 @@ Readers ignore arrays they do not know; a change that breaks them raises the ver
 """
 
 import json
-import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.numpy import save
 
 from vismoe.errors import ClosedError, TraceError
 from vismoe.simulate.steps import Evidence, LayerRouting, TokenKind, TraceStep, pack, unpack
+from vismoe.store.whole import write_whole
 from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout, Section
 
 __all__ = ["VERSION", "Evidence", "LayerRouting", "TokenKind", "Trace", "TraceStep", "TraceWriter"]
@@ -153,7 +153,7 @@ class TraceWriter:
 
     def _write(self, name: str, content: bytes) -> None:
         try:
-            _replace(self.path / name, content)
+            write_whole(self.path / name, content)
         except OSError as error:
             raise TraceError(
                 f"{self.path} cannot be written: {error.strerror or error}. Fix: make room, or record to another folder"
@@ -211,16 +211,6 @@ class Trace:
 
 def _shard_name(index: int) -> str:
     return f"steps-{index:06d}.safetensors"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _about(shard: Path, trace_id: str) -> dict[str, Any]:

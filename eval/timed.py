@@ -6,7 +6,7 @@ medians over its turns. With an emulated link, bytes are those over the link; ot
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -80,7 +80,7 @@ def ask_scenes(
     with load(model, **settings) as engine:
         _answer(engine, prompts[0], max_tokens)
         before = engine.metrics.snapshot()
-        with engine.record(trace) if trace is not None else _nothing():
+        with engine.record(trace) if trace is not None else nullcontext():
             figures = [_answer(engine, prompt, max_tokens) for prompt in prompts]
         return Run(
             sum(f.prefill_seconds for f in figures),
@@ -95,11 +95,6 @@ def _answer(engine: Engine, prompt: Prompt, max_tokens: int) -> Figures:
     for _ in reply:
         pass
     return reply.figures
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 # -- a generated checkpoint without a tokenizer: random pictures between random tokens
@@ -166,9 +161,11 @@ def _recorded(runtime: ExpertRuntime, trace: Path | None) -> Iterator[None]:
     if trace is None:
         yield
         return
-    with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as runtime.recorder:
-        yield
-    runtime.recorder = None
+    try:
+        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as runtime.recorder:
+            yield
+    finally:
+        runtime.recorder = None
 
 
 def _generate(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from vismoe.lookahead.features import LARGEST
 from vismoe.lookahead.network import Folded, log_expected
 
 from .samples import Samples
+from .train import Batches
 
 __all__ = ["TIMES_TOP_K", "Recall", "Scorer", "by_frequency", "by_gate", "by_learned", "by_lru", "by_nothing", "hot_recall"]
 
@@ -139,7 +140,5 @@ def by_learned(samples: Samples, network: Folded) -> Scorer:
 
 def _inputs(samples: Samples, network: Folded, rows: np.ndarray) -> torch.Tensor:
     """Inputs `[D, n, inputs]` of the folded network."""
-    from .train import Batches
-
     x, _ = Batches(samples, network.shape, 1.0, torch.device("cpu")).inputs(rows)
     return x.clamp(-LARGEST, LARGEST)

@@ -115,7 +115,10 @@ def _sizes(trace: Trace) -> Sizes:
         if hidden and visual:
             break
     if not hidden:
-        raise TraceError(f"{trace.path} was not recorded for training. Fix: record it with vismoe calibrate --collect")
+        raise TraceError(
+            f"{trace.path} was not recorded for training. "
+            "Fix: vismoe calibrate --work FOLDER, or python -m vismoe.predictor_training.collect FOLDER"
+        )
     return Sizes(len(layers), max(layer.num_experts for layer in layers), hidden, visual or hidden, window)
 
 

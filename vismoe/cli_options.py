@@ -59,6 +59,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "memory": ("SIZE|PERCENT", "all the memory to use, e.g. 8GiB, or the share of the experts to hold, e.g. 25%%"),
     "host_memory": ("SIZE", "with a GPU: bound of the page-locked host memory between disk and GPU"),
     "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
+    "image_cache": ("SIZE", "encoded images that are kept: an image sent again is not encoded again; 0 for none"),
     "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
     "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
     "store": ("FOLDER|none", "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint"),

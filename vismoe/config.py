@@ -11,6 +11,7 @@ from typing import Any, Literal
 from vismoe.errors import ConfigError
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
+SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page differ from that
 NO_STORE = "none"  # as a setting: read in place, whatever is packed
 NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
 UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
@@ -74,6 +75,7 @@ class Settings:
     memory: str | int = "auto"  # all we allocate on the device, or a share of the experts; auto: 80% of what is free
     host_memory: str | int | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
     context: int = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
+    image_cache: str | int = 0  # bytes of encoded images that are kept for later requests; 0: none
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
     store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
@@ -100,6 +102,8 @@ class Settings:
             Budget.parse(self.memory)
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
+        if str(self.image_cache) != "0":
+            parse_bytes(self.image_cache)
         for field in dataclasses.fields(self):
             allowed = getattr(field.type, "__args__", None)
             value = getattr(self, field.name)
@@ -119,6 +123,10 @@ class Settings:
             )
         if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:
             raise ConfigError(f"emulated_link_bytes_per_s={self.emulated_link_bytes_per_s}: must be above zero")
+
+    @property
+    def image_cache_bytes(self) -> int:
+        return parse_bytes(self.image_cache) if str(self.image_cache) != "0" else 0
 
     @classmethod
     def of(cls, **values: Any) -> "Settings":

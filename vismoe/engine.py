@@ -1,35 +1,41 @@
-"""The engine: a model with paged experts, its processor, and one thread that runs it. `load` builds it, `chat` uses it.
+"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns. `load` builds it, `chat`
+uses it.
 
 Owns the lifetime of everything below it; `close()` (or leaving the `with`) stops copies in flight and gives the files back.
 """
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
-from vismoe.generate import Cancelled, Clock, Figures, Reply, TokenStream
+from vismoe.generate import Reply, refuse_own_loop
 from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
-from vismoe.models.experts import Interrupted
+from vismoe.metrics import Metrics
 from vismoe.models.families import refuse_prequantized
+from vismoe.models.image_cache import ImageCache
 from vismoe.models.images import open_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
 from vismoe.models.preview import model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
 from vismoe.models.visual import pruning_of
+from vismoe.request import Asked, Request, Shared
 from vismoe.simulate.trace import TraceWriter
+from vismoe.turns import Turns
 from vismoe.vision.selection import Pruning
+
+MOST_TEMPERATURE = 2.0
 
 Messages = Sequence[dict[str, Any]]
 Result = TypeVar("Result")
@@ -61,6 +67,7 @@ def load(
     name = str(model if model is not None else demo_model())
     config = read_config(name, revision=revision)
     refuse_prequantized(config)
+    refuse_own_loop(model_class(config), name)
     place = str(torch_device(device))
     try:
         loaded = model_class(config).from_pretrained(
@@ -75,20 +82,34 @@ def load(
     return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
 
 
+@dataclass(frozen=True)
+class Load:
+    """What an engine is doing. Tokens are places in the planned context."""
+
+    running: int
+    waiting: int
+    context_tokens: int  # that requests which run may take
+    reusable_tokens: int  # whose keys and values wait for a conversation to go on
+    image_cache_bytes: int
+    requests: int  # that have ended, whatever way
+    cancelled: int  # of these
+    failed: int
+
+
 class Engine:
-    """A loaded model. One request runs at a time; further ones queue."""
+    """A loaded model. Requests run by turns, a token of each at a time; those whose tokens do not fit beside others wait."""
 
     def __init__(self, model: PreTrainedModel, prompts: PromptBuilder, name: str, settings: Settings):
         self.model, self.name, self.settings = model, name, settings
         self._prompts = prompts
         self._runtime = runtime_of(model)
-        self._clock = Clock()
         usual = self._runtime.pruner.pruning if self._runtime.pruner is not None else None
         self._usual_pruning = usual or pruning_of(settings, None)
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vismoe-model")
-        self._requests = itertools.count()
-        self._closed = False
+        listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
+        images = ImageCache.of(model, settings.image_cache_bytes, listening) if settings.image_cache_bytes else None
+        self._shared = Shared(model, self._runtime, prompts, images)
+        self._turns = Turns(self.plan.context, alone=lambda: self._runtime.recorder is not None)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self._prompts.vision_towers(model):
             self._hooks = (
@@ -106,6 +127,10 @@ class Engine:
         return self._prompts.processor
 
     @property
+    def tokenizer(self) -> Any:
+        return self._prompts.tokenizer
+
+    @property
     def backends(self) -> dict[str, str]:
         """What was chosen at start, and why."""
         return self._runtime.backends
@@ -116,8 +141,31 @@ class Engine:
         return self._runtime.pruner is not None
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self) -> Metrics:
         return self._runtime.pager.metrics
+
+    @property
+    def load(self) -> Load:
+        running, images = self._turns.running, self._shared.images
+        return Load(
+            running=len(running),
+            waiting=self._turns.waiting,
+            context_tokens=sum(request.tokens for request in running),
+            reusable_tokens=self._shared.prefixes.tokens,
+            image_cache_bytes=images.nbytes if images is not None else 0,
+            requests=self._shared.ended.total(),
+            cancelled=self._shared.ended["cancelled"],
+            failed=self._shared.ended["failed"],
+        )
+
+    def residency(self) -> np.ndarray:
+        """uint8 `[L, E]`: 0 absent, 1 on the device, 2 pinned; 255 where a layer has fewer than E experts."""
+        return self._runtime.pager.residency()
+
+    def heat(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often each expert was there and was missing when a layer demanded it, since the start: int64 `[L, E]` each."""
+        missed = self.metrics.missed.copy()
+        return self.metrics.demanded - missed, missed
 
     def chat(
         self,
@@ -125,36 +173,68 @@ class Engine:
         *,
         max_tokens: int = 256,
         sample: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
         seed: int | None = None,
+        stop: Sequence[str] = (),
         image_tokens: tuple[int, int] | None = None,
         keep: float | None = None,
         selection: str | None = None,
+        reuse: bool = False,
     ) -> Reply:
-        """Answer a conversation; iterate the Reply for pieces of text.
+        """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
-        with a path, bytes, data URI or PIL image. Decoding is greedy unless `sample`, which takes the model's generation config.
-        image_tokens: least and most visual tokens per image. keep: share of the visual tokens that deeper layers see, and
-        selection: which ones, both as loaded unless given; they hold for all images of the conversation.
+        with a path, bytes, data URI or PIL image. Decoding is greedy unless `sample`, which takes the model's generation config,
+        with `temperature` and `top_p` in its place where given, and is repeatable with a `seed`. stop: the answer ends before the
+        first of these strings. image_tokens: least and most visual tokens per image. keep: share of the visual tokens that deeper
+        layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
+        reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
         Raises InputError or ContextError before anything runs.
         """
-        if self._closed:
-            raise ClosedError("the engine is closed; load the model again to go on")
-        if max_tokens < 1:
-            raise InputError(f"max_tokens={max_tokens}: an answer has at least one token")
         pruning = self._pruning(keep, selection)
         prompt = self._prompts.build(messages, open_image, image_tokens)
+        choice = _choice(sample, temperature, top_p)
+        return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse)
+
+    def complete(
+        self,
+        text: str,
+        *,
+        max_tokens: int = 256,
+        sample: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        reuse: bool = False,
+    ) -> Reply:
+        """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
+        prompt = self._prompts.build_text(text)
+        return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse)
+
+    def _ask(
+        self,
+        prompt: Prompt,
+        pruning: Pruning | None,
+        max_tokens: int,
+        choice: dict[str, Any],
+        seed: int | None,
+        stop: Sequence[str],
+        reuse: bool,
+    ) -> Reply:
+        if max_tokens < 1:
+            raise InputError(f"max_tokens={max_tokens}: an answer has at least one token")
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             raise ContextError(
                 f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the {whose} {longest}. "
                 f"Fix: {more}use smaller images (--image-tokens), or start anew"
             )
+        most = min(max_tokens, longest - prompt.tokens)
+        asked = Asked(prompt, {"max_new_tokens": most, **choice}, most, seed, pruning, tuple(stop), reuse)
         reply = Reply()
-        options: dict[str, Any] = {"max_new_tokens": min(max_tokens, longest - prompt.tokens), "do_sample": sample}
-        if not sample:
-            options |= {"temperature": None, "top_p": None, "top_k": None}
-        self._on_model_thread(self._answer, reply, prompt, options, seed, pruning if prompt.images else None)
+        self._turns.ask(Request(asked, reply, self._shared, self._others))
         return reply
 
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
@@ -187,103 +267,60 @@ class Engine:
         """What `task` returns, run on the model's thread between requests: for measurements that need more than text."""
 
         def alone() -> Result:
+            self._shared.prefixes.clear()  # the whole context is the task's
             try:
                 return task(self.model)
             finally:
                 self._runtime.pager.end_request()
 
-        return self._on_model_thread(alone).result()
+        result: Result = self._turns.run_alone(alone).result()
+        return result
 
-    def _on_model_thread(self, task: Callable[..., Result], *arguments: Any) -> "Future[Result]":
-        try:
-            return self._thread.submit(task, *arguments)
-        except RuntimeError as error:  # closed since
-            raise ClosedError("the engine is closed; load the model again to go on") from error
-
-    def _answer(self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None, pruning: Pruning | None) -> None:
-        """On the model thread: generate, and settle the reply whatever happens."""
-        try:
-            reply.end(self._generate(reply, prompt, options, seed, pruning))
-        except BaseException as error:  # the request's boundary: whoever iterates the reply gets it
-            reply.end(error=error)
-        finally:
-            self._runtime.pager.end_request()
-
-    def _generate(
-        self, reply: Reply, prompt: Prompt, options: dict[str, Any], seed: int | None, pruning: Pruning | None
-    ) -> Figures:
-        self._clock = clock = Clock(began_s=time.perf_counter())
-        if isinstance(self._runtime.recorder, TraceWriter):
-            self._runtime.recorder.request(str(next(self._requests)))
-        if seed is not None:
-            set_seed(seed)
-        pruner = self._runtime.pruner
-        if pruner is not None:
-            pruner.begin_request()
-            pruner.pruning = pruning
-        before = self.metrics.snapshot()
-        stream = TokenStream(self._prompts.tokenizer, clock, reply.emit)
-        inputs, criteria = prompt.inputs.to(self.model.device), [Cancelled(reply.flag)]
-        self._runtime.cancelled = reply.flag.is_set
-        try:
-            with torch.inference_mode(), contextlib.suppress(Interrupted):
-                self.model.generate(**inputs, **options, streamer=stream, stopping_criteria=criteria)
-        finally:
-            self._runtime.cancelled = lambda: False
-            if pruner is not None:
-                pruner.pruning = self._usual_pruning
-        self._runtime.pager.end_request()
-        if not clock.tokens:  # cancelled before the first token
-            clock.first_token_s = clock.last_token_s = time.perf_counter()
-        prefill_s = clock.first_token_s - clock.began_s - clock.encode_s
-        return Figures(
-            answer=reply.text,
-            plan=self.plan,
-            images=prompt.images,
-            encode_seconds=clock.encode_s,
-            prompt_tokens=prompt.tokens,
-            visual_tokens=prompt.visual_tokens,
-            prefill_seconds=prefill_s,
-            decode_tokens=max(0, clock.tokens - 1),
-            decode_seconds=clock.last_token_s - clock.first_token_s,
-            cancelled=reply.flag.is_set(),
-            capacity={
-                "slabs": self.plan.resident_experts,
-                "experts": self.plan.total_experts,
-                "bytes": sum(table.pool.capacity * table.pool.layout.record_bytes for table in self._runtime.pager.tables),
-            },
-            backends=self.backends,
-            counters=self.metrics.snapshot() - before,
-            pruning=pruning,
-            kept=tuple(pruner.kept) if pruner is not None and pruning is not None else (),
-            pictures=prompt.pictures,
-        )
+    def _others(self, request: Request) -> int:
+        """Tokens of the other requests that run."""
+        return sum(other.tokens for other in self._turns.running if other is not request)
 
     def _encoding(self, signed_s: float) -> None:
-        self._clock.encode_s += signed_s
+        if self._shared.clock is not None:
+            self._shared.clock.encode_s += signed_s
 
     @contextlib.contextmanager
     def record(self, path: str | Path) -> Iterator[None]:
         """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
         store = self._runtime.store
         with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
-            self._on_model_thread(self._record_to, writer).result()  # between requests, never in the middle of one
+            self._turns.run_alone(lambda: self._record_to(writer)).result()  # between requests, never in the middle of one
             try:
                 yield
             finally:
                 with contextlib.suppress(ClosedError):
-                    self._on_model_thread(self._record_to, None).result()
+                    self._turns.run_alone(lambda: self._record_to(None)).result()
 
     def _record_to(self, writer: TraceWriter | None) -> None:
         if writer is not None and self._runtime.recorder is not None:
             raise ConfigError("this engine records already; one trace at a time")
         self._runtime.recorder = writer
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books of the pager, or of what requests hold, are wrong. While nothing runs."""
+        self._runtime.pager.check_integrity()
+        load = self.load
+        assert not load.running and not load.context_tokens, f"{load.running} requests hold {load.context_tokens} tokens"
+        assert load.reusable_tokens <= self.plan.context, f"{load.reusable_tokens} tokens are kept of {self.plan.context}"
+        assert load.image_cache_bytes <= self.settings.image_cache_bytes, f"{load.image_cache_bytes} bytes of images are kept"
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests, and wait for those that run or wait; whether all have ended in time."""
+        return self._turns.drain(timeout_s)
+
     def close(self) -> None:
-        """Stop copies and close the files; may be called twice. A request that runs ends with ClosedError."""
-        self._closed = True
+        """Stop copies and close the files; may be called twice. Requests that run or wait end with ClosedError."""
         self._runtime.pager.close()
-        self._thread.shutdown(wait=True)
+        self._turns.close()
+        self._runtime.foresight.close()
+        self._shared.prefixes.clear()
+        if self._shared.images is not None:
+            self._shared.images.remove()
         self._runtime.foresight.close()
         for hook in self._hooks:
             hook.remove()
@@ -296,4 +333,16 @@ class Engine:
         self.close()
 
 
-__all__ = ["Engine", "demo_model", "load"]
+def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dict[str, Any]:
+    """How tokens are chosen, as options of transformers' generate. Raises InputError."""
+    if not sample:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if temperature is not None and not 0 < temperature <= MOST_TEMPERATURE:
+        raise InputError(f"temperature={temperature}: above 0 and up to {MOST_TEMPERATURE:g}; sample=False is greedy")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f"top_p={top_p}: above 0 and up to 1")
+    given = {"temperature": temperature, "top_p": top_p}
+    return {"do_sample": True, **{name: float(value) for name, value in given.items() if value is not None}}
+
+
+__all__ = ["Engine", "Load", "demo_model", "load"]

@@ -1,145 +1,173 @@
-"""One answer: an iterator of text pieces that can be cancelled within a token, and the figures of how it was made.
+"""One answer: how its tokens come about, how they become text, and the iterator of text pieces that whoever asked gets.
 
-Generation is transformers' own `generate()`, run on the engine's single model thread, so requests queue and never interleave.
+The loop over tokens is transformers' own, cut into single passes, so that one thread can run many requests by turns: everything
+before the first pass (cache, logits processors, stopping criteria, positions) is prepared by `generate()` itself.
 """
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from PIL import Image
-from transformers import StoppingCriteria
+from transformers import GenerationMixin
 from transformers.generation.streamers import TextStreamer
 
-from vismoe.memory.plan import Plan
-from vismoe.metrics import Snapshot
-from vismoe.models.prune import KeptImage
-from vismoe.types import Phase
-from vismoe.vision.overlay import kept_overlay
-from vismoe.vision.selection import Pruning
+from vismoe.errors import UnsupportedModelError
+from vismoe.figures import Figures
+
+__all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What one answer took. Seconds are wall time; encode, prefill and decode do not overlap."""
-
-    answer: str
-    plan: Plan
-    images: int
-    encode_seconds: float
-    prompt_tokens: int
-    visual_tokens: int
-    prefill_seconds: float
-    decode_tokens: int  # forward passes after prefill; the first token of the answer comes out of prefill
-    decode_seconds: float
-    cancelled: bool
-    capacity: dict[str, int]  # of prefix and pools: slabs, bytes
-    backends: dict[str, str]  # what was chosen at start, and why
-    counters: Snapshot
-    pruning: Pruning | None = None  # how visual tokens were dropped; None: they were not
-    kept: tuple[KeptImage, ...] = ()  # what was kept of each image; empty where nothing was dropped
-    pictures: tuple[Image.Image, ...] = ()  # the images of the conversation, upright
-
-    @property
-    def kept_visual_tokens(self) -> int:
-        return self.visual_tokens - sum(image.tokens - len(image.selection.kept) for image in self.kept)
-
-    def kept_maps(self) -> list[Image.Image]:
-        """The images with what was dropped greyed out; empty where nothing was, or where a token has no place in an image."""
-        grids = [image.grid for image in self.kept]
-        if len(grids) != len(self.pictures) or None in grids:
-            return []
-        return [
-            kept_overlay(picture, grid, image.selection.kept)
-            for picture, grid, image in zip(self.pictures, grids, self.kept, strict=True)
-            if grid is not None
-        ]
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        return self.decode_tokens / self.decode_seconds if self.decode_tokens and self.decode_seconds else None
-
-    def to_json(self) -> dict[str, Any]:
-        """The object that `vismoe chat --json` prints."""
-        cache = self.counters.to_json()
-        rates = {"hit_rate": self.counters.hit_rate(), "decode_hit_rate": self.counters.hit_rate(Phase.DECODE)}
-        return {
-            "answer": self.answer,
-            "cancelled": self.cancelled,
-            "plan": self.plan.to_json(),
-            "backends": self.backends,
-            "encode": {"images": self.images, "seconds": self.encode_seconds},
-            "prefill": {
-                "tokens": self.prompt_tokens,
-                "visual_tokens": self.visual_tokens,
-                "kept_visual_tokens": self.kept_visual_tokens,
-                "pruning": self._pruning_to_json(),
-                "seconds": self.prefill_seconds,
-            },
-            "decode": {"tokens": self.decode_tokens, "seconds": self.decode_seconds},
-            "cache": {"capacity": self.capacity, **rates, **cache},
-        }
-
-    def _pruning_to_json(self) -> dict[str, Any] | None:
-        if self.pruning is None:
-            return None
-        images = [
-            {
-                "tokens": image.tokens,
-                "kept": len(image.selection.kept),
-                "coverage": image.selection.coverage,
-                "mean_expansion": image.selection.mean_expansion,
-                "kept_expansion": image.selection.kept_expansion,
-            }
-            for image in self.kept
-        ]
-        return {**asdict(self.pruning), "images": images}
+KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # arguments with a number per token
 
 
 @dataclass
-class Clock:
-    """Times of one request: the vision tower's share is measured by hooks, the rest by the tokens' arrival."""
+class Prepared:
+    """What `generate()` hands to a decoding method. `kwargs` are the model's own arguments; they change from pass to pass."""
 
-    began_s: float = 0.0
-    encode_s: float = 0.0
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-    tokens: int = 0
+    ids: torch.Tensor  # int64 [1, S]
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> "Prepared":
+        prepared: Prepared = model.generate(**inputs, **options, custom_generate=cls._keep)
+        return prepared
+
+    @staticmethod
+    def _keep(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> "Prepared":
+        return Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
-class TokenStream(TextStreamer):
+def refuse_own_loop(kind: type[Any], name: str) -> None:
+    """Raises UnsupportedModelError for a class of models that does not answer token by token."""
+    if kind.generate is not GenerationMixin.generate:
+        raise UnsupportedModelError(
+            f"{kind.__name__} answers by a loop of its own, which cannot be cut into tokens. Fix: load it by "
+            f"{kind.__name__}.from_pretrained({name!r}, quantization_config=VisMoEConfig(...)), and call its generate()"
+        )
+
+
+class TokenLoop:
+    """Greedy decoding or sampling of one sequence, a forward pass at a time: what `GenerationMixin._sample` does.
+
+    `generator`: where sampling draws from; None: torch's own.
+    """
+
+    def __init__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any], generator: torch.Generator | None = None):
+        self._model, self._generator = model, generator
+        self._prepared = Prepared.of(model, inputs, options)
+        self._prefilled = False
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The sequence so far, int64 `[1, S]`."""
+        return self._prepared.ids
+
+    @property
+    def cache(self) -> Any:
+        """Keys and values of the sequence so far but for the last token; None where the model keeps none."""
+        return self._prepared.kwargs.get("past_key_values")
+
+    def take_over(self, cache: Any, images: dict[str, Any], dropped: Sequence[str]) -> None:
+        """Before the first pass: go on from the keys and values of the first tokens.
+
+        `images`: the image inputs of those tokens that follow, in place of all; `dropped`: names of image inputs to leave out.
+        """
+        kwargs = self._prepared.kwargs
+        self._prepared.kwargs = {name: value for name, value in kwargs.items() if name not in dropped} | images
+        past = cache.get_seq_length()
+        for name in KINDS:
+            if name in self._prepared.kwargs:  # older releases hand some of them on at full length
+                self._prepared.kwargs[name] = self._prepared.kwargs[name][..., past:]
+        self._prepared.kwargs["past_key_values"] = cache
+
+    def ends_with(self, token: int) -> bool:
+        """Whether it is one with which the model ends an answer."""
+        ends = self._prepared.generation_config._eos_token_tensor
+        return ends is not None and bool((ends == token).any())
+
+    def step(self) -> tuple[int, bool]:
+        """The next token, and whether it is the last one. The first pass takes the whole prompt."""
+        at, model = self._prepared, self._model
+        if self._prefilled:
+            new = 1 if at.kwargs["use_cache"] else None
+            inputs = model.prepare_inputs_for_generation(at.ids, next_sequence_length=new, **at.kwargs)
+            outputs = model(**inputs, return_dict=True)
+        else:
+            outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
+        self._prefilled = True
+        at.kwargs = model._update_model_kwargs_for_generation(outputs, at.kwargs, is_encoder_decoder=False)
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=at.ids.device)
+        scores = at.logits_processor(at.ids, logits)
+        token = self._drawn(scores) if at.generation_config.do_sample else torch.argmax(scores, dim=-1)
+        at.ids = torch.cat([at.ids, token[:, None]], dim=-1)
+        return int(token), bool(at.stopping_criteria(at.ids, None).all())
+
+    def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
+        chances = torch.nn.functional.softmax(scores, dim=-1)
+        return torch.multinomial(chances, num_samples=1, generator=self._generator).squeeze(1)
+
+
+class TextPieces(TextStreamer):
     """Turns generated ids into printable pieces; holds back what may still change (half a character, half a word)."""
 
-    def __init__(self, tokenizer: Any, clock: Clock, emit: Callable[[str], None]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._clock, self._emit, self._prompt_seen = clock, emit, False
+    def __init__(self, tokenizer: Any, emit: Callable[[str], None], stop: Sequence[str] = ()):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._emit, self._stop = emit, StopStrings(stop)
 
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self._clock.last_token_s = time.perf_counter()
-            self._clock.tokens += value.numel()
-            if not self._clock.first_token_s:
-                self._clock.first_token_s = self._clock.last_token_s
-        self._prompt_seen = True
-        super().put(value)
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self._stop.found
+
+    def add(self, token: int) -> None:
+        self.put(torch.tensor([token]))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._emit(text)
+        piece = self._stop.before(text, last=stream_end)
+        if piece:
+            self._emit(piece)
 
 
-class Cancelled(StoppingCriteria):
-    """Stops generation after the token under way."""
+class StopStrings:
+    """Cuts a text that comes in pieces before the first stop string; holds back what may become one."""
 
-    def __init__(self, flag: threading.Event):
-        self._flag = flag
+    def __init__(self, stop: Sequence[str]):
+        self._stop = [string for string in stop if string]
+        self._held = ""
+        self.found = False
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._flag.is_set(), dtype=torch.bool, device=input_ids.device)
+    def before(self, piece: str, last: bool = False) -> str:
+        """What may be said now; nothing any more once a stop string was found. `last`: no piece follows."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for string in self._stop if (place := text.find(string)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        held = 0 if last else max((self._overlap(text, string) for string in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    @staticmethod
+    def _overlap(text: str, string: str) -> int:
+        """Characters at the end of `text` with which `string` begins."""
+        return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
 @dataclass
@@ -147,23 +175,35 @@ class Reply:
     """Iterate it for pieces of text; then `answer` and `figures` are there. An error of the request is raised while iterating."""
 
     answer: str = ""  # what was iterated so far
-    _figures: Figures | None = None
-    _error: BaseException | None = None
-    _ended: bool = False
-    _pieces: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
-    flag: threading.Event = field(default_factory=threading.Event)  # set: stop
     text: str = ""  # what was generated so far
+    error: BaseException | None = None  # what ended it, once it has ended
+    flag: threading.Event = field(default_factory=threading.Event)  # set: stop
+    _figures: Figures | None = None
+    _ended: bool = False  # for who iterates
+    _pieces: "queue.SimpleQueue[str | None]" = field(default_factory=queue.SimpleQueue)
+    _put: Callable[[str | None], None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __iter__(self) -> Iterator[str]:
         while not self._ended:
             piece = self._pieces.get()
-            if isinstance(piece, str):
+            if piece is None:
+                self._ended = True
+            else:
                 self.answer += piece
                 yield piece
-            else:
-                self._ended = True
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
+
+    def deliver_to(self, put: Callable[[str | None], None]) -> None:
+        """Instead of iterating: `put` gets every piece so far and to come, then None; on the model's thread, so it must not wait.
+
+        After None there are `figures`, or an `error`.
+        """
+        with self._lock:
+            while not self._pieces.empty():
+                put(self._pieces.get())
+            self._put = put
 
     def cancel(self) -> None:
         """Stop within a token; what was said so far stays. From any thread, also from a signal handler."""
@@ -172,15 +212,19 @@ class Reply:
     @property
     def figures(self) -> Figures:
         if self._figures is None:
-            raise RuntimeError("figures are there once a reply was iterated to its end; a failed one has none") from self._error
+            raise RuntimeError("figures are there once a reply was iterated to its end; a failed one has none") from self.error
         return self._figures
 
     # -- the model thread's side
     def emit(self, piece: str) -> None:
         self.text += piece
-        self._pieces.put(piece)
+        self._deliver(piece)
 
     def end(self, figures: Figures | None = None, error: BaseException | None = None) -> None:
         self._figures = figures
-        self._error = error
-        self._pieces.put(None)
+        self.error = error
+        self._deliver(None)
+
+    def _deliver(self, piece: str | None) -> None:
+        with self._lock:
+            (self._put or self._pieces.put)(piece)

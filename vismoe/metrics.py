@@ -40,6 +40,9 @@ class Snapshot:
     def __sub__(self, earlier: "Snapshot") -> "Snapshot":
         return Snapshot(self.values - earlier.values)
 
+    def __add__(self, other: "Snapshot") -> "Snapshot":
+        return Snapshot(self.values + other.values)
+
     def total(self, counter: str, phase: Phase | None = None) -> float:
         values = self.values[:, :, COUNTERS.index(counter)]
         return float(values.sum() if phase is None else values[PHASES.index(phase)].sum())
@@ -69,8 +72,10 @@ class Snapshot:
 class Metrics:
     """The live counters of one engine. Written under the pager's lock."""
 
-    def __init__(self, layers: int):
+    def __init__(self, layers: int, experts: int = 0):
+        """`experts`: the most that a layer has; `demanded` and `missed` are int64 `[layers, experts]`, pad tokens included."""
         self._values = np.zeros((len(PHASES), layers, len(COUNTERS)))
+        self.demanded, self.missed = (np.zeros((layers, experts), np.int64) for _ in range(2))
         self._column = {name: i for i, name in enumerate(COUNTERS)}
         self._steps, self._hits = self._column["steps"], self._column["hits"]
         self._row = {phase: i for i, phase in enumerate(PHASES)}
@@ -86,6 +91,12 @@ class Metrics:
         if misses:
             values[self._column["misses"]] += misses
             values[self._column["late"]] += late
+
+    def count_experts(self, layer: int, demanded: list[int], absent: list[int]) -> None:
+        """Which experts a layer step was about."""
+        self.demanded[layer, demanded] += 1
+        if absent:
+            self.missed[layer, absent] += 1
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._values.copy())

@@ -42,6 +42,7 @@ class GateLookahead:
     """Scores of the next W MoE layers from their own norms and routers. Made by `GateLookahead.of`."""
 
     remembers = False
+    memory = None
 
     def __init__(self, layers: list[RoutedLayer], window: int):
         self._layers, self.window = layers, window

@@ -6,6 +6,7 @@ hidden state is then that of what the experts are given.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,15 @@ class Witness:
 
     def begin_request(self) -> None:
         self._history, self._summary = History(self.sizes), None
+
+    @property
+    def memory(self) -> History:
+        """What was observed of the request that runs; set to None for one that begins."""
+        return self._history
+
+    @memory.setter
+    def memory(self, memory: History | None) -> None:
+        self._history = History(self.sizes) if memory is None else memory
 
     def observe(self, layer: int, chosen: np.ndarray) -> None:
         self._history.observe(layer, chosen)
@@ -108,6 +118,14 @@ class LearnedLookahead:
 
     def begin_request(self) -> None:
         self.witness.begin_request()
+
+    @property
+    def memory(self) -> Any:
+        return self.witness.memory
+
+    @memory.setter
+    def memory(self, memory: Any) -> None:
+        self.witness.memory = memory
 
     def observe(self, layer: int, chosen: np.ndarray) -> None:
         self.witness.observe(layer, chosen)

@@ -34,6 +34,7 @@ class Lookahead(Protocol):
     """Who says which experts the next layers will want."""
 
     remembers: bool  # whether it wants to be shown every layer, also those that nobody asks about
+    memory: Any  # what it remembers of the request that runs; set to None for one that begins
 
     def begin_request(self) -> None:
         """Nothing of what was seen before belongs to the next forward pass."""

@@ -82,6 +82,11 @@ def staging_part(need: Footprint, io_threads: int) -> list[Part]:
     return [Part("staging", nbytes, f"bounce buffers of {io_threads} reading threads and the demanding one")] if nbytes else []
 
 
+def image_cache_part(need: Footprint, nbytes: int) -> list[Part]:
+    """Encoded images that are kept between requests; none for a text model."""
+    return [Part("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
+
+
 def expert_parts(inventory: ExpertInventory, division: Division, emulated: bool) -> list[Part]:
     """Pinned prefix and one pool per geometry. With an emulated link the slabs alias the host tier."""
     parts = []

@@ -14,7 +14,7 @@ from vismoe.errors import BudgetError, ConfigError
 from vismoe.memory.apportion import Division, fill, least_slabs, most_pinned, prefix_bytes, record_bytes, safe_slabs
 from vismoe.memory.host_tier import host_tier
 from vismoe.memory.needs import CacheLayer, Curve, Footprint, Hardware
-from vismoe.memory.parts import Part, expert_parts, fixed_parts, staging_part, total
+from vismoe.memory.parts import Part, expert_parts, fixed_parts, image_cache_part, staging_part, total
 from vismoe.memory.sizes import percent_up, size_down, size_up
 
 __all__ = ["CacheLayer", "Curve", "Footprint", "Hardware", "Part", "Plan", "plan"]
@@ -160,7 +160,8 @@ class _Case:
 
     def fixed_parts(self) -> list[Part]:
         staging = staging_part(self.need, self.io_threads) if self.hardware.device == "cpu" else []
-        return [*fixed_parts(self.need, self.settings.context, self.hardware.device), *staging]
+        images = image_cache_part(self.need, self.settings.image_cache_bytes)
+        return [*fixed_parts(self.need, self.settings.context, self.hardware.device), *staging, *images]
 
     @property
     def is_share(self) -> bool:

@@ -66,6 +66,20 @@ class EncodedImages:
         return images
 
     @property
+    def listening(self) -> bool:
+        return self._listening
+
+    def known(self) -> list[EncodedImage]:
+        """The images encoded since `listen()`, as far as the tower told."""
+        self._collect()
+        return self._images
+
+    def know(self, images: Sequence[EncodedImage]) -> None:
+        """These are the images, whatever the tower told: some were encoded before."""
+        self._collect()
+        self._images, self._used = list(images), 0
+
+    @property
     def heard(self) -> bool:
         """Whether the tower has run since `listen()`."""
         self._collect()

@@ -143,6 +143,20 @@ class Foresight:
             if self._pager.tick == tick:
                 self._pager.look_ahead(layer, scores)
 
+    @property
+    def memory(self) -> tuple[Any, VisualSummary]:
+        """What belongs to the request that runs, where several run by turns."""
+        return self.lookahead.memory if self.lookahead is not None else None, self._summary
+
+    @memory.setter
+    def memory(self, memory: tuple[Any, VisualSummary] | None) -> None:
+        """None: of a request that begins. What an evaluation still finds out about another request is dropped."""
+        remembered, self._summary = memory if memory is not None else (None, VisualSummary())
+        if self.lookahead is not None:
+            self.lookahead.memory = remembered
+        if self._ahead is not None:
+            self._ahead.begin_request()
+
     def close(self) -> None:
         """Ends the worker."""
         if self._ahead is not None:

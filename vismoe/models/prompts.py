@@ -1,9 +1,11 @@
 """From a conversation to model inputs: the family's chat template, its processor, and what it counts as a visual token."""
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, Processor
 from vismoe.errors import InputError
 from vismoe.models.processor import load_processor
 
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # what families call the module that encodes images
 
 
@@ -21,11 +24,39 @@ class Prompt:
     inputs: BatchFeature
     tokens: int
     visual_tokens: int
-    pictures: tuple[Image.Image, ...]  # upright, in the order of the conversation
+    pictures: tuple[Image.Image, ...] = ()  # upright, in the order of the conversation
+    image_names: tuple[str, ...] = ()  # by which an image is the same in another prompt: pixels and processor settings
+    places: tuple[tuple[int, int], ...] = ()  # first token of each image and the one behind it; none where that is not known
+    image_inputs: Callable[[Sequence[int]], BatchFeature] = lambda numbers: BatchFeature()  # of some images, by number
 
     @property
     def images(self) -> int:
         return len(self.pictures)
+
+    @property
+    def image_input_names(self) -> list[str]:
+        """Inputs that are about the images."""
+        return [name for name in self.inputs if name not in TEXT_INPUTS]
+
+    def images_behind(self, tokens: int) -> list[int] | None:
+        """Numbers of the images whose tokens come after the first `tokens`; None where that is not known."""
+        if self.places or not self.pictures:
+            return [number for number, (begin, _) in enumerate(self.places) if begin >= tokens]
+        return list(range(self.images)) if tokens == 0 else None
+
+    def numbers(self, image_token_id: int | None, terms: Hashable) -> np.ndarray:
+        """int64 `[S]`: equal numbers at the beginning of two prompts stand for equal keys and values.
+
+        A token's id; at an image's tokens a negative number that stands for the image and `terms`, on which it is seen.
+        """
+        ids = self.inputs["input_ids"][0].numpy().astype(np.int64)
+        visual = ids == image_token_id
+        if self.places:
+            for name, (begin, end) in zip(self.image_names, self.places, strict=True):
+                ids[begin:end] = np.where(visual[begin:end], _number(name, terms), ids[begin:end])
+        elif visual.any():
+            ids[visual] = _number(*self.image_names, terms)
+        return ids
 
 
 @dataclass(frozen=True)
@@ -81,8 +112,34 @@ class PromptBuilder:
             inputs = self.processor(text=[text], return_tensors="pt", **options)
         except ValueError as error:  # e.g. an image two hundred times as wide as it is high
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
-        visual = int((inputs["input_ids"] == self.image_token_id).sum()) if self.image_token_id is not None else 0
-        return Prompt(inputs, int(inputs["input_ids"].shape[1]), visual, tuple(images))
+        return self._prompt(inputs, tuple(images), options)
+
+    def build_text(self, text: str) -> Prompt:
+        """Inputs that go on from `text` as it is, without a chat template. Raises InputError."""
+        inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
+        if not inputs["input_ids"].shape[1]:
+            raise InputError("there is nothing to go on from: the prompt is empty")
+        return self._prompt(inputs, (), {})
+
+    def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any]) -> Prompt:
+        ids = inputs["input_ids"][0]
+        visual = (ids == self.image_token_id).nonzero()[:, 0].tolist() if images else []
+        settings = {name: value for name, value in options.items() if name != "images"}
+        return Prompt(
+            inputs,
+            len(ids),
+            len(visual),
+            images,
+            tuple(_name(image, settings) for image in images),
+            _places(visual, len(images)),
+            lambda numbers: self._image_inputs([images[number] for number in numbers], options),
+        )
+
+    def _image_inputs(self, images: list[Image.Image], options: dict[str, Any]) -> BatchFeature:
+        """What the model gets of these images beside the tokens."""
+        settings = options.get("images_kwargs", {})
+        made: BatchFeature = self.processor.image_processor(images=images, return_tensors="pt", **settings)
+        return made
 
     def _content(
         self, message: dict[str, Any], images: list[Image.Image], open_image: Callable[[Any], Image.Image]
@@ -125,6 +182,26 @@ class PromptBuilder:
         if not 1 <= least <= most:
             raise InputError(f"image_tokens={image_tokens}: the least number comes first, e.g. 64..1024")
         return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}
+
+
+def _name(image: Image.Image, settings: dict[str, Any]) -> str:
+    """Of an image's pixels and how it is processed: the same for the same ones, in this process and any other."""
+    digest = hashlib.blake2b(repr((image.size, sorted(settings.items()))).encode(), digest_size=16)
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+def _number(*parts: Hashable) -> int:
+    """A negative number of 62 bits that stands for the parts."""
+    return -1 - (int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 2)
+
+
+def _places(visual: list[int], images: int) -> tuple[tuple[int, int], ...]:
+    """First token of each image and the one behind it, where its tokens are one run between others; nothing otherwise."""
+    tokens = set(visual)
+    begins = [place for place in visual if place - 1 not in tokens]
+    ends = [place + 1 for place in visual if place + 1 not in tokens]
+    return tuple(zip(begins, ends, strict=True)) if len(begins) == images else ()
 
 
 def _role(message: Any) -> str:

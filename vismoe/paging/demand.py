@@ -155,6 +155,7 @@ class Demand:
 
     def _count(self, late: list[int]) -> None:
         pager, counted = self._pager, self._counted
+        pager.metrics.count_experts(self._layer, self._todo, self._absent + late)
         misses = len(self._absent) + len(late)
         pager.misses_this_layer = misses
         pager.misses_this_step += misses

@@ -15,6 +15,7 @@ from vismoe.paging.eviction import SlabView, choose_victims
 from vismoe.types import ExpertId, MoELayer
 
 FREE, LOADING, RESIDENT = 0, 1, 2
+ABSENT, ON_DEVICE, PINNED, NO_EXPERT = 0, 1, 2, 255  # what `residency` says of an expert
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
 ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used than who leaves: fewest seconds over many replays
 LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
@@ -73,6 +74,12 @@ class PageTable:
     # -- reading
     def flat(self, expert: ExpertId) -> int:
         return self.base[expert.layer] + expert.expert
+
+    def residency(self, layer: int, experts: int) -> np.ndarray:
+        """uint8 `[experts]` of a layer: ABSENT (or still on its way), ON_DEVICE or PINNED."""
+        slabs = self.slab_of[self.base[layer] : self.base[layer] + experts]
+        there = (slabs >= 0) & (self.state[slabs] == RESIDENT)
+        return np.where(there, np.where(self.pinned[slabs], PINNED, ON_DEVICE), ABSENT).astype(np.uint8)
 
     def evictable(self) -> np.ndarray:
         """bool `[S]`: resident, and nobody needs it at this moment."""

@@ -17,7 +17,7 @@ from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.demand import Demand
 from vismoe.paging.miss import Ways
-from vismoe.paging.page_table import LOADING, PageTable, Room
+from vismoe.paging.page_table import LOADING, NO_EXPERT, PageTable, Room
 from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
 from vismoe.timeline import Timeline
@@ -48,7 +48,7 @@ class Pager:
         assert ways is None or mover.host is not None, "only what lies in a host tier can be computed there"
         self.inventory, self.window, self.pinned_layers = inventory, window, pinned_layers
         self.ways, self.host = ways, mover.host
-        self.metrics = Metrics(len(inventory.layers))
+        self.metrics = Metrics(len(inventory.layers), max((layer.num_experts for layer in inventory.layers), default=0))
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
@@ -152,6 +152,15 @@ class Pager:
             for table in self.tables:
                 for expert in table.give_up_guesses():
                     self._count_wasted(expert)
+
+    def residency(self) -> np.ndarray:
+        """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""
+        shape = self.metrics.demanded.shape
+        found = np.full(shape, NO_EXPERT, np.uint8)
+        with self.lock:
+            for layer in self.inventory.layers:
+                found[layer.index, : layer.num_experts] = self.table_of[layer.index].residency(layer.index, layer.num_experts)
+        return found
 
     def close(self) -> None:
         with self.lock:

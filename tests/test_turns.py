@@ -1,0 +1,151 @@
+"""Turns: everybody advances at the same pace, nobody is overtaken, and what runs together fits. Against scripted requests."""
+
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vismoe.errors import ClosedError
+from vismoe.turns import Turns
+
+
+class Scripted:
+    """A request of some steps, which writes down what happens to it."""
+
+    def __init__(self, name, tokens, steps, log, fails_at=None, gate=None):
+        self.name, self.tokens, self.left, self.log, self.fails_at, self.gate = name, tokens, steps, log, fails_at, gate
+        self.ended = threading.Event()
+
+    def step(self):
+        if self.gate is not None:
+            self.gate.wait(20)
+        self.log.append(self.name)
+        self.left -= 1
+        if self.left == self.fails_at:
+            raise ValueError(self.name)
+        return self.left > 0
+
+    def finish(self):
+        self.log.append((self.name, "finished"))
+        self.ended.set()
+
+    def fail(self, error):
+        self.log.append((self.name, type(error)))
+        self.ended.set()
+
+
+def gated(log):
+    """A request that holds the thread until its gate is opened, so that others can be queued behind it."""
+    return Scripted("gate", 1, 1, log, gate=threading.Event())
+
+
+def run_all(turns, requests, log):
+    first = gated(log)
+    turns.ask(first)
+    for request in requests:
+        turns.ask(request)
+    first.gate.set()
+    for request in (first, *requests):
+        assert request.ended.wait(20)
+
+
+def test_requests_that_fit_together_advance_by_turns():
+    turns, log = Turns(100), []
+    run_all(turns, [Scripted(name, 10, 3, log) for name in "abc"], log)
+    turns.close()
+    steps = [entry for entry in log if isinstance(entry, str)][1:]
+    assert steps == ["a", "a", "b", "a", "b", "c", "b", "c", "c"], "each enters with its first step, then all take turns"
+
+
+def test_who_does_not_fit_waits_and_is_not_overtaken():
+    turns, log = Turns(100), []
+    run_all(turns, [Scripted("large", 60, 3, log), Scripted("larger", 90, 1, log), Scripted("small", 5, 1, log)], log)
+    turns.close()
+    assert log[2:] == [
+        "large",
+        "large",
+        "large",
+        ("large", "finished"),
+        "larger",
+        ("larger", "finished"),
+        "small",
+        ("small", "finished"),
+    ]
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 6)), min_size=1, max_size=12), capacity=st.integers(50, 120))
+def test_whatever_is_asked_for_fits_and_is_done(sizes, capacity):
+    turns, log, together = Turns(capacity), [], []
+
+    class Watched(Scripted):
+        def step(self):
+            together.append([(other.tokens, other.name) for other in turns.running])
+            return super().step()
+
+    requests = [Watched(number, tokens, steps, log) for number, (tokens, steps) in enumerate(sizes)]
+    run_all(turns, requests, log)
+    turns.close()
+    assert all(sum(tokens for tokens, _ in running) <= capacity for running in together if len(running) > 1)
+    assert [log.count(number) for number in range(len(sizes))] == [steps for _, steps in sizes]
+    first = [log.index(number) for number in range(len(sizes))]
+    assert first == sorted(first), "in the order of arrival"
+    for number, request in enumerate(requests):  # nobody takes two turns while another who runs takes none
+        turns_of = [place for place, entry in enumerate(log) if entry == number]
+        for begin, end in pairwise(turns_of):
+            between = [entry for entry in log[begin + 1 : end] if isinstance(entry, int)]
+            assert len(set(between)) == len(between), request.name
+
+
+def test_a_failure_is_of_one_request():
+    turns, log = Turns(100), []
+    run_all(turns, [Scripted("a", 10, 3, log, fails_at=1), Scripted("b", 10, 3, log)], log)
+    assert ("a", ValueError) in log and log.count("a") == 2 and ("b", "finished") in log and not turns.running
+    turns.close()
+
+
+def test_a_task_runs_when_no_request_does_and_those_behind_it_wait():
+    turns, log = Turns(100), []
+    first = gated(log)
+    turns.ask(first)
+    done = turns.run_alone(lambda: log.append("task") or len(turns.running))
+    later = Scripted("later", 1, 1, log)
+    turns.ask(later)
+    first.gate.set()
+    assert done.result(20) == 0 and later.ended.wait(20)
+    assert log == ["gate", ("gate", "finished"), "task", "later", ("later", "finished")]
+    with pytest.raises(ZeroDivisionError):
+        turns.run_alone(lambda: 1 // 0).result(20)
+    turns.close()
+
+
+def test_draining_lets_everybody_end_and_nobody_in():
+    turns, log = Turns(100), []
+    first = gated(log)
+    turns.ask(first)
+    waiting = Scripted("waiting", 100, 2, log)
+    turns.ask(waiting)
+    assert not turns.drain(0.01)
+    with pytest.raises(ClosedError):
+        turns.ask(Scripted("late", 1, 1, log))
+    first.gate.set()
+    assert turns.drain(20) and waiting.ended.wait(20) and ("waiting", "finished") in log
+    turns.close()
+
+
+def test_closing_fails_who_is_left():
+    turns, log = Turns(100), []
+    endless = Scripted("endless", 50, 10**9, log)
+    waiting = Scripted("waiting", 100, 1, log)
+    turns.ask(endless)
+    turns.ask(waiting)
+    while "endless" not in log:
+        time.sleep(0.001)
+    task = turns.run_alone(lambda: None)
+    turns.close()
+    assert ("endless", ClosedError) in log and ("waiting", ClosedError) in log
+    with pytest.raises(ClosedError):
+        task.result(1)
+    turns.close()

@@ -1,0 +1,279 @@
+"""One request on its way from a prompt to an answer and its figures, a forward pass at a time, on the model's thread.
+
+What several requests share is `Shared`: the model with everything that lives on it and belongs to one of them at a time (rotary
+offsets, the lookahead's memory, how visual tokens are dropped), and what earlier requests left (keys and values, encoded images).
+"""
+
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from vismoe.figures import Clock, Figures, Finish
+from vismoe.generate import Reply, TextPieces, TokenLoop
+from vismoe.memory.plan import Plan
+from vismoe.metrics import Metrics, Snapshot
+from vismoe.models.cache_beginning import can_go_on
+from vismoe.models.experts import ExpertRuntime, Interrupted
+from vismoe.models.image_cache import ImageCache
+from vismoe.models.prompts import Prompt, PromptBuilder
+from vismoe.models.prune import KeptImage
+from vismoe.prefixes import Prefix, Prefixes
+from vismoe.simulate.trace import TraceWriter
+from vismoe.types import Phase
+from vismoe.vision.selection import Pruning
+
+__all__ = ["Asked", "Request", "Shared"]
+
+PIXELS = "pixel_values"  # how names of inputs begin that go into the tower
+ENCODED = ("mm_encoder_outputs",)  # what newer releases make of them before the first pass
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted: a prompt, how tokens are chosen (`options` of transformers' generate), and where the answer ends."""
+
+    prompt: Prompt
+    options: dict[str, Any]
+    most_tokens: int  # of the answer
+    seed: int | None = None
+    pruning: Pruning | None = None  # how visual tokens are dropped; None: they are not
+    stop: tuple[str, ...] = ()
+    reuse: bool = False  # take over keys and values of an earlier request, and leave this one's to a later one
+
+
+@dataclass
+class Belongings:
+    """What a request leaves on the model between two passes."""
+
+    rope_deltas: list[Any] = field(default_factory=list)  # of each module that has them; none: it begins
+    memory: Any = None  # of the lookahead
+
+
+class Shared:
+    """The model, lent to one request at a time."""
+
+    def __init__(self, model: Any, runtime: ExpertRuntime, prompts: PromptBuilder, images: ImageCache | None):
+        self.model, self.runtime, self.prompts, self.images = model, runtime, prompts, images
+        self.prefixes = Prefixes()
+        self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
+        self._counted = self.metrics.snapshot()  # what passes so far have accounted for
+        self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+        self._holder: Request | None = None
+        self._numbers = itertools.count()
+
+    @property
+    def plan(self) -> Plan:
+        return self.runtime.plan
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.runtime.pager.metrics
+
+    @property
+    def clock(self) -> Clock | None:
+        """Of the request that holds the model."""
+        return self._holder.clock if self._holder is not None else None
+
+    def lend(self, request: "Request | None") -> None:
+        """From now on the model is this request's; None: nobody's."""
+        if self._holder is request:
+            return
+        if self._holder is not None:
+            rope_deltas = [module.rope_deltas for module in self._rotating]
+            self._holder.belongings = Belongings(rope_deltas, self.runtime.foresight.memory)
+        self._holder = request
+        belongings = request.belongings if request is not None else Belongings()
+        for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
+            module.rope_deltas = deltas
+        self.runtime.foresight.memory = belongings.memory
+        self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
+
+    def begin_request(self) -> None:
+        """A request begins with its first pass. What happened while none ran is nobody's."""
+        self.count()
+        if isinstance(self.runtime.recorder, TraceWriter):
+            self.runtime.recorder.request(str(next(self._numbers)))
+
+    def count(self) -> Snapshot:
+        """What happened since it was last asked."""
+        now = self.metrics.snapshot()
+        happened, self._counted = now - self._counted, now
+        return happened
+
+
+class Request:
+    """Made in any thread; `step`, `finish` and `fail` run on the model's. `others`: tokens of the other requests that run."""
+
+    def __init__(self, asked: Asked, reply: Reply, shared: Shared, others: Callable[["Request"], int]):
+        self.asked, self.reply, self._shared, self._others = asked, reply, shared, others
+        self.tokens = asked.prompt.tokens + asked.most_tokens
+        self.clock, self.belongings = Clock(), Belongings()
+        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, asked.stop)
+        self._loop: TokenLoop | None = None
+        self._numbers: np.ndarray | None = None
+        self._counters: Snapshot | None = None
+        self._kept: tuple[KeptImage, ...] = ()
+        self._reused_tokens = self._encoded_images = 0
+        self._finish: Finish = "cancelled"  # until it ends otherwise
+
+    def step(self) -> bool:
+        """One forward pass, of the whole prompt or of one token; whether there is a next one."""
+        if self.reply.flag.is_set():
+            return False
+        self._shared.lend(self)
+        began_s, prefilling = time.perf_counter(), self._loop is None
+        if prefilling:
+            self._shared.begin_request()
+            self.clock.began_s = began_s
+        going_on = False
+        try:
+            with torch.inference_mode(), contextlib.suppress(Interrupted):
+                going_on = self._answer(*(self._prefill() if self._loop is None else self._loop.step()))
+        finally:
+            happened = self._shared.count()
+            self._counters = happened if self._counters is None else self._counters + happened
+            tokens = self.asked.prompt.tokens - self._reused_tokens if prefilling else 1
+            self.clock.passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, happened)
+        return going_on
+
+    def finish(self) -> None:
+        """Settle the reply with its figures, and leave what a later request can use."""
+        self._text.end()
+        figures = self._figures()
+        self._leave()
+        self._shared.ended[figures.finish] += 1
+        self.reply.end(figures)
+
+    def fail(self, error: BaseException) -> None:
+        """It has ended by this error, and left."""
+        self._loop = None  # a pass that failed leaves keys and values of some layers only
+        self._leave()
+        self._shared.ended["failed"] += 1
+        self.reply.end(error=error)
+
+    # -- the passes
+    def _prefill(self) -> tuple[int, bool]:
+        """The first token, and whether it is the last one."""
+        asked, shared, prompt = self.asked, self._shared, self.asked.prompt
+        prefix = self._prefix(shared.plan.context - self.tokens - self._others(self))
+        images = prompt.images_behind(prefix.tokens if prefix is not None else 0) or []
+        inputs = prompt.inputs.to(shared.model.device)
+        generator = None
+        if asked.seed is not None:
+            generator = torch.Generator(shared.model.device).manual_seed(asked.seed)
+        with self._images_prepared(images):
+            if prefix is None:
+                loop = TokenLoop(shared.model, inputs, asked.options, generator)
+            else:  # generate() would encode all images; their sizes it needs, for the positions of the tokens
+                named = prompt.image_input_names
+                without = {name: value for name, value in inputs.items() if not name.startswith(PIXELS)}
+                loop = TokenLoop(shared.model, without, asked.options, generator)
+                behind = prompt.image_inputs(images).to(shared.model.device) if images else {}
+                loop.take_over(prefix.cache, dict(behind), [*named, *ENCODED])
+                self._kept, self._reused_tokens = prefix.kept, prefix.tokens
+            first = loop.step()
+        self._loop = loop
+        return first
+
+    def _prefix(self, room_tokens: int) -> Prefix | None:
+        """What an earlier request has left of this prompt, where so many tokens may stay for others."""
+        asked, shared, prompt = self.asked, self._shared, self.asked.prompt
+        if not asked.reuse:
+            shared.prefixes.shrink(room_tokens)
+            return None
+        self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
+        prefix = shared.prefixes.take(self._numbers, room_tokens)
+        if prefix is None:
+            return None
+        images = prompt.images_behind(prefix.tokens)
+        known = images is not None and (not images or prompt.image_inputs(images).keys() == set(prompt.image_input_names))
+        return prefix if known else None
+
+    @contextlib.contextmanager
+    def _images_prepared(self, images: list[int]) -> Iterator[None]:
+        """Within, these images of the prompt are encoded, unless they are still there, and their tokens dropped as was asked."""
+        prompt, cache, pruner = self.asked.prompt, self._shared.images, self._shared.runtime.pruner
+        usual = pruner.pruning if pruner is not None else None
+        if pruner is not None:
+            pruner.pruning = self.asked.pruning if prompt.images else None
+            pruner.begin_request()
+        encoded = cache.encoded if cache is not None else 0
+        if cache is not None and images:
+            names = [prompt.image_names[number] for number in images]
+            cache.expect(names, lambda numbers: prompt.image_inputs([images[number] for number in numbers]))
+        try:
+            yield
+            self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
+            if pruner is not None and self.asked.pruning is not None:
+                self._kept += tuple(pruner.kept)
+        finally:
+            if cache is not None:
+                cache.forget()
+            if pruner is not None:
+                pruner.pruning = usual
+
+    def _answer(self, token: int, last: bool) -> bool:
+        """A token of the answer is there; whether another one is wanted."""
+        assert self._loop is not None
+        self.clock.token()
+        self._text.add(token)
+        if self._text.stopped or self._loop.ends_with(token):
+            self._finish = "stop"
+        elif last:
+            self._finish = "length"
+        return self._finish == "cancelled"
+
+    # -- the end
+    def _leave(self) -> None:
+        """Give up the model, and everything but what a later request can go on from."""
+        self._shared.lend(None)
+        loop, self._loop = self._loop, None
+        cache = loop.cache if loop is not None else None
+        if loop is None or cache is None or self._numbers is None or not can_go_on(cache):
+            return
+        generated = loop.ids[0, len(self._numbers) :].cpu().numpy()
+        numbers = np.concatenate([self._numbers, generated])[: cache.get_seq_length()]
+        self._shared.prefixes.keep(Prefix(numbers, cache, self._kept))
+
+    def _figures(self) -> Figures:
+        shared, clock, prompt, pager = self._shared, self.clock, self.asked.prompt, self._shared.runtime.pager
+        if not self._others(self):
+            pager.end_request()
+        happened = shared.count()
+        if not clock.tokens:  # cancelled before the first token
+            clock.first_token_s = clock.last_token_s = time.perf_counter()
+            clock.began_s = clock.began_s or clock.first_token_s
+        return Figures(
+            answer=self.reply.text,
+            finish="stop" if self._text.stopped else self._finish,
+            plan=shared.plan,
+            images=prompt.images,
+            encode_seconds=clock.encode_s,
+            prompt_tokens=prompt.tokens,
+            visual_tokens=prompt.visual_tokens,
+            prefill_seconds=clock.first_token_s - clock.began_s - clock.encode_s,
+            decode_tokens=max(0, clock.tokens - 1),
+            decode_seconds=clock.last_token_s - clock.first_token_s,
+            capacity={
+                "slabs": shared.plan.resident_experts,
+                "experts": shared.plan.total_experts,
+                "bytes": sum(table.pool.capacity * table.pool.layout.record_bytes for table in pager.tables),
+            },
+            backends=shared.runtime.backends,
+            counters=happened if self._counters is None else self._counters + happened,
+            pruning=self.asked.pruning,
+            kept=self._kept,
+            pictures=prompt.pictures,
+            answer_tokens=clock.tokens,
+            reused_tokens=self._reused_tokens,
+            encoded_images=self._encoded_images,
+            queue_seconds=clock.began_s - clock.asked_s,
+            passes=tuple(clock.passes),
+        )

@@ -1,77 +1,176 @@
 """What the chat page does, without a widget in it: questions to the engine, streamed answers, live figures as HTML.
 
-One request runs at a time, as in the engine; others queue. Answers are kept apart by session, histories belong to the caller.
+Conversations run side by side, as the engine interleaves requests; each writes one answer at a time. Answers under way are kept
+apart by session, histories belong to the caller.
 """
 
-import base64
-import html
-import io
+import dataclasses
+import itertools
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
+from vismoe.app.heat_map import heat_map
+from vismoe.app.pictures import seen_pictures
+from vismoe.app.tiers import tiers
+from vismoe.app.time_line import time_line
 from vismoe.cli_conversation import user_message
-from vismoe.cli_print import figure_rows
 from vismoe.config import format_bytes
 from vismoe.engine import Engine
-from vismoe.errors import InputError
+from vismoe.errors import BusyError, InputError
+from vismoe.figures import Figures
 from vismoe.generate import Reply
 from vismoe.metrics import Snapshot
 from vismoe.models.images import open_image
 from vismoe.types import Phase
 
-__all__ = ["History", "Page", "tiles"]
+__all__ = ["Finished", "History", "Page", "Turn", "Update", "Wishes", "shown", "tiles", "turn_at"]
 
-REFRESH_S = 0.1  # between two updates of the page; an update for every token would take the model's time
-MAP_PIXELS = 320  # side of the picture of kept tokens
+REFRESH_S = 0.1  # between two updates of the text; one for every token would take the model's time
+MACHINE_REFRESH_S = 0.5  # between two updates of the heat map, which is larger
+TILES = {  # name, and what a pointer on it is told
+    "tokens/s": "how fast the answer is written",
+    "hit rate": "of experts, how many were in memory when they were needed",
+    "fetched/token": "bytes of experts that came from disk or over the link for each token of the answer",
+    "stalled": "time spent waiting for experts",
+}
 LEAVE_S = 60.0  # a cancelled answer ends within a token, and the first token may be a long prefill away
 
-History = list[dict[str, Any]]
+
+@dataclass(frozen=True)
+class Wishes:
+    """The settings of one question; None: as the engine was loaded."""
+
+    keep: float | None = None
+    selection: str | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0  # 0: greedy
 
 
-def tiles(counters: Snapshot | None, tokens_per_s: float | None) -> str:
-    """The four live figures as HTML; a dash for what is not known yet."""
-    hit_rate = counters.hit_rate() if counters else None
-    values = {
-        "tokens/s": f"{tokens_per_s:.1f}" if tokens_per_s else "-",
-        "hit rate": f"{hit_rate:.1%}" if hit_rate is not None else "-",
-        "read from disk": format_bytes(counters.total("bytes_read")) if counters else "-",
-        "stalled": f"{counters.total('stall_seconds'):.2f} s" if counters else "-",
-    }
-    return f'<div class="tiles">{"".join(f"<div><b>{value}</b>{name}</div>" for name, value in values.items())}</div>'
+@dataclass(frozen=True)
+class Turn:
+    """A question with its pictures, as files to show and opened for the engine, and its answer."""
+
+    question: str
+    files: tuple[str, ...]
+    images: tuple[Any, ...]
+    answer: str = ""
+
+    @classmethod
+    def of(cls, question: str, files: list[str]) -> "Turn":
+        """Opens the pictures; raises InputError for what cannot be asked."""
+        if not question.strip():
+            raise InputError("there is no question; write one beside the picture" if files else "there is no question")
+        return cls(question, tuple(files), tuple(open_image(file) for file in files))
+
+    def asked_as(self, question: str) -> "Turn":
+        """The same pictures with another question, not answered yet; raises InputError for an empty one."""
+        if not question.strip():
+            raise InputError("there is no question")
+        return dataclasses.replace(self, question=question, answer="")
+
+    def messages(self) -> list[dict[str, Any]]:
+        """For the engine; without an answer only the question."""
+        answer = [{"role": "assistant", "content": self.answer}] if self.answer else []
+        return [user_message(self.question, list(self.images)), *answer]
 
 
-def details(figures: dict[str, Any]) -> str:
-    """All figures of a finished answer as an HTML table."""
-    cells = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in figure_rows(figures))
-    return f'<table class="details">{"".join(cells)}</table>'
+History = tuple[Turn, ...]
 
 
-def kept_pictures(maps: list[Image.Image]) -> str:
-    """What the deeper layers saw of each image, as HTML; nothing where nothing was dropped."""
-    if not maps:
-        return ""
-    pictures = []
-    for picture in maps:
-        picture.thumbnail((MAP_PIXELS, MAP_PIXELS))
-        encoded = io.BytesIO()
-        picture.save(encoded, "JPEG", quality=85)
-        source = base64.b64encode(encoded.getvalue()).decode()
-        pictures.append(f'<img alt="kept visual tokens" src="data:image/jpeg;base64,{source}">')
-    return f'<div class="maps"><p>Kept of the image</p>{"".join(pictures)}</div>'
+def shown(history: History) -> list[dict[str, Any]]:
+    """The messages of each turn as gradio's chat shows them: one for each picture, the question, the answer."""
+    messages = list[dict[str, Any]]()
+    for turn in history:
+        waiting = "*Looking at the picture ...*" if turn.files else "*Reading ...*"
+        messages += [{"role": "user", "content": {"path": file}} for file in turn.files]
+        messages.append({"role": "user", "content": turn.question})
+        messages.append({"role": "assistant", "content": turn.answer or waiting})
+    return messages
+
+
+def turn_at(history: History, message: int) -> int:
+    """Which turn the shown message with this number belongs to; `len(history)` for one that is being written."""
+    ends = itertools.accumulate(len(turn.files) + 2 for turn in history)
+    return next((number for number, end in enumerate(ends) if message < end), len(history))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What is known once an answer has ended, as HTML."""
+
+    pictures: str
+    time_line: str
+    tiers: str
+
+
+@dataclass(frozen=True)
+class Update:
+    """How the page looks now. None: as before."""
+
+    history: History
+    tiles: str
+    heat: str | None = None
+    finished: Finished | None = None
+
+
+Updates = Generator[Update, None, Update | None]
+
+
+def tiles(counters: Snapshot | None = None, decoded: float = 0, seconds: float = 0) -> str:
+    """The live figures as HTML; a dash for what is not known yet. `decoded`: tokens that decoding took `seconds` for."""
+    values = dict.fromkeys(TILES, "-")
+    if counters is not None:
+        if decoded:  # what is copied over a link was read before, or lay in host memory
+            fetched = max(counters.total(name, Phase.DECODE) for name in ("bytes_read", "bytes_copied"))
+            values["fetched/token"] = format_bytes(fetched / decoded)
+        if decoded and seconds:
+            values["tokens/s"] = f"{decoded / seconds:.1f}"
+        if (hit_rate := counters.hit_rate()) is not None:
+            values["hit rate"] = f"{hit_rate:.1%}"
+        values["stalled"] = f"{counters.total('stall_seconds'):.2f} s"
+    cells = (f'<div title="{TILES[name]}"><b>{value}</b>{name}</div>' for name, value in values.items())
+    return f'<div class="vm-tiles">{"".join(cells)}</div>'
 
 
 @dataclass
 class Running:
     """An answer that is being written. `dropped`: its conversation was left, so it must not enter the history."""
 
-    reply: Reply
+    reply: Reply | None = None
+    cancelled: bool = False
     dropped: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, reply: Reply) -> None:
+        self.reply = reply
+        if self.cancelled:
+            reply.cancel()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.reply is not None:
+            self.reply.cancel()
+
+
+class Baseline:
+    """The engine's counters when a request began; what came since is its own, and that of others that ran beside it."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._before, self._heat = engine, engine.metrics.snapshot(), engine.heat()
+
+    def tiles(self, seconds: float) -> str:
+        """The live figures, `seconds` after the first word."""
+        counters = self._engine.metrics.snapshot() - self._before
+        layers = counters.values.shape[1]
+        return tiles(counters, counters.total("steps", Phase.DECODE) / layers if layers else 0, seconds)
+
+    def heat(self, held: str) -> str:
+        hits, misses = self._engine.heat()
+        return heat_map(self._engine.residency(), hits - self._heat[0], misses - self._heat[1], held)
 
 
 @dataclass
@@ -83,59 +182,94 @@ class Page:
     image_tokens: tuple[int, int] | None = None
     running: dict[str, Running] = field(default_factory=dict)  # by session
 
-    def answer(
-        self, question: str, files: list[str], history: History, session: str, keep: float | None = None
-    ) -> Iterator[tuple[str, History, str]]:
-        """Yields (answer so far, history, figures as HTML), at most every REFRESH_S; the last one is complete.
+    @property
+    def held(self) -> str:
+        """What slabs hold, in words."""
+        return self.engine.plan.experts or self.engine.plan.dtype
 
-        history: engine messages so far; the yielded one has this turn in it once the answer is complete.
-        keep: share of the visual tokens that deeper layers see; None: as loaded.
+    def heat(self) -> str:
+        """The heat map of now, with nothing asked for."""
+        return Baseline(self.engine).heat(self.held)
+
+    def answer(self, turn: Turn, history: History, session: str, wishes: Wishes = Wishes()) -> Iterator[Update]:
+        """Updates at most every REFRESH_S; the last one is complete. `turn` is asked after the turns of `history`.
+
+        Raises BusyError while this session's last answer is being written, and what the engine raises.
         """
-        if not question.strip():
-            raise InputError("there is no question; write one beside the picture" if files else "there is no question")
-        message = user_message(question, [open_image(file) for file in files])
-        before = self.engine.metrics.snapshot()
-        reply = self.engine.chat([*history, message], max_tokens=self.max_tokens, image_tokens=self.image_tokens, keep=keep)
-        running = self.running[session] = Running(reply)
-        first_s = shown_s = 0.0
+        running = Running()
+        if self.running.setdefault(session, running) is not running:
+            raise BusyError("The last answer is still being written: wait for its end, or stop it.")
         try:
-            yield "", history, tiles(None, None)  # the question was accepted
-            for _ in reply:
-                now_s = time.perf_counter()
-                first_s = first_s or now_s
-                if now_s - shown_s >= REFRESH_S and not running.dropped:
-                    shown_s = now_s
-                    counters = self.engine.metrics.snapshot() - before
-                    yield reply.answer, history, tiles(counters, self._tokens_per_s(counters, now_s - first_s))
-            if not running.dropped:
-                yield self._finished(reply, history, message, before)
+            last = yield from self._answer(turn, history, running, wishes)
         finally:
-            reply.cancel()  # also when the page was closed in the middle of an answer
+            running.cancel()  # also when the page was closed in the middle of an answer
             self.running.pop(session, None)
             running.ended.set()
+        if last is not None:  # whoever gets it may ask the next question
+            yield last
 
-    def _finished(self, reply: Reply, history: History, message: dict[str, Any], before: Snapshot) -> tuple[str, History, str]:
-        figures, maps = reply.figures.to_json(), kept_pictures(reply.figures.kept_maps())
-        if reply.answer:
-            history = [*history, message, {"role": "assistant", "content": reply.answer}]
-        decode = figures["decode"]
-        speed = decode["tokens"] / decode["seconds"] if decode["seconds"] else None
-        return reply.answer, history, tiles(self.engine.metrics.snapshot() - before, speed) + details(figures) + maps
+    def _answer(self, turn: Turn, history: History, running: Running, wishes: Wishes) -> Updates:
+        """All updates but the last one, which is returned; None where the conversation was left."""
+        since = Baseline(self.engine)
+        turn = dataclasses.replace(turn, answer="")
+        reply = self._ask([message for past in (*history, turn) for message in past.messages()], wishes)
+        running.begin(reply)
+        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        reply.deliver_to(pieces.put)
+        first_s, now_s, machine_s = 0.0, time.perf_counter(), 0.0
+        yield Update((*history, turn), tiles())  # the question was accepted
+        while not self._wait(pieces, now_s + REFRESH_S):
+            now_s = time.perf_counter()
+            first_s = first_s or (now_s if reply.text else 0.0)
+            if running.dropped:
+                continue
+            heat = None
+            if now_s - machine_s >= MACHINE_REFRESH_S:
+                machine_s, heat = now_s, since.heat(self.held)
+            live = since.tiles(now_s - first_s if first_s else 0.0)
+            yield Update((*history, dataclasses.replace(turn, answer=reply.text)), live, heat)
+        if reply.error is not None:
+            raise reply.error
+        return None if running.dropped else self._finished(reply, history, turn, since)
+
+    def _ask(self, messages: list[dict[str, Any]], wishes: Wishes) -> Reply:
+        sampled = {"sample": True, "temperature": wishes.temperature} if wishes.temperature > 0 else {}
+        return self.engine.chat(
+            messages,
+            max_tokens=wishes.max_tokens,
+            image_tokens=self.image_tokens,
+            keep=wishes.keep,
+            selection=wishes.selection,
+            reuse=True,
+            **sampled,
+        )
 
     @staticmethod
-    def _tokens_per_s(counters: Snapshot, seconds: float) -> float | None:
-        """Decode steps so far over the time since the first piece of text."""
-        layers = counters.values.shape[1]
-        return counters.total("steps", Phase.DECODE) / layers / seconds if seconds and layers else None
+    def _wait(pieces: "queue.SimpleQueue[str | None]", until_s: float) -> bool:
+        """Whether the answer has ended; False at `until_s`, and then all pieces so far are in the reply's text."""
+        while (left_s := until_s - time.perf_counter()) > 0:
+            try:
+                if pieces.get(timeout=left_s) is None:
+                    return True
+            except queue.Empty:
+                break
+        return False
+
+    def _finished(self, reply: Reply, history: History, turn: Turn, since: Baseline) -> Update:
+        figures: Figures = reply.figures
+        after = (*history, dataclasses.replace(turn, answer=reply.text)) if reply.text else history
+        done = Finished(seen_pictures(figures), time_line(figures), tiers(figures))
+        live = tiles(figures.counters, figures.decode_tokens, figures.decode_seconds)
+        return Update(after, live, since.heat(self.held), done)
 
     def stop(self, session: str) -> None:
         """Ends the answer of this session within a token; what was said so far stays."""
         if running := self.running.get(session):
-            running.reply.cancel()
+            running.cancel()
 
     def leave(self, session: str) -> None:
         """Ends the answer of this session and waits until its last update is out: none may come once the page is empty."""
         if running := self.running.get(session):
             running.dropped = True
-            running.reply.cancel()
+            running.cancel()
             running.ended.wait(LEAVE_S)

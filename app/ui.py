@@ -1,6 +1,7 @@
-"""`vismoe ui`: a chat page on this machine only, with images, streamed answers, a stop button and live figures.
+"""`vismoe ui`: a chat page on this machine only, with images, streamed answers, and a page that shows the machine at work.
 
-Widgets and the server; what they do is in `page`. A visitor's conversation lives in their own session and nowhere else.
+What the widgets (`widgets`) call, and the server; what comes of it is in `page`. A visitor's conversation lives in their own
+session and nowhere else. Nothing is loaded from another machine: fonts are the system's, pictures and styles are ours.
 gradio is imported inside functions only: without it everything but this page works.
 """
 
@@ -8,13 +9,15 @@ import html
 import importlib.util
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.app.page import History, Page, tiles
-from vismoe.engine import Engine, demo_model
-from vismoe.errors import ConfigError, VisMoEError
+from vismoe.app.page import History, Page, Turn, Update, Wishes, shown, tiles, turn_at
+from vismoe.app.pictures import NO_IMAGE
+from vismoe.app.widgets import NOT_YET, chat_tab, examples, head, machine_tab, pictures_folder
+from vismoe.engine import Engine
+from vismoe.errors import BusyError, ConfigError, VisMoEError
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -22,18 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["build", "require_gradio", "serve"]
 
 ADDRESS = "127.0.0.1"
-EXAMPLES = 4
-STYLE = """
-.tiles { display: grid; grid-template-columns: 1fr 1fr; gap: 8px; }
-.tiles div { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 8px 12px; }
-.tiles b { display: block; font-size: 1.4em; font-variant-numeric: tabular-nums; }
-.details { width: 100%; margin-top: 12px; font-size: 0.9em; }
-.details, .details tr, .details td { border: 0 !important; }
-.details td { padding: 2px 8px 2px 0; vertical-align: top; }
-.details td:nth-child(2) { white-space: nowrap; }
-.maps img { display: inline-block; max-width: 100%; margin: 4px 4px 0 0; }
-.plan pre { white-space: pre; overflow-x: auto; font-size: 0.8em; }
-"""
+CONVERSATIONS = 16  # that are answered at once; gradio has 40 threads, and Stop needs one
+STYLE = Path(__file__).with_name("ui.css")
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
+FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+SAME_ORIGIN = (  # whatever an answer links to, the browser asks nobody but us
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
+)
 
 
 def require_gradio() -> None:
@@ -45,115 +43,154 @@ def require_gradio() -> None:
         )
 
 
-def pictures_folder() -> Path:
-    return demo_model().parent / "images"
-
-
-def examples() -> list[dict[str, Any]]:
-    """Bundled pictures with a question each."""
-    pictures = sorted(pictures_folder().glob("*.png"))[:EXAMPLES]
-    return [{"text": "What is in the picture?", "files": [str(picture)]} for picture in pictures]
-
-
-def model_title(name: str) -> str:
-    """A folder by its last part, a hub model by its full name."""
-    return Path(name).name if Path(name).is_dir() else name
-
-
 def build(page: Page) -> "gr.Blocks":
     """The widgets, and which of them calls what."""
     import gradio as gr
 
-    def ask(
-        message: dict[str, Any], shown: History, history: History, keep: float, request: gr.Request
-    ) -> Iterator[tuple[Any, ...]]:
-        question, files = message.get("text") or "", list(message.get("files") or [])
-        shown = [*shown, *({"role": "user", "content": {"path": file}} for file in files), {"role": "user", "content": question}]
+    with gr.Blocks(title="VisMoE", fill_width=True, analytics_enabled=False) as blocks:
+        gr.HTML(head(page.engine))
+        with gr.Tabs():
+            with gr.Tab("Chat", id="chat"):
+                chat = chat_tab(page)
+            with gr.Tab("The machine at work", id="machine", render_children=True):
+                machine = machine_tab(page)
+        _connect(page, chat, machine)
+    return blocks
+
+
+def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Which widget calls what. A question is answered by the same steps whether it is new, an example, repeated or edited."""
+    import gradio as gr
+
+    box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
+    drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers"))]
+    outputs = [box, chatbot, history, *drawn]
+    inputs = [history, *chat["wishes"]]
+    still = [gr.skip()] * len(outputs)
+
+    def run(turn: Callable[[], Turn], before: History, past: History, asking: Wishes, session: str) -> Iterator[list[Any]]:
+        """Answers `turn()` after the turns `before`; after an error the conversation is `past` again."""
+        asked = None
         try:
-            for text, after, figures in page.answer(question, files, history, str(request.session_hash), keep):
-                yield None, [*shown, {"role": "assistant", "content": text}], after, figures
+            asked = turn()
+            box_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True)
+            for update in page.answer(asked, before, session, asking):
+                if update.finished:
+                    past = update.history
+                    box_now = _ready(asked if len(past) == len(before) else None)  # stopped before the first word
+                yield [box_now, shown(update.history), past, *_drawn(update)]
+                box_now = gr.skip()
+        except BusyError as error:
+            gr.Info(html.escape(str(error)), title="One at a time")
+            yield still
         except VisMoEError as error:
+            restored = _ready(asked) if asked is not None else gr.skip()
+            yield [restored, shown(past), past, *still[3:]]
             raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
+
+    def ask(
+        message: dict[str, Any], past: History, keep: float, selection: str, most: float, heat: float, request: gr.Request
+    ) -> Iterator[list[Any]]:
+        text, files = message.get("text") or "", list(message.get("files") or [])
+        asking = Wishes(keep, selection or None, int(most), heat)
+        yield from run(lambda: Turn.of(text, files), past, past, asking, str(request.session_hash))
+
+    def example(
+        past: History, keep: float, selection: str, most: float, heat: float, event: gr.SelectData, request: gr.Request
+    ) -> Iterator[list[Any]]:
+        chosen = examples()[event.index]  # never a path that the browser names
+        asking = Wishes(keep, selection or None, int(most), heat)
+        yield from run(lambda: Turn.of(chosen["text"], chosen["files"]), past, past, asking, str(request.session_hash))
+
+    def again(past: History, keep: float, selection: str, most: float, heat: float, request: gr.Request) -> Iterator[list[Any]]:
+        if not past:
+            gr.Info("There is no answer yet; ask something first.", title="Nothing to repeat")
+            yield still
+            return
+        asking = Wishes(keep, selection or None, int(most), heat)
+        yield from run(lambda: past[-1], past[:-1], past, asking, str(request.session_hash))
+
+    def edited(
+        past: History, keep: float, selection: str, most: float, heat: float, event: gr.EditData, request: gr.Request
+    ) -> Iterator[list[Any]]:
+        number = turn_at(past, event.index[0] if isinstance(event.index, list | tuple) else event.index)
+        if number == len(past):
+            gr.Info("Its answer is still being written: stop it first.", title="One at a time")
+            yield still
+            return
+        asking = Wishes(keep, selection or None, int(most), heat)
+        yield from run(lambda: past[number].asked_as(event.value), past[:number], past, asking, str(request.session_hash))
 
     def stop(request: gr.Request) -> None:
         page.stop(str(request.session_hash))
 
-    def forget(request: gr.Request) -> tuple[Any, ...]:
+    def forget(request: gr.Request) -> list[Any]:
         page.leave(str(request.session_hash))
-        return [], [], tiles(None, None)
+        return [_ready(), [], (), tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET]
 
-    with gr.Blocks(title="VisMoE", fill_height=True, analytics_enabled=False) as blocks:
-        history = gr.State([])
-        with gr.Row(scale=1):
-            with gr.Column(scale=3):
-                chatbot = gr.Chatbot(
-                    show_label=False,
-                    scale=1,
-                    height="65vh",
-                    feedback_options=None,
-                    buttons=["copy"],
-                    placeholder="Drop an image and ask.",
-                )
-                box = gr.MultimodalTextbox(
-                    show_label=False,
-                    file_types=["image"],
-                    file_count="multiple",
-                    placeholder="Ask about an image",
-                    autofocus=True,
-                )
-                with gr.Row():
-                    stop_button = gr.Button("Stop", size="sm")
-                    reset_button = gr.Button("New conversation", size="sm")
-                if found := examples():
-                    gr.Examples([[example] for example in found], [box], label="Bundled pictures")
-            with gr.Column(scale=1, min_width=320):
-                gr.Markdown(f"**VisMoE** · {model_title(page.engine.name)}")
-                keep = gr.Slider(
-                    0.1,
-                    1.0,
-                    page.engine.settings.keep,
-                    step=0.05,
-                    label="Visual tokens kept",
-                    info="Fewer need fewer experts; 1 is exact",
-                    visible=page.engine.can_prune,
-                )
-                figures = gr.HTML(tiles(None, None))
-        with gr.Accordion("Memory plan", open=False):
-            backends = "\n".join(f"{name}: {choice}" for name, choice in page.engine.backends.items())
-            plan = html.escape(page.engine.plan.table() + "\n\n" + backends)
-            gr.HTML(f'<div class="plan"><pre>{plan}</pre></div>')
-        box.submit(ask, [box, chatbot, history, keep], [box, chatbot, history, figures], concurrency_limit=1, api_name="ask")
-        stop_button.click(stop, queue=False, api_name="stop")
-        gr.on(
-            [reset_button.click, chatbot.clear],
-            forget,
-            None,
-            [chatbot, history, figures],
-            concurrency_limit=None,
-            api_name="reset",
-        )
-    return blocks
+    answering: dict[str, Any] = {
+        "outputs": outputs,
+        "concurrency_limit": CONVERSATIONS,
+        "concurrency_id": "answers",
+        "trigger_mode": "multiple",  # a second question is refused in words, not dropped
+        "show_progress": "hidden",
+    }
+    box.submit(ask, [box, *inputs], api_name="ask", **answering)
+    chatbot.example_select(example, inputs, api_name="example", **answering)
+    gr.on([chat["again"].click, chatbot.retry], again, inputs, api_name="again", **answering)
+    chatbot.edit(edited, inputs, api_name="edit", **answering)
+    box.stop(stop, queue=False, api_name="stop")
+    leaving = [chat["forget"].click, chatbot.clear]
+    gr.on(leaving, forget, None, outputs, concurrency_limit=None, show_progress="hidden", api_name="forget")
 
 
-def serve(engine: Engine, port: int, *, max_tokens: int = 256, image_tokens: tuple[int, int] | None = None) -> int:
-    """Serves the page on this machine until Ctrl-C; raises ConfigError when the port is taken."""
+def _ready(turn: Turn | None = None) -> "gr.MultimodalTextbox":
+    """The box as it waits for a question, with that of `turn` in it where it was not answered."""
+    import gradio as gr
+
+    value = {"value": {"text": turn.question, "files": list(turn.files)}} if turn is not None else {}
+    return gr.MultimodalTextbox(submit_btn=True, stop_btn=False, **value)
+
+
+def _drawn(update: Update) -> list[Any]:
+    """What the drawings show; those without news stay as they are."""
+    import gradio as gr
+
+    done = update.finished
+    news = [update.heat, *((done.pictures, done.time_line, done.tiers) if done else (None, None, None))]
+    return [update.tiles, update.tiles, *(gr.skip() if one is None else one for one in news)]
+
+
+def launch(blocks: "gr.Blocks", port: int | None = None) -> str:
+    """Starts the page's server and returns its address; without a port, a free one. Raises ConfigError when the port is taken."""
+    import gradio as gr
+
     logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks itself whether it is up
-    blocks = build(Page(engine, max_tokens, image_tokens))
     try:
-        blocks.launch(
+        _, address, _ = blocks.launch(
             server_name=ADDRESS,
             server_port=port,
             prevent_thread_lock=True,
             share=False,
             quiet=True,
-            css=STYLE,
+            ssr_mode=False,
+            theme=gr.themes.Default(primary_hue="teal", neutral_hue="slate", font=FONTS, font_mono=FIXED_FONTS),
+            css_paths=STYLE,
+            head=SAME_ORIGIN,
             footer_links=[],
             max_file_size="64mb",
             allowed_paths=[str(pictures_folder())],
         )
     except OSError as error:
-        raise ConfigError(f"port {port} of {ADDRESS} cannot be used ({error}). Fix: --port {port + 1}") from error
-    print(f"VisMoE is at http://{ADDRESS}:{port} (this machine only); Ctrl-C stops it")
+        raise ConfigError(f"port {port} of {ADDRESS} cannot be used ({error}). Fix: --port {(port or 0) + 1}") from error
+    return str(address)
+
+
+def serve(engine: Engine, port: int, *, max_tokens: int = 256, image_tokens: tuple[int, int] | None = None) -> int:
+    """Serves the page on this machine until Ctrl-C; raises ConfigError when the port is taken."""
+    blocks = build(Page(engine, max_tokens, image_tokens))
+    launch(blocks, port)
+    print(f"VisMoE is at http://{ADDRESS}:{port} (this machine only); Ctrl-C stops it", flush=True)
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -1,62 +1,111 @@
-"""An engine without a model: it answers by a script, so that the command line and the page can be tested in milliseconds."""
+"""An engine without a model: it answers by a script, so that the command line and the page can be tested in milliseconds.
+
+Its plan, figures and selections are the real ones' types, so that they cannot drift apart.
+"""
 
 import contextlib
+import threading
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from typing import Any
 
-from PIL import Image
+import numpy as np
 
 from vismoe.config import Settings
+from vismoe.figures import Figures, PassFigures
+from vismoe.memory.parts import Part
+from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
+from vismoe.models.prune import KeptImage
 from vismoe.types import Phase
+from vismoe.vision.selection import Pruning, Selection
 
-LAYERS = 2
+LAYERS, EXPERTS = 2, 4
+SIDE = 4  # visual tokens of an image, down and across
+PROMPT_TOKENS = 40
 
 
-class FakeFigures:
-    def __init__(self, answer: str, images: int, tokens: int, cache: dict):
-        self.answer, self.images, self.tokens, self.cache = answer, images, tokens, cache
+class FakePlan(Plan):
+    def table(self) -> str:
+        return "the plan\n  experts  8 KiB"
 
-    def kept_maps(self) -> list:
-        return [Image.new("RGB", (8, 8), "grey")] * self.images
 
-    def to_json(self) -> dict:
-        return {
-            "answer": self.answer,
-            "plan": {"budget_bytes": 1000},
-            "encode": {"images": self.images, "seconds": 0.25 * self.images},
-            "prefill": {"tokens": 40, "visual_tokens": 30 * self.images, "kept_visual_tokens": 15 * self.images, "seconds": 0.5},
-            "decode": {"tokens": self.tokens, "seconds": 0.1 * self.tokens},
-            "cache": {"capacity": {"slabs": 8, "bytes": 8192}, **self.cache},
-        }
+PLAN = FakePlan(
+    family="scripted", dtype="float32", device="cpu", memory="100%", context=4096, budget_bytes=10000, minimum_bytes=4000,
+    parts=(Part("attention", 1808, "a <note>"), Part("expert pool", 8192), Part("a detail", 100, inside="attention")),
+    host_parts=(), pinned_layers=0, slabs=(8,), host_slabs=(), resident_experts=8, total_experts=8, io_threads=2, experts="raw",
+)  # fmt: skip
 
 
 class FakeReply:
-    """Yields the pieces of an answer; stops within one piece after `cancel`."""
+    """Yields the pieces of an answer; stops within one piece after `cancel`. A piece may be an error, or something to call."""
 
-    def __init__(self, engine: "FakeEngine", pieces: list, images: int):
-        self.engine, self.pieces, self.images = engine, pieces, images
-        self.cancelled, self.said, self.answer, self.figures = False, [], "", None
+    def __init__(self, engine: "FakeEngine", pieces: Any, images: list, options: dict):
+        self.engine, self.pieces, self.images, self.options = engine, pieces, images, options
+        self.cancelled, self.said, self.answer, self.text, self.figures, self.error = False, [], "", "", None, None
 
     def __iter__(self):
         before = self.engine.metrics.snapshot()
         for piece in self.pieces:
             if self.cancelled:
                 break
+            if isinstance(piece, Exception):
+                raise piece
             if callable(piece):  # something that happens in the middle of an answer
                 piece(self)
                 continue
-            self.engine.metrics.add("hits", Phase.DECODE, 0, 3)
-            self.engine.metrics.add("misses", Phase.DECODE, 1, 1)
-            self.engine.metrics.add("bytes_read", Phase.DECODE, 1, 1024)
+            self.engine.work()
             self.said.append(piece)
             self.answer += piece
+            self.text += piece
             yield piece
-        cache = (self.engine.metrics.snapshot() - before).to_json()
-        self.figures = FakeFigures(self.answer, self.images, len(self.said), cache)
+        self.figures = self._figures(self.engine.metrics.snapshot() - before)
+
+    def deliver_to(self, put) -> None:
+        """The pieces come from another thread, as the real engine's do."""
+        threading.Thread(target=self._deliver, args=[put], daemon=True).start()
+
+    def _deliver(self, put) -> None:
+        try:
+            for piece in self:
+                put(piece)
+        except Exception as error:
+            self.error = error
+        put(None)
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def _figures(self, counters) -> Figures:
+        keep = self.options.get("keep") or self.engine.settings.keep
+        tokens, kept = SIDE * SIDE, np.arange(max(1, int(keep * SIDE * SIDE)))
+        pruned = keep < 1 and bool(self.images)
+        return Figures(
+            answer=self.answer,
+            finish="cancelled" if self.cancelled else "stop",
+            plan=PLAN,
+            images=len(self.images),
+            encode_seconds=0.25 * len(self.images),
+            prompt_tokens=PROMPT_TOKENS,
+            visual_tokens=tokens * len(self.images),
+            prefill_seconds=0.5,
+            decode_tokens=len(self.said),
+            decode_seconds=0.1 * len(self.said),
+            capacity={"slabs": 8, "experts": 8, "bytes": 8192},
+            backends=self.engine.backends,
+            counters=counters,
+            pruning=Pruning(keep=keep) if pruned else None,
+            kept=tuple(KeptImage(0, 0, (SIDE, SIDE), Selection(kept), tokens) for _ in self.images) if pruned else (),
+            pictures=tuple(self.images),
+            answer_tokens=len(self.said) + 1,
+            encoded_images=len(self.images),
+            passes=tuple(self._passes()),
+        )
+
+    def _passes(self):
+        prefill_s = 0.25 * len(self.images) + 0.5
+        yield PassFigures(Phase.PREFILL, 0.0, prefill_s, PROMPT_TOKENS, 0.1, 2, 6, 6144, 0)
+        for number in range(len(self.said)):
+            yield PassFigures(Phase.DECODE, prefill_s + 0.1 * number, 0.1, 1, 0.02, 3, 1, 1024, 0)
 
 
 @dataclass
@@ -74,8 +123,22 @@ class FakeEngine:
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self):
-        self.metrics = Metrics(LAYERS)
-        self.plan = SimpleNamespace(table=lambda: "the plan\n  experts  8 KiB", to_json=lambda: {"budget_bytes": 1000})
+        self.metrics, self.plan = Metrics(LAYERS), PLAN
+        self._hits, self._misses = np.zeros((2, LAYERS, EXPERTS), np.int64)
+
+    def work(self) -> None:
+        """What one token does: three experts of layer 0 are there, one of layer 1 is fetched."""
+        self.metrics.add("hits", Phase.DECODE, 0, 3)
+        self.metrics.add("misses", Phase.DECODE, 1, 1)
+        self.metrics.add("bytes_read", Phase.DECODE, 1, 1024)
+        self._hits[0, :3] += 1
+        self._misses[1, 2] += 1
+
+    def residency(self) -> np.ndarray:
+        return np.array([[2, 1, 1, 0], [0, 1, 0, 255]], np.uint8)
+
+    def heat(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._hits.copy(), self._misses.copy()
 
     def chat(self, messages, **options):
         self.calls.append((messages, options))
@@ -83,7 +146,8 @@ class FakeEngine:
         if isinstance(answer, Exception):
             raise answer
         parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-        self.replies.append(FakeReply(self, answer, sum(part["type"] == "image" for part in parts)))
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        self.replies.append(FakeReply(self, answer, images, options))
         return self.replies[-1]
 
     @contextlib.contextmanager

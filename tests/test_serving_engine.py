@@ -212,7 +212,7 @@ def test_prompts_are_built_in_many_threads(engine):
     def build():
         try:
             for number in range(20):
-                engine._prompts.build(ask(f"What is in picture {number}?", DEMO), lambda image: image)
+                engine.prompts.build(ask(f"What is in picture {number}?", DEMO), lambda image: image)
         except Exception as error:
             failed.append(error)
 

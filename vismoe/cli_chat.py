@@ -29,6 +29,7 @@ from vismoe.cli_options import (
     one_model,
     print_json,
 )
+from vismoe.config import SERVING_DEFAULTS
 from vismoe.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def ui_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=7860, help="on 127.0.0.1 (default: 7860)")
     add_answer_flags(parser)
     add_model_flags(parser)
-    add_settings(parser)
+    add_settings(parser, SERVING_DEFAULTS)
 
 
 def run_ui(arguments: Namespace) -> int:
@@ -73,7 +74,7 @@ def run_ui(arguments: Namespace) -> int:
     from vismoe.app.ui import require_gradio, serve
 
     require_gradio()  # before minutes of loading
-    with load_engine(arguments, one_model(arguments)) as engine:
+    with load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
         return serve(engine, arguments.port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
 
 

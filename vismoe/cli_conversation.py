@@ -55,6 +55,7 @@ def start_reply(engine: "Engine", arguments: Namespace, messages: list[dict[str,
         seed=arguments.seed,
         image_tokens=arguments.image_tokens,
         keep=keep,
+        reuse=True,
     )
 
 

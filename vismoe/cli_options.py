@@ -14,7 +14,7 @@ import sys
 import types
 import typing
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -81,6 +81,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "deterministic": ("", "what is computed, and where, follows from bytes and tokens, not from what was measured or is queued"),
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
+NO_FURTHER: Mapping[str, str] = {}
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -145,13 +146,14 @@ def one_model(arguments: Namespace) -> str | None:
     return _expanded(names[0]) if names else None
 
 
-def add_settings(parser: ArgumentParser) -> None:
-    """One flag for each field of Settings, in its order, with its default in the help."""
+def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER) -> None:
+    """One flag for each field of Settings, in its order, with its default in the help: `further` holds those that differ."""
+    defaults = {**ENGINE_DEFAULTS, **further}
     group = parser.add_argument_group("memory and paging")
     hints = typing.get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         placeholder, meaning = MEANINGS[field.name]
-        default = ENGINE_DEFAULTS.get(field.name, "none" if field.default is None else field.default)
+        default = defaults.get(field.name, "none" if field.default is None else field.default)
         options: dict[str, Any] = {"help": f"{meaning} (default: {default})", "default": argparse.SUPPRESS}
         hint = hints[field.name]
         if typing.get_origin(hint) is Literal:
@@ -245,9 +247,9 @@ def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def load_engine(arguments: Namespace, model: str | None) -> "Engine":
-    """The engine these flags ask for. torch and transformers are imported here and not before."""
-    given = given_settings(arguments)
+def load_engine(arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER) -> "Engine":
+    """The engine these flags ask for; `further` settings hold where they say nothing. torch is imported here and not before."""
+    given = {**further, **given_settings(arguments)}
     with ctrl_c_exits(arguments):
         from vismoe.engine import load
 

@@ -122,6 +122,11 @@ class Engine:
         return self._runtime.plan
 
     @property
+    def prompts(self) -> PromptBuilder:
+        """From conversations to inputs of the model."""
+        return self._prompts
+
+    @property
     def processor(self) -> Any:
         """The family's processor (images and text), or its tokenizer for a text model."""
         return self._prompts.processor

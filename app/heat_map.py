@@ -1,0 +1,120 @@
+"""The experts as a picture: one row for each MoE layer, one cell for each expert, as inline SVG. Pure.
+
+Colour says what became of an expert's demands in one answer, brightness how often it was demanded, size whether it is in memory
+now. Cells are strokes of a few paths, so that 48 x 128 experts take some tens of kilobytes; colours come from the page's style.
+"""
+
+from html import escape
+
+import numpy as np
+
+__all__ = ["heat_map"]
+
+ABSENT, RESIDENT, PINNED, NO_EXPERT = 0, 1, 2, 255  # as in Engine.residency()
+LEVELS = 3  # of brightness
+LEAST_ROW_PIXELS, MOST_ROW_PIXELS, FIGURE_PIXELS = 7.0, 22.0, 360.0
+LARGE, SMALL = 0.86, 0.42  # sides of a cell: in memory now, and not
+LEGEND = (
+    ("hit", "only hits: it was in memory whenever it was needed"),
+    ("most", "more hits than misses: fetched, then used again"),
+    ("some", "more misses than hits"),
+    ("miss", "only misses: it had to be fetched each time"),
+    ("idle", "in memory, not asked for"),
+    ("gone", "small: no longer in memory"),
+    ("pinned", "pinned: never leaves"),
+)
+
+
+def heat_map(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, held: str) -> str:
+    """HTML of the map; all three arrays are `[L, E]`: uint8 as of `Engine.residency()`, demands of one answer as integers.
+
+    held: what slabs hold, for the legend (the format of the resident experts).
+    """
+    layers, experts = residency.shape
+    row_pixels = min(MOST_ROW_PIXELS, max(LEAST_ROW_PIXELS, FIGURE_PIXELS / layers))
+    height = f"{layers * row_pixels:.0f}px"
+    legend = "".join(f'<li><i class="vm-{name}"></i>{words}</li>' for name, words in LEGEND)
+    here, experts_in_all = residency_count(residency), int((residency != NO_EXPERT).sum())
+    return (
+        f'<p class="vm-note">{here} of {experts_in_all} experts are in memory now. Their format: {escape(held)}.</p>'
+        f'<div class="vm-heat" role="img" aria-label="{_summary(residency, hits, misses)}">'
+        f'<div class="vm-y"><span>layer 0</span><span>{layers - 1}</span></div>'
+        f'<svg class="vm-cells" viewBox="0 0 {experts} {layers}" preserveAspectRatio="none" style="height:{height}">'
+        f"{_cells(residency, hits, misses)}{_rows(residency, hits, misses)}</svg>"
+        f'<svg class="vm-rates" viewBox="0 0 1 {layers}" preserveAspectRatio="none" style="height:{height}">'
+        f"{_rates(hits, misses)}</svg>"
+        f'<div class="vm-x vm-experts"><span>expert 0</span><span>{experts - 1}</span></div>'
+        '<div class="vm-x">hit rate</div></div>'
+        f'<ul class="vm-legend">{legend}</ul>'
+    )
+
+
+def residency_count(residency: np.ndarray) -> int:
+    """How many experts are in memory."""
+    return int(((residency == RESIDENT) | (residency == PINNED)).sum())
+
+
+def _summary(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
+    asked = hits + misses
+    return (
+        f"Experts of {len(residency)} layers: {residency_count(residency)} in memory; in this answer {int((asked > 0).sum())} "
+        f"were needed, {int(hits.sum())} times there and {int(misses.sum())} times fetched."
+    )
+
+
+def _cells(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
+    here = (residency == RESIDENT) | (residency == PINNED)
+    asked = hits + misses
+    level = np.minimum(LEVELS - 1, (LEVELS * np.log1p(asked) / np.log1p(max(1, asked.max()) + 1)).astype(int))
+    kinds = {
+        "hit": (asked > 0) & (misses == 0),
+        "most": (misses > 0) & (hits >= misses),
+        "some": (hits > 0) & (hits < misses),
+        "miss": (asked > 0) & (hits == 0),
+    }
+    paths = [_strokes("vm-idle", here & (asked == 0), LARGE)]
+    for kind, cells in kinds.items():
+        for step in range(LEVELS):
+            paths.append(_strokes(f"vm-{kind} vm-l{step}", cells & here & (level == step), LARGE))
+            paths.append(_strokes(f"vm-{kind} vm-l{step}", cells & ~here & (level == step), SMALL))
+    paths.append(_strokes("vm-pinned", residency == PINNED, LARGE, thick=0.14, down=0.9))
+    return "".join(paths)
+
+
+def _strokes(names: str, where: np.ndarray, side: float, thick: float | None = None, down: float = 0.5) -> str:
+    """A path with one horizontal stroke for each true cell, centred in it across, at `down` of its height."""
+    rows, columns = np.nonzero(where)
+    if not len(rows):
+        return ""
+    moves = "".join(f"M{column} {row}h{side}" for row, column in zip(rows.tolist(), columns.tolist(), strict=True))
+    return (
+        f'<path class="{names}" stroke-width="{thick or side}" transform="translate({(1 - side) / 2:.2f},{down})" d="{moves}"/>'
+    )
+
+
+def _rows(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
+    """What a pointer on a row is told."""
+    experts = residency.shape[1]
+    return "".join(
+        f'<rect x="0" y="{layer}" width="{experts}" height="1"><title>{_row_title(layer, *row)}</title></rect>'
+        for layer, row in enumerate(zip(residency, hits, misses, strict=True))
+    )
+
+
+def _row_title(layer: int, residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
+    demands = int(hits.sum() + misses.sum())
+    rate = f" ({hits.sum() / demands:.0%} hits)" if demands else ""
+    here, experts = residency_count(residency), int((residency != NO_EXPERT).sum())
+    return f"layer {layer}: {here} of {experts} in memory; this answer: {hits.sum()} hits, {misses.sum()} misses{rate}"
+
+
+def _rates(hits: np.ndarray, misses: np.ndarray) -> str:
+    """A bar for each layer: hits over demands."""
+    demands = (hits + misses).sum(axis=1)
+    rates = hits.sum(axis=1) / np.maximum(demands, 1)
+    full = "".join(f"M0 {layer}h1" for layer in range(len(hits)))
+    bars = "".join(f"M0 {layer}h{rate:.3f}" for layer, rate in enumerate(rates.tolist()) if rate)
+    return (
+        f'<path class="vm-track" stroke-width="{LARGE}" transform="translate(0,.5)" d="{full}"/>'
+        f'<path class="vm-hit" stroke-width="{LARGE}" transform="translate(0,.5)" d="{bars}"/>'
+    )

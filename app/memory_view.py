@@ -1,0 +1,56 @@
+"""What was settled at start: the memory plan as a bar with a table, and the backends with their reasons. HTML, pure."""
+
+from html import escape
+from typing import Any
+
+from vismoe.config import format_bytes
+
+__all__ = ["backends_table", "memory_plan", "memory_words"]
+
+SHADES = 8  # colours of the bar, used in turn
+LEAST_SHARE = 0.01  # of a place's bytes: smaller parts are summed up in the bar
+
+
+def memory_words(plan: Any) -> str:
+    """The memory as asked for, and what that holds, in one line."""
+    held = f"{plan.resident_experts} of {plan.total_experts} experts ({plan.resident_experts / plan.total_experts:.0%})"
+    return f"{plan.memory}: {held} in {format_bytes(plan.total_bytes)}"
+
+
+def memory_plan(plan: Any) -> str:
+    """HTML of a `Plan`: each place where memory is taken as one bar, and its parts."""
+    places = [(f"on the {plan.device}", plan.parts), ("in host memory", plan.host_parts)]
+    return "".join(_place(name, parts) for name, parts in places if parts)
+
+
+def _place(name: str, parts: Any) -> str:
+    summands = sorted((part for part in parts if not part.inside and part.bytes), key=lambda part: -part.bytes)
+    total = sum(part.bytes for part in summands)
+    segments, rows, small = [], [], 0
+    for number, part in enumerate(summands):
+        shade = f"vm-s{number % SHADES}"
+        if part.bytes < LEAST_SHARE * total:
+            small += part.bytes
+            shade = "vm-queue"
+        else:
+            segments.append(_segment(shade, part.name, part.bytes, total))
+        rows.append(
+            f'<tr><td><i class="{shade}"></i></td><th>{escape(part.name)}</th><td>{format_bytes(part.bytes)}</td>'
+            f"<td>{escape(part.note)}</td></tr>"
+        )
+    if small:
+        segments.append(_segment("vm-queue", "the rest", small, total))
+    return (
+        f'<p><b>{format_bytes(total)}</b> {escape(name)}</p><div class="vm-stack">{"".join(segments)}</div>'
+        f'<div class="vm-scroll"><table class="vm-parts">{"".join(rows)}</table></div>'
+    )
+
+
+def _segment(shade: str, name: str, nbytes: int, total: int) -> str:
+    return f'<i class="{shade}" style="width:{100 * nbytes / total:.2f}%" title="{escape(name)}: {format_bytes(nbytes)}"></i>'
+
+
+def backends_table(backends: dict[str, str]) -> str:
+    """HTML of what was chosen at start, and why."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(choice)}</td></tr>" for name, choice in backends.items())
+    return f'<div class="vm-scroll"><table class="vm-parts">{rows}</table></div>'

@@ -1,0 +1,47 @@
+"""What the deeper layers saw of each image: kept patches bright, dropped ones grey and dim. HTML with the pictures inside."""
+
+import base64
+import io
+from typing import Any
+
+from PIL import Image
+
+from vismoe.vision.overlay import kept_overlay
+
+__all__ = ["seen_pictures"]
+
+SIDE_PIXELS = 512  # the longer side of a shown picture: patches of a small image get crisp edges, a photo stays light
+NO_IMAGE = '<p class="vm-note">No image in this conversation yet.</p>'
+
+
+def seen_pictures(figures: Any) -> str:
+    """HTML of a finished request's images; `figures` are its `Figures`."""
+    if not figures.pictures:
+        return NO_IMAGE
+    if len(figures.kept) != len(figures.pictures):
+        words = f"all {figures.visual_tokens} visual tokens went through every layer"
+        shown = [_figure(_sized(picture), "the image, nothing dropped") for picture in figures.pictures]
+    else:
+        words = f"{figures.kept_visual_tokens} of {figures.visual_tokens} visual tokens went deeper; dimmed patches were dropped"
+        shown = [_kept(picture, image) for picture, image in zip(figures.pictures, figures.kept, strict=True)]
+    return f'<p class="vm-note">{words}.</p><div class="vm-pictures">{"".join(shown)}</div>'
+
+
+def _kept(picture: Image.Image, image: Any) -> str:
+    kept = image.selection.kept
+    share = f"{len(kept)} of {image.tokens} patches kept"
+    if image.grid is None:  # a token of this family is no place in its image
+        return _figure(_sized(picture), share)
+    return _figure(kept_overlay(_sized(picture), image.grid, kept), share)
+
+
+def _sized(picture: Image.Image) -> Image.Image:
+    scale = SIDE_PIXELS / max(picture.size)
+    return picture.convert("RGB").resize((max(1, round(side * scale)) for side in picture.size), Image.Resampling.LANCZOS)
+
+
+def _figure(picture: Image.Image, words: str) -> str:
+    encoded = io.BytesIO()
+    picture.save(encoded, "JPEG", quality=88)
+    source = base64.b64encode(encoded.getvalue()).decode()
+    return f'<figure><img alt="{words}" src="data:image/jpeg;base64,{source}"><figcaption>{words}</figcaption></figure>'

@@ -1,0 +1,76 @@
+"""Where the experts' bytes of one request came from, per token: memory, the link to the device, the disk. HTML, pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vismoe.config import format_bytes
+from vismoe.types import Phase
+
+__all__ = ["Sources", "sources", "tiers"]
+
+MEANINGS = {
+    Phase.PREFILL: "reading the question: many tokens at once need most experts of a layer, each fetched at most once",
+    Phase.DECODE: "writing the answer: one token at a time needs a few experts of each layer",
+}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What one phase of a request asked for, over `tokens` tokens."""
+
+    tokens: int
+    seconds: float
+    stall_seconds: float
+    hits: int
+    misses: int
+    disk_bytes: int
+    link_bytes: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
+
+
+def sources(passes: Sequence[Any], phase: Phase) -> Sources:
+    """The sum over the passes of one phase."""
+    own = [one for one in passes if one.phase == phase]
+    return Sources(
+        tokens=sum(one.tokens for one in own),
+        seconds=sum(one.seconds for one in own),
+        stall_seconds=sum(one.stall_seconds for one in own),
+        hits=sum(one.hits for one in own),
+        misses=sum(one.misses for one in own),
+        disk_bytes=sum(one.bytes_read for one in own),
+        link_bytes=sum(one.bytes_copied for one in own),
+    )
+
+
+def tiers(figures: Any) -> str:
+    """HTML: for prefill and decode, bytes per token of each tier as bars, with the hit rate and the stalled share."""
+    capacity = figures.capacity
+    record_bytes = capacity["bytes"] / capacity["slabs"] if capacity["slabs"] else 0.0
+    cards = [_card(phase, found, record_bytes) for phase in MEANINGS if (found := sources(figures.passes, phase)).tokens]
+    return f'<div class="vm-cards">{"".join(cards)}</div>' if cards else '<p class="vm-note">Nothing ran.</p>'
+
+
+def _card(phase: Phase, found: Sources, record_bytes: float) -> str:
+    rate = f"{found.hit_rate:.1%}" if found.hit_rate is not None else "nothing asked for"
+    stalled = found.stall_seconds / found.seconds if found.seconds else 0.0
+    per_token = {
+        ("hit", "memory"): found.hits * record_bytes / found.tokens,
+        ("link", "link to the device"): found.link_bytes / found.tokens,
+        ("disk", "disk"): found.disk_bytes / found.tokens,
+    }
+    most = max(per_token.values()) or 1.0
+    bars = "".join(
+        f"<tr><th>{name}</th><td>{format_bytes(nbytes)}</td>"
+        f'<td class="vm-bar"><i class="vm-{kind}" style="width:{100 * nbytes / most:.1f}%"></i></td></tr>'
+        for (kind, name), nbytes in per_token.items()
+    )
+    return (
+        f'<section><h4>{phase} · {found.tokens} token{"s" * (found.tokens != 1)}</h4><p class="vm-note">{MEANINGS[phase]}</p>'
+        f"<table><caption>bytes of experts per token, from</caption>{bars}</table>"
+        f"<p><b>{rate}</b> hit rate: {found.hits:,} hits, {found.misses:,} misses<br>"
+        f"<b>{stalled:.0%}</b> of {found.seconds:.2f} s stalled</p></section>"
+    )

@@ -1,0 +1,163 @@
+"""The widgets of the chat page, and what stands in them at first; `ui` says what they do. gradio is imported inside functions."""
+
+import html
+import json
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vismoe.app.memory_view import backends_table, memory_plan, memory_words
+from vismoe.app.page import Page, tiles
+from vismoe.app.pictures import NO_IMAGE
+from vismoe.config import Settings
+from vismoe.engine import Engine, demo_model
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+__all__ = ["NOT_YET", "chat_tab", "examples", "head", "machine_tab", "pictures_folder"]
+
+EXAMPLES = 4
+LEAST_KEEP = 0.1
+MOST_TOKENS = 2048  # that the slider offers, where the planned context is not smaller
+NOT_YET = '<p class="vm-note">Ask something; it appears with the answer.</p>'
+
+
+def pictures_folder() -> Path:
+    return demo_model().parent / "images"
+
+
+def examples() -> list[dict[str, Any]]:
+    """Bundled pictures with a question each."""
+    folder = pictures_folder()
+    pictures = json.loads((folder / "pictures.json").read_text())
+    return [{"text": about["question"], "files": [str(folder / name)]} for name, about in list(pictures.items())[:EXAMPLES]]
+
+
+def model_title(name: str) -> str:
+    """A folder by its last part, a hub model by its full name."""
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def head(engine: Engine) -> str:
+    return (
+        f'<div class="vm-head"><h1>VisMoE</h1><span>{html.escape(model_title(engine.name))}</span>'
+        f"<span>memory {html.escape(memory_words(engine.plan))}</span></div>"
+    )
+
+
+def chat_tab(page: Page) -> dict[str, Any]:
+    import gradio as gr
+
+    widgets: dict[str, Any] = {"history": gr.State(())}
+    with gr.Row():
+        with gr.Column(scale=3, min_width=320):
+            widgets["chatbot"] = gr.Chatbot(
+                label="Conversation",
+                show_label=False,
+                height="62vh",
+                min_height=320,
+                feedback_options=None,
+                buttons=["copy"],
+                editable="user",
+                group_consecutive_messages=False,  # a picture and its question in one bubble cannot be edited
+                latex_delimiters=[],
+                allow_tags=False,
+                allow_file_downloads=False,
+                placeholder="### Drop an image and ask\nor begin with one of these",
+                examples=examples(),
+                elem_id="conversation",
+            )
+            widgets["box"] = gr.MultimodalTextbox(
+                label="Your question",
+                show_label=False,
+                file_types=["image"],
+                file_count="multiple",
+                placeholder="Paste or drop an image here, and ask",
+                autofocus=True,
+                max_plain_text_length=20000,
+                elem_id="question",
+            )
+            with gr.Row():
+                widgets["again"] = gr.Button("Answer again", size="sm", min_width=120, elem_id="again")
+                widgets["forget"] = gr.Button("New conversation", size="sm", min_width=120, elem_id="forget")
+        with gr.Column(scale=1, min_width=280):
+            widgets["tiles"] = gr.HTML(tiles())
+            widgets["wishes"] = _settings(page)
+            gr.Markdown(f"**Memory** {page.engine.plan.memory}, fixed at start: `vismoe ui --memory ...` changes it.")
+    return widgets
+
+
+def _settings(page: Page) -> list[Any]:
+    """What holds from the next question on, in the order of `Wishes`."""
+    import gradio as gr
+
+    engine = page.engine
+    names = [name for name in typing.get_args(typing.get_type_hints(Settings)["selection"]) if name != "auto"]
+    return [
+        gr.Slider(
+            min(LEAST_KEEP, engine.settings.keep),
+            1.0,
+            engine.settings.keep,
+            step=0.05,
+            label="Visual tokens kept",
+            info="The share of an image that deeper layers see. Fewer are faster and need fewer experts; 1 is exact.",
+            visible=engine.can_prune,
+            elem_id="keep",
+        ),
+        gr.Dropdown(
+            [("automatic" if engine.settings.selection == "auto" else engine.settings.selection, ""), *names],
+            value="",
+            label="Which ones are kept",
+            info="How the patches to keep are chosen; compare them on the same image.",
+            visible=engine.can_prune,
+            elem_id="selection",
+        ),
+        gr.Slider(
+            1,
+            max(page.max_tokens, min(MOST_TOKENS, engine.plan.context)),
+            page.max_tokens,
+            step=1,
+            label="Longest answer",
+            info="In tokens, which are words or parts of words.",
+            elem_id="max-tokens",
+        ),
+        gr.Slider(
+            0.0,
+            2.0,
+            0.0,
+            step=0.1,
+            label="Temperature",
+            info="0 always takes the likeliest word, so answers repeat; above, words are drawn by chance.",
+            elem_id="temperature",
+        ),
+    ]
+
+
+def machine_tab(page: Page) -> dict[str, Any]:
+    """What `Update` fills, and what was settled at start."""
+    import gradio as gr
+
+    widgets = {"live": _panel("Now", "Of the answer that is being written, or the last one.", tiles())}
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            widgets["pictures"] = _panel("What it looked at", "Bright patches went through all layers.", NO_IMAGE)
+        with gr.Column(scale=3, min_width=300):
+            what = "From the question to the last word. Point at a bar to read its figures."
+            widgets["time_line"] = _panel("Time line of the answer", what, NOT_YET)
+            what = "A hit is an expert that was in memory when it was needed; a miss had to be fetched first."
+            widgets["tiers"] = _panel("Where the experts came from", what, NOT_YET)
+    what = "Each row is a layer, each cell one of its experts. Colours tell what happened to it since the question was asked."
+    widgets["heat"] = _panel("Experts, layer by layer", what, page.heat())
+    with gr.Accordion("Memory plan: who has which byte", open=False):
+        gr.HTML(memory_plan(page.engine.plan))
+    with gr.Accordion("What was chosen at start, and why", open=False):
+        gr.HTML(backends_table(page.engine.backends))
+    return widgets
+
+
+def _panel(title: str, what: str, value: str) -> "gr.HTML":
+    import gradio as gr
+
+    above = f'<h3>{title}</h3><p class="vm-note">{what}</p>'
+    return gr.HTML(value, html_template=above + "${value}", elem_classes="vm-panel")

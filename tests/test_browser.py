@@ -1,0 +1,242 @@
+"""`vismoe ui` with the demo model in headless Chromium: what a person does with the page, and what they see.
+
+A quarter of the experts in memory and an emulated link that is slow enough to watch. No page may report an error on its console,
+or ask another machine for anything.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MISSING = [package for package in ("playwright", "gradio") if importlib.util.find_spec(package) is None]
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian, Ubuntu: sudo apt-get install chromium)"),
+    pytest.mark.skipif(bool(MISSING), reason=f"missing: {', '.join(MISSING)}; pip install -e '.[dev]'"),
+]
+IMAGES = Path(__file__).parent.parent / "assets" / "images"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync"]
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+WAIT_MS = 60_000  # a busy machine is not a failure
+WHOLE = json.loads((IMAGES / "pictures.json").read_text())["demo.png"]["answer"]
+PUT = """(box, [event, name, bytes]) => {
+    const carried = new DataTransfer();
+    carried.items.add(new File([new Uint8Array(bytes)], name, {type: "image/png"}));
+    const details = {bubbles: true, cancelable: true};
+    box.dispatchEvent(event === "paste" ? new ClipboardEvent(event, {...details, clipboardData: carried})
+                                        : new DragEvent(event, {...details, dataTransfer: carried}));
+}"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where `vismoe ui` serves; at the end it is stopped by Ctrl-C, and ends well."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    slow = ["--memory", "25%", "--emulated-link-bytes-per-s", "16MB", "--misses", "wait"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "vismoe.cli", "ui", "--port", str(port), *slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        said = []
+        while not (said and "VisMoE is at" in said[-1]):
+            said.append(server.stdout.readline())
+            assert said[-1], f"vismoe ui ended: {''.join(said)}"
+        yield f"http://127.0.0.1:{port}/"
+        server.send_signal(signal.SIGINT)
+        assert "stopped" in server.communicate(timeout=30)[0] and server.returncode == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Visitor:
+    """A person with a browser of their own at the page."""
+
+    def __init__(self, browser, address: str, size: dict[str, int]):
+        self.context = browser.new_context(viewport=size, has_touch=size is PHONE)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.complaints: list[str] = []
+        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda asked: self._local(asked.url, address))
+        self.page.goto(address)
+        self.box = self.page.locator("#question textarea")
+        self.box.wait_for()
+
+    def _local(self, url: str, address: str) -> None:
+        if not url.startswith((address, "data:", "blob:")):
+            self.complaints.append(f"asked for {url}")
+
+    def attach(self, name: str) -> None:
+        self.page.locator("#question input[type=file]").set_input_files(IMAGES / name)
+        self.page.locator("#question .thumbnail-item img, #question img").first.wait_for()
+
+    def ask(self, question: str) -> None:
+        self.box.fill(question)
+        self.box.press("Enter")
+
+    def tell(self, *, contains: str = "", number: int = 1) -> str:
+        """The answer with this number, once it has this in it and, without a condition, once it is complete."""
+        answer = self.page.get_by_test_id("bot").nth(number - 1)
+        if contains:
+            answer.filter(has_text=contains).wait_for()
+        else:
+            answer.wait_for()
+            self.page.get_by_test_id("submit-button").wait_for()
+        return answer.inner_text().strip()
+
+    def machine(self, words: str) -> str:
+        """The page of the machine, once these words are on it."""
+        self.page.get_by_role("tab", name="The machine at work").click()
+        panel = self.page.locator(".vm-panel", has_text=re.compile(words)).first
+        panel.wait_for()
+        text = panel.inner_text()
+        self.page.get_by_role("tab", name="Chat").click()
+        return text
+
+    def keep(self, share: str) -> None:
+        number = self.page.get_by_label("number input for Visual tokens kept")
+        number.fill(share)
+        number.press("Tab")
+
+    def fits(self) -> bool:
+        return self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+@pytest.fixture
+def visit(browser, address):
+    """Makes visitors; at the end none of them may have had a complaint."""
+    visitors = []
+
+    def make(size=DESKTOP) -> Visitor:
+        visitors.append(Visitor(browser, address, size))
+        return visitors[-1]
+
+    yield make
+    complaints = [visitor.complaints for visitor in visitors]
+    for visitor in visitors:
+        visitor.context.close()
+    assert complaints == [[]] * len(visitors)
+
+
+def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_fewer_patches(visit):
+    me = visit()
+    me.attach("demo.png")
+    me.ask("What is in the picture?")
+    assert me.tell() == WHOLE
+    assert "1 of 1 images had to be encoded" in me.machine("ended by the model")
+    assert "all 64 visual tokens" in me.machine("visual tokens")
+
+    me.ask("What does the sign say?")
+    assert me.tell(number=2) == 'It says "MENU".'
+    said = me.machine("0 of 1 images had to be encoded")
+    known, all_of_it = map(int, re.search(r"(\d+) of (\d+) tokens of the question were known", said).groups())
+    assert 64 < known < all_of_it
+
+    me.keep("0.5")
+    me.page.get_by_role("button", name="Answer again").click()
+    assert "32 of 64 patches kept" in me.machine("32 of 64")
+    assert "MENU" in me.tell(number=2)
+    assert me.page.get_by_test_id("bot").count() == 2
+
+    me.page.get_by_role("button", name="New conversation").click()
+    me.page.get_by_test_id("bot").first.wait_for(state="detached")
+    assert "No image" in me.machine("No image")
+
+
+def test_a_long_answer_is_watched_and_stopped(visit):
+    me = visit()
+    me.page.get_by_role("button", name="What is in the picture?").click()
+    assert "Now" in me.machine(r"\d%\s*hit rate")  # while it is being read
+    me.tell(contains="There is")
+    me.page.get_by_role("button", name="Stop").click()
+    said = me.tell()
+    assert WHOLE.startswith(said) and len(said) < len(WHOLE)
+    assert "stopped" in me.machine("stopped")
+
+
+def test_an_edited_question_is_answered_anew_about_the_same_picture(visit):
+    me = visit()
+    me.attach("wide.png")
+    me.ask("Is there a cat?")
+    me.tell()
+    me.page.get_by_role("button", name="Edit").click()
+    me.page.locator("#conversation textarea").fill("Where is the cat?")
+    me.page.locator("#conversation").get_by_role("button", name="Submit").click()
+    assert me.tell(contains="right") == "On the right."
+    assert me.page.get_by_test_id("bot").count() == 1
+
+
+def test_two_conversations_at_once_stay_apart_and_each_has_one_answer_at_a_time(visit):
+    me, you = visit(), visit()
+    me.page.get_by_role("button", name="What is in the picture?").click()
+    me.page.get_by_role("button", name="Stop").wait_for()
+    me.ask("And now?")
+    me.page.get_by_text("still being written").wait_for()
+    assert me.box.input_value() == "And now?"
+    you.page.get_by_role("button", name="What does the sign say?").click()
+    assert you.tell(contains="OPEN") == 'It says "OPEN".'
+    assert me.tell() == WHOLE
+    assert [visitor.page.get_by_test_id("bot").count() for visitor in (me, you)] == [1, 1]
+
+
+def test_pictures_are_pasted_and_dropped_and_a_missing_question_is_said(visit):
+    me = visit()
+    picture = list((IMAGES / "sign.png").read_bytes())
+    me.box.evaluate(PUT, ["paste", "pasted.png", picture])
+    me.page.locator("#question img").nth(0).wait_for()
+    me.page.locator("#question .full-container").evaluate(PUT, ["drop", "dropped.png", picture])
+    me.page.locator("#question img").nth(1).wait_for()
+    me.box.press("Enter")
+    me.page.get_by_text("write one beside the picture").wait_for()
+    assert me.page.locator("#question img").count() == 2
+
+
+def test_what_an_answer_shows_cannot_make_the_browser_ask_another_machine(visit):
+    """Text of a model may hold a picture's address: asking for it would tell a stranger what was said."""
+    me = visit()
+    stranger = "https://example.com/a.png"
+    with me.page.expect_event("requestfailed", lambda request: request.url == stranger) as failed:
+        me.page.evaluate("url => document.body.append(Object.assign(new Image(), {src: url}))", stranger)
+    assert failed.value.failure == "csp"
+    me.complaints[:] = [said for said in me.complaints if stranger not in said]
+
+
+def test_everything_fits_a_phone(visit):
+    me = visit(PHONE)
+    assert me.fits()
+    me.page.get_by_role("button", name="How many dogs are there?").click()
+    assert me.tell(contains="Three") == "Three."
+    assert me.fits()
+    me.page.get_by_role("tab", name="The machine at work").click()
+    for section in ("Memory plan", "What was chosen"):
+        me.page.get_by_role("button", name=section).click()
+    me.page.get_by_text("expert pool").wait_for()
+    assert me.fits()

@@ -26,8 +26,8 @@ ROWS = {
 FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "predictor_training": "vismoe.predictor_training"}
 # Never needed to import the package: each lives behind an extra, or is a build of torch that a user may lack.
 OPTIONAL = {
-    "torchvision", "gradio", "matplotlib", "lmms_eval", "fastapi", "triton", "uvicorn", "gguf", "llama_cpp", "starlette", "openai",
-    "prometheus_client", "httpx", "httpcore", "pydantic", "ray",
+    "torchvision", "gradio", "matplotlib", "lmms_eval", "fastapi", "triton", "uvicorn", "gguf", "llama_cpp", "starlette",
+    "openai", "prometheus_client", "httpx", "httpcore", "pydantic", "ray",
 }  # fmt: skip
 
 # The files that are an extra's own: whoever imports one does so inside a function, or is one of them.

@@ -16,9 +16,13 @@ GENERIC_NAMES = {"app", "eval", "assets", "predictor_training", "tests", "docs"}
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    """Compiled without optimisation: that takes a quarter of the time and changes nothing that is looked at here."""
+    folder, compiler = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("compiler") / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    compiler.chmod(0o755)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "CXX": str(compiler)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("vismoe-*.whl")
     return built
@@ -74,16 +78,12 @@ def test_the_wheel_is_small_enough_to_download(wheel):
 
 
 def test_the_folders_import_under_the_library_name_alone(installed, tmp_path):
-    program = (
-        "import importlib.util, json, vismoe, vismoe.eval, vismoe.cli\n"
-        f"generic = [name for name in {sorted(GENERIC_NAMES)} if importlib.util.find_spec(name)]\n"
-        "print(json.dumps([vismoe.__file__, vismoe.eval.__file__, generic]))"
-    )
+    program = "import json, vismoe, vismoe.eval, vismoe.cli\nprint(json.dumps([vismoe.__file__, vismoe.eval.__file__]))"
     done = run_installed(installed, ["-c", program], tmp_path)
     assert done.returncode == 0, done.stderr
-    *files, generic = json.loads(done.stdout)
-    assert all(Path(file).is_relative_to(installed) for file in files)
-    assert generic == []
+    assert all(Path(file).is_relative_to(installed) for file in json.loads(done.stdout))
+    assert [name for name in GENERIC_NAMES if list(installed.glob(f"{name}*"))] == []
+    assert (installed / "vismoe" / "app" / "ui.css").is_file() and list((installed / "vismoe" / "eval" / "tasks").glob("*.yaml"))
 
 
 def test_the_demo_answers_from_the_installed_wheel(installed, tmp_path):

@@ -1,4 +1,4 @@
-"""The `vismoe` command: `chat`, `ui`, `plan`, `pack`, `eval`, `replay`, `doctor`, `bench`.
+"""The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `doctor`, `bench`.
 
 Exit codes: 0; 2 for an error the user can act on, said in one message without a traceback; 130 after Ctrl-C. With `--json`
 stdout is exactly one JSON object, `{"error": ...}` in the case of an error. Heavy imports happen after the arguments are read.
@@ -19,6 +19,7 @@ from vismoe.cli_doctor import DOCTOR
 from vismoe.cli_measure import EVAL, PLAN, REPLAY
 from vismoe.cli_options import INTERRUPTED, error_report, print_json
 from vismoe.cli_pack import PACK
+from vismoe.cli_serve import SERVE
 from vismoe.cli_study import STUDIES, run_study
 from vismoe.errors import ConfigError, VisMoEError
 
@@ -33,6 +34,7 @@ examples:
 COMMANDS = {
     "chat": CHAT,
     "ui": UI,
+    "serve": SERVE,
     "plan": PLAN,
     "pack": PACK,
     "calibrate": CALIBRATE,

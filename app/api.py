@@ -1,0 +1,102 @@
+"""The OpenAI-compatible server as an ASGI application: its addresses, and what stands behind each."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from anyio import to_thread
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+
+from vismoe.app.allocator import give_back_memory
+from vismoe.app.answers import served_model
+from vismoe.app.api_errors import ApiError, api_error_of, error_response
+from vismoe.app.callers import Callers
+from vismoe.app.completions import REQUEST_ID, Completions
+from vismoe.app.guard import Guard
+from vismoe.app.images import ImageIntake, ImageLimits
+from vismoe.app.options import ServeOptions
+from vismoe.app.prometheus import metrics_text
+
+__all__ = ["create_app", "served_name"]
+
+NOT_FOUND = "there is nothing at this address; requests go to /v1/chat/completions, /v1/completions, /v1/models"
+
+
+def served_name(name: str) -> str:
+    """What clients call the model: a hub model's name, the last part of a folder's; never a path of this machine."""
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def create_app(engine: Any, options: ServeOptions) -> FastAPI:
+    """The application. Whoever runs it closes the engine afterwards; `app.state.callers.drain` ends it gently.
+
+    Raises ConfigError where `options` name a folder that is not there.
+    """
+    model = served_model(options.served_model_name or served_name(engine.name), engine.plan.context)
+    callers = Callers(engine, options.max_waiting)
+    intake = ImageIntake(
+        ImageLimits(
+            allow_remote_images=options.allow_remote_images,
+            image_folder=options.image_folder,
+            max_images=options.max_images,
+            max_image_bytes=options.max_image_bytes,
+            max_pixels=options.max_pixels,
+            image_timeout_s=options.image_timeout_s,
+        )
+    )
+    completions = Completions(engine, options, model.id, callers, intake)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        giving_back = asyncio.create_task(give_back_memory())
+        yield
+        giving_back.cancel()
+        intake.close()
+
+    app = FastAPI(title="VisMoE", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app.state.callers = callers
+    app.add_middleware(Guard, options=options)
+    if options.allow_origins:  # outside the gate: browsers ask before they send a key, and must be able to read refusals
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_exception_handler(HTTPException, _no_such_route)
+    app.add_api_route("/v1/chat/completions", completions.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", completions.text, methods=["POST"], response_model=None)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model.to_dict()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        if name != model.id:
+            raise ApiError(404, f"there is no model of this name; this server has {model.id}", "model", "model_not_found")
+        return JSONResponse(model.to_dict())
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        return JSONResponse({"status": "closing"}, 503) if callers.draining else JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await to_thread.run_sync(metrics_text, engine), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    described = api_error_of(error)
+    if described.status == 404:
+        described = ApiError(404, NOT_FOUND, code="unknown_url")
+    return error_response(described)

@@ -1,0 +1,92 @@
+"""Errors as OpenAI's clients know them: a status, and `{"error": {message, type, param, code}}`. One mapping for all of them.
+
+What a client did is said in one sentence; what happened inside is written to the log under an id, and the client reads the id.
+"""
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai.types.shared import ErrorObject
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from vismoe.errors import ClosedError, ContextError, InputError
+
+__all__ = ["ApiError", "api_error_of", "error_body", "error_response"]
+
+log = logging.getLogger("vismoe.serve")
+
+MAX_MESSAGE_CHARACTERS = 500
+RETRY_S = 5
+
+
+@dataclass
+class ApiError(Exception):
+    """What the client reads. `param`: the field of the request it is about, e.g. `messages[0].content[1].image_url.url`."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    type: str = "invalid_request_error"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.message}"
+
+    @classmethod
+    def too_many(cls, waiting: int) -> "ApiError":
+        message = f"{waiting} requests are waiting already. Fix: try again later"
+        return cls(429, message, None, "rate_limit_exceeded", "rate_limit_error", {"Retry-After": str(RETRY_S)})
+
+    @classmethod
+    def closing(cls) -> "ApiError":
+        headers = {"Retry-After": str(RETRY_S), "Connection": "close"}
+        return cls(503, "the server is shutting down", None, "shutting_down", "server_error", headers)
+
+
+def api_error_of(error: BaseException) -> ApiError:
+    """What to tell the client about any exception; what is our own fault goes into the log with an id."""
+    match error:
+        case ApiError():
+            return error
+        case ContextError():
+            return ApiError(400, _short(str(error)), "messages", "context_length_exceeded")
+        case InputError():
+            return ApiError(400, _short(str(error)))
+        case ClosedError():
+            return ApiError.closing()
+        case ValidationError():
+            return _invalid(error)
+        case HTTPException():
+            return ApiError(error.status_code, f"{error.detail}", headers=error.headers or {})
+    mark = uuid.uuid4().hex[:12]
+    log.error("internal error %s", mark, exc_info=error)
+    return ApiError(500, f"an error inside the server, in its log as {mark}", None, "internal_error", "server_error")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error."""
+    described = ErrorObject(message=error.message, type=error.type, param=error.param, code=error.code)
+    return {"error": described.to_dict()}
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error_body(error), error.status, dict(error.headers))
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a request, without its values."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    reason = {"missing": "is missing", "extra_forbidden": "is not a parameter of this server. Fix: leave it out"}
+    message = f"{param or 'the request'}: {reason.get(first['type'], first['msg'])}"
+    return ApiError(400, _short(message), _short(param) or None)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else text[: MAX_MESSAGE_CHARACTERS - 3] + "..."

@@ -1,0 +1,117 @@
+"""Who is being served: how many may wait, what happens when one goes away, and how the last ones leave at the end.
+
+All of it lives on the event loop's thread, so nothing here needs a lock. A caller that left has its reply cancelled, whether the
+reply is there already or comes later; the engine stops it within a token.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from vismoe.app.api_errors import ApiError
+
+__all__ = ["Caller", "Callers"]
+
+POLL_S = 0.05
+LAST_WORDS_S = 5.0  # to tell those who are sent away why
+
+
+class Caller:
+    """One request from its admission to the last byte of its answer."""
+
+    def __init__(self) -> None:
+        self.sent_away: ApiError | None = None  # why we ended it
+        self.left = False
+        self.waits = True  # its reply has not been asked for yet
+        self._reply: Any = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def watch(self, receive: Receive) -> None:
+        """Leave as soon as the connection closes; once the body was read."""
+        self._watch = asyncio.get_running_loop().create_task(self._leave_when_gone(receive))
+
+    def takes(self, reply: Any) -> None:
+        self.waits = False
+        self._reply = reply
+        if self.left:
+            reply.cancel()
+
+    def check(self) -> None:
+        """Raises what ended this request early: the ApiError it was sent away with, or ClientDisconnect."""
+        if self.left:
+            raise self.sent_away or ClientDisconnect
+
+    def leave(self, sent_away: ApiError | None = None) -> None:
+        """Nobody wants the answer any more; may be called twice, and after the end."""
+        self.left = True
+        self.sent_away = self.sent_away or sent_away
+        watch, self._watch = self._watch, None  # which holds us, and what ended it holds it
+        if watch is not None and watch is not asyncio.current_task():
+            watch.cancel()
+        if self._reply is not None:
+            self._reply.cancel()
+
+    def forget(self) -> None:
+        """The reply is read, or nobody's any more: its pictures are large."""
+        self._reply = None
+
+    async def _leave_when_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.leave()
+
+
+class Callers:
+    """Everybody who is being served. Who waits inside the engine, it says itself (`load`); who has yet to get there, we count."""
+
+    def __init__(self, engine: Any, max_waiting: int):
+        self._engine, self._max_waiting = engine, max_waiting
+        self._here: set[Caller] = set()
+        self.draining = self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that do not run yet."""
+        return sum(caller.waits for caller in self._here) + self._engine.load.waiting
+
+    def enter(self) -> Caller:
+        """Admits a request. Raises ApiError when the server is closing, or when too many wait."""
+        if self.draining:
+            raise ApiError.closing()
+        if self.waiting >= self._max_waiting:
+            raise ApiError.too_many(self.waiting)
+        caller = Caller()
+        self._here.add(caller)
+        return caller
+
+    def ends(self, caller: Caller) -> None:
+        """The answer is out, or nobody wants it."""
+        caller.leave()
+        caller.forget()
+        self._here.discard(caller)
+
+    async def drain(self, timeout_s: float) -> None:
+        """No new callers; waits for those that are here, and sends them away after `timeout_s` if nobody did before."""
+        self.draining = True
+        await self._until(lambda: not self._here or self._closed, timeout_s)
+        self.send_away()
+        await self._until(lambda: not self._here, LAST_WORDS_S)
+
+    def send_away(self) -> None:
+        """Cancels every answer under way; the callers read why."""
+        self.draining = self._closed = True
+        for caller in list(self._here):
+            caller.leave(ApiError.closing())
+
+    async def _until(self, fact: Callable[[], bool], timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not fact():
+                    await asyncio.sleep(POLL_S)

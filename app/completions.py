@@ -1,0 +1,217 @@
+"""The life of a request: admitted, read, checked, its images opened, asked of the engine, and answered whole or in events.
+
+Nothing blocks the event loop: bodies are parsed and prompts are built in a few threads, and pieces of text come from the engine's
+thread through a queue. Whatever ends a request early (the client left, the server closes, an error), its reply is cancelled.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from vismoe.app.answers import ChatAnswer, TextAnswer
+from vismoe.app.api_errors import ApiError, api_error_of, error_body
+from vismoe.app.callers import Caller, Callers
+from vismoe.app.images import ImageIntake
+from vismoe.app.options import ServeOptions
+from vismoe.app.schemas import COMPLETION_TOKENS, ChatRequest, CompletionRequest, Message, Part, Sampling, parse
+from vismoe.errors import InputError
+
+__all__ = ["Completions"]
+
+PREPARERS = 4  # requests whose prompts are built at the same time: decoded images are large
+BEAT_S = 15.0  # between two signs of life while there is no text yet: proxies cut silent connections
+BEAT = b": still at it\n\n"
+CHARACTERS_OF_A_TOKEN = 256  # at most: runs of blanks are the longest
+EMPTY = Part(type="text", text="")  # what an assistant said who said nothing
+REQUEST_ID = "X-Request-ID"
+
+Call = Callable[[], Any]  # asks the engine and returns its reply
+Result = TypeVar("Result")
+Answer = ChatAnswer | TextAnswer
+
+
+class Completions:
+    """Answers requests with an engine, under the name `model`."""
+
+    def __init__(self, engine: Any, options: ServeOptions, model: str, callers: Callers, intake: ImageIntake):
+        self._engine, self._options, self._model = engine, options, model
+        self._callers, self._intake = callers, intake
+        self._model_samples = bool(engine.model.generation_config.do_sample)
+        self._threads = CapacityLimiter(PREPARERS)
+
+    async def chat(self, http: Request) -> Response:
+        """POST /v1/chat/completions."""
+
+        async def call(request: ChatRequest) -> Call:
+            return partial(self._engine.chat, await self._messages(request.messages), **self._chat_options(request))
+
+        return await self._answer(http, ChatRequest, call, ChatAnswer)
+
+    async def text(self, http: Request) -> Response:
+        """POST /v1/completions."""
+
+        async def call(request: CompletionRequest) -> Call:
+            self._check_length(len(request.prompt), "prompt")
+            max_tokens = request.max_tokens or COMPLETION_TOKENS
+            return partial(
+                self._engine.complete, request.prompt, max_tokens=max_tokens, reuse=True, **request.sampling(self._model_samples)
+            )
+
+        return await self._answer(http, CompletionRequest, call, TextAnswer)
+
+    async def _answer(
+        self, http: Request, kind: type[Sampling], call_of: Callable[[Any], Awaitable[Call]], form: type[Answer]
+    ) -> Response:
+        caller = self._callers.enter()
+        try:
+            request = await self._in_thread(parse, kind, await http.body())
+            self._check_model(request.model)
+            caller.watch(http.receive)
+            call = await call_of(request)
+            reply = await self._in_thread(unless_left, caller, call)
+            caller.takes(reply)
+            answer = form(self._model, request.include_usage)
+            if request.stream:
+                return EventStream(answer, reply, caller, partial(self._callers.ends, caller))
+            text = "".join([piece async for piece in pieces_of(reply)])
+            caller.check()
+        except BaseException:
+            self._callers.ends(caller)
+            raise
+        self._callers.ends(caller)
+        return JSONResponse(in_json(answer.whole(text, reply.figures)), headers={REQUEST_ID: answer.id})
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked not in (None, self._model):
+            message = f"there is no model of this name; this server has {self._model}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _check_length(self, characters: int, param: str) -> None:
+        """Text that cannot fit is refused before it is cut into tokens, which takes long."""
+        most = CHARACTERS_OF_A_TOKEN * self._engine.plan.context
+        if characters > most:
+            message = f"{characters:,} characters, more than a context of {self._engine.plan.context:,} tokens can hold"
+            raise ApiError(400, message, param, "context_length_exceeded")
+
+    async def _messages(self, messages: list[Message]) -> list[dict[str, Any]]:
+        """The conversation in the engine's form, with its images opened."""
+        self._check_length(sum(len(part.text or "") for message in messages for part in message.content or ()), "messages")
+        urls = [part.image_url.url for message in messages for part in message.content or () if part.image_url]
+        try:
+            images = iter(await self._intake.open_all(urls))
+        except InputError as error:
+            raise ApiError(400, str(error), "messages", "invalid_image") from error
+        return [
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": [
+                    {"type": "image", "image": next(images)} if part.image_url else {"type": "text", "text": part.text}
+                    for part in message.content or [EMPTY]
+                ],
+            }
+            for message in messages
+        ]
+
+    def _chat_options(self, request: ChatRequest) -> dict[str, Any]:
+        ours = request.vismoe
+        tokens = tuple(ours.image_tokens) if ours and ours.image_tokens else self._options.image_tokens
+        context = self._engine.plan.context
+        if tokens and tokens[1] > context:
+            raise ApiError(400, f"image_tokens up to {tokens[1]}, the context has {context}", "vismoe.image_tokens")
+        return {
+            "max_tokens": request.max_completion_tokens or request.max_tokens or self._options.max_tokens,
+            "image_tokens": tokens,
+            "keep": ours.keep if ours else None,
+            "selection": ours.selection if ours else None,
+            "reuse": True,
+            **request.sampling(self._model_samples),
+        }
+
+    async def _in_thread(self, task: Callable[..., Result], *arguments: Any) -> Result:
+        return await to_thread.run_sync(task, *arguments, limiter=self._threads)
+
+
+class EventStream(Response):
+    """An answer as server-sent events. `ends` is called when the last one is out, or nobody reads on."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, reply: Any, caller: Caller, ends: Callable[[], None]):
+        super().__init__(headers={REQUEST_ID: answer.id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answer, self._reply, self._caller, self._ends = answer, reply, caller, ends
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events():
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._ends()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            for chunk in self._answer.opening():
+                yield event(chunk)
+            async for piece in pieces_of(self._reply, BEAT_S):
+                yield event(self._answer.piece(piece)) if piece else BEAT
+            self._caller.check()
+            for chunk in self._answer.closing(self._reply.figures):
+                yield event(chunk)
+            yield b"data: [DONE]\n\n"
+        except ClientDisconnect:
+            raise
+        except Exception as error:  # the boundary of a request whose answer has begun: it can only end with an event
+            yield b"event: error\n" + data(error_body(api_error_of(error)))
+
+
+def unless_left(caller: Caller, call: Call) -> Any:
+    """The reply, unless the caller left while others' prompts were built."""
+    caller.check()
+    return call()
+
+
+async def pieces_of(reply: Any, beat_s: float | None = None) -> AsyncIterator[str]:
+    """The reply's text as it comes; an empty piece whenever `beat_s` passed without any. Raises the reply's error."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+
+    def put(piece: str | None) -> None:  # on the model's thread
+        with suppress(RuntimeError):  # the loop was closed: nobody reads
+            loop.call_soon_threadsafe(arrived.put_nowait, piece)
+
+    reply.deliver_to(put)
+    while True:
+        try:
+            async with asyncio.timeout(beat_s):
+                piece = await arrived.get()
+        except TimeoutError:
+            yield ""
+            continue
+        if piece is None:
+            break
+        yield piece
+    if reply.error is not None:
+        raise reply.error
+
+
+def in_json(answer: BaseModel) -> dict[str, Any]:
+    return answer.model_dump(mode="json", exclude_unset=True, warnings=False)
+
+
+def event(chunk: BaseModel) -> bytes:
+    return data(in_json(chunk))
+
+
+def data(value: Any) -> bytes:
+    """One event. In ASCII, because some clients break lines at characters that Unicode calls line separators."""
+    return f"data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode()

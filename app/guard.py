@@ -1,0 +1,126 @@
+"""The gate in front of every route: who may ask, how much they may send and how slowly, and what is written about it.
+
+Host names, keys and sizes are checked before a byte of a body is read. Whatever a route raises becomes one error response.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import time
+from urllib.parse import quote, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vismoe.app.api_errors import ApiError, api_error_of, error_response
+from vismoe.app.keys import KeyCheck
+from vismoe.app.options import ServeOptions, is_loopback
+
+__all__ = ["Guard"]
+
+log = logging.getLogger("vismoe.serve")
+
+OPEN = ("/health",)  # without a key: load balancers have none
+CLIENT_LEFT = 499  # what proxies write into their logs for it; nobody reads it
+MAX_LOGGED_CHARACTERS = 120
+
+
+class Guard:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions):
+        self._app, self._options, self._keys = app, options, KeyCheck(options.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began_s, status = time.perf_counter(), 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, self._bounded(receive), noting)
+        except ClientDisconnect:
+            status = CLIENT_LEFT
+        except Exception as error:  # the boundary of every request
+            if status:  # too late for another answer: the connection is closed on the client
+                raise
+            await error_response(api_error_of(error))(scope, receive, noting)
+        finally:
+            address = quote(scope["path"][:MAX_LOGGED_CHARACTERS])
+            log.info("%s %s %d %.2f s", scope["method"], address, status, time.perf_counter() - began_s)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        self._check_host(headers.get("host", ""))
+        if scope["path"] not in OPEN and not self._keys.allows(headers):
+            message = "the API key is missing or wrong. Fix: send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if scope["method"] != "POST":
+            return
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which a web page of somebody else cannot send unasked
+            raise ApiError(415, "the body is JSON. Fix: send the header Content-Type: application/json")
+        length = headers.get("content-length", "0")
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may believe the one, and we the other
+            message = "a request has Content-Length or Transfer-Encoding, not both"
+            raise ApiError(400, message, headers={"Connection": "close"})
+        if not length.isdecimal():
+            raise ApiError(400, "Content-Length is not a number", headers={"Connection": "close"})
+        if int(length) > self._options.max_body_bytes:
+            raise self._too_large()
+
+    def _check_host(self, header: str) -> None:
+        """Raises ApiError where a web page could have made its visitor's browser call us, under a name of its own."""
+        try:
+            name = urlsplit(f"//{header}").hostname or ""
+        except ValueError:
+            name = ""
+        local = name == "localhost" or is_loopback(name) or name == self._options.host.lower()
+        if is_loopback(self._options.host):
+            allowed = local
+        else:
+            allowed = bool(self._options.api_keys) or local or _is_address(name)
+        if not allowed and name not in map(str.lower, self._options.allow_hosts):
+            raise ApiError(421, f"this server is not known as {name[:100]!r}. Fix: vismoe serve --allow-host NAME")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive`, as long as the body stays within its limits of size and time."""
+        deadline_s = asyncio.get_running_loop().time() + self._options.body_timeout_s
+        size_bytes, complete = 0, False
+
+        async def bounded() -> Message:
+            nonlocal size_bytes, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError as error:
+                text = f"the body did not arrive within {self._options.body_timeout_s:g} s"
+                raise ApiError(408, text, code="body_timeout") from error
+            size_bytes += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if size_bytes > self._options.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than {self._options.max_body_bytes:,} bytes. Fix: send smaller images, or fewer"
+        return ApiError(413, message, code="body_too_large")
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host is given as a number: no name server was asked, so none can have lied."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""Settings of the server: one frozen definition of every default. The flags of `vismoe serve` come from it.
+
+Checked when made: what would serve strangers without a key is refused. Needs no optional package.
+"""
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vismoe.errors import ConfigError
+
+__all__ = ["ServeOptions", "is_loopback"]
+
+LEAST = {
+    "port": 0,
+    "max_body_bytes": 1024,
+    "max_images": 0,
+    "max_pixels": 1,
+    "max_image_bytes": 1024,
+    "max_waiting": 1,
+    "max_tokens": 1,
+    "drain_s": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How the server meets its clients."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    api_keys: tuple[str, ...] = ()  # a client sends one of these
+    no_api_key: bool = False  # said by whoever wants to serve other machines without a key
+    served_model_name: str | None = None  # None: the model's own
+    allow_hosts: tuple[str, ...] = ()  # further names that a Host header may have
+    allow_origins: tuple[str, ...] = ()  # web pages that may call us from a browser
+    allow_remote_images: bool = False
+    image_folder: Path | None = None  # from which images may be named by path
+    max_body_bytes: int = 64 * 2**20
+    max_images: int = 8  # of one request
+    max_pixels: int = 32 * 10**6  # of one image
+    max_image_bytes: int = 20 * 2**20  # of one image as it was encoded
+    image_timeout_s: float = 10.0  # for the downloads of one request, and as much for decoding
+    max_waiting: int = 64  # requests that do not run yet; further ones are sent away
+    body_timeout_s: float = 60.0  # for a body to arrive
+    drain_s: float = 30.0  # at the end, for answers that are being written
+    max_tokens: int = 256  # of an answer, where the request does not say
+    image_tokens: tuple[int, int] | None = None  # least and most for each image, where the request does not say
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least {least}")
+        if self.port > 65535:
+            raise ConfigError(f"port={self.port}: at most 65535")
+        if self.image_timeout_s <= 0 or self.body_timeout_s <= 0:
+            raise ConfigError(f"image_timeout_s={self.image_timeout_s}, body_timeout_s={self.body_timeout_s}: above zero")
+        if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is printable ASCII without blanks around it, and not empty")
+        if self.image_folder is not None and not self.image_folder.is_dir():
+            raise ConfigError(f"image folder {self.image_folder}: not a folder. Fix: name one that exists")
+        if self.api_keys and self.no_api_key:
+            raise ConfigError("there are API keys, and --no-api-key. Fix: say one of the two")
+        if not is_loopback(self.host) and not self.api_keys and not self.no_api_key:
+            raise ConfigError(
+                f"host={self.host} serves other machines, and there is no API key. Fix: --api-key-file FILE, or --no-api-key "
+                "where everybody who can reach this machine may use it"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server at `host`; names other than localhost count as reachable."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"

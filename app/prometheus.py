@@ -1,0 +1,99 @@
+"""What `/metrics` says: the engine's counters in Prometheus' text form, read when asked for and kept nowhere.
+
+Every counter of the pager is there per phase (hit rate: hits over hits and misses); bytes and seconds are base units. Labels
+have few values whatever the model: phases, parts of the plan, and the backends that were chosen at start.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vismoe.metrics import PHASES
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from vismoe.engine import Engine
+
+__all__ = ["PAGER_COUNTERS", "metrics_text"]
+
+REASON = re.compile(r"\s*[(:;,]")  # where the reasons begin, which have measured rates and paths of this machine in them
+PAGER_COUNTERS = {  # counter of vismoe.metrics: (name here without _total, what it counts)
+    "hits": ("vismoe_expert_hits", "Demands for experts that were resident"),
+    "misses": ("vismoe_expert_misses", "Demands for experts that were not resident"),
+    "late": ("vismoe_expert_late_prefetches", "Misses whose prefetch was under way"),
+    "computed_on_host": ("vismoe_expert_host_computations", "Misses computed in host memory instead of waited for"),
+    "evictions": ("vismoe_expert_evictions", "Experts that gave up their slab"),
+    "bytes_read": ("vismoe_expert_read_bytes", "Bytes of experts read from disk"),
+    "bytes_copied": ("vismoe_expert_copied_bytes", "Bytes of experts copied between host and device"),
+    "bytes_computed_on_host": ("vismoe_expert_host_computed_bytes", "Bytes of experts computed in host memory"),
+    "stall_seconds": ("vismoe_expert_stall_seconds", "Time in which the model waited for experts"),
+    "compute_seconds": ("vismoe_expert_compute_seconds", "Time of the experts' arithmetic"),
+    "layer_seconds": ("vismoe_expert_layer_seconds", "Time in MoE layers: stalls, arithmetic and control"),
+    "prefetched_bytes": ("vismoe_expert_prefetched_bytes", "Bytes of experts fetched ahead"),
+    "wasted_prefetch_bytes": ("vismoe_expert_wasted_prefetch_bytes", "Bytes fetched ahead that nobody demanded"),
+    "steps": ("vismoe_expert_layer_steps", "Times a MoE layer ran"),
+}
+REQUEST_COUNTERS = {  # field of Engine.load: (name, what it counts)
+    "requests": ("vismoe_requests", "Requests that ended, however they did"),
+    "cancelled": ("vismoe_requests_cancelled", "Requests that were cancelled or whose client went away"),
+    "failed": ("vismoe_requests_failed", "Requests that ended with an error"),
+}
+LOAD_GAUGES = {
+    "running": ("vismoe_requests_running", "Requests being answered"),
+    "waiting": ("vismoe_requests_waiting", "Requests that wait for room in the planned context"),
+    "context_tokens": ("vismoe_context_tokens", "Tokens of context that running requests use"),
+    "reusable_tokens": ("vismoe_reusable_tokens", "Tokens of context kept for a later turn"),
+    "image_cache_bytes": ("vismoe_image_cache_bytes", "Bytes of encoded images kept for a later turn"),
+}
+PLAN_GAUGES = {
+    "budget_bytes": ("vismoe_plan_budget_bytes", "The memory budget"),
+    "context": ("vismoe_plan_context_tokens", "Tokens that memory was planned for"),
+    "resident_experts": ("vismoe_plan_resident_experts", "Experts that fit at a time"),
+    "total_experts": ("vismoe_plan_experts", "Experts of the model"),
+}
+
+
+def metrics_text(engine: "Engine") -> str:
+    """The exposition, of content type `prometheus_client.CONTENT_TYPE_LATEST`."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(engine))
+    return generate_latest(registry).decode()
+
+
+class _Families:
+    def __init__(self, engine: "Engine"):
+        self._engine = engine
+
+    def collect(self) -> Iterator["Metric"]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        engine, load, snapshot = self._engine, self._engine.load, self._engine.metrics.snapshot()
+        kind = {field: getattr(engine.plan, field) for field in ("family", "dtype", "device")}
+        yield InfoMetricFamily("vismoe_model", "What kind of model runs where", value=kind)
+        backends = GaugeMetricFamily("vismoe_backend_info", "What was chosen at start", labels=["backend", "choice"])
+        for name, choice in engine.backends.items():
+            backends.add_metric([name, REASON.split(choice)[0]], 1)
+        yield backends
+        for counter, (name, text) in PAGER_COUNTERS.items():
+            family = CounterMetricFamily(name, text, labels=["phase"])
+            for phase in PHASES:
+                family.add_metric([phase], snapshot.total(counter, phase))
+            yield family
+        for field, (name, text) in REQUEST_COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(load, field))
+        yield from _gauges(GaugeMetricFamily, load, LOAD_GAUGES)
+        yield from _gauges(GaugeMetricFamily, engine.plan, PLAN_GAUGES)
+        parts = GaugeMetricFamily("vismoe_plan_bytes", "Planned bytes, by tier and part", labels=["tier", "part"])
+        for tier, planned in (("device", engine.plan.parts), ("host", engine.plan.host_parts)):
+            for part in planned:
+                if not part.inside:  # what another part counts already
+                    parts.add_metric([tier, part.name], part.bytes)
+        yield parts
+
+
+def _gauges(family: Any, source: Any, table: dict[str, tuple[str, str]]) -> Iterator["Metric"]:
+    for field, (name, text) in table.items():
+        yield family(name, text, value=getattr(source, field))

@@ -1,0 +1,194 @@
+"""Images by http(s) URL, fetched such that no client can make this machine talk to its own network.
+
+The check sits in the connection itself: whoever connects resolves the name once, refuses unless every address is public, and
+connects to one of those very addresses. So a name that resolves differently the second time, a number written in another base,
+and a redirect all pass the same gate; certificates, SNI and the Host header still carry the name. httpcore is used as it is: it
+follows no redirects, reads no proxies from the environment, sends no cookies, and decodes no content.
+All refusals before an answer of a public server read the same, so that nothing inside can be mapped by asking.
+What addresses cannot tell: a network that uses public addresses inside. Where that is so, remote images stay off.
+Sizes are bytes, times seconds.
+"""
+
+import asyncio
+import functools
+import ipaddress
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpcore
+import httpx
+
+from vismoe.errors import InputError
+
+__all__ = ["RemoteImages", "is_public"]
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+PORTS = {"http": 80, "https": 443}
+HEADERS = (("User-Agent", "vismoe"), ("Accept", "image/*"), ("Accept-Encoding", "identity"))
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_REDIRECTS = 3
+MAX_URL_CHARACTERS = 4096
+MAX_ADDRESSES = 4  # tried one after another
+DOWNLOADS = 16  # at a time
+RESOLVERS = DOWNLOADS  # threads: a name server that never answers holds one of these for a while, and nothing else
+UNREACHABLE = "the image could not be downloaded: its address cannot be reached or is not allowed"
+
+# Python's is_global, and what it lacks in some version that we run on or cannot know. Everything else follows from
+# "an IPv6 address that is routed at all lies in 2000::/3", which leaves out loopback, private, link-local, mapped IPv4, ...
+ROUTED_V6 = ipaddress.IPv6Network("2000::/3")
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # how IPv6-only networks see IPv4: the last four bytes are the address
+REFUSED = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "100.64.0.0/10",  # shared by carriers; one cloud's metadata service
+            "168.63.129.16/32",  # another cloud's platform service, on a public number
+            "192.0.0.0/24",  # protocol assignments; a third one's metadata service
+            "192.88.99.0/24",  # 6to4 relays
+            "2001::/23",  # protocol assignments, Teredo among them
+            "2002::/16",  # 6to4: an IPv4 address inside
+            "3fff::/20",  # documentation
+        ),
+    )
+)
+
+
+def is_public(address: str) -> bool:
+    """Whether an address (not a name) is one on the public internet."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)))
+        if parsed not in ROUTED_V6:
+            return False
+    return parsed.is_global and not parsed.is_multicast and not any(parsed in network for network in REFUSED)
+
+
+class RemoteImages:
+    """Downloads images from public servers.
+
+    resolve: (name, port) -> addresses, and network: what connects to an address. Both have the real ones as defaults.
+    """
+
+    def __init__(self, resolve: Resolve | None = None, network: httpcore.AsyncNetworkBackend | None = None):
+        self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="vismoe-resolver")
+        self._network = PublicNetwork(resolve or self._addresses, network or httpcore.AnyIOBackend())
+        self._slots = asyncio.Semaphore(DOWNLOADS)
+
+    async def fetch(self, url: str, max_bytes: int, timeout_s: float) -> bytes:
+        """The body that a GET of `url` ends at. Raises InputError, whose sentence is fit for the client.
+
+        timeout_s bounds all of it together: names, connections, redirects and the body.
+        """
+        async with self._slots:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._follow(_checked(url), max_bytes, timeout_s)
+            except TimeoutError as error:
+                raise InputError(f"the image could not be downloaded within {timeout_s:.3g} s") from error
+            except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
+                raise InputError(UNREACHABLE) from error
+
+    @functools.cached_property
+    def _certificates(self) -> ssl.SSLContext:
+        return httpcore.default_ssl_context()  # takes 20 ms
+
+    def close(self) -> None:
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
+
+    async def _follow(self, url: httpx.URL, max_bytes: int, timeout_s: float) -> bytes:
+        for _ in range(1 + MAX_REDIRECTS):
+            answer = await self._get(url, max_bytes, timeout_s)
+            if isinstance(answer, bytes):
+                return answer
+            try:
+                url = _checked(str(url.join(answer)))
+            except httpx.InvalidURL as error:
+                raise InputError(UNREACHABLE) from error
+        raise InputError(f"the image could not be downloaded: more than {MAX_REDIRECTS} redirects")
+
+    async def _get(self, url: httpx.URL, max_bytes: int, timeout_s: float) -> bytes | str:
+        """The body, or where to look instead."""
+        target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+        headers: list[tuple[bytes | str, bytes | str]] = [("Host", url.netloc), *HEADERS]
+        certificates = self._certificates if url.scheme == "https" else None
+        patience = {"timeout": {"connect": timeout_s / MAX_ADDRESSES}}
+        async with (
+            httpcore.AsyncConnectionPool(ssl_context=certificates, network_backend=self._network) as connections,
+            connections.stream("GET", target, headers=headers, extensions=patience) as response,
+        ):
+            fields = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
+            if response.status in REDIRECTS and "location" in fields:
+                return fields["location"]
+            if response.status != 200:
+                raise InputError(f"the image could not be downloaded: the server answered {response.status}")
+            if fields.get("content-encoding", "identity").lower() != "identity":
+                raise InputError("the image could not be downloaded: the server sent it compressed, which was not asked for")
+            return await _body(response, fields.get("content-length"), max_bytes)
+
+    async def _addresses(self, name: str, port: int) -> list[str]:
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._resolvers, lambda: socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        )
+        return list(dict.fromkeys(str(place[0]) for *_, place in found))
+
+
+class PublicNetwork(httpcore.AsyncNetworkBackend):
+    """Connects to public addresses and to nothing else."""
+
+    def __init__(self, resolve: Resolve, network: httpcore.AsyncNetworkBackend):
+        self._resolve, self._network = resolve, network
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label that is too long
+            raise httpcore.ConnectError("no such name") from error
+        if not addresses or not all(map(is_public, addresses)):
+            raise httpcore.ConnectError("not a public address")
+        for address in addresses[:MAX_ADDRESSES]:
+            try:
+                return await self._network.connect_tcp(address, port, timeout, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+
+def _checked(text: str) -> httpx.URL:
+    """A URL that may be asked for, if its address is public. Raises InputError."""
+    if len(text) > MAX_URL_CHARACTERS:
+        raise InputError(f"the image's URL has {len(text):,} characters, the limit is {MAX_URL_CHARACTERS:,}")
+    try:
+        url = httpx.URL(text)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise InputError("the image's URL is not valid") from error
+    if url.scheme not in PORTS or not url.raw_host or url.userinfo or url.port not in (None, *PORTS.values()):
+        raise InputError("an image's URL is http:// or https://, without a user, at port 80 or 443")
+    return url
+
+
+async def _body(response: httpcore.Response, announced: str | None, max_bytes: int) -> bytes:
+    """The body, read no further than the limit."""
+    too_large = InputError(f"the image has more bytes than the limit of {max_bytes:,}; scale it down first")
+    if int(announced or 0) > max_bytes:  # h11 has seen that it is a number
+        raise too_large
+    body = bytearray()
+    async for chunk in response.aiter_stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)

@@ -1,0 +1,231 @@
+"""Requests as the OpenAI API writes them, and what of it we do: everything else is refused by name, never left out in silence.
+
+Numbers are numbers and strings are strings (no coercion), unknown fields are refused, and parameters that are known but not done
+here are taken only with the value that means "not used".
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from vismoe.app.api_errors import ApiError
+
+__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "VismoeRequest", "parse"]
+
+MAX_STOPS = 4
+INT64 = 2**63
+COMPLETION_TOKENS = 16  # what the OpenAI API promises where a completion request does not say
+MAX_MESSAGES = 10_000
+MAX_PARTS = 1_000  # of a message
+MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+
+class ImageUrl(Strict):
+    """url: a data URI, http(s) where the server allows it, or a path into its image folder. detail: has no effect here."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class Part(Strict):
+    """One part of a message: text or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _holds_what_it_says(self) -> "Part":
+        given = {name for name in ("text", "image_url") if getattr(self, name) is not None}
+        if given != {self.type}:
+            raise PydanticCustomError("part", "a part of type {kind} has the field {kind} and no other", {"kind": self.type})
+        return self
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Message(Strict):
+    """One turn. Assistant turns may be empty, as clients send them back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[Part] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None
+
+    @model_validator(mode="after")
+    def _has_what_its_role_can_have(self) -> "Message":
+        if not self.content and self.role != "assistant":
+            raise PydanticCustomError("content", "a {role} message has content", {"role": self.role})
+        if self.role != "user" and any(part.image_url for part in self.content or ()):
+            raise PydanticCustomError("content", "images belong to user messages, not to {role} messages", {"role": self.role})
+        return self
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class VismoeRequest(Strict):
+    """Ours: what images may cost. keep: share of the visual tokens that deeper layers see; selection: which ones.
+
+    image_tokens: least and most visual tokens of each image.
+    """
+
+    keep: float | None = Field(None, gt=0, le=1)
+    selection: str | None = None
+    image_tokens: list[Annotated[int, Field(ge=1)]] | None = Field(None, min_length=2, max_length=2)
+
+    @model_validator(mode="after")
+    def _least_first(self) -> "VismoeRequest":
+        if self.image_tokens and self.image_tokens[0] > self.image_tokens[1]:
+            raise PydanticCustomError("image_tokens", "image_tokens: the least number comes first, e.g. [64, 1024]")
+        return self
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Tokens = Annotated[int, Field(ge=1)]
+
+
+class Sampling(Strict):
+    """What both kinds of request have. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` are taken and not used."""
+
+    model: str | None = None
+    max_tokens: Tokens | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: Annotated[list[Stop] | None, Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "Sampling":
+        if self.stream_options and not self.stream:
+            raise ApiError(400, "stream_options goes with stream=true", "stream_options")
+        return self
+
+    def sampling(self, model_samples: bool) -> dict[str, Any]:
+        """Arguments of the engine. Temperature 0 is greedy; without temperature and top_p the model's generation config decides.
+
+        model_samples: whether it says `do_sample`.
+        """
+        sample = model_samples if self.temperature is self.top_p is None else self.temperature != 0
+        return {
+            "sample": sample,
+            "temperature": self.temperature if sample else None,
+            "top_p": self.top_p if sample else None,
+            "seed": self.seed,
+            "stop": tuple(self.stop or ()),
+        }
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(Sampling):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Tokens | None = None
+    vismoe: VismoeRequest | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "ChatRequest":
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            both = f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}"
+            raise ApiError(400, f"{both} differ. Fix: give one of them", "max_completion_tokens")
+        return self
+
+
+def _one_prompt(prompt: Any) -> Any:
+    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions: one prompt as text."""
+
+    prompt: Annotated[str, Field(min_length=1), BeforeValidator(_one_prompt)]
+
+
+# Known to the API and not done here: the values that ask for nothing, and what to do about any other.
+ANSWERS_ONLY = "this server answers with text only"
+UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "one answer a request; send it again for another"),
+    "logprobs": ((False,), "log probabilities are not computed"),
+    "top_logprobs": ((0,), "log probabilities are not computed"),
+    "logit_bias": (({},), "logits are not changed"),
+    "presence_penalty": ((0,), "penalties are not applied"),
+    "frequency_penalty": ((0,), "penalties are not applied"),
+    "tools": (([],), ANSWERS_ONLY),
+    "tool_choice": (("none", "auto"), ANSWERS_ONLY),
+    "parallel_tool_calls": ((True, False), ANSWERS_ONLY),
+    "functions": (([],), ANSWERS_ONLY),
+    "function_call": (("none", "auto"), ANSWERS_ONLY),
+    "response_format": (({"type": "text"},), ANSWERS_ONLY + "; ask for the form in the prompt"),
+    "modalities": ((["text"],), ANSWERS_ONLY),
+    "audio": ((), ANSWERS_ONLY),
+    "prediction": ((), "predicted outputs are not used"),
+    "reasoning_effort": (("none",), "models reason as they were trained to"),
+    "verbosity": (("medium",), "say in the prompt how long an answer should be"),
+    "store": ((False,), "nothing is stored"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "web_search_options": ((), "nothing is searched"),
+    "best_of": ((1,), "one answer a request"),
+    "echo": ((False,), "the prompt is not repeated"),
+    "suffix": (("",), "text is continued at its end only"),
+}
+UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "name": ((), "chat templates know roles only; put the name into the text"),
+    "refusal": ((), ANSWERS_ONLY),
+    "annotations": (([],), ANSWERS_ONLY),
+    "audio": ((), ANSWERS_ONLY),
+    "tool_calls": (([],), ANSWERS_ONLY),
+    "tool_call_id": ((), ANSWERS_ONLY),
+    "function_call": ((), ANSWERS_ONLY),
+}
+
+Request = TypeVar("Request", bound=Sampling)
+
+
+def parse(kind: type[Request], body: bytes) -> Request:
+    """A checked request. Raises ApiError or pydantic's ValidationError, both without the request's values."""
+    if sum(map(body.count, (b"{", b"[", b","))) > MAX_VALUES:
+        raise ApiError(400, f"the body has more than {MAX_VALUES:,} values", code="invalid_json")
+    try:
+        given = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON that can be read: {error}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body is a JSON object", code="invalid_json")
+    given = _without_unused(given, UNUSED, "")
+    if isinstance(given.get("messages"), list):
+        given["messages"] = [
+            _without_unused(message, UNUSED_IN_MESSAGES, f"messages[{place}].") if isinstance(message, dict) else message
+            for place, message in enumerate(given["messages"])
+        ]
+    return kind.model_validate(given)
+
+
+def _without_unused(given: dict[str, Any], unused: dict[str, tuple[tuple[Any, ...], str]], path: str) -> dict[str, Any]:
+    """`given` without the parameters that ask for nothing. Raises ApiError for those that ask for something."""
+    for name in given.keys() & unused.keys():
+        neutral, advice = unused[name]
+        if given[name] is not None and given[name] not in neutral:
+            raise ApiError(400, f"{path}{name}: {advice}. Fix: leave it out", path + name, "unsupported_parameter")
+    return {name: value for name, value in given.items() if name not in unused}

@@ -1,0 +1,94 @@
+"""`/metrics`: what Prometheus' own parser reads there is what the engine's counters say."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vismoe.engine import Load
+from vismoe.memory.parts import Part
+from vismoe.metrics import COUNTERS, PHASES, Metrics
+from vismoe.types import Phase
+
+pytest.importorskip("prometheus_client")  # an extra
+from prometheus_client.parser import text_string_to_metric_families
+
+from vismoe.app.prometheus import PAGER_COUNTERS, metrics_text
+
+
+def engine(metrics: Metrics) -> SimpleNamespace:
+    plan = SimpleNamespace(
+        family="qwen3_vl_moe",
+        dtype="bfloat16",
+        device="cpu",
+        budget_bytes=1000,
+        context=2048,
+        resident_experts=64,
+        total_experts=256,
+        parts=(Part("experts", 700), Part("KV cache", 200), Part("its copy", 20, inside="KV cache")),
+        host_parts=(Part("host tier", 5000),),
+    )
+    load = Load(**{field.name: 101 + place for place, field in enumerate(dataclasses.fields(Load))})
+    return SimpleNamespace(plan=plan, metrics=metrics, backends={"kernels": 'fast "AVX2"\n(on /this/machine)'}, load=load)
+
+
+def samples(text: str) -> dict[tuple, float]:
+    """(name, sorted labels) -> value; a name twice with the same labels is an error."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, *sorted(sample.labels.items()))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+EVENTS = st.tuples(st.sampled_from(COUNTERS), st.sampled_from(PHASES), st.integers(0, 2), st.integers(0, 2**50))
+
+
+@given(st.lists(EVENTS, max_size=20))
+def test_every_counter_of_the_pager_is_there_per_phase(events):
+    metrics = Metrics(3)
+    for counter, phase, layer, amount in events:
+        metrics.add(counter, phase, layer, amount)
+    found, snapshot = samples(metrics_text(engine(metrics))), metrics.snapshot()
+    for counter in COUNTERS:
+        for phase in PHASES:
+            name = PAGER_COUNTERS[counter][0] + "_total"
+            assert found.pop((name, ("phase", str(phase)))) == snapshot.total(counter, phase)
+
+
+def test_every_field_of_the_load_and_every_part_of_the_plan_is_there():
+    found = samples(metrics_text(engine(Metrics(1))))
+    assert {value for value in found.values() if 101 <= value < 150} == {*dataclasses.astuple(engine(Metrics(1)).load)}
+    assert found["vismoe_requests_total",] == 106
+    assert found["vismoe_requests_running",] == 101
+    planned = {key[1:]: value for key, value in found.items() if key[0] == "vismoe_plan_bytes"}
+    assert planned == {
+        (("part", "experts"), ("tier", "device")): 700,
+        (("part", "KV cache"), ("tier", "device")): 200,  # with its copy, which is therefore no part of its own
+        (("part", "host tier"), ("tier", "host")): 5000,
+    }
+    assert found["vismoe_backend_info", ("backend", "kernels"), ("choice", 'fast "AVX2"')] == 1
+    assert found["vismoe_model_info", ("device", "cpu"), ("dtype", "bfloat16"), ("family", "qwen3_vl_moe")] == 1
+
+
+def test_the_hit_rate_can_be_derived():
+    metrics = Metrics(2)
+    metrics.count_demand(Phase.DECODE, 0, hits=3, misses=1, late=0)
+    metrics.count_demand(Phase.DECODE, 1, hits=2, misses=2, late=1)
+    found = samples(metrics_text(engine(metrics)))
+    hits, misses = (found[f"vismoe_expert_{what}_total", ("phase", "decode")] for what in ("hits", "misses"))
+    assert hits / (hits + misses) == metrics.snapshot().hit_rate(Phase.DECODE)
+
+
+def test_scrapes_are_independent_and_names_follow_the_conventions():
+    one = engine(Metrics(1))
+    first = metrics_text(one)
+    assert metrics_text(one) == first  # no registry remembers the engine
+    for family in text_string_to_metric_families(first):
+        assert family.name.startswith("vismoe_")
+        assert family.documentation
+        assert not family.name.endswith(("_kib", "_mib", "_ms"))

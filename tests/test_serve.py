@@ -1,0 +1,682 @@
+"""The server's contract, held by the real `openai` client against a real server: a scripted engine shows what reaches the engine
+and what comes back in every case, and the demo model (test_serve_demo.py) that it is all true of the real one.
+"""
+
+import base64
+import dataclasses
+import gc
+import io
+import itertools
+import json
+import socket
+import threading
+import time
+import weakref
+from argparse import ArgumentParser
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+from scripted_engine import ScriptedEngine
+from served import served, wait_until
+
+from vismoe import cli_serve
+from vismoe.app import completions, serving
+from vismoe.app.options import ServeOptions
+from vismoe.cli_serve import MEANINGS, SERVE, serve_options
+from vismoe.errors import ClosedError, ConfigError, ContextError, InputError, TransferError
+
+MODEL = "example/scripted"
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+def data_uri(colour: str = "red", side: int = 8) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), colour).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def picture(url: str, **more) -> dict:
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def slowly():
+    """Says something every few milliseconds, for ever."""
+    for number in itertools.count():
+        time.sleep(0.003)
+        yield f"{number} "
+
+
+def events(response: httpx.Response) -> list:
+    """The JSON of a stream's data lines, and its comments as they are."""
+    lines = [line for line in response.text.splitlines() if line]
+    return [json.loads(line[6:]) if line.startswith("data: {") else line for line in lines]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    engine = ScriptedEngine()
+    with served(engine) as server:
+        server.engine = engine
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    """A server with a fresh script."""
+    shared.engine.script.clear()
+    shared.engine.calls.clear()
+    shared.engine.finish = "stop"
+    return shared
+
+
+# -- answers
+
+
+def test_a_chat_answer_is_what_the_client_knows_and_our_figures_come_with_it(server):
+    answer = server.client().chat.completions.create(model=MODEL, messages=HELLO)
+    assert answer.choices[0].message.content == "Hello, world"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.object == "chat.completion" and answer.model == MODEL and answer.id.startswith("chatcmpl-")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (11, 5, 16)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 7
+    assert answer._request_id == answer.id
+    assert answer.vismoe["keep"] == 0.5 and answer.vismoe["selection"] == "affinity"
+    assert answer.vismoe["decode_hit_rate"] == 0.75 and answer.vismoe["bytes_read_per_token"] == 250
+
+
+def test_an_answer_that_was_cut_says_so(server):
+    server.engine.finish = "length"
+    assert server.client().chat.completions.create(model=MODEL, messages=HELLO).choices[0].finish_reason == "length"
+    chunks = list(server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_stream_brings_every_piece_when_it_is_said(server):
+    read = threading.Event()
+    server.engine.script.append(["one", lambda: read.wait(10), "two"])
+    stream = server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    said = []
+    for chunk in stream:
+        said.append(chunk.choices[0].delta.content)
+        if said[-1] == "one":  # the engine goes on only when this piece has arrived here
+            read.set()
+    assert said == ["", "one", "two", None]
+    assert chunk.choices[0].finish_reason == "stop" and chunk.vismoe["visual_tokens"] == 8
+
+
+def test_a_stream_ends_with_usage_where_it_was_asked_for(server):
+    chunks = list(
+        server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True})
+    )
+    *others, last = chunks
+    assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in others)
+    assert last.choices == [] and last.usage.total_tokens == 16 and last.vismoe["reused_tokens"] == 7
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_is_server_sent_events_to_its_end(server):
+    response = server.post({"messages": HELLO, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-request-id"] == events(response)[0]["id"]
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_stream_without_text_yet_shows_that_it_lives(server, monkeypatch):
+    monkeypatch.setattr(completions, "BEAT_S", 0.02)
+    server.engine.script.append([lambda: time.sleep(0.2), "late"])
+    assert events(server.post({"messages": HELLO, "stream": True})).count(completions.BEAT.decode().strip()) >= 2
+    server.engine.script.append([lambda: time.sleep(0.2), "late"])
+    chunks = server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "late"
+
+
+def test_no_character_of_an_answer_breaks_an_event(server):
+    odd = "a\u2028b\x85c\x0bd\r\ne\u00e9\U0001f600"
+    server.engine.script.append([odd])
+    response = server.post({"messages": HELLO, "stream": True})
+    assert [event["choices"][0]["delta"].get("content") for event in events(response)[:-1]] == ["", odd, None]
+
+
+def test_completions_whole_and_streamed(server):
+    answer = server.client().completions.create(model=MODEL, prompt="Once upon")
+    assert answer.choices[0].text == "Hello, world" and answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert answer.usage.total_tokens == 16 and answer.vismoe["reused_tokens"] == 7
+    said, options = server.engine.calls[-1]
+    assert said == "Once upon" and options["max_tokens"] == 16
+    chunks = list(server.client().completions.create(model=MODEL, prompt=["Once upon"], stream=True))
+    assert [chunk.choices[0].text for chunk in chunks] == ["Hello", ", ", "world", ""]
+    assert chunks[-1].choices[0].finish_reason == "stop" and chunks[-1].vismoe
+
+
+def test_models_are_listed_by_name_and_never_by_path(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    with served(ScriptedEngine(name=str(folder))) as server:
+        client = server.client()
+        assert [model.id for model in client.models.list()] == ["my-model"]
+        assert client.models.retrieve("my-model").object == "model" and client.models.retrieve("my-model").max_model_len == 4096
+        assert client.chat.completions.create(model="my-model", messages=HELLO).model == "my-model"
+        with pytest.raises(openai.NotFoundError, match="this server has my-model"):
+            client.models.retrieve("other/model")
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.chat.completions.create(model="other", messages=HELLO)
+        assert refused.value.code == "model_not_found" and str(tmp_path) not in refused.value.message
+    with served(ScriptedEngine(name=str(folder)), served_model_name="gpt-4o") as server:
+        assert server.client().models.retrieve("gpt-4o").id == "gpt-4o"
+
+
+# -- what reaches the engine
+
+GREEDY = {"sample": False, "temperature": None, "top_p": None}
+
+
+@pytest.mark.parametrize(
+    ("asked", "reaches"),
+    [
+        ({}, {"sample": True, "temperature": None, "top_p": None, "seed": None, "stop": (), "max_tokens": 256, "reuse": True}),
+        ({"temperature": 0}, GREEDY),
+        ({"temperature": 0, "top_p": 0.9}, GREEDY),
+        ({"temperature": 0.7}, {"sample": True, "temperature": 0.7, "top_p": None}),
+        ({"top_p": 0.9}, {"sample": True, "temperature": None, "top_p": 0.9}),
+        ({"seed": 5, "stop": "\n"}, {"seed": 5, "stop": ("\n",)}),
+        ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+        ({"max_tokens": 7}, {"max_tokens": 7}),
+        ({"max_completion_tokens": 8}, {"max_tokens": 8}),
+        ({"max_completion_tokens": 8, "max_tokens": 8}, {"max_tokens": 8}),
+        ({}, {"keep": None, "selection": None, "image_tokens": None}),
+        ({"extra_body": {"vismoe": {"keep": 0.5, "selection": "random"}}}, {"keep": 0.5, "selection": "random"}),
+        ({"extra_body": {"vismoe": {"image_tokens": [64, 1024]}}}, {"image_tokens": (64, 1024)}),
+    ],
+)
+def test_parameters_reach_the_engine(server, asked, reaches):
+    server.client().chat.completions.create(model=MODEL, messages=HELLO, **asked)
+    _, options = server.engine.calls[-1]
+    assert {name: options[name] for name in reaches} == reaches
+
+
+def test_a_model_that_decodes_greedily_does_so_unless_it_is_asked_to_sample():
+    engine = ScriptedEngine()
+    engine.model.generation_config.do_sample = False
+    with served(engine) as server:
+        for asked in ({}, {"temperature": 0.5}, {"top_p": 0.5}):
+            server.post({"messages": HELLO, **asked})
+            server.post({"prompt": "x", **asked}, "/v1/completions")
+    assert [options["sample"] for _, options in engine.calls] == [False, False, True, True, True, True]
+
+
+def test_a_conversation_with_images_reaches_the_engine_in_order(server):
+    client = server.client()
+    first = client.chat.completions.create(model=MODEL, messages=HELLO).choices[0].message
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Which?"}, picture(data_uri("red")), picture(data_uri("blue"))]},
+        first,  # as a client sends it back
+        {"role": "assistant", "content": [{"type": "text", "text": "parts"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": [picture(data_uri("lime", 9), detail="low")]},
+    ]
+    client.chat.completions.create(model=MODEL, messages=messages)
+    taken, _ = server.engine.calls[-1]
+    assert [message["role"] for message in taken] == ["system", "user", "assistant", "assistant", "assistant", "user"]
+    texts = [[part["text"] for part in message["content"] if part["type"] == "text"] for message in taken]
+    assert texts == [["Be brief."], ["Which?"], ["Hello, world"], ["parts"], [""], []]
+    pixels = [part["image"].getpixel((0, 0)) for message in taken for part in message["content"] if part["type"] == "image"]
+    assert pixels == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
+
+
+def test_parameters_that_ask_for_nothing_are_taken(server):
+    asks_nothing = {
+        "n": 1, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "modalities": ["text"], "store": False, "service_tier": "auto", "user": "somebody", "metadata": {"a": "b"},
+        "stop": None, "temperature": None, "seed": None, "max_tokens": None, "stream": None, "stream_options": None,
+    }  # fmt: skip
+    assert server.post({"messages": HELLO, **asks_nothing}).status_code == 200
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 5.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"model": 5}, "model"),
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"vismoe": {"keep": 0}}, "vismoe.keep"),
+        ({"vismoe": {"policy": "x"}}, "vismoe.policy"),
+        ({"vismoe": {"image_tokens": [5, 4]}}, "vismoe"),
+        ({"vismoe": {"image_tokens": [1, 10**9]}}, "vismoe.image_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": [5]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "long " * 300_000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [picture("x") | {"image_url": "x"}]}]}, "messages[0].content[0].image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "system", "content": [picture(data_uri())]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [picture("data:image/png;base64,AAAA")]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [picture("http://127.0.0.1/x.png")]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [picture("/etc/passwd")]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [picture(data_uri())] * 9}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_the_name_of_the_parameter(server, change, param):
+    response = server.post({"messages": HELLO} | change)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == param and error["message"]
+    assert not server.engine.calls and not len(server.app.state.callers)
+
+
+@pytest.mark.parametrize("prompt", ["", [1, 2, 3], ["a", "b"], None])
+def test_prompts_that_are_not_one_text_are_refused(server, prompt):
+    response = server.post({"prompt": prompt}, "/v1/completions")
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"messages": NaN}', b'{"a": "\\ud800"}'),
+        *(b"[" * 100_000, b'{"a": [' + b"[]," * 1_000_000 + b"1]}", b'{"a": ' + b"9" * 5000 + b"}"),
+    ],
+    ids=range(10),
+)
+def test_a_body_that_is_no_json_object_is_refused(server, body):
+    response = server.post(body)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_json"
+
+
+def test_other_addresses_and_methods_answer_in_the_same_form(server):
+    assert server.get("/v1/embeddings").json()["error"]["code"] == "unknown_url"
+    assert server.get("/docs").status_code == 404
+    response = server.get("/v1/chat/completions")
+    assert response.status_code == 405 and response.json()["error"]["type"] == "invalid_request_error"
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (InputError("there is nothing to answer"), 400, None),
+        (ContextError("5000 tokens, the planned context is 4096"), 400, "context_length_exceeded"),
+        (ClosedError("the engine is closed"), 503, "shutting_down"),
+        (TransferError("/secret/path/model.safetensors: read error"), 500, "internal_error"),
+        (RuntimeError("/secret/path"), 500, "internal_error"),
+    ],
+)
+def test_errors_have_one_form_and_keep_the_inside_inside(server, caplog, raised, status, code):
+    server.engine.script.append(raised)
+    with pytest.raises(openai.APIStatusError) as refused:
+        server.client().chat.completions.create(model=MODEL, messages=HELLO)
+    assert refused.value.status_code == status and refused.value.code == code
+    assert "secret" not in refused.value.response.text
+    if status == 500:
+        mark = refused.value.message.rpartition(" ")[2].rstrip("'}")
+        assert any("/secret" in record.exc_text for record in caplog.records if record.exc_text) and mark
+    else:
+        assert status == 503 or str(raised) in refused.value.message
+
+
+@pytest.mark.parametrize("raised", [TransferError("/secret/path"), ClosedError("closed")])
+def test_an_error_in_the_middle_of_an_answer_reaches_the_client(server, raised):
+    server.engine.script += [["Hel", raised], ["Hel", raised]]
+    stream = server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    said = []
+    with pytest.raises(openai.APIError) as failed:
+        said.extend(chunk.choices[0].delta.content for chunk in stream)
+    assert said == ["", "Hel"] and "secret" not in str(failed.value)
+    with pytest.raises(openai.InternalServerError):
+        server.client().chat.completions.create(model=MODEL, messages=HELLO)
+    assert server.client().chat.completions.create(model=MODEL, messages=HELLO).choices[0].message.content == "Hello, world"
+
+
+# -- clients that leave, and too many of them
+
+
+def raw_request(server, body: dict, host: str = "localhost") -> socket.socket:
+    """A request whose connection is ours."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_its_answer(server, stream):
+    server.engine.script.append(slowly())
+    connection = raw_request(server, {"messages": HELLO, "stream": stream})
+    wait_until(lambda: server.engine.running)
+    (reply,) = server.engine.running
+    connection.close()
+    wait_until(lambda: not server.engine.running)
+    assert reply.cancelled.is_set() and reply.figures.finish == "cancelled"
+    wait_until(lambda: not len(server.app.state.callers))
+
+
+def test_a_client_that_leaves_while_its_prompt_is_built_never_runs(server):
+    server.engine.door.clear()
+    server.engine.script.append(slowly())
+    connection = raw_request(server, {"messages": HELLO})
+    wait_until(lambda: server.engine.calls)
+    connection.close()
+    (caller,) = server.app.state.callers._here
+    wait_until(lambda: caller.left)
+    server.engine.door.set()
+    wait_until(lambda: server.engine.replies and not server.engine.running)
+    assert server.engine.replies[-1].cancelled.is_set()
+
+
+def test_a_client_that_leaves_before_its_prompt_is_built_never_reaches_the_engine(server):
+    server.engine.door.clear()
+    connections = [raw_request(server, {"messages": HELLO}) for _ in range(completions.PREPARERS)]
+    wait_until(lambda: len(server.engine.calls) == completions.PREPARERS)
+    late = raw_request(server, {"messages": HELLO})
+    wait_until(lambda: len(server.app.state.callers) == completions.PREPARERS + 1)
+    late.close()
+    time.sleep(0.05)
+    server.engine.door.set()
+    wait_until(lambda: not len(server.app.state.callers))
+    assert len(server.engine.calls) == completions.PREPARERS
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_was_read_is_not_kept(server, monkeypatch, stream):
+    """Replies hold the pictures of their conversation: they go at once, and do not wait for the garbage collector."""
+    replies, chat = [], server.engine.chat
+
+    def noted(*arguments, **options):
+        reply = chat(*arguments, **options)
+        replies.append(weakref.ref(reply))
+        return reply
+
+    monkeypatch.setattr(server.engine, "chat", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert server.post({"messages": [{"role": "user", "content": "Hi"}], "stream": stream}).status_code == 200
+        server.engine.replies.clear()  # it keeps them for other tests
+        wait_until(lambda: all(reply() is None for reply in replies))
+    finally:
+        gc.enable()
+
+
+def test_the_client_that_stops_reading_a_stream_stops_the_answer(server):
+    server.engine.script.append(slowly())
+    with server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True) as stream:
+        next(stream)
+        next(stream)
+    wait_until(lambda: not server.engine.running)
+
+
+def test_answers_are_written_side_by_side(server):
+    both = threading.Barrier(2)
+    server.engine.script += [[lambda: both.wait(10), "a"], [lambda: both.wait(10), "a"]]
+    replies = []
+    ask = lambda: replies.append(server.post({"messages": HELLO}).status_code)  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert replies == [200, 200]
+
+
+def test_more_than_may_wait_are_told_to_come_back():
+    engine = ScriptedEngine()
+    with served(engine, max_waiting=1) as server:
+        engine.door.clear()
+        with raw_request(server, {"messages": HELLO}) as first:
+            wait_until(lambda: engine.calls)
+            with pytest.raises(openai.RateLimitError) as refused:
+                server.client().chat.completions.create(model=MODEL, messages=HELLO)
+            assert int(refused.value.response.headers["retry-after"]) > 0
+            assert refused.value.code == "rate_limit_exceeded"
+            assert server.get("/health").status_code == 200
+            engine.door.set()
+            assert b"200 OK" in first.recv(100)
+        engine.waiting = 1  # in the engine itself
+        assert server.post({"messages": HELLO}).status_code == 429
+        engine.waiting = 0
+        assert server.post({"messages": HELLO}).status_code == 200
+
+
+# -- the gate
+
+
+def test_a_body_is_refused_when_it_is_too_large_before_all_of_it_is_there():
+    with served(ScriptedEngine(), max_body_bytes=10_000) as server:
+        large = b'{"messages": "' + b"x" * 20_000_000 + b'"}'
+        assert server.post(large).status_code == 413
+        pieces = (b"x" * 5000 for _ in range(5))
+        address, headers = f"{server.url}/v1/chat/completions", {"Content-Type": "application/json"}
+        response = server.http.post(address, content=pieces, headers=headers)
+        assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
+        assert server.post({"messages": HELLO}).status_code == 200
+
+
+def test_a_body_that_trickles_is_given_up():
+    with served(ScriptedEngine(), body_timeout_s=0.2) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99"
+            connection.sendall(f"{head}\r\n\r\n{{".encode())
+            assert b"408" in connection.recv(1000).split(b"\r\n")[0]
+        assert not len(server.app.state.callers)
+
+
+def test_a_connection_without_a_whole_request_is_closed_and_one_that_is_answered_is_not(monkeypatch):
+    monkeypatch.setattr(serving, "IDLE_S", 0.1)
+    engine = ScriptedEngine([[lambda: time.sleep(0.5), "late"]])
+    with served(engine) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+            assert connection.recv(1000) == b""
+        assert server.post({"messages": HELLO}).json()["choices"][0]["message"]["content"] == "late"
+
+
+def test_a_web_page_cannot_use_the_server_through_its_visitors_browser(server):
+    assert server.post({"messages": HELLO}, headers={"Host": "evil.example:8000"}).status_code == 421
+    assert server.get("/health", headers={"Host": "evil.example"}).status_code == 421
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8000"):
+        assert server.get("/health", headers={"Host": host}).status_code == 200
+    assert server.post(b'{"messages": []}', headers={"Content-Type": "text/plain"}).status_code == 415
+    preflight = httpx.options(
+        f"{server.url}/v1/models", headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "GET"}
+    )
+    assert "access-control-allow-origin" not in preflight.headers
+
+
+def test_further_names_and_pages_are_allowed_by_name():
+    with served(ScriptedEngine(), allow_hosts=("Models.Example",), allow_origins=("http://page.example",)) as server:
+        assert server.get("/health", headers={"Host": "models.example"}).status_code == 200
+        asks = {
+            "Origin": "http://page.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "x-any",
+        }
+        allowed = httpx.options(f"{server.url}/v1/chat/completions", headers=asks)
+        assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+        refused = server.get("/nothing", headers={"Origin": "http://page.example"})
+        assert refused.status_code == 404 and "access-control-allow-origin" in refused.headers
+
+
+def test_with_keys_only_health_is_open():
+    with served(ScriptedEngine(), api_keys=("right", "other")) as server:
+        for key in ("right", "other"):
+            assert server.client(api_key=key).chat.completions.create(model=MODEL, messages=HELLO).choices
+        with pytest.raises(openai.AuthenticationError) as refused:
+            server.client(api_key="wrong").chat.completions.create(model=MODEL, messages=HELLO)
+        assert refused.value.code == "invalid_api_key" and refused.value.response.headers["www-authenticate"] == "Bearer"
+        assert [server.get(path).status_code for path in ("/v1/models", "/metrics", "/nothing")] == [401, 401, 401]
+        assert server.get("/health").json() == {"status": "ok"}
+
+
+def test_the_log_has_a_line_a_request_and_no_text_of_it(server, caplog):
+    caplog.set_level("INFO", "vismoe.serve")
+    server.post({"messages": [{"role": "user", "content": "a secret"}]}, "/v1/chat/completions?key=secret%0Aforged")
+    wait_until(lambda: any(line.startswith("POST /v1/chat/completions 200 ") for line in caplog.messages))
+    assert "secret" not in caplog.text
+
+
+# -- the end
+
+
+def test_at_the_end_answers_finish_and_nobody_new_is_taken():
+    read = threading.Event()
+    engine = ScriptedEngine([["one ", lambda: read.wait(10), "two"]])
+    with served(engine, drain_s=10) as server:
+        stream = server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+        next(stream), next(stream)
+        server.stop()
+        wait_until(lambda: server.app.state.callers.draining)
+        health = server.get("/health")
+        assert health.status_code == 503
+        with pytest.raises(openai.InternalServerError) as refused:
+            server.client().chat.completions.create(model=MODEL, messages=HELLO)
+        assert refused.value.status_code == 503 and refused.value.code == "shutting_down"
+        read.set()
+        assert [chunk.choices[0].delta.content for chunk in stream] == ["two", None]
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_at_the_end_an_answer_that_takes_too_long_is_sent_away_with_the_reason(stream):
+    engine = ScriptedEngine([slowly()])
+    with served(engine, drain_s=0.1) as server:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(server.post({"messages": HELLO, "stream": stream})))
+        thread.start()
+        wait_until(lambda: engine.running)
+        server.stop()
+        thread.join(10)
+        assert "shutting_down" in answers[0].text and "[DONE]" not in answers[0].text
+        assert answers[0].status_code == (200 if stream else 503)
+        assert not engine.running and engine.replies[0].cancelled.is_set()
+
+
+def test_a_second_signal_sends_everybody_away_at_once():
+    engine = ScriptedEngine([slowly()])
+    with served(engine, drain_s=60) as server, raw_request(server, {"messages": HELLO, "stream": True}):
+        wait_until(lambda: engine.running)
+        server.stop()
+        server.stop()
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+    engine.close()
+    wait_until(lambda: not engine.running)
+
+
+# -- the command
+
+
+def arguments(*flags: str):
+    parser = ArgumentParser()
+    SERVE.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def parsed(*flags: str):
+    return serve_options(arguments(*flags))
+
+
+def test_every_option_has_a_flag():
+    without = {"api_keys", "max_tokens", "image_tokens"}  # --api-key(-file), and the flags of every command that answers
+    assert {field.name for field in dataclasses.fields(ServeOptions)} == set(MEANINGS) | without
+    assert parsed() == ServeOptions()
+
+
+def test_flags_become_options(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one\n\n two \n")
+    options = parsed(
+        *("--host", "0.0.0.0", "--port", "80", "--api-key", "three", "--api-key-file", str(keys), "--allow-host", "a"),
+        *("--allow-host", "b", "--max-body", "1MiB", "--drain-seconds", "2.5", "--image-folder", str(tmp_path)),
+        *("--allow-remote-images", "--max-tokens", "9", "--image-tokens", "4..8", "--served-model-name", "m"),
+    )
+    assert options.api_keys == ("three", "one", "two") and options.allow_hosts == ("a", "b") and options.port == 80
+    assert options.max_body_bytes == 2**20 and options.drain_s == 2.5 and options.image_folder == tmp_path
+    assert options.allow_remote_images and options.max_tokens == 9 and options.image_tokens == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"host": "0.0.0.0"}, "--api-key-file"),
+        ({"host": "gpubox"}, "--no-api-key"),
+        ({"host": "::"}, "no API key"),
+        ({"api_keys": ("a",), "no_api_key": True}, "one of the two"),
+        ({"api_keys": (" ",)}, "API key"),
+        ({"port": 70000}, "port"),
+        ({"max_waiting": 0}, "max_waiting"),
+        ({"body_timeout_s": 0.0}, "body_timeout_s"),
+        ({"image_folder": Path("/nowhere/at/all")}, "not a folder"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong, says):
+    with pytest.raises(ConfigError, match=says):
+        ServeOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    "fine", [{"host": "localhost"}, {"host": "::1"}, {"host": "127.0.0.2"}, {"host": "0.0.0.0", "no_api_key": True}]
+)
+def test_this_machine_needs_no_key_and_others_may_do_without_when_it_is_said(fine):
+    assert ServeOptions(**fine)
+
+
+def test_on_all_addresses_without_a_key_names_are_refused_but_numbers_are_not():
+    with served(ScriptedEngine(), host="0.0.0.0", no_api_key=True, allow_hosts=("gpubox",)) as server:
+        status = {
+            host: server.get("/health", headers={"Host": host}).status_code
+            for host in ("10.0.0.7:8000", "gpubox", "evil.example")
+        }
+        assert status == {"10.0.0.7:8000": 200, "gpubox": 200, "evil.example": 421}
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded():
+    with served(ScriptedEngine()) as server:
+        taken = ServeOptions(port=server.port)
+        with pytest.raises(ConfigError, match="another --port"), serving.listening(taken):
+            pass
+
+
+def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(cli_serve, "PACKAGES", ("fastapi", "a_package_that_is_not_there"))
+    with pytest.raises(ConfigError, match=r"a_package_that_is_not_there.*pip install"):
+        cli_serve.run_serve(arguments())
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "http://127.0.0.1:80 (this"), ("0.0.0.0", "http://127.0.0.1:80/v1"), ("::", "http://[::1]:80/v1")],
+)
+def test_the_first_line_says_where_and_how(host, address):
+    assert address in serving.welcome(ServeOptions(host=host, api_keys=("k",)), host, 80)
+    assert "Bearer" in serving.welcome(ServeOptions(host=host, api_keys=("k",)), host, 80)

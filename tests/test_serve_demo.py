@@ -1,0 +1,142 @@
+"""The server on the demo model: what the `openai` client reads is what the engine answers by itself, and nothing stays behind."""
+
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import openai
+import pytest
+from served import served, wait_until
+
+import vismoe
+from vismoe.engine import demo_model
+
+MODEL = "demo-model"
+PICTURES = sorted((demo_model().parent / "images").glob("*.png"))
+QUESTION = "What is in the picture?"
+PATIENCE_S = 60
+
+
+def asking(*pictures, question: str = QUESTION) -> list[dict]:
+    uris = ["data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode() for picture in pictures]
+    images = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    return [{"role": "user", "content": [{"type": "text", "text": question}, *images]}]
+
+
+def directly(engine, *pictures, question: str = QUESTION, **options):
+    images = [{"type": "image", "image": str(picture)} for picture in pictures]
+    reply = engine.chat([{"role": "user", "content": [{"type": "text", "text": question}, *images]}], **options)
+    list(reply)
+    return reply.figures
+
+
+@pytest.fixture(scope="module")
+def server():
+    with vismoe.load(memory="30%", context=1024, image_cache="16MiB") as engine, served(engine) as server:
+        server.engine = engine
+        yield server
+
+
+def ask(server, messages, **options):
+    return server.client().chat.completions.create(**{"model": MODEL, "messages": messages, "temperature": 0} | options)
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_the_answer_is_the_engines_own(server, images):
+    figures = directly(server.engine, *PICTURES[:images])
+    answer = ask(server, asking(*PICTURES[:images]))
+    assert answer.choices[0].message.content == figures.answer
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.prompt_tokens == figures.prompt_tokens and answer.usage.completion_tokens == figures.answer_tokens
+    assert answer.usage.prompt_tokens_details.image_tokens == answer.vismoe["visual_tokens"] == figures.visual_tokens > 0
+    chunks = ask(server, asking(*PICTURES[:images]), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == figures.answer
+
+
+def test_keep_takes_effect_and_the_answer_says_so(server):
+    half = ask(server, asking(PICTURES[0]), extra_body={"vismoe": {"keep": 0.5, "selection": "uniform"}}).vismoe
+    assert (half["keep"], half["selection"]) == (0.5, "uniform")
+    assert half["kept_visual_tokens"] == pytest.approx(half["visual_tokens"] / 2, abs=1)
+    whole = ask(server, asking(PICTURES[0]), extra_body={"vismoe": {"keep": 1.0}}).vismoe
+    assert whole["kept_visual_tokens"] == whole["visual_tokens"] and whole["selection"] is None
+    with pytest.raises(openai.BadRequestError, match="choose one of"):
+        ask(server, asking(PICTURES[0]), extra_body={"vismoe": {"keep": 0.5, "selection": "best"}})
+
+
+def test_a_later_turn_encodes_no_image_again_and_takes_over_what_was_computed(server):
+    messages = asking(PICTURES[2])
+    first = ask(server, messages)
+    second = ask(server, [*messages, first.choices[0].message, {"role": "user", "content": "How many are there?"}])
+    assert second.vismoe["images"] == 1 and second.vismoe["encoded_images"] == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == second.vismoe["reused_tokens"] > first.usage.prompt_tokens / 2
+
+
+def test_length_stop_and_seed(server):
+    whole = ask(server, asking(PICTURES[0])).choices[0].message.content
+    cut = ask(server, asking(PICTURES[0]), max_tokens=2)
+    assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 2
+    word = whole.split()[2]
+    stopped = ask(server, asking(PICTURES[0]), stop=[word])
+    assert stopped.choices[0].message.content == whole[: whole.index(word)] and stopped.choices[0].finish_reason == "stop"
+    assert ask(server, asking(PICTURES[0]), temperature=None).choices[0].message.content == whole  # its generation config
+    sampled = [ask(server, asking(PICTURES[0]), temperature=2, seed=2**63 - 1, max_tokens=12) for _ in range(2)]
+    assert len({answer.choices[0].message.content for answer in sampled}) == 1
+
+
+def test_completions_go_on_from_raw_text(server):
+    answer = server.client().completions.create(model=MODEL, prompt="What is", temperature=0, max_tokens=4)
+    assert answer.usage.completion_tokens <= 4 and answer.choices[0].text
+
+
+def test_a_conversation_that_is_too_long_says_so(server):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(server, asking(question="long " * 3000))
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_metrics_count(server):
+    ask(server, asking(PICTURES[0]))
+    found = dict(re.findall(r'^(vismoe_expert_\w+_total)\{phase="decode"\} (\S+)$', server.get("/metrics").text, re.M))
+    assert float(found["vismoe_expert_hits_total"]) > 0 and float(found["vismoe_expert_layer_steps_total"]) > 0
+
+
+def test_clients_that_come_and_go_leave_nothing_behind(server):
+    alone = ask(server, asking(PICTURES[1])).choices[0].message.content
+    said = {}
+
+    def client(number: int) -> None:
+        stream = ask(server, asking(PICTURES[1]), stream=True)
+        for place, chunk in enumerate(stream):
+            said[number] = said.get(number, "") + (chunk.choices[0].delta.content or "")
+            if number % 2 and place == number // 2:
+                stream.close()
+                break
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    wait_until(lambda: not len(server.app.state.callers))
+    wait_until(lambda: server.engine.load.running == server.engine.load.waiting == 0)
+    assert [said[number] for number in (0, 2, 4, 6)] == [alone] * 4
+    server.engine.check_integrity()
+
+
+def test_the_command_serves_and_ends_with_success():
+    command = [sys.executable, "-m", "vismoe.cli", "serve", "--port", "0", "--memory", "50%", "--served-model-name", "mine"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            address = re.search(r"http://\S+", process.stdout.readline())[0]
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused")
+            assert client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "Hello"}]).choices
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vismoe import threads as _threads
+from vismoe import torchvision_operators as _torchvision
 
 if TYPE_CHECKING:
     from vismoe.config import Settings
@@ -36,6 +37,7 @@ _HOMES = {
 
 
 _threads.let_workers_sleep()  # before torch is imported
+_torchvision.mend_on_import()
 
 
 def __getattr__(name: str) -> Any:

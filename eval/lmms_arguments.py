@@ -1,0 +1,63 @@
+"""`--model_args` of lmms-eval, `name=value,name=value`, as what the model class takes; values are read as flags are."""
+
+import dataclasses
+import typing
+from argparse import ArgumentParser
+from typing import Any, NoReturn
+
+from vismoe.cli_options import add_answer_flags, add_model_flags, add_settings, at_least_one
+from vismoe.config import Settings
+from vismoe.errors import ConfigError
+
+__all__ = ["MAX_NEW_TOKENS", "model_arguments"]
+
+MAX_NEW_TOKENS = 256  # of a task that does not say
+SWITCHES = {name for name, hint in typing.get_type_hints(Settings).items() if hint is bool}
+NAMES = ("pretrained", "device", "dtype", "revision", "batch_size", "max_new_tokens", "image_tokens")
+FLAGS = {"pretrained": "model", "max_new_tokens": "max_tokens"}  # where the command line says it otherwise
+
+
+class _Reader(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"model_args: {message}")
+
+
+def model_arguments(text: str) -> dict[str, Any]:
+    """`"memory=25%,keep=0.5,batch_size=4"` -> `{"memory": "25%", "keep": 0.5, "batch_size": 4}`; only what was given.
+
+    Raises ConfigError for a part without `=`, an unknown name, a name said twice, and a value that cannot be.
+    """
+    parts = [part.strip().split("=", 1) for part in text.split(",") if part.strip()]
+    settings = tuple(field.name for field in dataclasses.fields(Settings))
+    for part in parts:
+        if len(part) == 1:
+            raise ConfigError(f"model_args: {part[0]!r} has no value. Fix: name=value,name=value, e.g. memory=25%,keep=0.5")
+        if part[0] not in (*NAMES, *settings):
+            raise ConfigError(f"model_args: unknown name {part[0]!r}; there are {', '.join((*NAMES, *sorted(settings)))}")
+    given = dict(parts)
+    if len(given) < len(parts):
+        raise ConfigError(f"model_args: a name is given twice in {text!r}")
+    read = vars(_reader().parse_args(_flags(given)))
+    return {name: read[FLAGS.get(name, name)] for name in given if given[name].lower() != "false" or name not in SWITCHES}
+
+
+def _reader() -> ArgumentParser:
+    reader = _Reader(add_help=False, allow_abbrev=False, exit_on_error=True)
+    add_model_flags(reader)
+    add_answer_flags(reader)
+    reader.add_argument("--batch-size", type=at_least_one)
+    add_settings(reader)
+    return reader
+
+
+def _flags(given: dict[str, str]) -> list[str]:
+    flags = []
+    for name, value in given.items():
+        flag = f"--{FLAGS.get(name, name).replace('_', '-')}"
+        if name not in SWITCHES:
+            flags.append(f"{flag}={value}")
+        elif value.lower() == "true":
+            flags.append(flag)
+        elif value.lower() != "false":
+            raise ConfigError(f"model_args: {name}={value}: choose true or false")
+    return flags

@@ -1,0 +1,121 @@
+"""From lmms-eval's requests to batches of model inputs: how answers are generated, which prompts go together, left padding.
+
+B rows, S tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vismoe.errors import InputError
+
+__all__ = ["Generation", "Row", "batches", "left_padded"]
+
+ADDED_BY_LMMS_EVAL = "\n\n"  # it ends answers at an empty line where a task names no stop string; its own models do not
+UNDERSTOOD = {
+    "until", "stop_sequences", "max_new_tokens", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "num_beams",
+    "repetition_penalty",
+}  # fmt: skip
+FOR_OTHERS = {"image_aspect_ratio", "seed"}  # how other models cut images; lmms-eval seeds torch itself
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A task's `generation_kwargs`, as far as they decide about an answer."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    sample: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    beams: int = 1
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, asked: dict[str, Any], usual_tokens: int) -> "Generation":
+        """Greedy unless the task asks for sampling, by `do_sample` or a temperature above 0; temperature 0 is always greedy."""
+        temperature, until = asked.get("temperature"), asked.get("until") or asked.get("stop_sequences") or ()
+        sample = bool(asked.get("do_sample", temperature)) and temperature != 0
+        if unknown := {name for name, value in asked.items() if value is not None} - UNDERSTOOD - FOR_OTHERS:
+            raise InputError(
+                f"generation_kwargs: {', '.join(sorted(unknown))} cannot be followed; there are {', '.join(sorted(UNDERSTOOD))}"
+            )
+        return cls(
+            max_new_tokens=int(asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens),
+            stop=tuple(string for string in ([until] if isinstance(until, str) else until) if string != ADDED_BY_LMMS_EVAL),
+            sample=sample,
+            temperature=temperature if sample else None,
+            top_p=asked.get("top_p") if sample else None,
+            top_k=asked.get("top_k") if sample else None,
+            beams=int(asked.get("num_beams") or 1),
+            repetition_penalty=float(asked.get("repetition_penalty") or 1),
+        )
+
+    def options(self, max_new_tokens: int) -> dict[str, Any]:
+        """Keyword arguments of `generate()`."""
+        chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        if self.sample:  # what the task leaves open is the model's own
+            chosen = {name: value for name, value in chosen.items() if value is not None}
+        options = {"max_new_tokens": max_new_tokens, "do_sample": self.sample, "num_beams": self.beams, **chosen}
+        return {**options, "repetition_penalty": self.repetition_penalty}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt as the family's processor makes it, and the place of its request. Tensors of the tokens are `[1, S]`."""
+
+    number: int
+    inputs: dict[str, Tensor]
+    continuation: tuple[int, ...] = ()  # token ids that follow the prompt, to be judged
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs["input_ids"].shape[1] + len(self.continuation)
+
+
+def batches(rows: Iterator[Row], most_rows: int, new_tokens: int, context: int) -> Iterator[list[Row]]:
+    """Rows in their order, as many together as `most_rows` and the context allow: B * (longest prompt + new) <= context.
+
+    A row that does not fit alone is a batch of its own.
+    """
+    batch: list[Row] = []
+    for row in rows:
+        longest = max(other.tokens for other in (*batch, row)) + new_tokens
+        if batch and (len(batch) == most_rows or (len(batch) + 1) * longest > context):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def left_padded(rows: Sequence[Row], pad_token_id: int) -> dict[str, Tensor]:
+    """One batch of inputs: what has a value per token is padded on the left to `[B, S]`, what belongs to images is concatenated.
+
+    A prompt without images has no values for them.
+    """
+    longest = max(row.tokens for row in rows)
+    batch = {}
+    for name in dict.fromkeys(name for row in rows for name in row.inputs):
+        having = [row for row in rows if name in row.inputs]
+        if all(row.inputs[name].shape == row.inputs["input_ids"].shape for row in having):
+            batch[name] = torch.cat([_padded(row, name, longest, pad_token_id) for row in rows])
+        else:
+            batch[name] = torch.cat([row.inputs[name] for row in having])
+    return batch
+
+
+def _padded(row: Row, name: str, longest: int, pad_token_id: int) -> Tensor:
+    """`[1, longest]`: padding, prompt, continuation, which is attended to and otherwise like text: kind 0."""
+    ids = row.inputs["input_ids"]
+    prompt = row.inputs.get(name, torch.zeros_like(ids))
+    continuation = torch.full((1, len(row.continuation)), int(name == "attention_mask"), dtype=prompt.dtype)
+    if name == "input_ids":
+        continuation = torch.tensor([row.continuation], dtype=ids.dtype)
+    padding = pad_token_id if name == "input_ids" else 0
+    return pad(torch.cat([prompt, continuation], dim=1), (longest - row.tokens, 0), value=padding)

@@ -238,6 +238,8 @@ class Engine:
             )
         most = min(max_tokens, longest - prompt.tokens)
         asked = Asked(prompt, {"max_new_tokens": most, **choice}, most, seed, pruning, tuple(stop), reuse)
+        if self._turns.running or self._turns.waiting:
+            asked = dataclasses.replace(asked, prompt=prompt.light())
         reply = Reply()
         self._turns.ask(Request(asked, reply, self._shared, self._others))
         return reply

@@ -16,10 +16,12 @@ from transformers.generation.streamers import TextStreamer
 
 from vismoe.errors import UnsupportedModelError
 from vismoe.figures import Figures
+from vismoe.models.prompts import is_pixels
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
 
 
+ENCODED = "mm_encoder_outputs"  # what newer releases make of them before the first pass
 KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # arguments with a number per token
 
 
@@ -82,13 +84,13 @@ class TokenLoop:
         """Keys and values of the sequence so far but for the last token; None where the model keeps none."""
         return self._prepared.kwargs.get("past_key_values")
 
-    def take_over(self, cache: Any, images: dict[str, Any], dropped: Sequence[str]) -> None:
+    def take_over(self, cache: Any, images: dict[str, Any], of_images: Sequence[str]) -> None:
         """Before the first pass: go on from the keys and values of the first tokens.
 
-        `images`: the image inputs of those tokens that follow, in place of all; `dropped`: names of image inputs to leave out.
+        `images`: the image inputs of the tokens that follow, in place of those named `of_images`, which are about all of them.
         """
-        kwargs = self._prepared.kwargs
-        self._prepared.kwargs = {name: value for name, value in kwargs.items() if name not in dropped} | images
+        kept = {name: value for name, value in self._prepared.kwargs.items() if name not in (*of_images, ENCODED)}
+        self._prepared.kwargs = kept | images
         past = cache.get_seq_length()
         for name in KINDS:
             if name in self._prepared.kwargs:  # older releases hand some of them on at full length
@@ -109,6 +111,8 @@ class TokenLoop:
             outputs = model(**inputs, return_dict=True)
         else:
             outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
+        if not self._prefilled:  # as large as the prompt's images, and nobody looks at them any more
+            at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
         self._prefilled = True
         at.kwargs = model._update_model_kwargs_for_generation(outputs, at.kwargs, is_encoder_decoder=False)
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=at.ids.device)

@@ -9,11 +9,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import BatchFeature
 
 from vismoe.figures import Clock, Figures, Finish
 from vismoe.generate import Reply, TextPieces, TokenLoop
@@ -22,7 +23,7 @@ from vismoe.metrics import Metrics, Snapshot
 from vismoe.models.cache_beginning import can_go_on
 from vismoe.models.experts import ExpertRuntime, Interrupted
 from vismoe.models.image_cache import ImageCache
-from vismoe.models.prompts import Prompt, PromptBuilder
+from vismoe.models.prompts import Prompt, PromptBuilder, without_pixels
 from vismoe.models.prune import KeptImage
 from vismoe.prefixes import Prefix, Prefixes
 from vismoe.simulate.trace import TraceWriter
@@ -30,9 +31,6 @@ from vismoe.types import Phase
 from vismoe.vision.selection import Pruning
 
 __all__ = ["Asked", "Request", "Shared"]
-
-PIXELS = "pixel_values"  # how names of inputs begin that go into the tower
-ENCODED = ("mm_encoder_outputs",)  # what newer releases make of them before the first pass
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,10 @@ class Shared:
         self.runtime.foresight.memory = belongings.memory
         self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
 
-    def begin_request(self) -> None:
-        """A request begins with its first pass. What happened while none ran is nobody's."""
-        self.count()
+    def begin_request(self, alone: bool) -> None:
+        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran is nobody's."""
+        if alone:
+            self.count()
         if isinstance(self.runtime.recorder, TraceWriter):
             self.runtime.recorder.request(str(next(self._numbers)))
 
@@ -130,7 +129,7 @@ class Request:
         self._shared.lend(self)
         began_s, prefilling = time.perf_counter(), self._loop is None
         if prefilling:
-            self._shared.begin_request()
+            self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = began_s
         going_on = False
         try:
@@ -161,30 +160,27 @@ class Request:
     # -- the passes
     def _prefill(self) -> tuple[int, bool]:
         """The first token, and whether it is the last one."""
-        asked, shared, prompt = self.asked, self._shared, self.asked.prompt
-        prefix = self._prefix(shared.plan.context - self.tokens - self._others(self))
-        images = prompt.images_behind(prefix.tokens if prefix is not None else 0) or []
-        inputs = prompt.inputs.to(shared.model.device)
-        generator = None
-        if asked.seed is not None:
-            generator = torch.Generator(shared.model.device).manual_seed(asked.seed)
+        asked, model, prompt = self.asked, self._shared.model, self.asked.prompt
+        prefix, images = self._prefix(), list(range(prompt.images))
+        if prefix is not None:
+            images = prompt.images_behind(prefix.tokens) or []
+        inputs = (prompt.whole() if prefix is None else without_pixels(prompt.inputs)).to(model.device)
+        generator = torch.Generator(model.device).manual_seed(asked.seed) if asked.seed is not None else None
         with self._images_prepared(images):
-            if prefix is None:
-                loop = TokenLoop(shared.model, inputs, asked.options, generator)
-            else:  # generate() would encode all images; their sizes it needs, for the positions of the tokens
-                named = prompt.image_input_names
-                without = {name: value for name, value in inputs.items() if not name.startswith(PIXELS)}
-                loop = TokenLoop(shared.model, without, asked.options, generator)
-                behind = prompt.image_inputs(images).to(shared.model.device) if images else {}
-                loop.take_over(prefix.cache, dict(behind), [*named, *ENCODED])
+            loop = TokenLoop(model, inputs, asked.options, generator)
+            if prefix is not None:  # generate() had the sizes of all images, for the positions of their tokens, and no pixels
+                behind = dict(prompt.image_inputs(images).to(model.device)) if images else {}
+                loop.take_over(prefix.cache, behind, prompt.image_input_names)
                 self._kept, self._reused_tokens = prefix.kept, prefix.tokens
             first = loop.step()
         self._loop = loop
+        self.asked = replace(asked, prompt=replace(prompt, inputs=BatchFeature()))
         return first
 
-    def _prefix(self, room_tokens: int) -> Prefix | None:
-        """What an earlier request has left of this prompt, where so many tokens may stay for others."""
+    def _prefix(self) -> Prefix | None:
+        """What an earlier request has left of this prompt."""
         asked, shared, prompt = self.asked, self._shared, self.asked.prompt
+        room_tokens = shared.plan.context - self.tokens - self._others(self)  # that may stay for others
         if not asked.reuse:
             shared.prefixes.shrink(room_tokens)
             return None
@@ -193,7 +189,7 @@ class Request:
         if prefix is None:
             return None
         images = prompt.images_behind(prefix.tokens)
-        known = images is not None and (not images or prompt.image_inputs(images).keys() == set(prompt.image_input_names))
+        known = images is not None and (not images or prompt.comes_apart)
         return prefix if known else None
 
     @contextlib.contextmanager

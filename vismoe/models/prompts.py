@@ -1,8 +1,8 @@
 """From a conversation to model inputs: the family's chat template, its processor, and what it counts as a visual token."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,15 @@ TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # what families call the module that encodes images
 
 
+def is_pixels(name: str) -> bool:
+    """Whether an input is what goes into the vision tower."""
+    return name.startswith("pixel_values")
+
+
+def without_pixels(inputs: Mapping[str, Any]) -> BatchFeature:
+    return BatchFeature({name: value for name, value in inputs.items() if not is_pixels(name)})
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One conversation, ready for generate()."""
@@ -28,15 +37,29 @@ class Prompt:
     image_names: tuple[str, ...] = ()  # by which an image is the same in another prompt: pixels and processor settings
     places: tuple[tuple[int, int], ...] = ()  # first token of each image and the one behind it; none where that is not known
     image_inputs: Callable[[Sequence[int]], BatchFeature] = lambda numbers: BatchFeature()  # of some images, by number
+    made_again: Callable[[], BatchFeature] = BatchFeature  # the inputs
 
     @property
     def images(self) -> int:
         return len(self.pictures)
 
+    def light(self) -> "Prompt":
+        """Without the pixels, as floating-point numbers the largest of its inputs, for a prompt that has to wait."""
+        return replace(self, inputs=without_pixels(self.inputs))
+
+    def whole(self) -> BatchFeature:
+        """The inputs, pixels included."""
+        return self.made_again() if self.pictures and not any(map(is_pixels, self.inputs)) else self.inputs
+
     @property
     def image_input_names(self) -> list[str]:
-        """Inputs that are about the images."""
-        return [name for name in self.inputs if name not in TEXT_INPUTS]
+        """Inputs that are about the images and not as large."""
+        return [name for name in self.inputs if name not in TEXT_INPUTS and not is_pixels(name)]
+
+    @property
+    def comes_apart(self) -> bool:
+        """Whether `image_inputs` gives all that this prompt has of its images."""
+        return set(without_pixels(self.image_inputs([0]))) == set(self.image_input_names)
 
     def images_behind(self, tokens: int) -> list[int] | None:
         """Numbers of the images whose tokens come after the first `tokens`; None where that is not known."""
@@ -109,19 +132,19 @@ class PromptBuilder:
         text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         options: dict[str, Any] = {"images": images, **self._pixel_limits(image_tokens)} if images else {}
         try:
-            inputs = self.processor(text=[text], return_tensors="pt", **options)
+            inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
         except ValueError as error:  # e.g. an image two hundred times as wide as it is high
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
-        return self._prompt(inputs, tuple(images), options)
+        return self._prompt(inputs, tuple(images), options, text)
 
     def build_text(self, text: str) -> Prompt:
         """Inputs that go on from `text` as it is, without a chat template. Raises InputError."""
         inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
         if not inputs["input_ids"].shape[1]:
             raise InputError("there is nothing to go on from: the prompt is empty")
-        return self._prompt(inputs, (), {})
+        return self._prompt(inputs, (), {}, text)
 
-    def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any]) -> Prompt:
+    def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any], text: str) -> Prompt:
         ids = inputs["input_ids"][0]
         visual = (ids == self.image_token_id).nonzero()[:, 0].tolist() if images else []
         settings = {name: value for name, value in options.items() if name != "images"}
@@ -133,6 +156,7 @@ class PromptBuilder:
             tuple(_name(image, settings) for image in images),
             _places(visual, len(images)),
             lambda numbers: self._image_inputs([images[number] for number in numbers], options),
+            lambda: self.processor(text=[text], return_tensors="pt", **options),
         )
 
     def _image_inputs(self, images: list[Image.Image], options: dict[str, Any]) -> BatchFeature:

@@ -21,6 +21,7 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "--")
 PANEL_INCHES = (4.0, 3.0)
 DPI = 130
 FEW_POINTS = 12
+LABEL_LETTERS = 40  # of all bars together, that fit side by side
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -112,7 +113,9 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str]) -> None:
         else:
             _draw_line(axis, series, look)
     if panel.kind == "bars":
-        axis.set_xticks(range(len(panel.series[0].x)), [str(x) for x in panel.series[0].x])
+        labels = [str(x) for x in panel.series[0].x]
+        turned = dict(rotation=30, ha="right", rotation_mode="anchor") if sum(map(len, labels)) > LABEL_LETTERS else {}
+        axis.set_xticks(range(len(labels)), labels, **turned)
         axis.grid(False, axis="x")
     if panel.log_x:
         axis.set_xscale("log", base=2)

@@ -42,8 +42,9 @@ from . import accuracy, scenes, scoring, world
 from . import questions as asking
 from .answer_file import AnswerFile, Key, answer_all, program_digest, questions
 from .figures import Panel, Series, grid_figure
-from .paired import paired_difference, points
+from .paired import beside, points
 from .questions import KINDS
+from .scoring import GROUPS, OTHERS, TEXT
 
 QUESTIONS = 900
 WIDTH = 170  # of tables in a file, columns
@@ -54,8 +55,6 @@ SELECTIONS = ("affinity", "saliency", "distinct", "visionzip", "random", "unifor
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-pruning"
 ALL = "all tokens"
 ENDS = ("mean", "low", "high")
-TEXT, OTHERS = "text", "all but text"
-GROUPS: dict[str, tuple[str, ...]] = {OTHERS: tuple(kind for kind in KINDS if kind != TEXT)} | {kind: (kind,) for kind in KINDS}
 
 PROGRAM = (
     accuracy, asking, scenes, scoring, world,
@@ -298,8 +297,8 @@ def summary(table: dict[Contestant, list[Answered]], kinds: Sequence[str]) -> di
 
 
 def _accuracy(rows: Sequence[Answered], base: Sequence[Answered], kinds: Sequence[str], group: Sequence[str]) -> dict[str, Any]:
-    own, its = ([row.score for row, kind in zip(chosen, kinds, strict=True) if kind in group] for chosen in (rows, base))
-    return {**asdict(scoring.accuracy(own)), "difference": asdict(paired_difference(its, own))}
+    its, own = ([row.score for row, kind in zip(chosen, kinds, strict=True) if kind in group] for chosen in (base, rows))
+    return beside(its, own)
 
 
 def print_summary(console: Console, result: dict[str, Any]) -> None:

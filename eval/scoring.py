@@ -9,11 +9,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .questions import Turn
+from .questions import KINDS, Turn
 from .world import NUMBERS, POSITIONS
 
 ARTICLES = {"a", "an", "the"}
 Z_95 = 1.959964
+TEXT, OTHERS = "text", "all but text"  # printed text stands apart: it is what dropping visual tokens costs first
+GROUPS: dict[str, tuple[str, ...]] = {OTHERS: tuple(kind for kind in KINDS if kind != TEXT)} | {kind: (kind,) for kind in KINDS}
 
 
 @dataclass(frozen=True)

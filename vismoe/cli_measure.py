@@ -4,6 +4,7 @@ import contextlib
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from vismoe.cli_lmms import add_lmms_arguments, run_lmms
 from vismoe.cli_options import (
     Command,
     add_model_flags,
@@ -20,6 +21,7 @@ from vismoe.cli_options import (
 from vismoe.cli_study import study_list
 from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes
 from vismoe.errors import InputError
+from vismoe.eval.suite_rows import SUITES, add_suite_arguments
 
 __all__ = ["EVAL", "PLAN", "REPLAY"]
 
@@ -177,7 +179,13 @@ def run_plan(arguments: Namespace) -> int:
 
 def eval_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
-    parser.add_argument("--scenes", action="store_true", required=True, help="questions about generated scenes of the demo world")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--scenes", action="store_true", help="questions about generated scenes of the demo world")
+    what.add_argument("--lmms", metavar="TASKS", help="tasks of lmms-eval, e.g. scenes_pope,scenes_ocr; one run of its harness")
+    what.add_argument("--suite", choices=SUITES, help="paper: the papers' tables of this model, in Markdown, JSON and plots")
+    what.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two saved results, or FOLDER#ROW of a suite, question by question"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
     parser.add_argument("--n", type=at_least_one, default=50, metavar="N", help="how many questions of each kind (default: 50)")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these kinds of question, e.g. count where")
@@ -186,11 +194,26 @@ def eval_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay; needs --batch 1")
     parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
+    add_suite_arguments(parser)
+    add_lmms_arguments(parser)
     add_model_flags(parser)
     add_settings(parser)
 
 
 def run_eval(arguments: Namespace) -> int:
+    """Questions, a suite of them, or a comparison of what they found."""
+    if arguments.compare:
+        from vismoe.eval.compare import run_compare
+
+        return run_compare(arguments)
+    if arguments.suite:
+        from vismoe.eval.suite import run_suite
+
+        return run_suite(arguments)
+    return run_lmms(arguments) if arguments.lmms else run_scenes(arguments)
+
+
+def run_scenes(arguments: Namespace) -> int:
     """Asks the questions, a few at a time so that they fit the planned context."""
     model = one_model(arguments)
     given_settings(arguments)
@@ -251,6 +274,9 @@ EVAL = Command(
     f"""\
   vismoe eval --scenes --n 100                                   the demo model on held-out scenes
   vismoe eval --scenes --memory 25% --json                       the same under a budget: the same answers
+  vismoe eval --lmms scenes_pope,scenes_ocr --limit 40 --json    lmms-eval's own harness, offline
+  vismoe eval --suite paper --out results                        accuracy, speed and memory of keep x selection x formats x memory
+  vismoe eval --compare results#int4 results#exact               which questions int4 loses, and whether chance explains it
 studies, each with flags of its own (vismoe eval STUDY --help):
 {study_list()}""",
 )

@@ -13,6 +13,8 @@ STUDIES = {  # name: (module with a main(arguments), what it shows)
     "lookahead-cost": ("vismoe.predictor_training.cost", "what asking a lookahead takes, and what it delays"),
     "orchestrator": ("vismoe.eval.orchestrator", "eviction orders and lookaheads at several cache sizes, the pinned prefix"),
     "ladder": ("vismoe.eval.ladder", "what pruning, prediction and orchestration each save"),
+    "agreement": ("vismoe.eval.lmms_agreement", "lmms-eval's scenes tasks beside vismoe eval --scenes, on the same questions"),
+    "soak": ("vismoe.eval.soak", "clients that ask, hang up and send nonsense: what the server keeps"),
     "formats": ("vismoe.eval.formats", "quality of the integer formats"),
 }
 

@@ -1,0 +1,325 @@
+"""`vismoe eval --suite paper`: the papers' tables for one model in one command.
+
+Every row of every table answers the same held-out questions; then the rows' speed is measured in turns, a fresh process for each.
+Answers and timings are kept as they come, so that an interrupted suite goes on where it was; a row that cannot be run (a budget
+that is refused, a process that was killed) stands in the tables with the reason, and is tried again by the next run.
+"""
+
+import contextlib
+import shlex
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vismoe.cli_options import INTERRUPTED, given_settings, model_options, one_model, print_json
+from vismoe.config import NO_STORE, Budget
+from vismoe.errors import InputError
+
+from .answer_file import AnswerFile, Key
+from .scoring import OTHERS, TEXT
+from .suite_data import Data, Scenes, Tasks
+from .suite_process import JobFailed, Worker
+from .suite_progress import PACKING, QUESTION, TURN, Bar, Outlook
+from .suite_report import accuracy_of, markdown, speed_of, write_report
+from .suite_rows import (
+    EXACT,
+    MAX_TOKENS,
+    REQUESTS,
+    TABLES,
+    WORK,
+    Answered,
+    Axes,
+    PaperTable,
+    Row,
+    Turn,
+    answers_folder,
+    paper_tables,
+    refuse_varied,
+    rows_of,
+    speed_folder,
+)
+
+__all__ = ["Order", "Suite", "run_suite"]
+
+STORE, LOCK = "store", "pack.lock"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What was asked for."""
+
+    name: str
+    model: str | None
+    options: Mapping[str, str]  # device, dtype, revision
+    given: Mapping[str, Any]  # settings of every row
+    memory: str
+    tables: tuple[PaperTable, ...]
+    data: Data
+    rounds: int
+    out: Path
+    work: Path
+
+    @classmethod
+    def of(cls, arguments: Namespace) -> "Order":
+        """Raises InputError or ConfigError for what cannot be asked of a suite."""
+        if arguments.kinds or arguments.trace or arguments.limit is not None or arguments.offset:
+            why = "a suite asks --n questions of every kind (or --n documents of every task) and records nothing"
+            raise InputError(f"{why}. Fix: leave out --kinds, --trace, --limit and --offset")
+        given = given_settings(arguments)
+        refuse_varied(given)
+        axes = Axes(memory=str(given.pop("memory", Axes.memory)), budgets=tuple(arguments.budgets))
+        for size in axes.budgets:
+            Budget.parse(size)
+        return cls(
+            name=arguments.suite,
+            model=one_model(arguments),
+            options=model_options(arguments),
+            given=given,
+            memory=axes.memory,
+            tables=paper_tables(axes, arguments.tables),
+            data=Tasks(tuple(dict.fromkeys(arguments.data.split(","))), arguments.n, arguments.batch)
+            if arguments.data
+            else Scenes(arguments.seed, arguments.n, arguments.batch),
+            rounds=arguments.rounds,
+            out=arguments.out,
+            work=(arguments.work or arguments.out / WORK).resolve(),
+        )
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return rows_of(self.tables)
+
+    def settings(self, row: Row) -> dict[str, Any]:
+        """Of a row, where the experts lie left out."""
+        return {**self.given, "memory": self.memory, "keep": 1.0, "format": "raw", **row.settings}
+
+    @property
+    def command(self) -> str:
+        """What to type for the same figures."""
+        flags = {**self.data.flags, "rounds": self.rounds, "memory": self.memory}
+        settings = {name.replace("_", "-"): value for name, value in {**flags, **self.options, **self.given}.items()}
+        model = [self.model] if self.model else []
+        words = [word for name, value in settings.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
+        tables = ["--tables", *(table.name for table in self.tables)] if len(self.tables) < len(TABLES) else []
+        return shlex.join(["vismoe", "eval", "--suite", self.name, *model, *words, *tables])
+
+
+class Suite:
+    """One order under way: what is known of every row, and what is still to be measured."""
+
+    def __init__(self, order: Order):
+        self.order, self.rows = order, order.rows
+        self.failed: dict[str, str] = {}
+        order.work.mkdir(parents=True, exist_ok=True)
+        self._log = order.work / "worker.log"
+        self._worker = Worker(self._log)
+        try:
+            self.about = self._ask(self._worker, "describe", data=order.data.job["data"])
+            self._answers, self._turns = self._files()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, JobFailed):
+                raise InputError(str(error)) from error
+            raise
+
+    def _files(self) -> tuple[dict[str, AnswerFile[Answered]], dict[str, AnswerFile[Turn]]]:
+        """What was kept of every row. Raises InputError where it belongs to something else."""
+        order, answers, turns = self.order, {}, {}
+        fixed = {"model": self.about["fingerprint"], "program": self.about["program"], "options": dict(order.options)}
+        timed = {"requests": REQUESTS, "tokens": MAX_TOKENS}
+        for row in self.rows:
+            settings = fixed | {"settings": order.settings(row)}
+            answers[row.name] = AnswerFile(answers_folder(order.work), row.name, settings | order.data.job, Answered)
+            turns[row.name] = AnswerFile(speed_folder(order.work), row.name, settings | timed, Turn)
+        return answers, turns
+
+    # -- what there is, and what is missing
+    def answered(self, row: Row) -> dict[Key, Answered]:
+        kept = self._answers[row.name].rows
+        return {key: kept[key] for keys in self.order.data.batches() for key in keys if key in kept}
+
+    def turns(self, row: Row) -> list[Turn]:
+        kept = self._turns[row.name].rows
+        return [kept[TURN, number] for number in range(self.order.rounds) if (TURN, number) in kept]
+
+    def unasked(self, row: Row) -> list[list[Key]]:
+        """Batches, whole ones: what is asked together decides bits."""
+        data, kept = self.order.data, self._answers[row.name].rows
+        return [keys for keys in data.batches() if not data.is_done(keys, kept)]
+
+    def unpacked(self) -> list[str]:
+        """Formats that rows need and that are nowhere packed."""
+        rows = [row for row in self.rows if self.unasked(row) or len(self.turns(row)) < self.order.rounds]
+        formats = dict.fromkeys(self.order.settings(row)["format"] for row in rows)
+        return [format for format in formats if format != "raw" and format not in self.about["packed"]]
+
+    def outlook(self) -> Outlook:
+        return Outlook(
+            {
+                PACKING: len(self.unpacked()),
+                QUESTION: sum(len(keys) for row in self.rows for keys in self.unasked(row)),
+                TURN: sum(self.order.rounds - len(self.turns(row)) for row in self.rows),
+            }
+        )
+
+    # -- measuring
+    def run(self, bar: Bar) -> None:
+        """Measure everything that is missing; what cannot be is in `failed`."""
+        for format in self.unpacked():
+            self._pack(format, bar)
+        for row in self.rows:
+            if row.name not in self.failed and self.unasked(row):
+                self._answer(row, bar)
+        self.close()
+        for number in range(self.order.rounds):
+            for row in self.rows if number % 2 == 0 else reversed(self.rows):
+                if row.name not in self.failed and (TURN, number) not in self._turns[row.name].rows:
+                    self._turn(row, number, bar)
+
+    def _ask(self, worker: Worker, do: str, on_part: Callable[[Any], None] = lambda part: None, **job: Any) -> dict[str, Any]:
+        return worker.ask(do, on_part, model=self.order.model, options=dict(self.order.options), **job)
+
+    def _pack(self, format: str, bar: Bar) -> None:
+        bar.doing(f"packing {format}")
+        began_s, done = time.monotonic(), 0.0
+
+        def tell(share: float) -> None:
+            nonlocal began_s, done
+            bar.done(PACKING, share - done, time.monotonic() - began_s)
+            began_s, done = time.monotonic(), share
+
+        try:
+            self._ask(self._worker, "pack", tell, format=format, folder=str(self._store))
+        except JobFailed as error:
+            bar.outlook.skipped(PACKING, 1 - done)
+            for row in self.rows:
+                if self.order.settings(row)["format"] == format:
+                    self._fail(row, str(error), bar)
+
+    def _answer(self, row: Row, bar: Bar) -> None:
+        bar.doing(f"asking: {row.name}")
+        began_s = time.monotonic()
+
+        def keep(part: list[Any]) -> None:
+            nonlocal began_s
+            self._answers[row.name].add({(kind, number): Answered(**fields) for kind, number, fields in part})
+            bar.done(QUESTION, len(part), time.monotonic() - began_s)
+            began_s = time.monotonic()
+
+        try:
+            self._ask(
+                self._worker, "answer", keep, settings=self._settings(row), data=self.order.data.job, batches=self.unasked(row)
+            )
+        except JobFailed as error:
+            self._fail(row, str(error), bar)
+        else:
+            groups = self._accuracy(row)["groups"]
+            means = ", ".join(f"{group} {groups[group]['mean']:.1%}" for group in (OTHERS, TEXT) if group in groups)
+            bar.say(f"{row.name}: {means}")
+
+    def _turn(self, row: Row, number: int, bar: Bar) -> None:
+        bar.doing(f"timing {number + 1} of {self.order.rounds}: {row.name}")
+        began_s = time.monotonic()
+        try:
+            with Worker(self._log) as fresh:
+                found = self._ask(fresh, "speed", settings=self._settings(row), requests=REQUESTS, max_tokens=MAX_TOKENS)
+        except JobFailed as error:
+            self._fail(row, str(error), bar)
+        else:
+            self._turns[row.name].add({(TURN, number): Turn(**found)})
+            bar.done(TURN, 1, time.monotonic() - began_s)
+
+    def _fail(self, row: Row, reason: str, bar: Bar) -> None:
+        self.failed[row.name] = reason
+        bar.outlook.skipped(QUESTION, sum(map(len, self.unasked(row))))
+        bar.outlook.skipped(TURN, self.order.rounds - len(self.turns(row)))
+        bar.say(f"{row.name}: not measured: {reason}")
+
+    @property
+    def _store(self) -> Path:
+        return self.order.work / STORE
+
+    def _settings(self, row: Row) -> dict[str, Any]:
+        """With where the experts lie."""
+        settings = self.order.settings(row)
+        format = settings["format"]
+        where = NO_STORE if format == "raw" else self.about["store"] if format in self.about["packed"] else str(self._store)
+        return {**settings, "store": where}
+
+    # -- what came of it
+    def result(self) -> dict[str, Any]:
+        """Everything measured so far, as suite.json."""
+        order, rows = self.order, {}
+        for row in self.rows:
+            turns = self.turns(row)
+            rows[row.name] = {
+                "label": row.label,
+                "settings": order.settings(row),
+                "accuracy": self._accuracy(row) if self.answered(row) else None,
+                "speed": speed_of(turns) if turns else None,
+                "failed": self.failed.get(row.name),
+            }
+        tables = [{**asdict(table), "rows": [row.name for row in table.rows]} for table in order.tables]
+        asked = {**order.data.job, "asked": order.data.sentence}
+        found = {"suite": order.name, "command": order.command, "work": str(order.work), "about": self.about, "questions": asked}
+        return {**found, "tables": tables, "rows": rows}
+
+    def _accuracy(self, row: Row) -> dict[str, Any]:
+        return accuracy_of(self.answered(row), self.answered(EXACT), self.order.data.groups)
+
+    def remove_store(self) -> None:
+        """What was packed for this suite, and the folder where nothing else lies in it."""
+        for file in (*self._store.glob("experts.*"), self._store / LOCK):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._store.rmdir()
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def run_suite(arguments: Namespace) -> int:
+    """Measures, writes and prints; the exit code."""
+    order = Order.of(arguments)
+    forget(order, arguments.again)
+    suite, interrupted = Suite(order), False
+    bar = Bar(suite.outlook())
+    try:
+        with bar.progress:
+            suite.run(bar)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        suite.close()
+    result = suite.result()
+    files = write_report(order.out, result)
+    if interrupted:
+        kept = f"what was measured is kept in {order.work}, and the same command goes on there"
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
+        if arguments.json:
+            print_json(arguments, {"error": {"type": "Interrupted", "message": f"Ctrl-C: {kept}"}})
+        return INTERRUPTED
+    if not arguments.keep_store:
+        suite.remove_store()
+    if len(suite.failed) == len(suite.rows):
+        raise InputError(f"no row could be measured. The first: {suite.failed[EXACT.name]}")
+    if arguments.json:
+        print_json(arguments, result)
+    else:
+        print(markdown(result))
+        print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
+        if not any(file.suffix == ".png" for file in files):
+            print("no plots: matplotlib is not installed. Fix: pip install 'vismoe[eval]'", file=sys.stderr)
+    return 0
+
+
+def forget(order: Order, what: str | None) -> None:
+    """Of what a suite has kept of its rows: the speed, or the answers as well."""
+    folders = {None: [], "speed": [speed_folder(order.work)], "all": [speed_folder(order.work), answers_folder(order.work)]}
+    for folder in folders[what]:
+        for row in order.rows:
+            (folder / f"{row.name}.jsonl").unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""What every row of a suite is asked: questions about generated scenes, or documents of lmms-eval's tasks. Imports no torch."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .answer_file import Key, batches
+from .scoring import GROUPS, OTHERS, TEXT
+
+__all__ = ["Data", "Scenes", "Tasks"]
+
+READING = ("ocr", "textvqa", "docvqa")  # in the names of tasks that are about printed text
+
+
+class Data(Protocol):
+    """Questions of one or several kinds, asked batch by batch. A key is a kind and a number."""
+
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        """Kinds whose scores are averaged, by the name of the average; OTHERS and TEXT stand in the tables."""
+
+    @property
+    def sentence(self) -> str:
+        """What is asked, and how, for people."""
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What the worker is told, and what answers belong to."""
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What asks for it on the command line."""
+
+    def batches(self) -> list[list[Key]]:
+        """All questions, those together that are asked together, of one kind each."""
+
+    def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
+        """Whether `kept` holds the answers to a batch."""
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """`per_kind` held-out questions of every kind."""
+
+    seed: int
+    per_kind: int
+    batch: int
+
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        return GROUPS
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"held-out questions about generated scenes (seed {self.seed}, {self.per_kind} of each kind, {self.batch} at a time)"
+        )
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return {"data": "scenes", "seed": self.seed, "batch": self.batch}
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {"seed": self.seed, "n": self.per_kind, "batch": self.batch}
+
+    def batches(self) -> list[list[Key]]:
+        return list(batches(self.per_kind, self.batch))
+
+    def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
+        return all(key in kept for key in batch)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The first `limit` documents of each task, scored by the task's own code."""
+
+    tasks: tuple[str, ...]
+    limit: int
+    batch: int
+
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        text = tuple(task for task in self.tasks if any(word in task for word in READING))
+        return {OTHERS: tuple(task for task in self.tasks if task not in text), TEXT: text} | {
+            task: (task,) for task in self.tasks
+        }
+
+    @property
+    def sentence(self) -> str:
+        return f"documents of lmms-eval's {', '.join(self.tasks)} (the first {self.limit} of each, {self.batch} at a time)"
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return {"data": "tasks", "tasks": list(self.tasks), "limit": self.limit, "batch": self.batch}
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {"data": ",".join(self.tasks), "n": self.limit, "batch": self.batch}
+
+    def batches(self) -> list[list[Key]]:
+        return [[(task, document) for document in range(self.limit)] for task in self.tasks]
+
+    def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
+        """A task is asked as a whole, and may have fewer documents."""
+        return any(key in kept for key in batch)

@@ -1,0 +1,89 @@
+"""A worker process as the suite sees it: started with its first job, and again after it died; never outlives the suite.
+
+It runs in a session of its own, so that Ctrl-C reaches the suite alone, which decides what to keep.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["JobFailed", "Worker"]
+
+COMMAND = (sys.executable, "-m", "vismoe.eval.suite_worker")
+LOG_LINES = 3  # of a worker that died without a word
+
+
+class JobFailed(Exception):
+    """A job came to nothing; the message says why."""
+
+
+class Worker:
+    """One process that does jobs in turn. What it prints goes to `log`."""
+
+    def __init__(self, log: Path):
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, do: str, on_part: Callable[[Any], None] = lambda part: None, **job: Any) -> dict[str, Any]:
+        """The result of a job; `on_part` gets what it tells on its way. Raises JobFailed."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"do": do, **job}) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError as error:
+            raise JobFailed(self._how_it_died()) from error
+        for line in process.stdout:
+            if not line.endswith("\n"):
+                break  # it died in the middle of a message
+            message = json.loads(line)
+            if "part" in message:
+                on_part(message["part"])
+            elif "error" in message:
+                raise JobFailed(message["error"])
+            else:
+                result: dict[str, Any] = message["result"]
+                return result
+        raise JobFailed(self._how_it_died())
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._process is None:
+            with self._log.open("w") as log:
+                self._process = subprocess.Popen(
+                    COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                )
+        return self._process
+
+    def _how_it_died(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        self.close()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        why = "; on Linux that is how a machine out of memory ends one" if code == -signal.SIGKILL else ""
+        last = " ".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        return f"the process ended with {how}{why}. It said last: {last or 'nothing'}"
+
+    def close(self) -> None:
+        """End the process, in the middle of a job if need be."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # what it was not told any more
+                pipe.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

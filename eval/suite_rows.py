@@ -1,0 +1,219 @@
+"""What a suite runs: rows, the tables of the papers that they are set out in, and the flags that choose them.
+
+A row is one way to run the model, written as what differs from the exact one: every bit of the experts kept, all visual tokens,
+the memory of the other rows. Rows of the same name in several tables are one row. Pure; imports nothing heavy.
+"""
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vismoe.errors import InputError
+
+__all__ = [
+    "AGAIN", "EXACT", "MAX_TOKENS", "REPORT", "REQUESTS", "SUITES", "TABLES", "VARIED", "WORK", "Answered", "Axes", "PaperTable",
+    "Row", "Turn", "add_suite_arguments", "answers_folder", "paper_tables", "refuse_varied", "rows_of", "speed_folder",
+    "work_folder",
+]  # fmt: skip
+
+SUITES = ("paper",)
+TABLES = ("keep", "selection", "formats", "memory", "steps")
+AGAIN = ("speed", "all")
+VARIED = ("memory", "keep", "selection", "format", "store", "lookahead", "eviction", "deterministic")  # what rows are about
+ROUNDS = 3
+REQUESTS, MAX_TOKENS = 4, 48  # of a turn: those that are counted, and how long their answers may be
+FOLDER = "vismoe-suite"
+WORK, REPORT = "work", "suite.json"
+HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the model. `name` is also that of its files, and what --compare FOLDER#NAME calls it."""
+
+    name: str
+    label: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what differs from the exact row, by the names of Settings
+
+
+EXACT = Row("exact", "exact")
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """Rows that belong side by side, the exact one first."""
+
+    name: str
+    title: str
+    paper: str  # whose table it follows, and in which of its columns
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is varied, beside the exact row; `memory` is that of every row but those of the tables memory and steps."""
+
+    memory: str = "100%"
+    keeps: tuple[float, ...] = (0.7, 0.5, 0.3)
+    selections: tuple[str, ...] = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
+    formats: tuple[str, ...] = ("lossless", "int8", "int4", "int2")
+    budgets: tuple[str, ...] = ("100%", "50%", "25%", "12.5%")
+    step_memory: str = "25%"
+
+
+def paper_tables(axes: Axes, names: Iterable[str] = TABLES) -> tuple[PaperTable, ...]:
+    """The tables of these names, in the order of TABLES."""
+    made = {
+        "keep": PaperTable(
+            "keep",
+            "Visual tokens kept",
+            "VisMMoE, table 3: its columns Vanilla and VisMMoE",
+            tuple(Row(f"keep-{keep:g}", f"{keep:.0%} kept", {"keep": keep}) for keep in axes.keeps),
+        ),
+        "selection": PaperTable(
+            "selection",
+            f"Which {HALF:.0%} of the visual tokens are kept",
+            "VisMMoE, table 3: its columns Random, Zip and VisMMoE at 50%",
+            tuple(Row(f"{name}-{HALF:g}", name, {"keep": HALF, "selection": name}) for name in axes.selections),
+        ),
+        "formats": PaperTable(
+            "formats",
+            "Formats of the experts",
+            "DynaExq, table 1, and DyMoE, table 1: their uniform formats",
+            tuple(Row(name, name, {"format": name}) for name in axes.formats),
+        ),
+        "memory": PaperTable(
+            "memory",
+            "Share of the experts in memory",
+            "DyMoE, table 3: first token and decode by memory; MoE-SpeQ, table 3: hit rate by cache size",
+            tuple(Row(f"memory-{size}", size, {"memory": size}) for size in axes.budgets if size != axes.memory),
+        ),
+        "steps": PaperTable(
+            "steps",
+            f"One part after the other, with {axes.step_memory} of the experts in memory",
+            "VisMMoE, table 4 (integer formats beside it)",
+            _steps(axes.step_memory),
+        ),
+    }
+    return tuple(replace(table, rows=(EXACT, *table.rows)) for name, table in made.items() if name in set(names))
+
+
+def _steps(memory: str) -> tuple[Row, ...]:
+    """Each row is the one before and one part more."""
+    parts: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("base", "base: LRU, no lookahead", {"memory": memory, "lookahead": "none", "eviction": "lru"}),
+        ("compression", f"+ compression: {HALF:.0%} of the visual tokens", {"keep": HALF}),
+        ("prediction", "+ prediction: the default lookahead", {"lookahead": "auto"}),
+        ("orchestrator", "+ orchestrator: the default eviction", {"eviction": "lfu"}),
+        ("int4", "+ experts in int4", {"format": "int4"}),
+    )
+    rows = []
+    settings: dict[str, Any] = {}
+    for number, (name, label, changed) in enumerate(parts):
+        settings = settings | changed
+        rows.append(Row(f"step-{number}-{name}", label, settings))
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer, and what was asked."""
+
+    question: str
+    truth: str
+    answer: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One freshly loaded model on the same few requests, the first of them not counted. None where it is not known."""
+
+    load_s: float
+    first_token_s: float  # encoding the picture and prefill; the median of the requests, as in the next line
+    prefill_s: float
+    decode_tokens_per_s: float | None
+    prefill_bytes: float  # of experts that were brought in, for each request
+    decode_bytes_per_token: float | None
+    prefill_hit_rate: float | None
+    decode_hit_rate: float | None
+    expert_bytes: int  # memory for experts
+    planned_bytes: int  # all memory of the plan
+    grown_bytes: int | None  # at most, over what the process was after bare imports; on a GPU what torch held there
+
+
+def rows_of(tables: Sequence[PaperTable]) -> tuple[Row, ...]:
+    """Every row once, the exact one first."""
+    return tuple({row.name: row for table in tables for row in table.rows}.values())
+
+
+def work_folder(folder: Path) -> Path:
+    """Where the suite that wrote into `folder` keeps its work: its report says so."""
+    report = folder / REPORT
+    return Path(json.loads(report.read_text())["work"]) if report.is_file() else folder / WORK
+
+
+def answers_folder(work: Path) -> Path:
+    """A file for each row."""
+    return work / "answers"
+
+
+def speed_folder(work: Path) -> Path:
+    """A file for each row."""
+    return work / "speed"
+
+
+def add_suite_arguments(parser: ArgumentParser) -> None:
+    """The flags of a suite beside those of an evaluation."""
+    axes = Axes()
+    group = parser.add_argument_group(
+        "suite",
+        "Every row of the tables answers the same questions, each with a model of its own; then speed is measured in turns,\n"
+        "in a process for each. All is kept as it comes: Ctrl-C loses nothing, and the same command goes on.",
+    )
+    group.add_argument(
+        "--out", type=Path, default=Path(FOLDER), metavar="FOLDER", help=f"suite.md, suite.json and plots (default: {FOLDER})"
+    )
+    group.add_argument(
+        "--data",
+        metavar="TASKS",
+        help="ask the first --n documents of these tasks of lmms-eval instead of generated scenes, e.g. pope,ocrbench",
+    )
+    group.add_argument("--work", type=Path, metavar="FOLDER", help=f"answers, timings, packed experts (default: {WORK} in --out)")
+    group.add_argument(
+        "--tables", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE", help=f"of {', '.join(TABLES)} (default: all)"
+    )
+    group.add_argument(
+        "--budgets",
+        nargs="+",
+        default=list(axes.budgets),
+        metavar="SIZE",
+        help=f"rows of the table memory (default: {' '.join(axes.budgets).replace('%', '%%')})",
+    )
+    group.add_argument(
+        "--rounds",
+        type=whole_number,
+        default=ROUNDS,
+        metavar="R",
+        help=f"times that every row's speed is measured; 0: not (default: {ROUNDS})",
+    )
+    group.add_argument("--again", choices=AGAIN, help="forget what was kept of the speed, or of everything, and measure it again")
+    group.add_argument("--keep-store", action="store_true", help="leave the packed experts in --work when everything is done")
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def refuse_varied(given: Mapping[str, Any]) -> None:
+    """Raises InputError for a setting that the tables are about; `memory` is theirs to start from."""
+    if clash := [name for name in VARIED if name in given and name != "memory"]:
+        flags = ", ".join(f"--{name}" for name in clash)
+        raise InputError(
+            f"{flags}: the tables of a suite vary that themselves. Fix: leave it out, or run vismoe eval --scenes with it"
+        )

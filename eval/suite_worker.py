@@ -1,0 +1,228 @@
+"""The process in which a suite runs a model: `python -m vismoe.eval.suite_worker`, a job per line on stdin, messages on stdout.
+
+A job is `{"do": NAME, ...}`; it is answered by `{"part": ...}` as it goes and `{"result": ...}` or `{"error": text}` at the end.
+What libraries print goes to stderr. Bytes and seconds; None where this system does not tell.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import vismoe.models.experts
+from vismoe.bench.process import die_with_parent, peak_rss_bytes
+from vismoe.cli_pack import experts_of
+from vismoe.engine import Engine, demo_model, load
+from vismoe.errors import InputError, UnsupportedModelError, VisMoEError
+from vismoe.generate import Figures
+from vismoe.machine.facts import facts
+from vismoe.metrics import Snapshot
+from vismoe.models.loading import runtime_of
+from vismoe.models.preview import model_class, read_config
+from vismoe.store.pack import pack, refuse_small_disk
+from vismoe.store.packed import contents_of, find_store, formats_in
+from vismoe.types import Format, Phase
+
+from . import pruning
+from .accuracy import answers, messages
+from .answer_file import Key, program_digest, questions
+from .scoring import score
+from .suite_rows import Answered, Turn
+
+__all__ = ["main"]
+
+Tell = Callable[[Any], None]
+SPEED_KIND, SPEED_SEED = "describe", 7  # one picture each, and the longest answers
+CLEAR = Path("/proc/self/clear_refs")
+
+
+def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: str) -> dict[str, Any]:
+    """What answers belong to, and what they were made with."""
+    source, _ = experts_of(model, options.get("revision"))
+    machine = facts()
+    with closing(source):
+        beside = find_store(source.paths[0].parent)
+        return {
+            "model": model or "the bundled demo model",
+            "store": str(beside) if beside else None,
+            "packed": [str(format) for format in formats_in(beside)] if beside else [],
+            "fingerprint": source.fingerprint,
+            "program": program_digest([*pruning.PROGRAM, vismoe.models.experts, sys.modules[__name__], *PROGRAMS[data]()]),
+            "experts_bytes": source.inventory.total_bytes,
+            "machine": {"cpu": machine.cpu, "cores": machine.usable_cores, "gpus": [gpu.name for gpu in machine.gpus]},
+            "versions": machine.versions,
+        }
+
+
+def pack_format(tell: Tell, model: str | None, options: Mapping[str, str], format: str, folder: str) -> dict[str, Any]:
+    """Pack the experts, unless that was done; parts are shares of the work."""
+    source, transposed = experts_of(model, options.get("revision"))
+    with closing(source):
+        contents = contents_of(source, Format(format), transposed)
+        refuse_small_disk(source, Path(folder), [contents])
+        total_bytes = source.inventory.total_bytes
+        return asdict(pack(source, Path(folder), contents, on_bytes=lambda nbytes: tell(nbytes / total_bytes)))
+
+
+def answer(
+    tell: Tell,
+    model: str | None,
+    options: Mapping[str, str],
+    settings: Mapping[str, Any],
+    data: Mapping[str, Any],
+    batches: Sequence[Sequence[Key]],
+) -> dict[str, Any]:
+    """Ask every batch; a part is `[[kind, number, fields of Answered], ...]` of one batch."""
+    with load(model, **options, **settings, deterministic=True) as engine:
+        if not hasattr(engine.processor, "image_processor"):
+            why = f"{engine.name} is a text model; the questions are about pictures"
+            raise UnsupportedModelError(f"{why}. Instead: a vision-language model")
+        for keys in batches:
+            rows = ASK[data["data"]](engine, [(kind, number) for kind, number in keys], data)
+            tell([[*key, asdict(row)] for key, row in rows.items()])
+    return {}
+
+
+def _ask_scenes(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> dict[Key, Answered]:
+    talks = questions(keys[0][0], [number for _, number in keys], data["seed"])
+    _draw_anew(engine, keys[0])
+    said = engine.with_model(partial(answers, processor=engine.processor, talks=talks))
+    turns = [talk.turns[-1] for talk in talks]
+    rows = [Answered(turn.question, turn.answer, text, score(turn, text)) for turn, text in zip(turns, said, strict=True)]
+    return dict(zip(keys, rows, strict=True))
+
+
+def _ask_task(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> dict[Key, Answered]:
+    """The documents of one task, as many of `keys` as it has."""
+    from .lmms_run import run_tasks
+
+    task = keys[0][0]
+    rows = run_tasks(engine, [task], len(keys), batch_size=data["batch"])["answers"]
+    if any(row["score"] is None for row in rows):
+        raise InputError(
+            f"{task} judges its answers together, and rows are compared answer by answer. Fix: another task (--data)"
+        )
+    return {
+        (task, row["document"]): Answered(row.get("question", ""), str(row["target"]), str(row["answer"]), row["score"])
+        for row in rows
+    }
+
+
+def _program_of_tasks() -> list[ModuleType]:
+    from . import lmms_model, lmms_run
+
+    return [lmms_run, lmms_model]
+
+
+ASK: dict[str, Callable[..., dict[Key, Answered]]] = {"scenes": _ask_scenes, "tasks": _ask_task}
+PROGRAMS: dict[str, Callable[[], list[ModuleType]]] = {"scenes": list, "tasks": _program_of_tasks}
+
+
+def _draw_anew(engine: Engine, first: Key) -> None:
+    """`random` draws other tokens for every batch; what each batch draws is the same in every run."""
+    pruner = runtime_of(engine.model).pruner
+    if pruner is not None and pruner.pruning is not None:
+        pruner.begin_request()
+        pruner.pruning = replace(pruner.pruning, seed=pruning.draw_of(first))
+
+
+def speed(
+    tell: Tell, model: str | None, options: Mapping[str, str], settings: Mapping[str, Any], requests: int, max_tokens: int
+) -> dict[str, Any]:
+    """A Turn."""
+    model_class(read_config(str(model or demo_model()), revision=options.get("revision")))  # imported before memory is compared
+    asked = [messages(talk) for talk in questions(SPEED_KIND, range(requests + 1), SPEED_SEED)]
+    before_bytes, began_s = _peak_from_here(), time.perf_counter()
+    with load(model, **options, **settings) as engine:
+        load_s = time.perf_counter() - began_s
+        _, *counted = [_figures(engine, each, max_tokens) for each in asked]
+        device = torch.device(engine.plan.device)
+        grown_bytes = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _grown_bytes(before_bytes)
+        return asdict(_turn(load_s, counted, grown_bytes))
+
+
+def _peak_from_here() -> int | None:
+    """What this process holds now; from here on its peak is counted anew. None where the system has no such counter."""
+    if not CLEAR.exists():
+        return None
+    CLEAR.write_text("5")
+    return peak_rss_bytes()
+
+
+def _grown_bytes(before_bytes: int | None) -> int | None:
+    return None if before_bytes is None else peak_rss_bytes() - before_bytes
+
+
+def _figures(engine: Engine, asked: list[dict[str, Any]], max_tokens: int) -> Figures:
+    reply = engine.chat(asked, max_tokens=max_tokens)
+    for _ in reply:
+        pass
+    return reply.figures
+
+
+def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) -> Turn:
+    tokens, seconds = sum(each.decode_tokens for each in counted), sum(each.decode_seconds for each in counted)
+    counters = [each.counters for each in counted]
+    moved = "bytes_copied" if any(each.total("bytes_copied") for each in counters) else "bytes_read"
+    prefill_bytes, decode_bytes = (sum(each.total(moved, phase) for each in counters) for phase in (Phase.PREFILL, Phase.DECODE))
+    return Turn(
+        load_s=load_s,
+        first_token_s=median(each.encode_seconds + each.prefill_seconds for each in counted),
+        prefill_s=median(each.prefill_seconds for each in counted),
+        decode_tokens_per_s=tokens / seconds if tokens and seconds else None,
+        prefill_bytes=prefill_bytes / len(counted),
+        decode_bytes_per_token=decode_bytes / tokens if tokens else None,
+        prefill_hit_rate=_hit_rate(counters, Phase.PREFILL),
+        decode_hit_rate=_hit_rate(counters, Phase.DECODE),
+        expert_bytes=counted[0].capacity["bytes"],
+        planned_bytes=counted[0].plan.total_bytes,
+        grown_bytes=grown_bytes,
+    )
+
+
+def _hit_rate(counters: Sequence[Snapshot], phase: Phase) -> float | None:
+    hits, misses = (sum(each.total(name, phase) for each in counters) for name in ("hits", "misses"))
+    return hits / (hits + misses) if hits + misses else None
+
+
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "pack": pack_format, "answer": answer, "speed": speed}
+
+
+def main() -> int:
+    """Works until there are no more jobs."""
+    die_with_parent()
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+        def say(message: dict[str, Any]) -> None:
+            print(json.dumps(message), file=out, flush=True)
+
+        for line in sys.stdin:
+            job = json.loads(line)
+            try:
+                result = JOBS[job.pop("do")](lambda part: say({"part": part}), **job)
+            except VisMoEError as error:
+                say({"error": str(error)})
+            except Exception as error:  # the process boundary: the suite reports it
+                traceback.print_exc()
+                say({"error": f"{type(error).__name__}: {error}"})
+            else:
+                say({"result": result})
+            gc.collect()  # a model is a cycle of objects; the next one shall not find it in memory
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

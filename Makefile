@@ -13,8 +13,9 @@ OLDEST := $(VENV)/transformers-5.17
 APART := kernels kernels_eval lossless checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
 	store_reads safetensors_header miss route library pager below eviction host_tier speculation pinned replay trace timeline plan \
 	config threads machine doctor control bench_checkpoint bench_cli bench_fairness bench_limits bench_process bench_run gguf \
-	packaging memory_agreement layers cli cli_study ui scenes images overlay selection lookahead_network calibrate expert_demand \
-	pruning_eval
+	packaging memory_agreement layers cli cli_study cli_demo ui browser scenes images overlay selection lookahead_network calibrate \
+	expert_demand pruning_eval suite compare fast exactness lookahead_learned emulated_link turns serve serve_hostile serve_ray soak \
+	prometheus remote_images server_images lmms lmms_requests torchvision_operators
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 
 # The first interpreter that runs and is 3.11 or newer. `make PYTHON=/path/to/python3.12 test` chooses another one.
@@ -75,11 +76,11 @@ $(BASE): pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@
 
 $(DEV): pyproject.toml $(NATIVE) | $(BIN)/python
-	@echo "Installing vismoe and what its tests need into $(VENV); torch, transformers and gradio come along, which takes a minute or several."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@echo "Installing vismoe and what its tests need into $(VENV); torch, transformers, gradio and lmms-eval come along, which takes minutes."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@ $(BASE)
 
 $(OLDEST)/.done: Makefile | $(DEV)
 	@echo "Installing transformers 5.17 into $(OLDEST)."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST) $(OLDEST_PACKAGES)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(OLDEST) $(OLDEST_PACKAGES)
 	@touch $@

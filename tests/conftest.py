@@ -5,6 +5,7 @@ unless HYPOTHESIS_PROFILE=searching looks for new ones. A test must not depend o
 directory; and Ctrl-C means the same where a script started the suite in the background, with the signal ignored.
 """
 
+import dataclasses
 import os
 import signal
 import tempfile
@@ -30,3 +31,22 @@ def one_thread():
     with torch.inference_mode():
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def measured_once():
+    """For tests of what comes after the plan: what a model needs beside its experts is measured at its first load only."""
+    from vismoe.models import loading
+
+    needs, measure = {}, loading.footprint
+
+    def footprint(model, inventory, settings, **kernels):
+        described = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+        key = str(described), model.config._name_or_path, model.dtype, settings.context
+        if key not in needs:
+            needs[key] = measure(model, inventory, settings, **kernels)
+        return dataclasses.replace(needs[key], inventory=inventory, **kernels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "footprint", footprint)
+        yield

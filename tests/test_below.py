@@ -95,7 +95,7 @@ def warm(pager):
 def test_random_steps_keep_every_invariant_also_where_host_memory_is_small(policy, experts, slabs, host_records, threads):
     options = dict(make=copying, host_records=host_records, policy=policy, threads=threads)
     with deadline(120, "somebody waits for ever"):
-        pager = random_walk(3, 4_000, [experts] * 6, [0] * 6, [slabs], **options)
+        pager = random_walk(3, 1_500, [experts] * 6, [0] * 6, [slabs], **options)
     counts = pager.metrics.snapshot()
     assert host_records < counts.total("computed_on_host") < counts.total("misses")
     assert counts.total("evictions") > 100
@@ -106,7 +106,7 @@ def test_random_steps_keep_every_invariant_also_where_host_memory_is_small(polic
 def test_random_steps_over_an_emulated_link_and_two_geometries(policy):
     with deadline(120, "somebody waits for ever"):
         pager = random_walk(
-            5, 3_000, [4, 9, 4, 9], [0, 1, 0, 1], [3, 5], make=emulated, policy=policy, link_bytes_per_s=1e8, window=2
+            5, 2_000, [4, 9, 4, 9], [0, 1, 0, 1], [3, 5], make=emulated, policy=policy, link_bytes_per_s=1e8, window=2
         )
     assert pager.metrics.snapshot().total("computed_on_host") > 300
 

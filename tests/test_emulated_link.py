@@ -15,6 +15,8 @@ from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import EmulatedLinkMover
 from vismoe.types import Phase
 
+pytestmark = pytest.mark.usefixtures("measured_once")
+
 
 def test_logits_are_the_same_through_an_emulated_device(tmp_path):
     tiny_models.save("qwen3_vl_moe", tmp_path)

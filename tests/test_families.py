@@ -3,9 +3,16 @@
 Every family that the installed transformers has, found by inspection: bit for bit, in float32 and bfloat16, over a prefill (with
 an image where the family has one) and greedy decode steps; the oracle is transformers' eager experts with every parameter in
 fresh memory. What cannot run has a row in `REFUSED` and is refused by name; a family on neither side fails here.
+
+Two more things are seen on the same checkpoints. The gate lookahead asks the right routers about the right vector: about the
+residual stream of its own layer, a router must choose what the layer then uses. And with kernels="auto", ours where they fit and
+torch's elsewhere, logits are as near to float32 as eager's: oracle is eager in float32 on the same bfloat16 weights, eager in
+bfloat16 says what rounding costs, and medians are compared, because a router's near tie may fall the other way.
 """
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -17,16 +24,32 @@ from transformers import AutoConfig, GenerationMixin
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.errors import UnsupportedModelError
+from vismoe.lookahead.gate import _predict
 from vismoe.models import families as tables
 from vismoe.models.adapters import adapt
+from vismoe.models.attention import IMPLEMENTATION
+from vismoe.models.experts import ExpertRuntime
 from vismoe.models.locate import inventory_of
 from vismoe.types import ExpertInventory
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 STEPS = 4
+MANY = 48  # tokens of text: with an image more than what sparse attention keeps
+RUNNING = [family for family in families() if not refusal_of(family)]
 TO_DO = (
     "Make it pass, with a row in tests/tiny_models.py where only the tiny configuration is wrong, or refuse it in "
     "vismoe/models/families.py with the reason; then run `make models`"
 )
+WITHOUT_LOOKAHEAD = set(
+    "afmoe beam cohere2_moe dbrx deepseek_v4 diffusion_gemma dots3_note ernie4_5_vl_moe flex_olmo gemma4 longcat_flash "
+    "muse_spark nemotron_h qwen4_exp zaya".split()
+)
+FAST = {"qwen3_vl_moe", "qwen3_moe", "mixtral", "deepseek_v3", "gemma4", "nemotron_h"}  # some that must not fall back
+GROUPED = {"qwen3_vl_moe", "qwen3_moe", "mixtral"}  # some whose attention of one token is ours
+SPARSE = {"deepseek_v32", "glm_moe_dsa"}  # some that ask for the name of their attention, to mask it
+WITH_OUR_KERNELS = RUNNING  # of all with the newest transformers; with the oldest the ways that differ
+if is_oldest():
+    WITH_OUR_KERNELS = sorted((FAST | GROUPED | SPARSE) & set(RUNNING))
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +61,46 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+class Specimen:
+    """The tiny checkpoints of a family, and what is loaded from them, each made once and when it is asked for."""
+
+    def __init__(self, family: str, folder: Path):
+        self.family, self.folder = family, folder
+        self.checkpoint, self.reference, self.paged = cache(self._checkpoint), cache(self._reference), cache(self._paged)
+        self.opened: list[Any] = []
+        longest = tiny_models.prompt(family, tokens=MANY), tiny_models.prompt(family, batch=2)
+        self.context = max(inputs["input_ids"].numel() for inputs in longest) + 2 * STEPS
+
+    def _checkpoint(self, dtype: torch.dtype) -> Path:
+        return tiny_models.save(self.family, self.folder / str(dtype), dtype=dtype)
+
+    def _reference(self, dtype: torch.dtype) -> Any:
+        return tiny_models.reference(self.checkpoint(dtype), dtype)
+
+    def load(self, dtype: torch.dtype, **settings: Any) -> Any:
+        folder, config = self.checkpoint(dtype), VisMoEConfig(context=self.context, **settings)
+        model = tiny_models.model_class(folder).from_pretrained(folder, dtype=dtype, quantization_config=config)
+        self.opened.append(vismoe.runtime_of(model).pager)
+        return model
+
+    def _paged(self, dtype: torch.dtype) -> Any:
+        """With two slabs per geometry: fewer than one token's experts in two layers, far fewer than a prefill's in one."""
+        experts = inventory(self.checkpoint(dtype), dtype)
+        assert len(experts.layers) > 1, "the tiny model has fewer than two MoE layers"
+        share = 2 * sum(layout.record_bytes for layout in experts.layouts) / experts.total_bytes
+        model = self.load(dtype, memory=f"{100 * share + 1e-6}%", pinned_layers=0)
+        assert vismoe.runtime_of(model).plan.slabs == (2,) * len(experts.layouts)
+        return model
+
+
+@pytest.fixture(scope="module", params=RUNNING)
+def specimen(request, tmp_path_factory):
+    made = Specimen(request.param, tmp_path_factory.mktemp(request.param))
+    yield made
+    for pager in made.opened:
+        pager.close()
+
+
 def inventory(folder: Path, dtype: torch.dtype) -> ExpertInventory:
     with torch.device("meta"):
         described = tiny_models.model_class(folder)._from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
@@ -45,33 +108,20 @@ def inventory(folder: Path, dtype: torch.dtype) -> ExpertInventory:
     return inventory_of(described, dtype)
 
 
-def load_paged(folder: Path, dtype: torch.dtype, context: int):
-    """With two slabs per geometry: fewer than one token's experts in two layers, far fewer than a prefill's in one."""
-    experts = inventory(folder, dtype)
-    assert len(experts.layers) > 1, "the tiny model has fewer than two MoE layers"
-    share = 2 * sum(layout.record_bytes for layout in experts.layouts) / experts.total_bytes
-    settings = VisMoEConfig(memory=f"{100 * share + 1e-6}%", pinned_layers=0, context=context)
-    model = tiny_models.model_class(folder).from_pretrained(folder, dtype=dtype, quantization_config=settings)
-    assert vismoe.runtime_of(model).plan.slabs == (2,) * len(experts.layouts)
-    return model
-
-
 def first(output) -> torch.Tensor:
     """The logits, or the hidden states of a model without a head."""
     return output[0]
 
 
-def check(family: str, dtype: torch.dtype, folder: Path) -> None:
-    tiny_models.save(family, folder, dtype=dtype)
-    inputs = tiny_models.prompt(family, dtype=dtype, batch=2)
+def check(specimen: Specimen, dtype: torch.dtype) -> None:
+    inputs = tiny_models.prompt(specimen.family, dtype=dtype, batch=2)
     inputs["attention_mask"][0, :2] = 0  # the first row is the shorter one
-    context = inputs["input_ids"].numel() + 2 * STEPS
-    reference, model = tiny_models.reference(folder, dtype), load_paged(folder, dtype, context)
+    reference, model = specimen.reference(dtype), specimen.paged(dtype)
     with torch.inference_mode():
         expected, actual = (first(m(**inputs, return_dict=True)) for m in (reference, model))
     assert torch.equal(expected, actual), f"prefill: off by {(expected - actual).abs().max()}"
     assert expected.isfinite().all() and expected.std() > 0, "the tiny model computes nothing"
-    if family not in PREFILL_ONLY:
+    if specimen.family not in PREFILL_ONLY:
         logits = (tiny_models.greedy(which, inputs, STEPS).logits for which in (reference, model))
         for step, (expected, actual) in enumerate(zip(*logits, strict=True)):
             assert torch.equal(expected, actual), f"step {step}: off by {(expected - actual).abs().max()}"
@@ -81,27 +131,78 @@ def check(family: str, dtype: torch.dtype, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", [family for family in families() if not refusal_of(family)])
-def test_logits_are_bit_identical_to_the_full_model(family, dtype, tmp_path):
+def test_logits_are_bit_identical_to_the_full_model(specimen, dtype):
+    family = specimen.family
     if is_oldest() and str(dtype) == f"torch.{FAILS_IN_OLDEST.get(family)}":
         with pytest.raises(RuntimeError, match="to have the same dtype"):
-            tiny_models.reference(tiny_models.save(family, tmp_path), dtype)(**tiny_models.prompt(family, dtype=dtype))
+            specimen.reference(dtype)(**tiny_models.prompt(family, dtype=dtype))
         return
     try:
-        check(family, dtype, tmp_path)
+        check(specimen, dtype)
     except Exception as error:
         error.add_note(f"{family} is in the installed transformers. {TO_DO}")
         raise
 
 
+def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(specimen, monkeypatch):
+    family, model = specimen.family, specimen.paged(torch.float32)
+    runtime = vismoe.runtime_of(model)
+    if runtime.lookahead is None:
+        assert runtime.backends["lookahead"].startswith("none ("), "a family without a lookahead says why"
+        assert family in WITHOUT_LOOKAHEAD, runtime.backends["lookahead"]
+        return
+    assert family not in WITHOUT_LOOKAHEAD
+    compared = 0
+    run = ExpertRuntime.run
+
+    def checked(self, layer, module, hidden, index, factors):
+        nonlocal compared
+        owner, residual = self.lookahead._residual
+        assert owner == layer
+        chosen, _ = _predict(self.lookahead._layers[layer], residual.reshape(-1, residual.shape[-1]))
+        if family == "llama4":  # its adapter asks for the union of the experts
+            assert torch.equal(chosen.unique(), index.unique())
+        else:
+            assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
+        compared += 1
+        return run(self, layer, module, hidden, index, factors)
+
+    monkeypatch.setattr(ExpertRuntime, "run", checked)
+    with torch.inference_mode():
+        model(**tiny_models.prompt(family, batch=2))
+    assert compared == len(runtime.pager.inventory.layers)
+
+
+@pytest.mark.parametrize("specimen", WITH_OUR_KERNELS, indirect=True)
+@torch.inference_mode()
+def test_with_kernels_of_ours_logits_are_as_near_to_float32_as_eagers(specimen):
+    family = specimen.family
+    model = specimen.load(torch.bfloat16, memory="50%", kernels="auto")
+    runtime = vismoe.runtime_of(model)
+    assert family not in FAST or runtime.plan.kernels.startswith("fast ("), runtime.plan.kernels
+    assert family not in GROUPED or model.config.get_text_config()._attn_implementation == IMPLEMENTATION
+    assert family not in SPARSE or model.config.get_text_config()._attn_implementation == "sdpa"
+    inputs = tiny_models.prompt(family, tokens=MANY, dtype=torch.bfloat16)
+    eager = specimen.reference(torch.bfloat16)(**inputs).logits.float()
+    exact_inputs = {n: t.float() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in inputs.items()}
+    exact = tiny_models.reference(specimen.checkpoint(torch.bfloat16), torch.bfloat16).float()(**exact_inputs).logits
+    ours = model(**inputs).logits.float()
+    assert ours.isfinite().all()
+    assert (ours - exact).abs().median() <= 2 * (eager - exact).abs().median() + 1e-6
+    if family not in PREFILL_ONLY:
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=3, min_new_tokens=3)
+        assert tokens.shape[1] >= 3
+    runtime.pager.check_integrity()
+
+
 @pytest.mark.parametrize("family", [family for family in families() if refusal_of(family)])
 def test_a_refused_family_is_refused_by_name_and_would_not_run(family, tmp_path, monkeypatch):
-    folder = tiny_models.save(family, tmp_path)
+    specimen = Specimen(family, tmp_path)
     with pytest.raises(UnsupportedModelError, match=rf"^{family}: .*Instead: "):
-        tiny_models.model_class(folder).from_pretrained(folder, quantization_config=VisMoEConfig(memory="50%"))
+        specimen.load(torch.float32, memory="50%")
     monkeypatch.delitem(tables.REFUSED, family, raising=False)
     with pytest.raises(Exception):  # noqa: B017  # however it fails: a row that is not needed is stale
-        check(family, torch.float32, tmp_path)
+        check(specimen, torch.float32)
 
 
 def test_families_that_are_only_prefilled_do_not_generate_token_by_token():

@@ -16,6 +16,7 @@ from vismoe.cli import main
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.models.linears import restore_linears, serve_linears
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 FAMILY, STEPS = "qwen3_vl_moe", 6
 SMALL = "12%"  # a few slabs
 

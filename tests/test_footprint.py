@@ -100,6 +100,13 @@ def test_eager_attention_is_counted_with_its_square():
     assert eager - fused > 4 * 2000 * 2000 * 4  # heads x N x N in float32
 
 
+def test_a_padded_batch_holds_its_mask_as_booleans_and_in_the_models_dtype():
+    model = on_meta("qwen3_moe")
+    mask_values = 2 * 2000 * 2000
+    padding_bytes = footprint(model, inventory_of(model, model.dtype), Settings(context=4000)).padding(4000)
+    assert 0.9 < padding_bytes / (mask_values * (1 + 4)) < 1.1  # what attention holds beside it is small here
+
+
 def test_48_layers_of_128_experts_are_measured_in_seconds():
     text = dict(
         vocab_size=1000, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128

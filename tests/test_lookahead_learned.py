@@ -30,6 +30,7 @@ from vismoe.predictor_training.train import Batches
 from vismoe.simulate.trace import Trace, TraceWriter
 from vismoe.types import Phase
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 WITHOUT_GATE = "ernie4_5_vl_moe"  # its routers cannot be asked
 
 

@@ -64,7 +64,7 @@ model = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(
 ).eval()
 plan = runtime_of(model).plan
 torch.manual_seed(0)
-new = 12
+new = 6
 for _ in range(2):
     visual = torch.full((1, side * side), model.config.image_token_id)
     text = torch.randint(5, 3000, (1, context - new - side * side))
@@ -97,7 +97,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("memory", ["25%", "100%"])
 def test_the_process_grows_by_what_the_plan_says_within_a_tenth(checkpoint, memory):
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", SERVE, str(checkpoint), memory, "512", "21"]
+    command = [sys.executable, "-c", SERVE, str(checkpoint), memory, "256", "14"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], timeout=300)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])

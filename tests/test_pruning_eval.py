@@ -19,6 +19,7 @@ from vismoe.models.loading import runtime_of
 from vismoe.models.prune import KeptImage
 from vismoe.vision.selection import Pruning, Selection
 
+pytestmark = pytest.mark.usefixtures("measured_once")
 DEMO = str(assets_folder() / "demo-model")
 EVERYTHING = Contestant(Pruning(), 3)
 AFFINITY, SALIENCY = Contestant(Pruning(0.5), 3), Contestant(Pruning(0.5, "saliency"), 3)

@@ -7,6 +7,7 @@ cache, bit for bit those of the table.
 import inspect
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,8 +93,14 @@ def _path_of(model: Any) -> str | None:
     parent, _, own = path.rpartition(".")
     owners = [model.get_submodule(parent[: dot.start()] if dot else parent) for dot in (*re.finditer(r"\.", parent), None)]
     read = re.compile(rf"\bself\.(\w+\.)*{own}\.weight\b")  # by the model's own code
-    asked = any(read.search(inspect.getsource(type(owner))) for owner in (model, *owners))
+    asked = any(read.search(_source_of(owner.__class__)) for owner in (model, *owners))
     return None if asked or name in tied or name in tied.values() else path
+
+
+@cache
+def _source_of(kind: type) -> str:
+    """To find the source of a class, Python parses the whole file."""
+    return inspect.getsource(kind)
 
 
 def leave_on_disk(model: Any, table: Table) -> EmbeddingOnDisk:

@@ -69,7 +69,7 @@ def footprint(
         cache_layers=layers,
         prefill=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
         decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
-        padding=Curve(((0, 0), (context, runs[-1].padding_bytes() * -(-(context**2) // runs[-1].tokens ** 2)))),
+        padding=Curve(((0, 0), (context, runs[-1].padding_bytes * -(-(context**2) // runs[-1].tokens ** 2)))),
         encode=vision.encode,
         image_token_bytes=vision.held_token_bytes,
         max_image_tokens=images if vision.encode.points else 0,
@@ -102,31 +102,26 @@ def _has_tokenizer(model: Any) -> bool:
 
 
 class _Forward:
-    """A prefill of `tokens` and one decode step on meta: peaks of live bytes, and what the cache keeps."""
+    """A prefill of `tokens` and one decode step on meta: peaks of live bytes, and what the cache keeps.
+
+    padding_bytes: what two padded rows of half the tokens each add, an explicit boolean mask and all that follows from it.
+    """
 
     def __init__(self, model: Any, tokens: int):
-        self.model, self.tokens = model, tokens
-        self.prefill_bytes, self.decode_bytes, self.cache_layers = _run(model, tokens)
-
-    def padding_bytes(self) -> int:
-        """What two padded rows of half the tokens each add: an explicit boolean mask, and all that follows from it."""
-        mask_bytes = 2 * (self.tokens // 2) ** 2
-        return max(0, mask_bytes + _run(self.model, self.tokens, mask_bytes)[0] - self.prefill_bytes)
-
-
-def _run(model: Any, tokens: int, mask_bytes: int = 0) -> tuple[int, int, tuple[CacheLayer, ...]]:
-    """(peak of the prefill, peak of the decode step, cache layers)."""
-    experts = [module for _, module in expert_modules(model)]
-    usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
-    cache = DynamicCache(config=model.config.get_text_config()) if usual else None
-    replaced = forwards_replaced(experts, one_expert_for_all)
-    with torch.no_grad(), all_chosen(), LiveMemory() as memory, FusedAttention(mask_bytes), replaced:
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
-        cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-        prefill_bytes, layers = memory.peak_bytes, _cache_layers(cache)
-        memory.peak_bytes = memory.live_bytes
-        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return prefill_bytes, memory.peak_bytes, layers
+        self.tokens = tokens
+        experts = [module for _, module in expert_modules(model)]
+        usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
+        cache = DynamicCache(config=model.config.get_text_config()) if usual else None
+        replaced, memory = forwards_replaced(experts, one_expert_for_all), LiveMemory()
+        attention = FusedAttention(memory, mask_bytes=2 * (tokens // 2) ** 2)
+        with torch.no_grad(), all_chosen(), memory, attention, replaced:
+            ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
+            cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            self.prefill_bytes, self.cache_layers = memory.peak_bytes, _cache_layers(cache)
+            self.padding_bytes = attention.mask_bytes + max(0, attention.padded_peak_bytes - self.prefill_bytes)
+            memory.peak_bytes = memory.live_bytes
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.decode_bytes = memory.peak_bytes
 
 
 def _cache_layers(cache: Any) -> tuple[CacheLayer, ...]:

@@ -67,13 +67,14 @@ class LiveMemory(TorchDispatchMode):
 class FusedAttention(TorchFunctionMode):
     """Replaces `scaled_dot_product_attention` by what its fused kernels hold: output, row sums, and a mask in the query's dtype.
 
-    `mask_bytes` above zero stands for a padded batch: its boolean mask is explicit, copied in the query's dtype, and shared heads
-    are repeated.
+    `padded_peak_bytes` is the peak inside attention if the batch were padded: its boolean mask of `mask_bytes` is then copied in
+    the query's dtype, and shared heads are repeated. The boolean mask itself is not in it.
     """
 
-    def __init__(self, mask_bytes: int = 0) -> None:
+    def __init__(self, memory: LiveMemory, mask_bytes: int = 0) -> None:
         super().__init__()
-        self.mask_bytes = mask_bytes  # of an explicit boolean mask, 0 without one
+        self.memory, self.mask_bytes = memory, mask_bytes
+        self.padded_peak_bytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -82,15 +83,16 @@ class FusedAttention(TorchFunctionMode):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         bound = dict(zip(names, args, strict=False)) | kwargs
         query, key, value, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
-        held = []
+        held = [torch.empty(query.shape[:-1], dtype=torch.float32, device=META)]
         if mask is not None and mask.dtype == torch.bool:
             held.append(torch.empty_like(mask, dtype=query.dtype))
-        elif mask is None and self.mask_bytes and query.shape[-2] > 1:
-            held.append(torch.empty(self.mask_bytes, dtype=query.dtype, device=META))
-            if key.shape[1] != query.shape[1]:
-                held += [torch.empty(*query.shape[:2], *t.shape[2:], dtype=t.dtype, device=META) for t in (key, value)]
-        held.append(torch.empty(query.shape[:-1], dtype=torch.float32, device=META))
-        return torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=META)
+        output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=META)
+        if mask is None and query.shape[-2] > 1:
+            heads = query.shape[:2].numel() if key.shape[1] != query.shape[1] else 0
+            rows = sum(tensor.shape[-2:].numel() for tensor in (key, value))
+            more_bytes = (self.mask_bytes + heads * rows) * query.element_size()
+            self.padded_peak_bytes = max(self.padded_peak_bytes, self.memory.live_bytes + more_bytes)
+        return output
 
 
 def one_expert_for_all(module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

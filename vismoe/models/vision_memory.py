@@ -105,7 +105,7 @@ def _request(model: Any, encoder: Any, tokens: int, pictures: int) -> dict[str, 
 
 def _encode(model: Any, encoder: Any, request: dict[str, Any]) -> _Run:
     replaced = forwards_replaced([module for _, module in expert_modules(encoder)], one_expert_for_all)
-    with torch.no_grad(), all_chosen(), LiveMemory() as memory, FusedAttention(), replaced:
+    with torch.no_grad(), all_chosen(), LiveMemory() as memory, FusedAttention(memory), replaced:
         memory.count(request["pixel_values"])
         output = encoder.get_image_features(**request)
         features = getattr(output, "pooler_output", None)

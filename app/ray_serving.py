@@ -261,7 +261,7 @@ def proxies(options: ServeOptions, leave: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if not (leave or before.proxies or serve.status().applications):
+        if not (leave or before.proxies or applications()):
             serve.shutdown()
 
 
@@ -276,28 +276,37 @@ def removed_at_the_end(drain_s: float) -> Iterator[None]:
         print(f"\nclosing; answers under way have {drain_s:g} s. Ctrl-C again does not wait for them", flush=True)
         raise
     finally:
-        serve.delete(NAME, _blocking=False)
+        if NAME in applications():
+            serve.delete(NAME, _blocking=False)
         deadline_s = time.monotonic() + drain_s + 2 * CLOSE_S
-        while NAME in serve.status().applications and time.monotonic() < deadline_s:
+        while NAME in applications() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
+
+
+def applications() -> Mapping[str, Any]:
+    """By name, all that Serve runs; none where somebody shut it down."""
+    from ray import serve
+    from ray.exceptions import ActorDiedError
+
+    try:
+        return serve.status().applications
+    except ActorDiedError:
+        return {}
 
 
 def why() -> str:
     """What Serve knows of replicas that do not start: the error of their constructor, or its own words."""
-    from ray import serve
-
-    message = serve.status().applications[NAME].deployments[NAME].message.strip()
+    message = applications()[NAME].deployments[NAME].message.strip()
     ours: list[str] = OUR_ERROR.findall(message)
-    return (ours or message.splitlines())[-1]
+    return ours[-1] if ours else message.rpartition("\n")[2]
 
 
 def watch() -> None:
     """Says how many replicas there are whenever that changes. Raises ClosedError when somebody else deletes the application."""
-    from ray import serve
-
     said = ""
-    while NAME in (applications := serve.status().applications):
-        states = applications[NAME].deployments[NAME].replica_states
+    while NAME in (there := applications()):
+        deployments = there[NAME].deployments
+        states = deployments[NAME].replica_states if NAME in deployments else {}
         told = ", ".join(f"{count} {state.lower()}" for state, count in sorted(states.items()) if count)
         if told != said:
             print(f"replicas: {told or 'none'}", flush=True)

@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from test_families import load_paged
+from test_families import Specimen
 
 from vismoe.models.adapters import ADAPTERS, adapt
 from vismoe.models.families import expert_modules, expert_parameters
@@ -31,8 +31,8 @@ def test_adapting_twice_changes_nothing_and_the_experts_have_a_row_each(family):
 
 @torch.inference_mode()
 def test_tokens_that_choose_nothing_but_identities_need_no_expert(tmp_path):
-    tiny_models.save("longcat_flash", tmp_path)
-    reference, model = tiny_models.reference(tmp_path), load_paged(tmp_path, torch.float32, context=64)
+    specimen = Specimen("longcat_flash", tmp_path)
+    reference, model = specimen.reference(torch.float32), specimen.paged(torch.float32)
     for router in (*reference.modules(), *model.modules()):
         if type(router).__name__ == "LongcatFlashTopkRouter":
             router.top_k = 2

@@ -46,7 +46,7 @@ class ImageCache:
         self._kind: type[Any] | None = None  # of the tower's output
         self._flat = False  # what joins deeper layers comes in one tensor per layer; one per image otherwise
         self._original = inner.get_image_features
-        self._signature = inspect.signature(self._original)  # type: ignore[arg-type]
+        self._names = list(inspect.signature(self._original).parameters)  # type: ignore[arg-type]
 
         @functools.wraps(self._original)  # type: ignore[arg-type]
         def features(*args: Any, **kwargs: Any) -> Any:
@@ -93,12 +93,13 @@ class ImageCache:
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> Any:
         """The tower's output, with `inputs` in place of the arguments of the same names."""
-        bound = self._signature.bind(*args, **kwargs)
-        for name, value in inputs.items():
-            if name in bound.arguments:
-                old = bound.arguments[name]
-                bound.arguments[name] = value.to(old.device) if isinstance(old, torch.Tensor) else value
-        return self._original(*bound.args, **bound.kwargs)  # type: ignore[operator]
+
+        def now(name: str, old: Any) -> Any:
+            value = inputs.get(name, old)
+            return value.to(old.device) if isinstance(old, torch.Tensor) else value
+
+        positional = tuple(now(name, value) for name, value in zip(self._names, args, strict=False))
+        return self._original(*positional, **{name: now(name, value) for name, value in kwargs.items()})  # type: ignore[operator]
 
     @property
     def _listening(self) -> bool:
@@ -130,10 +131,11 @@ class ImageCache:
         told = [features.encoded for features in images if features.encoded is not None]
         if self._images is not None and self._listening and len(told) == len(images):
             self._images.know(told)
-        output = self._kind(pooler_output=[features.tokens for features in images])
+        output = self._kind()
+        output["pooler_output"] = [features.tokens for features in images]
         if images[0].deeper:
             levels = zip(*(features.deeper for features in images), strict=True)
-            output.deepstack_features = [torch.cat(level) if self._flat else level for level in levels]
+            output["deepstack_features"] = [torch.cat(level) if self._flat else level for level in levels]
         return output
 
     def _found(self, name: str) -> Features | None:

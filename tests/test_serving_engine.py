@@ -1,5 +1,6 @@
 """Many requests on one engine: by turns they say what each would say alone, and what an earlier one left is used again."""
 
+import gc
 import random
 import threading
 import time
@@ -11,6 +12,8 @@ from PIL import Image
 import vismoe
 from vismoe.engine import demo_model
 from vismoe.errors import ClosedError, ContextError, InputError
+from vismoe.generate import TokenLoop
+from vismoe.request import Request
 from vismoe.types import Phase
 
 PICTURES = demo_model().parent / "images"
@@ -170,11 +173,57 @@ def test_cancelling_one_request_leaves_the_others_alone(engine):
 
 def test_a_request_that_waits_can_be_cancelled(engine):
     long, waiting = (engine.chat(ask("Describe the image. " * 30, DEMO), max_tokens=600) for _ in range(2))
-    time.sleep(0.05)
+    behind = engine.chat(ask("What is this?"), max_tokens=2)
     waiting.cancel()
-    long.cancel()
     assert "".join(waiting) == "" and waiting.figures.answer_tokens == 0 and waiting.figures.finish == "cancelled"
+    assert "".join(behind) and engine.load.running == 1, "who stood behind it went by"
+    long.cancel()
     list(long)
+
+
+def test_a_request_that_failed_leaves_nothing_in_memory(engine):
+    """Its error has a traceback, whose frames had the request and all tensors of the pass."""
+
+    def broken(module, arguments):
+        raise RuntimeError("broken")
+
+    def alive():
+        return sum(isinstance(thing, Request | TokenLoop) for thing in gc.get_objects())
+
+    hook = engine.model.model.language_model.layers[5].register_forward_pre_hook(broken)
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        reply = engine.chat(ask("Describe the image.", DEMO), max_tokens=5, reuse=True)
+        with pytest.raises(RuntimeError, match="broken"):
+            list(reply)
+        del reply
+        deadline_s = time.monotonic() + 10
+        while alive() > before and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert alive() == before and engine.load.failed
+    finally:
+        gc.enable()
+        hook.remove()
+    engine.check_integrity()
+    assert said(engine, ask("Describe the image.", DEMO), max_tokens=5)[0]
+
+
+def test_a_short_rest_of_a_prompt_is_counted_as_prompt(engine):
+    said(engine, ask("What is in this picture of mine?", DEMO), max_tokens=3, reuse=True)
+    _, figures = said(engine, ask("What is in this picture of mine?", DEMO), max_tokens=3, reuse=True)
+    assert figures.passes[0].tokens == 1 and figures.passes[0].phase is Phase.PREFILL
+    assert figures.counters.total("steps", Phase.PREFILL) == 8
+    assert figures.counters.total("steps", Phase.DECODE) == 8 * figures.decode_tokens
+
+
+def test_a_recording_has_whole_prompts(engine, tmp_path):
+    for _ in range(2):
+        said(engine, ask("What is recorded of this picture?", DEMO), max_tokens=2, reuse=True)
+    with engine.record(tmp_path / "trace"):
+        _, figures = said(engine, ask("What is recorded of this picture?", DEMO), max_tokens=2, reuse=True)
+    assert figures.reused_tokens == 0
 
 
 def test_sampling_follows_its_own_seed(engine):
@@ -192,7 +241,19 @@ def test_a_stop_string_ends_the_answer_before_it(engine):
     assert text == whole[: whole.index(word)] and figures.finish == "stop" and figures.answer_tokens < 30
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 9.0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 2**70},
+        {"seed": 1.5},
+        {"max_tokens": 2.5},
+        {"max_tokens": 0},
+        {"temperature": 0.0},
+        {"temperature": 9.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+    ],
+)
 def test_impossible_sampling_is_refused(engine, options):
     with pytest.raises(InputError, match=f"{next(iter(options))}="):
         engine.chat(ask("What?"), sample=True, **options)

@@ -17,7 +17,7 @@ class Scripted:
 
     def __init__(self, name, tokens, steps, log, fails_at=None, gate=None):
         self.name, self.tokens, self.left, self.log, self.fails_at, self.gate = name, tokens, steps, log, fails_at, gate
-        self.ended = threading.Event()
+        self.ended, self.unwanted = threading.Event(), False
 
     def step(self):
         if self.gate is not None:
@@ -133,6 +133,52 @@ def test_draining_lets_everybody_end_and_nobody_in():
     first.gate.set()
     assert turns.drain(20) and waiting.ended.wait(20) and ("waiting", "finished") in log
     turns.close()
+
+
+def test_who_waits_and_is_unwanted_leaves_and_lets_others_by():
+    turns, log = Turns(100), []
+    long = Scripted("long", 60, 10**9, log)
+    waiting, small = Scripted("waiting", 90, 1, log), Scripted("small", 5, 1, log)
+    for request in (long, waiting, small):
+        turns.ask(request)
+    waiting.unwanted = True
+    assert waiting.ended.wait(20) and small.ended.wait(20) and not long.ended.is_set()
+    assert ("waiting", "finished") in log and "waiting" not in log and turns.waiting == 0
+    turns.close()
+
+
+@pytest.mark.parametrize("method", ["finish", "fail"])
+def test_an_end_that_cannot_be_told_stops_nobody_else(method, caplog):
+    turns, log = Turns(100), []
+
+    class Deaf(Scripted):
+        def finish(self):
+            raise ValueError("nobody there")
+
+        fail = finish if method == "fail" else Scripted.fail
+
+    run_all(turns, [Scripted("a", 50, 2, log)], log)
+    deaf, later = Deaf("deaf", 100, 1, log), Scripted("later", 100, 1, log)
+    turns.ask(deaf)
+    turns.ask(later)
+    assert later.ended.wait(20)
+    assert ("deaf", ValueError) in log or "could not be told" in caplog.text
+    turns.close()
+
+
+def test_draining_waits_for_tasks_and_ends_when_somebody_closes():
+    turns, gate = Turns(100), threading.Event()
+    done = turns.run_alone(lambda: gate.wait(20))
+    assert not turns.drain(0.05)
+    gate.set()
+    assert turns.drain(20) and done.result(1)
+    turns, log = Turns(100), []
+    turns.ask(Scripted("endless", 50, 10**9, log))
+    drained = threading.Thread(target=turns.drain)
+    drained.start()
+    turns.close()
+    drained.join(20)
+    assert not drained.is_alive() and ("endless", ClosedError) in log
 
 
 def test_closing_fails_who_is_left():

@@ -181,7 +181,7 @@ class Engine:
         temperature: float | None = None,
         top_p: float | None = None,
         seed: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         image_tokens: tuple[int, int] | None = None,
         keep: float | None = None,
         selection: str | None = None,
@@ -211,7 +211,7 @@ class Engine:
         temperature: float | None = None,
         top_p: float | None = None,
         seed: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         reuse: bool = False,
     ) -> Reply:
         """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
@@ -225,11 +225,13 @@ class Engine:
         max_tokens: int,
         choice: dict[str, Any],
         seed: int | None,
-        stop: Sequence[str],
+        stop: str | Sequence[str],
         reuse: bool,
     ) -> Reply:
-        if max_tokens < 1:
-            raise InputError(f"max_tokens={max_tokens}: an answer has at least one token")
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise InputError(f"max_tokens={max_tokens}: a whole number, since an answer has at least one token")
+        if seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+            raise InputError(f"seed={seed}: a whole number of 64 bits")
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             raise ContextError(
@@ -237,7 +239,15 @@ class Engine:
                 f"Fix: {more}use smaller images (--image-tokens), or start anew"
             )
         most = min(max_tokens, longest - prompt.tokens)
-        asked = Asked(prompt, {"max_new_tokens": most, **choice}, most, seed, pruning, tuple(stop), reuse)
+        asked = Asked(
+            prompt,
+            {"max_new_tokens": most, **choice},
+            most,
+            seed,
+            pruning,
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            reuse,
+        )
         if self._turns.running or self._turns.waiting:
             asked = dataclasses.replace(asked, prompt=prompt.light())
         reply = Reply()

@@ -200,9 +200,9 @@ class Reply:
             raise self.error
 
     def deliver_to(self, put: Callable[[str | None], None]) -> None:
-        """Instead of iterating: `put` gets every piece so far and to come, then None; on the model's thread, so it must not wait.
+        """Instead of iterating: `put` gets every piece so far, now, and those to come on the model's thread, then None.
 
-        After None there are `figures`, or an `error`.
+        It must not wait, nor close the engine. After None there are `figures`, or an `error`.
         """
         with self._lock:
             while not self._pieces.empty():

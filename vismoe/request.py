@@ -7,6 +7,7 @@ offsets, the lookahead's memory, how visual tokens are dropped), and what earlie
 import contextlib
 import itertools
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -122,9 +123,14 @@ class Request:
         self._reused_tokens = self._encoded_images = 0
         self._finish: Finish = "cancelled"  # until it ends otherwise
 
+    @property
+    def unwanted(self) -> bool:
+        """Nobody waits for it any more."""
+        return self.reply.flag.is_set()
+
     def step(self) -> bool:
         """One forward pass, of the whole prompt or of one token; whether there is a next one."""
-        if self.reply.flag.is_set():
+        if self.unwanted:
             return False
         self._shared.lend(self)
         began_s, prefilling = time.perf_counter(), self._loop is None
@@ -153,6 +159,7 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """It has ended by this error, and left."""
         self._loop = None  # a pass that failed leaves keys and values of some layers only
+        traceback.clear_frames(error.__traceback__)  # which hold them, and all tensors of the pass
         self._leave()
         self._shared.ended["failed"] += 1
         self.reply.end(error=error)
@@ -161,36 +168,41 @@ class Request:
     def _prefill(self) -> tuple[int, bool]:
         """The first token, and whether it is the last one."""
         asked, model, prompt = self.asked, self._shared.model, self.asked.prompt
-        prefix, images = self._prefix(), list(range(prompt.images))
-        if prefix is not None:
-            images = prompt.images_behind(prefix.tokens) or []
+        prefix, images, behind = self._beginning()
         inputs = (prompt.whole() if prefix is None else without_pixels(prompt.inputs)).to(model.device)
         generator = torch.Generator(model.device).manual_seed(asked.seed) if asked.seed is not None else None
         with self._images_prepared(images):
             loop = TokenLoop(model, inputs, asked.options, generator)
             if prefix is not None:  # generate() had the sizes of all images, for the positions of their tokens, and no pixels
-                behind = dict(prompt.image_inputs(images).to(model.device)) if images else {}
-                loop.take_over(prefix.cache, behind, prompt.image_input_names)
+                loop.take_over(prefix.cache, dict(behind.to(model.device)), prompt.image_input_names)
                 self._kept, self._reused_tokens = prefix.kept, prefix.tokens
             first = loop.step()
         self._loop = loop
         self.asked = replace(asked, prompt=replace(prompt, inputs=BatchFeature()))
         return first
 
+    def _beginning(self) -> tuple[Prefix | None, list[int], BatchFeature]:
+        """(what an earlier request has left of this prompt, the numbers of the images behind that, what the model gets of them).
+
+        Nothing, where not all that the model gets of some images can be told from what it gets of the others.
+        """
+        prompt, prefix = self.asked.prompt, self._prefix()
+        images = prompt.images_behind(prefix.tokens) if prefix is not None else None
+        if images is not None:
+            behind = prompt.image_inputs(images) if images else BatchFeature()
+            if not images or set(without_pixels(behind)) == set(prompt.image_input_names):
+                return prefix, images, behind
+        return None, list(range(prompt.images)), BatchFeature()
+
     def _prefix(self) -> Prefix | None:
-        """What an earlier request has left of this prompt."""
+        """The longest beginning of the prompt that an earlier request has left, and room in the books for this one."""
         asked, shared, prompt = self.asked, self._shared, self.asked.prompt
         room_tokens = shared.plan.context - self.tokens - self._others(self)  # that may stay for others
-        if not asked.reuse:
+        if not asked.reuse or shared.runtime.recorder is not None:  # a trace is of whole prompts
             shared.prefixes.shrink(room_tokens)
             return None
         self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
-        prefix = shared.prefixes.take(self._numbers, room_tokens)
-        if prefix is None:
-            return None
-        images = prompt.images_behind(prefix.tokens)
-        known = images is not None and (not images or prompt.comes_apart)
-        return prefix if known else None
+        return shared.prefixes.take(self._numbers, room_tokens)
 
     @contextlib.contextmanager
     def _images_prepared(self, images: list[int]) -> Iterator[None]:
@@ -204,12 +216,14 @@ class Request:
         if cache is not None and images:
             names = [prompt.image_names[number] for number in images]
             cache.expect(names, lambda numbers: prompt.image_inputs([images[number] for number in numbers]))
+        self._shared.runtime.reading_prompt = True
         try:
             yield
             self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
             if pruner is not None and self.asked.pruning is not None:
                 self._kept += tuple(pruner.kept)
         finally:
+            self._shared.runtime.reading_prompt = False
             if cache is not None:
                 cache.forget()
             if pruner is not None:

@@ -5,6 +5,7 @@ starves. One request enters per round, since its first step is a whole prompt an
 """
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 
 from vismoe.errors import ClosedError
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Steps", "Turns"]
 
 
@@ -21,6 +24,10 @@ class Steps(Protocol):
     """A request, seen by who gives out turns."""
 
     tokens: int  # of the context that it may take
+
+    @property
+    def unwanted(self) -> bool:
+        """Nobody waits for it any more."""
 
     def step(self) -> bool:
         """Does the next step; False when there is none left."""
@@ -49,6 +56,8 @@ class Turns:
         self._changed = threading.Condition()
         self._waiting: deque[Steps | Task] = deque()
         self._running: list[Steps] = []
+        self._task: Task | None = None  # that runs
+        self._in_turn: deque[Steps] = deque()  # who runs, next one first; the model's thread's own
         self._admitting = self._closed = False
 
     @property
@@ -71,19 +80,21 @@ class Turns:
         return queued.result
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no new requests; whether all have ended in time."""
+        """Take no new requests or tasks; whether all have done their last step in time."""
         with self._changed:
             self._closed = True
-            return self._changed.wait_for(lambda: not self._running and not self._waiting, timeout_s)
+            return self._changed.wait_for(lambda: not (self._running or self._waiting or self._task), timeout_s)
 
     def close(self) -> None:
         """Ends the thread; requests that still run do their next step first, and those that wait fail."""
         with self._changed:
             self._closed = True
         self._thread.shutdown(wait=True)
-        for left in (*self._running, *self._waiting):
-            self._refuse(left)
-        self._running, self._waiting = [], deque()
+        with self._changed:
+            left, self._running, self._waiting = (*self._running, *self._waiting), [], deque()
+            self._changed.notify_all()
+        for request in left:
+            self._refuse(request)
 
     # -- in any thread
     def _enqueue(self, what: Steps | Task) -> None:
@@ -122,7 +133,9 @@ class Turns:
                 self._admitting = False
                 return None
             self._waiting.popleft()
-            if not isinstance(first, Task):
+            if isinstance(first, Task):
+                self._task = first
+            else:
                 self._running.append(first)
             return first
 
@@ -138,9 +151,12 @@ class Turns:
         except BaseException as error:  # whoever asked gets it
             task.result.set_exception(error)
         with self._changed:
+            self._task = None
             self._changed.notify_all()
 
-    def _turn(self, request: Steps) -> None:
+    def _turn(self) -> None:
+        self._send_home()
+        request = self._in_turn.popleft()  # no argument: the executor's frame would hold it
         failed = None
         try:
             if request.step():
@@ -151,18 +167,40 @@ class Turns:
         with self._changed:
             self._running.remove(request)
             self._changed.notify_all()
+        self._end(request, failed)
+        del request, failed  # the error's traceback holds this frame
+        self._open_door()
+
+    def _send_home(self) -> None:
+        """Those who wait and whom nobody waits for leave the queue."""
+        with self._changed:
+            gone = [left for left in self._waiting if not isinstance(left, Task) and left.unwanted]
+            for left in gone:
+                self._waiting.remove(left)
+        for left in gone:
+            self._end(left, None)
+        if gone:
+            with self._changed:
+                self._changed.notify_all()
+            self._open_door()  # who stood behind them may fit
+
+    @staticmethod
+    def _end(request: Steps, failed: BaseException | None) -> None:
         try:
             if failed is None:
                 request.finish()
         except BaseException as error:  # of its last figures
             failed = error
-        if failed is not None:
-            request.fail(failed)
-        self._open_door()
+        try:
+            if failed is not None:
+                request.fail(failed)
+        except BaseException:  # of who is told its end; the others go on
+            logger.exception("a request's end could not be told")
 
     def _go_on(self, request: Steps) -> None:
         with contextlib.suppress(RuntimeError):  # shut down: `close` refuses who is left
-            self._thread.submit(self._turn, request)
+            self._in_turn.append(request)
+            self._thread.submit(self._turn)
 
     @staticmethod
     def _refuse(left: Steps | Task) -> None:

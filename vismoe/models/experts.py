@@ -104,6 +104,7 @@ class ExpertRuntime:
         self.pruner: VisualPruner | None = None  # drops visual tokens in prefill, where the family allows it
         self.visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the router chose
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
+        self.reading_prompt = False  # whatever comes is a prompt, or what an earlier one has left of it
         self.step = Step()
         self._kinds: np.ndarray | None = None
 
@@ -156,7 +157,7 @@ class ExpertRuntime:
                 f"Fix: load with context={batch * (past + new)} or more (--context), or shorten the input"
             )
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
-        decoding = new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS)
+        decoding = not self.reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
         phase = Phase.DECODE if decoding else Phase.PREFILL
         self.pager.begin_step(phase, new_sequence=past == 0)
         padded = kinds is not None and bool((kinds == TokenKind.PAD).any())

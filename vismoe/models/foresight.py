@@ -154,7 +154,7 @@ class Foresight:
         remembered, self._summary = memory if memory is not None else (None, VisualSummary())
         if self.lookahead is not None:
             self.lookahead.memory = remembered
-        if self._ahead is not None:
+        if self._ahead is not None and memory is None:
             self._ahead.begin_request()
 
     def close(self) -> None:

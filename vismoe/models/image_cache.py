@@ -147,6 +147,8 @@ class ImageCache:
         return features
 
     def _keep(self, name: str, features: Features) -> None:
+        if features.nbytes > self.most_bytes:  # it would be alone, and gone with the next one
+            return
         if (old := self._kept.pop(name, None)) is not None:
             self.nbytes -= old.nbytes
         self._kept[name] = features

@@ -56,11 +56,6 @@ class Prompt:
         """Inputs that are about the images and not as large."""
         return [name for name in self.inputs if name not in TEXT_INPUTS and not is_pixels(name)]
 
-    @property
-    def comes_apart(self) -> bool:
-        """Whether `image_inputs` gives all that this prompt has of its images."""
-        return set(without_pixels(self.image_inputs([0]))) == set(self.image_input_names)
-
     def images_behind(self, tokens: int) -> list[int] | None:
         """Numbers of the images whose tokens come after the first `tokens`; None where that is not known."""
         if self.places or not self.pictures:

@@ -110,8 +110,8 @@ class PatientProtocol(H11Protocol):
         """What is no HTTP gets an error in the API's form, too."""
         response = error_response(ApiError(400, "this is not an HTTP request", code="invalid_http"))
         head = h11.Response(status_code=400, headers=[*response.raw_headers, (b"connection", b"close")], reason=b"Bad Request")
-        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        events = head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 
     def _look(self, seen: object) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 from vismoe.errors import InputError
 from vismoe.models.images import FORMATS, open_image
@@ -185,12 +185,16 @@ def test_the_limit_is_in_the_message_and_can_be_chosen():
     assert open_image(encoded(PICTURE), max_pixels=960).size == (40, 24)
 
 
+@pytest.mark.parametrize("lenient", [False, True])
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF"])
-def test_a_file_cut_short_is_an_error_and_not_half_a_picture(format):
+def test_a_file_cut_short_is_an_error_and_not_half_a_picture(format, lenient, monkeypatch):
+    """Also where another library has told Pillow that half a picture will do, and it stays told."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
     large = Image.fromarray(np.random.default_rng(1).integers(0, 256, (128, 128, 3), dtype=np.uint8))
     data = encoded(large, format)
     with pytest.raises(InputError, match=r"damaged or cut short|not an image"):
         open_image(data[: len(data) // 2])
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is lenient
 
 
 @pytest.mark.parametrize(

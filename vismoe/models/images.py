@@ -11,12 +11,13 @@ import binascii
 import io
 import logging
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from vismoe.errors import InputError
 
@@ -54,6 +55,7 @@ DECODER_ERRORS = (
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError,
     MemoryError, struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
+STRICTLY = threading.Lock()  # while Pillow's own setting is changed
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -155,7 +157,7 @@ def _upright_rgb(image: Image.Image, name: str, max_pixels: int, first_frame: bo
         frames = getattr(image, "n_frames", 1) if first_frame else 1
         if frames > 1:
             image.seek(0)
-        image.load()
+        _load_whole(image)
         rgb = _rgb(image)
         orientation = UPRIGHT.get(_orientation(image))
     except DECODER_ERRORS as error:
@@ -163,6 +165,19 @@ def _upright_rgb(image: Image.Image, name: str, max_pixels: int, first_frame: bo
     if frames > 1 and image.format != "MPO":  # MPO is what phones call a JPEG with previews
         log.warning("%s has %d frames; only the first one is used", name, frames)
     return rgb if orientation is None else rgb.transpose(orientation)
+
+
+def _load_whole(image: Image.Image) -> None:
+    """Decodes the pixels, all of them, whatever another library has told Pillow to put up with (lmms-eval does)."""
+    if not ImageFile.LOAD_TRUNCATED_IMAGES:
+        image.load()
+        return
+    with STRICTLY:
+        lenient, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
+        try:
+            image.load()
+        finally:
+            ImageFile.LOAD_TRUNCATED_IMAGES = lenient
 
 
 def _orientation(image: Image.Image) -> int:

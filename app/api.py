@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
@@ -20,17 +19,12 @@ from vismoe.app.callers import Callers
 from vismoe.app.completions import REQUEST_ID, Completions
 from vismoe.app.guard import Guard
 from vismoe.app.images import ImageIntake, ImageLimits
-from vismoe.app.options import ServeOptions
+from vismoe.app.options import ServeOptions, served_name
 from vismoe.app.prometheus import metrics_text
 
-__all__ = ["create_app", "served_name"]
+__all__ = ["create_app"]
 
 NOT_FOUND = "there is nothing at this address; requests go to /v1/chat/completions, /v1/completions, /v1/models"
-
-
-def served_name(name: str) -> str:
-    """What clients call the model: a hub model's name, the last part of a folder's; never a path of this machine."""
-    return Path(name).name if Path(name).is_dir() else name
 
 
 def create_app(engine: Any, options: ServeOptions) -> FastAPI:
@@ -40,16 +34,7 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
     """
     model = served_model(options.served_model_name or served_name(engine.name), engine.plan.context)
     callers = Callers(engine, options.max_waiting)
-    intake = ImageIntake(
-        ImageLimits(
-            allow_remote_images=options.allow_remote_images,
-            image_folder=options.image_folder,
-            max_images=options.max_images,
-            max_image_bytes=options.max_image_bytes,
-            max_pixels=options.max_pixels,
-            image_timeout_s=options.image_timeout_s,
-        )
-    )
+    intake = ImageIntake(ImageLimits.of(options))
     completions = Completions(engine, options, model.id, callers, intake)
 
     @asynccontextmanager

@@ -8,9 +8,10 @@ from html import escape
 
 import numpy as np
 
+from vismoe.paging.page_table import NO_EXPERT, ON_DEVICE, PINNED
+
 __all__ = ["heat_map"]
 
-ABSENT, RESIDENT, PINNED, NO_EXPERT = 0, 1, 2, 255  # as in Engine.residency()
 LEVELS = 3  # of brightness
 LEAST_ROW_PIXELS, MOST_ROW_PIXELS, FIGURE_PIXELS = 7.0, 22.0, 360.0
 LARGE, SMALL = 0.86, 0.42  # sides of a cell: in memory now, and not
@@ -34,7 +35,7 @@ def heat_map(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, held: 
     row_pixels = min(MOST_ROW_PIXELS, max(LEAST_ROW_PIXELS, FIGURE_PIXELS / layers))
     height = f"{layers * row_pixels:.0f}px"
     legend = "".join(f'<li><i class="vm-{name}"></i>{words}</li>' for name, words in LEGEND)
-    here, experts_in_all = residency_count(residency), int((residency != NO_EXPERT).sum())
+    here, experts_in_all = in_memory(residency).sum(), int((residency != NO_EXPERT).sum())
     return (
         f'<p class="vm-note">{here} of {experts_in_all} experts are in memory now. Their format: {escape(held)}.</p>'
         f'<div class="vm-heat" role="img" aria-label="{_summary(residency, hits, misses)}">'
@@ -49,21 +50,21 @@ def heat_map(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, held: 
     )
 
 
-def residency_count(residency: np.ndarray) -> int:
-    """How many experts are in memory."""
-    return int(((residency == RESIDENT) | (residency == PINNED)).sum())
+def in_memory(residency: np.ndarray) -> np.ndarray:
+    """Which experts are, bool."""
+    return (residency == ON_DEVICE) | (residency == PINNED)
 
 
 def _summary(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
     asked = hits + misses
     return (
-        f"Experts of {len(residency)} layers: {residency_count(residency)} in memory; in this answer {int((asked > 0).sum())} "
+        f"Experts of {len(residency)} layers: {in_memory(residency).sum()} in memory; in this answer {int((asked > 0).sum())} "
         f"were needed, {int(hits.sum())} times there and {int(misses.sum())} times fetched."
     )
 
 
 def _cells(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
-    here = (residency == RESIDENT) | (residency == PINNED)
+    here = in_memory(residency)
     asked = hits + misses
     level = np.minimum(LEVELS - 1, (LEVELS * np.log1p(asked) / np.log1p(max(1, asked.max()) + 1)).astype(int))
     kinds = {
@@ -104,7 +105,7 @@ def _rows(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
 def _row_title(layer: int, residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
     demands = int(hits.sum() + misses.sum())
     rate = f" ({hits.sum() / demands:.0%} hits)" if demands else ""
-    here, experts = residency_count(residency), int((residency != NO_EXPERT).sum())
+    here, experts = in_memory(residency).sum(), int((residency != NO_EXPERT).sum())
     return f"layer {layer}: {here} of {experts} in memory; this answer: {hits.sum()} hits, {misses.sum()} misses{rate}"
 
 

@@ -6,6 +6,7 @@ Sizes are bytes, times seconds.
 """
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from PIL import Image
 
 from vismoe.app.decoding import Decoders
 from vismoe.app.local_images import LocalImages
+from vismoe.app.options import ServeOptions
 from vismoe.app.remote_images import RemoteImages
 from vismoe.errors import InputError
 
@@ -30,12 +32,16 @@ SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 class ImageLimits:
     """Where images may come from, and what they may cost."""
 
-    allow_remote_images: bool = False
-    image_folder: Path | None = None  # files below it may be named; none without
-    max_images: int = 8  # of a request
-    max_image_bytes: int = 20 * 2**20  # encoded, of one image; a request's together OF_A_REQUEST times as many
-    max_pixels: int = 32 * 10**6  # the same for pixels
-    image_timeout_s: float = 10.0  # of all downloads of a request, and once more of all decoding
+    allow_remote_images: bool = ServeOptions.allow_remote_images
+    image_folder: Path | None = ServeOptions.image_folder  # files below it may be named; none without
+    max_images: int = ServeOptions.max_images  # of a request
+    max_image_bytes: int = ServeOptions.max_image_bytes  # encoded, of one image; a request's together OF_A_REQUEST times as many
+    max_pixels: int = ServeOptions.max_pixels  # the same for pixels
+    image_timeout_s: float = ServeOptions.image_timeout_s  # of all downloads of a request, and once more of all decoding
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> "ImageLimits":
+        return cls(**{field.name: getattr(options, field.name) for field in dataclasses.fields(cls)})
 
 
 @dataclass

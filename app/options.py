@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vismoe.errors import ConfigError
 
-__all__ = ["ServeOptions", "is_loopback"]
+__all__ = ["ServeOptions", "is_loopback", "served_name"]
 
 LEAST = {
     "port": 0,
@@ -74,3 +74,8 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower().rstrip(".") == "localhost"
+
+
+def served_name(name: str) -> str:
+    """What people call the model: a hub model's name, the last part of a folder's; never a path of this machine."""
+    return Path(name).name if Path(name).is_dir() else name

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.memory_view import backends_table, memory_plan, memory_words
+from vismoe.app.options import served_name
 from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.config import Settings
@@ -34,14 +35,9 @@ def examples() -> list[dict[str, Any]]:
     return [{"text": about["question"], "files": [str(folder / name)]} for name, about in list(pictures.items())[:EXAMPLES]]
 
 
-def model_title(name: str) -> str:
-    """A folder by its last part, a hub model by its full name."""
-    return Path(name).name if Path(name).is_dir() else name
-
-
 def head(engine: Engine) -> str:
     return (
-        f'<div class="vm-head"><h1>VisMoE</h1><span>{html.escape(model_title(engine.name))}</span>'
+        f'<div class="vm-head"><h1>VisMoE</h1><span>{html.escape(served_name(engine.name))}</span>'
         f"<span>memory {html.escape(memory_words(engine.plan))}</span></div>"
     )
 

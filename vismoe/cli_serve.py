@@ -78,7 +78,7 @@ def serve_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info writes a line a request (default: info)")
     add_answer_flags(parser)
     add_model_flags(parser)
-    add_settings(parser)
+    add_settings(parser, SERVING_DEFAULTS)
     add_ray_flags(parser)
 
 
@@ -133,9 +133,6 @@ def run_serve(arguments: Namespace) -> int:
     on_ray = ray_options(arguments)
     require_packages(*(["ray"] if on_ray else []))
     options = serve_options(arguments)
-    for name, value in SERVING_DEFAULTS.items():
-        if name not in arguments:
-            setattr(arguments, name, value)
     given_settings(arguments)
     if on_ray:
         return run_on_ray(arguments, options, on_ray)
@@ -143,7 +140,7 @@ def run_serve(arguments: Namespace) -> int:
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its steps are ours to announce
-    with listening(options) as listener, load_engine(arguments, one_model(arguments)) as engine:
+    with listening(options) as listener, load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
         return serve(engine, options, listener)
 
 

@@ -101,7 +101,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, prompts: PromptBuilder, name: str, settings: Settings):
         self.model, self.name, self.settings = model, name, settings
-        self._prompts = prompts
+        self.prompts = prompts  # from conversations to inputs of the model
         self._runtime = runtime_of(model)
         usual = self._runtime.pruner.pruning if self._runtime.pruner is not None else None
         self._usual_pruning = usual or pruning_of(settings, None)
@@ -111,7 +111,7 @@ class Engine:
         self._shared = Shared(model, self._runtime, prompts, images)
         self._turns = Turns(self.plan.context, alone=lambda: self._runtime.recorder is not None)
         self._hooks: tuple[RemovableHandle, ...] = ()
-        for tower in self._prompts.vision_towers(model):
+        for tower in self.prompts.vision_towers(model):
             self._hooks = (
                 tower.register_forward_pre_hook(lambda *_: self._encoding(-time.perf_counter())),
                 tower.register_forward_hook(lambda *_: self._encoding(time.perf_counter())),
@@ -122,18 +122,13 @@ class Engine:
         return self._runtime.plan
 
     @property
-    def prompts(self) -> PromptBuilder:
-        """From conversations to inputs of the model."""
-        return self._prompts
-
-    @property
     def processor(self) -> Any:
         """The family's processor (images and text), or its tokenizer for a text model."""
-        return self._prompts.processor
+        return self.prompts.processor
 
     @property
     def tokenizer(self) -> Any:
-        return self._prompts.tokenizer
+        return self.prompts.tokenizer
 
     @property
     def backends(self) -> dict[str, str]:
@@ -198,7 +193,7 @@ class Engine:
         Raises InputError or ContextError before anything runs.
         """
         pruning = self._pruning(keep, selection)
-        prompt = self._prompts.build(messages, open_image, image_tokens)
+        prompt = self.prompts.build(messages, open_image, image_tokens)
         choice = _choice(sample, temperature, top_p)
         return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse)
 
@@ -215,7 +210,7 @@ class Engine:
         reuse: bool = False,
     ) -> Reply:
         """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
-        prompt = self._prompts.build_text(text)
+        prompt = self.prompts.build_text(text)
         return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse)
 
     def _ask(

@@ -16,13 +16,12 @@ from transformers.generation.streamers import TextStreamer
 
 from vismoe.errors import UnsupportedModelError
 from vismoe.figures import Figures
-from vismoe.models.prompts import is_pixels
+from vismoe.models.prompts import TOKEN_KINDS, is_pixels
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
 
 
 ENCODED = "mm_encoder_outputs"  # what newer releases make of them before the first pass
-KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # arguments with a number per token
 
 
 @dataclass
@@ -92,7 +91,7 @@ class TokenLoop:
         kept = {name: value for name, value in self._prepared.kwargs.items() if name not in (*of_images, ENCODED)}
         self._prepared.kwargs = kept | images
         past = cache.get_seq_length()
-        for name in KINDS:
+        for name in TOKEN_KINDS:
             if name in self._prepared.kwargs:  # older releases hand some of them on at full length
                 self._prepared.kwargs[name] = self._prepared.kwargs[name][..., past:]
         self._prepared.kwargs["past_key_values"] = cache

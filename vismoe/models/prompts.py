@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, Processor
 from vismoe.errors import InputError
 from vismoe.models.processor import load_processor
 
-TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token
+TEXT_INPUTS = ("input_ids", "attention_mask", *TOKEN_KINDS)
 VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # what families call the module that encodes images
 
 

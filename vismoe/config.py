@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vismoe.errors import ConfigError
+from vismoe.pair import BITS, Format, FormatPair
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
 SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page differ from that
@@ -16,7 +17,13 @@ NO_STORE = "none"  # as a setting: read in place, whatever is packed
 NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
 UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+FORMAT_NAMES: dict[str, Format | None] = {
+    "lossless": Format.LOSSLESS, "raw": Format.RAW, "16": Format.RAW, "int8": Format.INT8, "8": Format.INT8,
+    "int4": Format.INT4, "4": Format.INT4, "int2": Format.INT2, "2": Format.INT2, "skip": None, "0": None,
+}  # fmt: skip
 SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
+
+Policy = Literal["exact", "hotness", "importance", "hotness+importance"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,17 @@ def parse_bytes(text: str | int | float) -> int:
     return nbytes
 
 
+def parse_formats(text: str) -> FormatPair:
+    """`"4/2"`, `"16/int8"`, `"lossless/int8"`, `"4/0"` or `"int4/skip"`; raises ConfigError otherwise."""
+    high, slash, low = (part.strip() for part in text.partition("/"))
+    if not slash or high not in FORMAT_NAMES or low not in FORMAT_NAMES:
+        raise ConfigError(f"formats={text!r}: two of {', '.join(FORMAT_NAMES)}, the better one first, e.g. 4/2")
+    first, second = FORMAT_NAMES[high], FORMAT_NAMES[low]
+    if first is None or BITS[first] <= BITS[second]:
+        raise ConfigError(f"formats={text!r}: the first one must have more bits than the second, e.g. 4/2")
+    return FormatPair(first, second)
+
+
 def format_bytes(nbytes: float) -> str:
     """`1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
@@ -78,6 +96,12 @@ class Settings:
     image_cache: str | int = 0  # bytes of encoded images that are kept for later requests; 0: none
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
+    policy: Policy = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
+    formats: str = "4/2"  # the pair that another policy chooses from, e.g. 16/4, lossless/int8, 4/0 (0: skip)
+    retention: float = 0.75  # importance: mean share of the demanded experts that keep the better format, 0.5 to 1
+    hotness_decay: float = 0.98  # alpha of hotness, per token
+    hotness_period: int = 32  # T: tokens between two looks at who is hot
+    hotness_state: str | None = None  # file that hotness begins with, where it is there, and is written to at the end
     store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
     keep: float = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact
     selection: Literal["auto", "affinity", "saliency", "distinct", "visionzip", "uniform", "random"] = "auto"  # of what is kept
@@ -109,7 +133,15 @@ class Settings:
             value = getattr(self, field.name)
             if getattr(field.type, "__origin__", None) is Literal and value not in allowed:  # type: ignore[operator]
                 raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(map(repr, allowed or ()))}")
-        least_of = {"context": 1, "window": 1, "io_threads": 1, "pinned_layers": 0, "prune_layer": 1, "visual_top_k": 1}
+        least_of = {
+            "hotness_period": 1,
+            "context": 1,
+            "window": 1,
+            "io_threads": 1,
+            "pinned_layers": 0,
+            "prune_layer": 1,
+            "visual_top_k": 1,
+        }
         for name, least in least_of.items():
             value = getattr(self, name)
             if value != getattr(type(self), name) and (  # a default may be "auto"
@@ -121,8 +153,31 @@ class Settings:
                 f"keep={self.keep}, core_share={self.core_share}, expansion_weight={self.expansion_weight}: keep lies above 0 "
                 "and up to 1, core_share between 0 and 1, expansion_weight is not negative"
             )
+        pair = self.pair
+        if pair is not None and pair.low is None and "hotness" in self.policy:
+            raise ConfigError(
+                f"formats={self.formats!r} with policy={self.policy!r}: who is not hot has to be computed in some format. "
+                "Fix: a pair such as 4/2 (--formats 4/2), or --policy importance"
+            )
+        if pair is not None and self.format != "auto":
+            raise ConfigError(
+                f"format={self.format!r} is one format for all experts, policy={self.policy!r} chooses from a pair. "
+                "Fix: formats='4/2' (--formats 4/2), or policy='exact'"
+            )
+        if not 0.5 <= self.retention <= 1:
+            raise ConfigError(
+                f"retention={self.retention}: the mean share of critical experts lies between 0.5 and 1, since the cosine "
+                "schedule begins with all of them in the first layer"
+            )
+        if not 0 < self.hotness_decay < 1:
+            raise ConfigError(f"hotness_decay={self.hotness_decay}: alpha lies between 0 and 1")
         if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:
             raise ConfigError(f"emulated_link_bytes_per_s={self.emulated_link_bytes_per_s}: must be above zero")
+
+    @property
+    def pair(self) -> FormatPair | None:
+        """The formats that the policy chooses from; None for exact. Raises ConfigError."""
+        return parse_formats(self.formats) if self.policy != "exact" else None
 
     @property
     def image_cache_bytes(self) -> int:

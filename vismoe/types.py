@@ -12,6 +12,28 @@ from typing import NamedTuple
 
 import torch
 
+from vismoe.pair import BITS, HIGH, LOW, Format, FormatPair
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "BITS",
+    "BLOCK_BYTES",
+    "HIGH",
+    "LOW",
+    "Activation",
+    "ExpertForm",
+    "ExpertId",
+    "ExpertInventory",
+    "Format",
+    "FormatPair",
+    "Gate",
+    "MoELayer",
+    "Phase",
+    "RecordLayout",
+    "Section",
+    "aligned",
+]
+
 BLOCK_BYTES = 4096  # a multiple of every disk's logical block: O_DIRECT wants offsets, sizes and memory aligned to it
 ALIGNMENT_BYTES = 64  # of records, sections and slabs: GEMV results in float32 depend on operand alignment
 
@@ -29,21 +51,6 @@ class Phase(enum.StrEnum):
     ENCODE = "encode"  # vision tower only
     PREFILL = "prefill"  # more than one new token per sequence
     DECODE = "decode"
-
-
-class Format(enum.StrEnum):
-    """How an expert's numbers are encoded."""
-
-    RAW = "raw"  # the checkpoint's own type, the model's own orientation
-    LOSSLESS = "lossless"  # bf16 with its exponents packed; on disk: memory holds it decoded
-    INT8 = "int8"  # the integer formats: a scale and an offset per group of inputs
-    INT4 = "int4"
-    INT2 = "int2"
-
-    @property
-    def exact(self) -> bool:
-        """No weight loses a bit."""
-        return self in (Format.RAW, Format.LOSSLESS)
 
 
 class Gate(enum.StrEnum):

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
-    from vismoe.figures import Figures
+    from vismoe.figures import Figures, PrecisionInfo
 
-__all__ = ["ChatAnswer", "TextAnswer", "VismoeFigures", "served_model"]
+__all__ = ["ChatAnswer", "TextAnswer", "VismoeFigures", "listed", "served_model"]
 
 Finish = Literal["stop", "length"]
 
@@ -25,6 +25,10 @@ Finish = Literal["stop", "length"]
 class VismoeFigures(BaseModel):
     """What was done for an answer: the field `vismoe` of a response. Seconds are wall time, bytes those of experts."""
 
+    policy: str  # that decided the formats of experts; exact: nobody did
+    pair: str | None  # that it chose from, e.g. int4/int2; None: every expert was in one format
+    retention: float | None  # mean share of the demanded experts in the better format, where the policy has importance in it
+    formats: dict[str, float]  # share of the expert computations in each format
     keep: float  # share of the visual tokens that deeper layers saw; 1: nothing was dropped
     selection: str | None  # how they were chosen; None: nothing was dropped
     images: int
@@ -49,11 +53,16 @@ class VismoeFigures(BaseModel):
     @classmethod
     def of(cls, figures: "Figures") -> "VismoeFigures":
         counters, pruning, steps = figures.counters, figures.pruning, figures.decode_tokens
+        precision = figures.precision
 
         def per_token(counter: str) -> float | None:
             return counters.total(counter, Phase.DECODE) / steps if steps else None
 
         return cls(
+            policy=precision.policy if precision else "exact",
+            pair=precision.formats if precision else None,
+            retention=precision.retention if precision and "importance" in precision.policy else None,
+            formats=figures.formats,
             keep=pruning.keep if pruning else 1.0,
             selection=pruning.selection if pruning else None,
             images=figures.images,
@@ -80,6 +89,13 @@ class VismoeFigures(BaseModel):
 def served_model(name: str, context_tokens: int) -> Model:
     """The model as /v1/models lists it; `max_model_len` is where other servers say it, too."""
     return Model(id=name, created=int(time.time()), object="model", owned_by="vismoe", max_model_len=context_tokens)
+
+
+def listed(model: Model, precision: "PrecisionInfo | None", fixed: bool) -> dict[str, Any]:
+    """The model in /v1/models, with `Engine.precision`; `fixed`: requests cannot change that."""
+    running = {"policy": precision.policy, "pair": precision.formats, "retention": precision.retention} if precision else {}
+    exact = {"policy": "exact", "pair": None, "retention": None}
+    return {**model.to_dict(), "vismoe": {**exact, **running, "fixed_policy": fixed}}
 
 
 def usage_of(figures: "Figures") -> CompletionUsage:

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from vismoe.app.allocator import give_back_memory
-from vismoe.app.answers import served_model
+from vismoe.app.answers import listed, served_model
 from vismoe.app.api_errors import ApiError, api_error_of, error_response
 from vismoe.app.callers import Callers
 from vismoe.app.completions import REQUEST_ID, Completions
@@ -61,13 +61,13 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model.to_dict()]})
+        return JSONResponse({"object": "list", "data": [listed(model, engine.precision, options.fixed_policy)]})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         if name != model.id:
             raise ApiError(404, f"there is no model of this name; this server has {model.id}", "model", "model_not_found")
-        return JSONResponse(model.to_dict())
+        return JSONResponse(listed(model, engine.precision, options.fixed_policy))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

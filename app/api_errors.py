@@ -4,6 +4,7 @@ What a client did is said in one sentence; what happened inside is written to th
 """
 
 import logging
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from vismoe.errors import ClosedError, ContextError, InputError
+from vismoe.errors import BudgetError, ClosedError, ConfigError, ContextError, InputError
 
 __all__ = ["ApiError", "api_error_of", "error_body", "error_response"]
 
 log = logging.getLogger("vismoe.serve")
 
 MAX_MESSAGE_CHARACTERS = 500
+FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/'\":,]+/)+")  # of an absolute path, up to its last part
 RETRY_S = 5
 
 
@@ -58,6 +60,8 @@ def api_error_of(error: BaseException) -> ApiError:
             return ApiError(400, _short(str(error)), "messages", "context_length_exceeded")
         case InputError():
             return ApiError(400, _short(str(error)))
+        case ConfigError() | BudgetError():  # in a request: a policy or formats that memory, or the store, is too small for
+            return ApiError(400, FOLDERS.sub("", str(error)), "vismoe", "cannot_be_planned")
         case ClosedError():
             return ApiError.closing()
         case ValidationError():

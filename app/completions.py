@@ -22,7 +22,16 @@ from vismoe.app.api_errors import ApiError, api_error_of, error_body
 from vismoe.app.callers import Caller, Callers
 from vismoe.app.images import ImageIntake
 from vismoe.app.options import ServeOptions
-from vismoe.app.schemas import COMPLETION_TOKENS, ChatRequest, CompletionRequest, Message, Part, Sampling, parse
+from vismoe.app.schemas import (
+    COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Part,
+    PrecisionRequest,
+    Sampling,
+    parse,
+)
 from vismoe.errors import InputError
 
 __all__ = ["Completions"]
@@ -61,10 +70,8 @@ class Completions:
 
         async def call(request: CompletionRequest) -> Call:
             self._check_length(len(request.prompt), "prompt")
-            max_tokens = request.max_tokens or COMPLETION_TOKENS
-            return partial(
-                self._engine.complete, request.prompt, max_tokens=max_tokens, reuse=True, **request.sampling(self._model_samples)
-            )
+            options = {"max_tokens": request.max_tokens or COMPLETION_TOKENS, **self._options_of_all(request)}
+            return partial(self._engine.complete, request.prompt, **options)
 
         return await self._answer(http, CompletionRequest, call, TextAnswer)
 
@@ -81,7 +88,10 @@ class Completions:
             caller.takes(reply)
             answer = form(self._model, request.include_usage)
             if request.stream:
-                return EventStream(answer, reply, caller, partial(self._callers.ends, caller))
+                pieces = pieces_of(reply, BEAT_S)
+                if request.vismoe and request.vismoe.change:  # which may turn out to be impossible: no head before that is known
+                    pieces = await begun(pieces)
+                return EventStream(answer, reply, pieces, caller, partial(self._callers.ends, caller))
             text = "".join([piece async for piece in pieces_of(reply)])
             caller.check()
         except BaseException:
@@ -132,9 +142,16 @@ class Completions:
             "image_tokens": tokens,
             "keep": ours.keep if ours else None,
             "selection": ours.selection if ours else None,
-            "reuse": True,
-            **request.sampling(self._model_samples),
+            **self._options_of_all(request),
         }
+
+    def _options_of_all(self, request: Sampling) -> dict[str, Any]:
+        """What requests of both kinds ask of the engine. Raises ApiError."""
+        ours = request.vismoe or PrecisionRequest()
+        if ours.change and self._options.fixed_policy:
+            message = "this server runs one policy with one pair of formats (--fixed-policy). Fix: leave it out"
+            raise ApiError(403, message, f"vismoe.{ours.change}", "policy_is_fixed")
+        return {"reuse": True, **ours.options, **request.sampling(self._model_samples)}
 
     async def _in_thread(self, task: Callable[..., Result], *arguments: Any) -> Result:
         return await to_thread.run_sync(task, *arguments, limiter=self._threads)
@@ -145,10 +162,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, reply: Any, caller: Caller, ends: Callable[[], None]):
+    def __init__(self, answer: Answer, reply: Any, pieces: AsyncIterator[str], caller: Caller, ends: Callable[[], None]):
         super().__init__(headers={REQUEST_ID: answer.id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._answer, self._reply, self._caller, self._ends = answer, reply, caller, ends
+        self._answer, self._reply, self._pieces, self._caller, self._ends = answer, reply, pieces, caller, ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -163,7 +180,7 @@ class EventStream(Response):
         try:
             for chunk in self._answer.opening():
                 yield event(chunk)
-            async for piece in pieces_of(self._reply, BEAT_S):
+            async for piece in self._pieces:
                 yield event(self._answer.piece(piece)) if piece else BEAT
             self._caller.check()
             for chunk in self._answer.closing(self._reply.figures):
@@ -202,6 +219,19 @@ async def pieces_of(reply: Any, beat_s: float | None = None) -> AsyncIterator[st
         yield piece
     if reply.error is not None:
         raise reply.error
+
+
+async def begun(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The same pieces, once the first one or the first beat is there. Raises what came in its place."""
+    first = await anext(pieces, None)
+
+    async def all_of_them() -> AsyncIterator[str]:
+        if first is not None:
+            yield first
+        async for piece in pieces:
+            yield piece
+
+    return all_of_them()
 
 
 def in_json(answer: BaseModel) -> dict[str, Any]:

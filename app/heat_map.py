@@ -1,20 +1,24 @@
 """The experts as a picture: one row for each MoE layer, one cell for each expert, as inline SVG. Pure.
 
 Colour says what became of an expert's demands in one answer, brightness how often it was demanded, size whether it is in memory
-now. Cells are strokes of a few paths, so that 48 x 128 experts take some tens of kilobytes; colours come from the page's style.
+now, and height in which of two formats. Cells are strokes of a few paths, so that 48 x 128 experts take some tens of kilobytes;
+colours come from the page's style.
 """
 
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
 
 from vismoe.paging.page_table import NO_EXPERT, ON_DEVICE, PINNED
+from vismoe.pair import LOW
 
 __all__ = ["heat_map"]
 
 LEVELS = 3  # of brightness
 LEAST_ROW_PIXELS, MOST_ROW_PIXELS, FIGURE_PIXELS = 7.0, 22.0, 360.0
 LARGE, SMALL = 0.86, 0.42  # sides of a cell: in memory now, and not
+HALF = LARGE / 2  # height of one that is in memory in the second of two formats
 LEGEND = (
     ("hit", "only hits: it was in memory whenever it was needed"),
     ("most", "more hits than misses: fetched, then used again"),
@@ -26,22 +30,24 @@ LEGEND = (
 )
 
 
-def heat_map(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, held: str) -> str:
-    """HTML of the map; all three arrays are `[L, E]`: uint8 as of `Engine.residency()`, demands of one answer as integers.
-
-    held: what slabs hold, for the legend (the format of the resident experts).
+def heat_map(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, formats: np.ndarray, held: Sequence[str]) -> str:
+    """HTML of the map; all four arrays are `[L, E]`: uint8 as of `Engine.residency()`, demands of one answer as integers, uint8
+    as of `Engine.formats()`. held: the formats that resident experts can have, as of `Engine.format_names`.
     """
     layers, experts = residency.shape
+    low = formats == 1 + LOW
     row_pixels = min(MOST_ROW_PIXELS, max(LEAST_ROW_PIXELS, FIGURE_PIXELS / layers))
     height = f"{layers * row_pixels:.0f}px"
-    legend = "".join(f'<li><i class="vm-{name}"></i>{words}</li>' for name, words in LEGEND)
-    here, experts_in_all = in_memory(residency).sum(), int((residency != NO_EXPERT).sum())
+    two = [("half", f"half as high: in {escape(held[1])}, the others in {escape(held[0])}")] if len(held) > 1 else []
+    legend = "".join(f'<li><i class="vm-{name}"></i>{words}</li>' for name, words in (*LEGEND, *two))
+    experts_in_all = int((residency != NO_EXPERT).sum())
     return (
-        f'<p class="vm-note">{here} of {experts_in_all} experts are in memory now. Their format: {escape(held)}.</p>'
+        f'<p class="vm-note">{in_memory(residency).sum()} of {experts_in_all} experts are in memory now. '
+        f"Their format: {escape(_held(residency, low, held))}.</p>"
         f'<div class="vm-heat" role="img" aria-label="{_summary(residency, hits, misses)}">'
         f'<div class="vm-y"><span>layer 0</span><span>{layers - 1}</span></div>'
         f'<svg class="vm-cells" viewBox="0 0 {experts} {layers}" preserveAspectRatio="none" style="height:{height}">'
-        f"{_cells(residency, hits, misses)}{_rows(residency, hits, misses)}</svg>"
+        f"{_cells(residency, hits, misses, low)}{_rows(residency, hits, misses, low, held)}</svg>"
         f'<svg class="vm-rates" viewBox="0 0 1 {layers}" preserveAspectRatio="none" style="height:{height}">'
         f"{_rates(hits, misses)}</svg>"
         f'<div class="vm-x vm-experts"><span>expert 0</span><span>{experts - 1}</span></div>'
@@ -63,7 +69,15 @@ def _summary(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str
     )
 
 
-def _cells(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
+def _held(residency: np.ndarray, low: np.ndarray, held: Sequence[str]) -> str:
+    """How many experts are in which format, where there are two."""
+    if len(held) == 1:
+        return held[0]
+    here = in_memory(residency)
+    return f"{(here & ~low).sum()} in {held[0]}, {(here & low).sum()} in {held[1]}"
+
+
+def _cells(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, low: np.ndarray) -> str:
     here = in_memory(residency)
     asked = hits + misses
     level = np.minimum(LEVELS - 1, (LEVELS * np.log1p(asked) / np.log1p(max(1, asked.max()) + 1)).astype(int))
@@ -73,13 +87,18 @@ def _cells(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
         "some": (hits > 0) & (hits < misses),
         "miss": (asked > 0) & (hits == 0),
     }
-    paths = [_strokes("vm-idle", here & (asked == 0), LARGE)]
+    paths = _here("vm-idle", here & (asked == 0), low)
     for kind, cells in kinds.items():
         for step in range(LEVELS):
-            paths.append(_strokes(f"vm-{kind} vm-l{step}", cells & here & (level == step), LARGE))
+            paths += _here(f"vm-{kind} vm-l{step}", cells & here & (level == step), low)
             paths.append(_strokes(f"vm-{kind} vm-l{step}", cells & ~here & (level == step), SMALL))
     paths.append(_strokes("vm-pinned", residency == PINNED, LARGE, thick=0.14, down=0.9))
     return "".join(paths)
+
+
+def _here(names: str, where: np.ndarray, low: np.ndarray) -> list[str]:
+    """The cells of experts that are in memory."""
+    return [_strokes(names, where & ~low, LARGE), _strokes(names, where & low, LARGE, thick=HALF)]
 
 
 def _strokes(names: str, where: np.ndarray, side: float, thick: float | None = None, down: float = 0.5) -> str:
@@ -93,20 +112,23 @@ def _strokes(names: str, where: np.ndarray, side: float, thick: float | None = N
     )
 
 
-def _rows(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
+def _rows(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, low: np.ndarray, held: Sequence[str]) -> str:
     """What a pointer on a row is told."""
     experts = residency.shape[1]
     return "".join(
-        f'<rect x="0" y="{layer}" width="{experts}" height="1"><title>{_row_title(layer, *row)}</title></rect>'
-        for layer, row in enumerate(zip(residency, hits, misses, strict=True))
+        f'<rect x="0" y="{layer}" width="{experts}" height="1"><title>{_row_title(layer, *row, held)}</title></rect>'
+        for layer, row in enumerate(zip(residency, hits, misses, low, strict=True))
     )
 
 
-def _row_title(layer: int, residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str:
+def _row_title(
+    layer: int, residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, low: np.ndarray, held: Sequence[str]
+) -> str:
     demands = int(hits.sum() + misses.sum())
     rate = f" ({hits.sum() / demands:.0%} hits)" if demands else ""
     here, experts = in_memory(residency).sum(), int((residency != NO_EXPERT).sum())
-    return f"layer {layer}: {here} of {experts} in memory; this answer: {hits.sum()} hits, {misses.sum()} misses{rate}"
+    two = f" ({escape(_held(residency, low, held))})" if len(held) > 1 else ""
+    return f"layer {layer}: {here} of {experts} in memory{two}; this answer: {hits.sum()} hits, {misses.sum()} misses{rate}"
 
 
 def _rates(hits: np.ndarray, misses: np.ndarray) -> str:

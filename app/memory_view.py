@@ -3,12 +3,21 @@
 from html import escape
 from typing import Any
 
+from vismoe.app.options import served_name
 from vismoe.config import format_bytes
 
-__all__ = ["backends_table", "memory_plan", "memory_words"]
+__all__ = ["backends_table", "head", "memory_plan", "memory_words"]
 
 SHADES = 8  # colours of the bar, used in turn
 LEAST_SHARE = 0.01  # of a place's bytes: smaller parts are summed up in the bar
+
+
+def head(name: str, plan: Any) -> str:
+    """HTML of the page's first line: which model, and what its memory holds."""
+    return (
+        f'<div class="vm-head"><h1>VisMoE</h1><span>{escape(served_name(name))}</span>'
+        f"<span>memory {escape(memory_words(plan))}</span></div>"
+    )
 
 
 def memory_words(plan: Any) -> str:

@@ -41,6 +41,7 @@ class ServeOptions:
     max_pixels: int = 32 * 10**6  # of one image
     max_image_bytes: int = 20 * 2**20  # of one image as it was encoded
     image_timeout_s: float = 10.0  # for the downloads of one request, and as much for decoding
+    fixed_policy: bool = False  # requests change neither policy nor formats
     max_waiting: int = 64  # requests that do not run yet; further ones are sent away
     body_timeout_s: float = 60.0  # for a body to arrive
     drain_s: float = 30.0  # at the end, for answers that are being written

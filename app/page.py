@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vismoe.app.heat_map import heat_map
+from vismoe.app.memory_view import head, memory_plan
 from vismoe.app.pictures import seen_pictures
 from vismoe.app.tiers import tiers
 from vismoe.app.time_line import time_line
@@ -36,6 +37,7 @@ TILES = {  # name, and what a pointer on it is told
     "hit rate": "of experts, how many were in memory when they were needed",
     "fetched/token": "bytes of experts that came from disk or over the link for each token of the answer",
     "stalled": "time spent waiting for experts",
+    "better format": "of what experts compute for the answer, the share in the more precise format of the pair",
 }
 LEAVE_S = 60.0  # a cancelled answer ends within a token, and the first token may be a long prefill away
 
@@ -46,8 +48,17 @@ class Wishes:
 
     keep: float | None = None
     selection: str | None = None
+    policy: str | None = None
+    formats: str | None = None  # that the policy chooses from
+    retention: float | None = None
     max_tokens: int = 256
     temperature: float = 0.0  # 0: greedy
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """Arguments of the engine: of the settings of precision those that count under the policy that is asked for."""
+        counts = {"policy": True, "formats": self.policy != "exact", "retention": "importance" in (self.policy or "importance")}
+        return {name: getattr(self, name) if does else None for name, does in counts.items()}
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,8 @@ class Finished:
     pictures: str
     time_line: str
     tiers: str
+    plan: str
+    head: str
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,8 @@ def tiles(counters: Snapshot | None = None, decoded: float = 0, seconds: float =
         if (hit_rate := counters.hit_rate()) is not None:
             values["hit rate"] = f"{hit_rate:.1%}"
         values["stalled"] = f"{counters.total('stall_seconds'):.2f} s"
+        if shares := counters.shares(("better", "other")):
+            values["better format"] = f"{shares.get('better', 0):.1%}"
     cells = (f'<div title="{TILES[name]}"><b>{value}</b>{name}</div>' for name, value in values.items())
     return f'<div class="vm-tiles">{"".join(cells)}</div>'
 
@@ -168,9 +183,10 @@ class Baseline:
         layers = counters.values.shape[1]
         return tiles(counters, counters.total("steps", Phase.DECODE) / layers if layers else 0, seconds)
 
-    def heat(self, held: str) -> str:
-        hits, misses = self._engine.heat()
-        return heat_map(self._engine.residency(), hits - self._heat[0], misses - self._heat[1], held)
+    def heat(self) -> str:
+        engine, (hits, misses) = self._engine, self._engine.heat()
+        asked = hits - self._heat[0], misses - self._heat[1]
+        return heat_map(engine.residency(), *asked, engine.formats(), engine.format_names)
 
 
 @dataclass
@@ -182,14 +198,9 @@ class Page:
     image_tokens: tuple[int, int] | None = None
     running: dict[str, Running] = field(default_factory=dict)  # by session
 
-    @property
-    def held(self) -> str:
-        """What slabs hold, in words."""
-        return self.engine.plan.experts or self.engine.plan.dtype
-
     def heat(self) -> str:
         """The heat map of now, with nothing asked for."""
-        return Baseline(self.engine).heat(self.held)
+        return Baseline(self.engine).heat()
 
     def answer(self, turn: Turn, history: History, session: str, wishes: Wishes = Wishes()) -> Iterator[Update]:
         """Updates at most every REFRESH_S; the last one is complete. `turn` is asked after the turns of `history`.
@@ -225,7 +236,7 @@ class Page:
                 continue
             heat = None
             if now_s - machine_s >= MACHINE_REFRESH_S:
-                machine_s, heat = now_s, since.heat(self.held)
+                machine_s, heat = now_s, since.heat()
             live = since.tiles(now_s - first_s if first_s else 0.0)
             yield Update((*history, dataclasses.replace(turn, answer=reply.text)), live, heat)
         if reply.error is not None:
@@ -240,6 +251,7 @@ class Page:
             image_tokens=self.image_tokens,
             keep=wishes.keep,
             selection=wishes.selection,
+            **wishes.precision,
             reuse=True,
             **sampled,
         )
@@ -258,9 +270,10 @@ class Page:
     def _finished(self, reply: Reply, history: History, turn: Turn, since: Baseline) -> Update:
         figures: Figures = reply.figures
         after = (*history, dataclasses.replace(turn, answer=reply.text)) if reply.text else history
-        done = Finished(seen_pictures(figures), time_line(figures), tiers(figures))
+        plan = memory_plan(figures.plan), head(self.engine.name, figures.plan)
+        done = Finished(seen_pictures(figures), time_line(figures), tiers(figures), *plan)
         live = tiles(figures.counters, figures.decode_tokens, figures.decode_seconds)
-        return Update(after, live, since.heat(self.held), done)
+        return Update(after, live, since.heat(), done)
 
     def stop(self, session: str) -> None:
         """Ends the answer of this session within a token; what was said so far stays."""

@@ -1,7 +1,7 @@
 """What `/metrics` says: the engine's counters in Prometheus' text form, read when asked for and kept nowhere.
 
 Every counter of the pager is there per phase (hit rate: hits over hits and misses); bytes and seconds are base units. Labels
-have few values whatever the model: phases, parts of the plan, and the backends that were chosen at start.
+have few values whatever the model: phases, formats, parts of the plan, and the backends that were chosen at start.
 """
 
 import re
@@ -33,7 +33,12 @@ PAGER_COUNTERS = {  # counter of vismoe.metrics: (name here without _total, what
     "prefetched_bytes": ("vismoe_expert_prefetched_bytes", "Bytes of experts fetched ahead"),
     "wasted_prefetch_bytes": ("vismoe_expert_wasted_prefetch_bytes", "Bytes fetched ahead that nobody demanded"),
     "steps": ("vismoe_expert_layer_steps", "Times a MoE layer ran"),
+    "served_lower": ("vismoe_expert_served_lower", "Experts wanted in the better format and served in the other"),
+    "promotions": ("vismoe_expert_promotions", "Experts that moved to the better format in the background"),
+    "demotions": ("vismoe_expert_demotions", "Experts that moved to the other format in the background"),
+    "failed_transitions": ("vismoe_expert_failed_transitions", "Moves between formats that failed; the old copy served on"),
 }
+COMPUTED = ("vismoe_expert_computations", "Experts computed for a token, by the format they were in; skip: left out")
 REQUEST_COUNTERS = {  # field of Engine.load: (name, what it counts)
     "requests": ("vismoe_requests", "Requests that ended, however they did"),
     "cancelled": ("vismoe_requests_cancelled", "Requests that were cancelled or whose client went away"),
@@ -82,6 +87,18 @@ class _Families:
             for phase in PHASES:
                 family.add_metric([phase], snapshot.total(counter, phase))
             yield family
+        computed = CounterMetricFamily(*COMPUTED, labels=["phase", "format"])
+        for (phase, format), count in engine.metrics.computed_in.items():
+            computed.add_metric([phase, format], count)
+        yield computed
+        resident = GaugeMetricFamily("vismoe_experts_resident", "Experts on the device now, by format", labels=["format"])
+        formats = engine.formats()
+        for place, format in enumerate(engine.format_names):
+            resident.add_metric([format], int((formats == 1 + place).sum()))
+        yield resident
+        precision = engine.precision
+        chosen = {"policy": precision.policy, "formats": precision.formats} if precision else {"policy": "exact", "formats": ""}
+        yield InfoMetricFamily("vismoe_precision", "Who chooses the formats of experts now, and from which", value=chosen)
         for field, (name, text) in REQUEST_COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(load, field))
         yield from _gauges(GaugeMetricFamily, load, LOAD_GAUGES)

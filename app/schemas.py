@@ -7,12 +7,14 @@ here are taken only with the value that means "not used".
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from vismoe.app.api_errors import ApiError
+from vismoe.config import Policy, parse_formats
+from vismoe.errors import ConfigError
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "VismoeRequest", "parse"]
+__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "parse"]
 
 MAX_STOPS = 4
 INT64 = 2**63
@@ -72,8 +74,34 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class VismoeRequest(Strict):
-    """Ours: what images may cost. keep: share of the visual tokens that deeper layers see; selection: which ones.
+def _a_pair(text: str) -> str:
+    try:
+        parse_formats(text)
+    except ConfigError as error:
+        raise PydanticCustomError("formats", "two formats with a slash between, the better one first, e.g. 4/2") from error
+    return text
+
+
+class PrecisionRequest(Strict):
+    """Ours: who decides the formats of experts, from which pair, and how large a share of those demanded gets the better one."""
+
+    policy: Policy | None = None
+    formats: Annotated[str, Field(max_length=32), AfterValidator(_a_pair)] | None = None
+    retention: float | None = Field(None, ge=0.5, le=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the engine."""
+        return {"policy": self.policy, "formats": self.formats, "retention": self.retention}
+
+    @property
+    def change(self) -> str | None:
+        """The first field that may ask for another plan of the memory."""
+        return next((name for name in ("policy", "formats") if self.options[name] is not None), None)
+
+
+class VismoeRequest(PrecisionRequest):
+    """And what images may cost. keep: share of the visual tokens that deeper layers see; selection: which ones.
 
     image_tokens: least and most visual tokens of each image.
     """
@@ -112,6 +140,7 @@ class Sampling(Strict):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    vismoe: PrecisionRequest | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "Sampling":

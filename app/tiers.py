@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
+from vismoe.cli_print import precision_words, share_words
 from vismoe.config import format_bytes
 from vismoe.types import Phase
 
@@ -51,7 +53,14 @@ def tiers(figures: Any) -> str:
     capacity = figures.capacity
     record_bytes = capacity["bytes"] / capacity["slabs"] if capacity["slabs"] else 0.0
     cards = [_card(phase, found, record_bytes) for phase in MEANINGS if (found := sources(figures.passes, phase)).tokens]
-    return f'<div class="vm-cards">{"".join(cards)}</div>' if cards else '<p class="vm-note">Nothing ran.</p>'
+    if not cards:
+        return '<p class="vm-note">Nothing ran.</p>'
+    return f'<div class="vm-cards">{"".join(cards)}</div><p class="vm-note">{_formats(figures)}</p>'
+
+
+def _formats(figures: Any) -> str:
+    shares = share_words(figures.formats) or "nothing yet"
+    return escape(f"Formats in which experts were computed: {shares} ({precision_words(figures.precision)}).")
 
 
 def _card(phase: Phase, found: Sources, record_bytes: float) -> str:

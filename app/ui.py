@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.app.page import History, Page, Turn, Update, Wishes, shown, tiles, turn_at
+from vismoe.app.memory_view import head
+from vismoe.app.page import Finished, History, Page, Turn, Update, Wishes, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.app.widgets import NOT_YET, chat_tab, examples, head, machine_tab, pictures_folder
+from vismoe.app.widgets import NOT_YET, chat_tab, examples, machine_tab, pictures_folder
 from vismoe.engine import Engine
 from vismoe.errors import BusyError, ConfigError, VisMoEError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "require_gradio", "serve"]
 
+Values = dict[Any, Any]  # of widgets, by widget
 ADDRESS = "127.0.0.1"
 CONVERSATIONS = 16  # that are answered at once; gradio has 40 threads, and Stop needs one
 STYLE = Path(__file__).with_name("ui.css")
@@ -48,13 +50,13 @@ def build(page: Page) -> "gr.Blocks":
     import gradio as gr
 
     with gr.Blocks(title="VisMoE", fill_width=True, analytics_enabled=False) as blocks:
-        gr.HTML(head(page.engine))
+        top = gr.HTML(head(page.engine.name, page.engine.plan))
         with gr.Tabs():
             with gr.Tab("Chat", id="chat"):
                 chat = chat_tab(page)
             with gr.Tab("The machine at work", id="machine", render_children=True):
                 machine = machine_tab(page)
-        _connect(page, chat, machine)
+        _connect(page, chat, {**machine, "head": top})
     return blocks
 
 
@@ -63,14 +65,15 @@ def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
     import gradio as gr
 
     box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
-    drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers"))]
+    drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers", "plan", "head"))]
     outputs = [box, chatbot, history, *drawn]
-    inputs = [history, *chat["wishes"]]
+    inputs = {history, *chat["wishes"].values()}  # a set: handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
-    def run(turn: Callable[[], Turn], before: History, past: History, asking: Wishes, session: str) -> Iterator[list[Any]]:
-        """Answers `turn()` after the turns `before`; after an error the conversation is `past` again."""
-        asked = None
+    def run(turn: Callable[[], Turn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
+        """Answers `turn()` after the turns `before`; after an error the conversation is what it was."""
+        asked, past, session = None, values[history], str(request.session_hash)
+        asking = wishes({name: values[widget] for name, widget in chat["wishes"].items()})
         try:
             asked = turn()
             box_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True)
@@ -88,45 +91,37 @@ def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
             yield [restored, shown(past), past, *still[3:]]
             raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
 
-    def ask(
-        message: dict[str, Any], past: History, keep: float, selection: str, most: float, heat: float, request: gr.Request
-    ) -> Iterator[list[Any]]:
-        text, files = message.get("text") or "", list(message.get("files") or [])
-        asking = Wishes(keep, selection or None, int(most), heat)
-        yield from run(lambda: Turn.of(text, files), past, past, asking, str(request.session_hash))
+    def ask(values: Values, request: gr.Request) -> Iterator[list[Any]]:
+        text, files = values[box].get("text") or "", list(values[box].get("files") or [])
+        yield from run(lambda: Turn.of(text, files), values[history], values, request)
 
-    def example(
-        past: History, keep: float, selection: str, most: float, heat: float, event: gr.SelectData, request: gr.Request
-    ) -> Iterator[list[Any]]:
+    def example(values: Values, event: gr.SelectData, request: gr.Request) -> Iterator[list[Any]]:
         chosen = examples()[event.index]  # never a path that the browser names
-        asking = Wishes(keep, selection or None, int(most), heat)
-        yield from run(lambda: Turn.of(chosen["text"], chosen["files"]), past, past, asking, str(request.session_hash))
+        yield from run(lambda: Turn.of(chosen["text"], chosen["files"]), values[history], values, request)
 
-    def again(past: History, keep: float, selection: str, most: float, heat: float, request: gr.Request) -> Iterator[list[Any]]:
+    def again(values: Values, request: gr.Request) -> Iterator[list[Any]]:
+        past: History = values[history]
         if not past:
             gr.Info("There is no answer yet; ask something first.", title="Nothing to repeat")
             yield still
             return
-        asking = Wishes(keep, selection or None, int(most), heat)
-        yield from run(lambda: past[-1], past[:-1], past, asking, str(request.session_hash))
+        yield from run(lambda: past[-1], past[:-1], values, request)
 
-    def edited(
-        past: History, keep: float, selection: str, most: float, heat: float, event: gr.EditData, request: gr.Request
-    ) -> Iterator[list[Any]]:
+    def edited(values: Values, event: gr.EditData, request: gr.Request) -> Iterator[list[Any]]:
+        past: History = values[history]
         number = turn_at(past, event.index[0] if isinstance(event.index, list | tuple) else event.index)
         if number == len(past):
             gr.Info("Its answer is still being written: stop it first.", title="One at a time")
             yield still
             return
-        asking = Wishes(keep, selection or None, int(most), heat)
-        yield from run(lambda: past[number].asked_as(event.value), past[:number], past, asking, str(request.session_hash))
+        yield from run(lambda: past[number].asked_as(event.value), past[:number], values, request)
 
     def stop(request: gr.Request) -> None:
         page.stop(str(request.session_hash))
 
     def forget(request: gr.Request) -> list[Any]:
         page.leave(str(request.session_hash))
-        return [_ready(), [], (), tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET]
+        return [_ready(), [], (), tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET, gr.skip(), gr.skip()]
 
     answering: dict[str, Any] = {
         "outputs": outputs,
@@ -135,13 +130,18 @@ def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
         "trigger_mode": "multiple",  # a second question is refused in words, not dropped
         "show_progress": "hidden",
     }
-    box.submit(ask, [box, *inputs], api_name="ask", **answering)
+    box.submit(ask, {box, *inputs}, api_name="ask", **answering)
     chatbot.example_select(example, inputs, api_name="example", **answering)
     gr.on([chat["again"].click, chatbot.retry], again, inputs, api_name="again", **answering)
     chatbot.edit(edited, inputs, api_name="edit", **answering)
     box.stop(stop, queue=False, api_name="stop")
     leaving = [chat["forget"].click, chatbot.clear]
     gr.on(leaving, forget, None, outputs, concurrency_limit=None, show_progress="hidden", api_name="forget")
+
+
+def wishes(values: dict[str, Any]) -> Wishes:
+    """What the widgets say, by the names of `Wishes`."""
+    return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"])})
 
 
 def _ready(turn: Turn | None = None) -> "gr.MultimodalTextbox":
@@ -157,7 +157,7 @@ def _drawn(update: Update) -> list[Any]:
     import gradio as gr
 
     done = update.finished
-    news = [update.heat, *((done.pictures, done.time_line, done.tiers) if done else (None, None, None))]
+    news = [update.heat, *(vars(done).values() if done else [None] * len(Finished.__dataclass_fields__))]
     return [update.tiles, update.tiles, *(gr.skip() if one is None else one for one in news)]
 
 

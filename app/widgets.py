@@ -1,26 +1,25 @@
 """The widgets of the chat page, and what stands in them at first; `ui` says what they do. gradio is imported inside functions."""
 
-import html
 import json
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.app.memory_view import backends_table, memory_plan, memory_words
-from vismoe.app.options import served_name
+from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.config import Settings
+from vismoe.config import Policy, Settings
 from vismoe.engine import Engine, demo_model
 
 if TYPE_CHECKING:
     import gradio as gr
 
-__all__ = ["NOT_YET", "chat_tab", "examples", "head", "machine_tab", "pictures_folder"]
+__all__ = ["NOT_YET", "chat_tab", "examples", "machine_tab", "pictures_folder"]
 
 EXAMPLES = 4
 LEAST_KEEP = 0.1
 MOST_TOKENS = 2048  # that the slider offers, where the planned context is not smaller
+PAIRS = ("lossless/int8", "16/4", "16/2", "8/4", "8/2", "4/2", "4/0")  # that the page offers, beside the one it was started with
 NOT_YET = '<p class="vm-note">Ask something; it appears with the answer.</p>'
 
 
@@ -33,13 +32,6 @@ def examples() -> list[dict[str, Any]]:
     folder = pictures_folder()
     pictures = json.loads((folder / "pictures.json").read_text())
     return [{"text": about["question"], "files": [str(folder / name)]} for name, about in list(pictures.items())[:EXAMPLES]]
-
-
-def head(engine: Engine) -> str:
-    return (
-        f'<div class="vm-head"><h1>VisMoE</h1><span>{html.escape(served_name(engine.name))}</span>'
-        f"<span>memory {html.escape(memory_words(engine.plan))}</span></div>"
-    )
 
 
 def chat_tab(page: Page) -> dict[str, Any]:
@@ -84,14 +76,17 @@ def chat_tab(page: Page) -> dict[str, Any]:
     return widgets
 
 
-def _settings(page: Page) -> list[Any]:
-    """What holds from the next question on, in the order of `Wishes`."""
+def _settings(page: Page) -> dict[str, Any]:
+    """What holds from the next question on, by the names of `Wishes`."""
+    return {**_of_images(page.engine), **_of_experts(page.engine.settings), **_of_answers(page)}
+
+
+def _of_images(engine: Engine) -> dict[str, Any]:
     import gradio as gr
 
-    engine = page.engine
     names = [name for name in typing.get_args(typing.get_type_hints(Settings)["selection"]) if name != "auto"]
-    return [
-        gr.Slider(
+    return {
+        "keep": gr.Slider(
             min(LEAST_KEEP, engine.settings.keep),
             1.0,
             engine.settings.keep,
@@ -101,7 +96,7 @@ def _settings(page: Page) -> list[Any]:
             visible=engine.can_prune,
             elem_id="keep",
         ),
-        gr.Dropdown(
+        "selection": gr.Dropdown(
             [("automatic" if engine.settings.selection == "auto" else engine.settings.selection, ""), *names],
             value="",
             label="Which ones are kept",
@@ -109,16 +104,53 @@ def _settings(page: Page) -> list[Any]:
             visible=engine.can_prune,
             elem_id="selection",
         ),
-        gr.Slider(
+    }
+
+
+def _of_experts(settings: Settings) -> dict[str, Any]:
+    import gradio as gr
+
+    return {
+        "policy": gr.Dropdown(
+            list(typing.get_args(Policy)),
+            value=settings.policy,
+            label="Who decides the formats of experts",
+            info="exact: nobody. hotness: what is used often has the better one. importance: what a question needs most has it.",
+            elem_id="policy",
+        ),
+        "formats": gr.Dropdown(
+            list(dict.fromkeys((*PAIRS, settings.formats))),
+            value=settings.formats,
+            label="The two formats",
+            info="In bits, or 0 to leave experts out; both must be packed: vismoe pack MODEL --formats int4,int2.",
+            elem_id="formats",
+        ),
+        "retention": gr.Slider(
+            0.5,
+            1.0,
+            settings.retention,
+            step=0.05,
+            label="Retention",
+            info="With importance: the share of the experts a layer asks for that have the better one, on average over layers.",
+            elem_id="retention",
+        ),
+    }
+
+
+def _of_answers(page: Page) -> dict[str, Any]:
+    import gradio as gr
+
+    return {
+        "max_tokens": gr.Slider(
             1,
-            max(page.max_tokens, min(MOST_TOKENS, engine.plan.context)),
+            max(page.max_tokens, min(MOST_TOKENS, page.engine.plan.context)),
             page.max_tokens,
             step=1,
             label="Longest answer",
             info="In tokens, which are words or parts of words.",
             elem_id="max-tokens",
         ),
-        gr.Slider(
+        "temperature": gr.Slider(
             0.0,
             2.0,
             0.0,
@@ -127,7 +159,7 @@ def _settings(page: Page) -> list[Any]:
             info="0 always takes the likeliest word, so answers repeat; above, words are drawn by chance.",
             elem_id="temperature",
         ),
-    ]
+    }
 
 
 def machine_tab(page: Page) -> dict[str, Any]:
@@ -146,7 +178,7 @@ def machine_tab(page: Page) -> dict[str, Any]:
     what = "Each row is a layer, each cell one of its experts. Colours tell what happened to it since the question was asked."
     widgets["heat"] = _panel("Experts, layer by layer", what, page.heat())
     with gr.Accordion("Memory plan: who has which byte", open=False):
-        gr.HTML(memory_plan(page.engine.plan))
+        widgets["plan"] = gr.HTML(memory_plan(page.engine.plan))
     with gr.Accordion("What was chosen at start, and why", open=False):
         gr.HTML(backends_table(page.engine.backends))
     return widgets

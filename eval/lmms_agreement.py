@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vismoe.cli_measure import EVAL_BATCH
+from vismoe.cli_eval import EVAL_BATCH
 from vismoe.engine import Engine, load
 
 from .accuracy import evaluate

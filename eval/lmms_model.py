@@ -27,6 +27,7 @@ from transformers import StoppingCriteria
 from vismoe.engine import Engine, load
 from vismoe.errors import ContextError, InputError
 from vismoe.memory.hardware import cores
+from vismoe.metrics import Snapshot
 from vismoe.models.images import open_image
 
 from .lmms_arguments import MAX_NEW_TOKENS, model_arguments
@@ -95,7 +96,7 @@ class VisMoE(lmms):
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """Answers, each up to the first of its task's stop strings."""
         answers: dict[int, GenerationResult] = {}
-        began_s = time.perf_counter()
+        began_s, before = time.perf_counter(), self._engine.metrics.snapshot()
         with self._bar(len(requests), "answers") as bar:
             for kwargs, numbers in _alike(requests, self._kwargs):
                 how = self._generation(kwargs, requests[numbers[0]])
@@ -105,7 +106,7 @@ class VisMoE(lmms):
                     self.cache_hook.add_partial("generate_until", (requests[row.number].args[0], kwargs), answer.text)
                     bar.update()
         seconds, tokens = time.perf_counter() - began_s, sum(answer.token_counts.output_tokens for answer in answers.values())
-        log_metrics(seconds, tokens, tokens / seconds)
+        log_metrics(seconds, tokens, tokens / seconds, self._formats(self._engine.metrics.snapshot() - before))
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood(self, requests: list[Instance]) -> list["Likelihood"]:
@@ -126,6 +127,11 @@ class VisMoE(lmms):
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         tasks = ", ".join(sorted({request.task_name for request in requests}))
         raise InputError(f"task {tasks} asks in several rounds; VisMoE answers tasks of one round. Fix: leave it out")
+
+    def _formats(self, counters: Snapshot) -> dict[str, Any]:
+        """For lmms-eval's log and results: who chose the formats of experts, and the share of their computations in each."""
+        policy = self._engine.precision.policy if self._engine.precision else "exact"
+        return {"policy": policy, **{f"in_{name}": share for name, share in counters.shares(self._engine.format_names).items()}}
 
     def _kwargs(self, request: Instance) -> dict[str, Any]:
         return request.args[1]

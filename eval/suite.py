@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from .suite_rows import (
     Row,
     Turn,
     answers_folder,
+    packed_formats,
     paper_tables,
     refuse_varied,
     rows_of,
@@ -56,7 +57,7 @@ class Order:
     model: str | None
     options: Mapping[str, str]  # device, dtype, revision
     given: Mapping[str, Any]  # settings of every row
-    memory: str
+    axes: Axes
     tables: tuple[PaperTable, ...]
     data: Data
     rounds: int
@@ -66,20 +67,20 @@ class Order:
     @classmethod
     def of(cls, arguments: Namespace) -> "Order":
         """Raises InputError or ConfigError for what cannot be asked of a suite."""
-        if arguments.kinds or arguments.trace or arguments.limit is not None or arguments.offset:
-            why = "a suite asks --n questions of every kind (or --n documents of every task) and records nothing"
-            raise InputError(f"{why}. Fix: leave out --kinds, --trace, --limit and --offset")
+        if arguments.data and arguments.seed:
+            raise InputError("--seed chooses generated scenes, and --data asks documents of tasks. Fix: leave one of them out")
         given = given_settings(arguments)
         refuse_varied(given)
-        axes = Axes(memory=str(given.pop("memory", Axes.memory)), budgets=tuple(arguments.budgets))
-        for size in axes.budgets:
+        budgets = {"budgets": tuple(arguments.budgets), "hot_budgets": tuple(arguments.hot_budgets)}
+        axes = Axes(memory=str(given.pop("memory", Axes.memory)), **budgets)
+        for size in (*axes.budgets, *axes.hot_budgets):
             Budget.parse(size)
         return cls(
             name=arguments.suite,
             model=one_model(arguments),
             options=model_options(arguments),
             given=given,
-            memory=axes.memory,
+            axes=axes,
             tables=paper_tables(axes, arguments.tables),
             data=Tasks(tuple(dict.fromkeys(arguments.data.split(","))), arguments.n, arguments.batch)
             if arguments.data
@@ -95,17 +96,20 @@ class Order:
 
     def settings(self, row: Row) -> dict[str, Any]:
         """Of a row, where the experts lie left out."""
-        return {**self.given, "memory": self.memory, "keep": 1.0, "format": "raw", **row.settings}
+        return {**self.given, "memory": self.axes.memory, "keep": 1.0, "format": "raw", **row.settings}
 
     @property
     def command(self) -> str:
         """What to type for the same figures."""
-        flags = {**self.data.flags, "rounds": self.rounds, "memory": self.memory}
+        flags = {**self.data.flags, "rounds": self.rounds, "memory": self.axes.memory}
         settings = {name.replace("_", "-"): value for name, value in {**flags, **self.options, **self.given}.items()}
         model = [self.model] if self.model else []
         words = [word for name, value in settings.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
         tables = ["--tables", *(table.name for table in self.tables)] if len(self.tables) < len(TABLES) else []
-        return shlex.join(["vismoe", "eval", "--suite", self.name, *model, *words, *tables])
+        sizes = {"--budgets": self.axes.budgets, "--hot-budgets": self.axes.hot_budgets}
+        usual = {"--budgets": Axes.budgets, "--hot-budgets": Axes.hot_budgets}
+        budgets = [word for flag, given in sizes.items() if given != usual[flag] for word in (flag, *given)]
+        return shlex.join(["vismoe", "eval", "--suite", self.name, *model, *words, *budgets, *tables])
 
 
 class Suite:
@@ -147,15 +151,20 @@ class Suite:
         return [kept[TURN, number] for number in range(self.order.rounds) if (TURN, number) in kept]
 
     def unasked(self, row: Row) -> list[list[Key]]:
-        """Batches, whole ones: what is asked together decides bits."""
+        """Batches, whole ones: what is asked together decides bits. With hotness all of them, since it learns from each."""
         data, kept = self.order.data, self._answers[row.name].rows
-        return [keys for keys in data.batches() if not data.is_done(keys, kept)]
+        missing = [keys for keys in data.batches() if not data.is_done(keys, kept)]
+        return data.batches() if missing and "hotness" in row.settings.get("policy", "") else missing
 
     def unpacked(self) -> list[str]:
         """Formats that rows need and that are nowhere packed."""
         rows = [row for row in self.rows if self.unasked(row) or len(self.turns(row)) < self.order.rounds]
-        formats = dict.fromkeys(self.order.settings(row)["format"] for row in rows)
-        return [format for format in formats if format != "raw" and format not in self.about["packed"]]
+        needed = [formats for row in rows if not self._is_packed(formats := packed_formats(self.order.settings(row)))]
+        return list(dict.fromkeys(format for formats in needed for format in formats))
+
+    def _is_packed(self, formats: Sequence[str]) -> bool:
+        """Beside the checkpoint, all of them."""
+        return set(formats) <= set(self.about["packed"])
 
     def outlook(self) -> Outlook:
         return Outlook(
@@ -197,7 +206,8 @@ class Suite:
         except JobFailed as error:
             bar.outlook.skipped(PACKING, 1 - done)
             for row in self.rows:
-                if self.order.settings(row)["format"] == format:
+                formats = packed_formats(self.order.settings(row))
+                if format in formats and not self._is_packed(formats):
                     self._fail(row, str(error), bar)
 
     def _answer(self, row: Row, bar: Bar) -> None:
@@ -246,8 +256,8 @@ class Suite:
     def _settings(self, row: Row) -> dict[str, Any]:
         """With where the experts lie."""
         settings = self.order.settings(row)
-        format = settings["format"]
-        where = NO_STORE if format == "raw" else self.about["store"] if format in self.about["packed"] else str(self._store)
+        formats = packed_formats(settings)
+        where = NO_STORE if not formats else self.about["store"] if self._is_packed(formats) else str(self._store)
         return {**settings, "store": where}
 
     # -- what came of it

@@ -4,13 +4,15 @@ Differences are paired with the exact row's answers to the same questions, print
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vismoe.cli_print import share_words
 from vismoe.config import format_bytes
 
 from .figures import Panel, Series, grid_figure
@@ -26,7 +28,8 @@ ENDS = ("mean", "low", "high")
 ACCURACY_NOTE = """\
 Accuracy: {questions} {asked}, the same for every row, greedy, `deterministic`.
 *against exact*: the paired difference in points with its 95% interval (Newcombe's for right or wrong, the bootstrap over
-questions for scores between, such as those of printed text, by character). *changed*: answers worded differently from exact."""
+questions for scores between, such as those of printed text, by character). *changed*: answers worded differently from exact.
+*computed in*: the share of expert computations (an expert for a token) in each format."""
 SPEED_NOTE = """\
 Speed: medians of {turns} turns of every row, each in a process of its own that loads the model, over {requests} requests with
 one picture. *first token*: encoding and prefill. *read*: bytes of experts brought in for a decoded token. *hits*: in decode.
@@ -45,7 +48,16 @@ def accuracy_of(
         if row is not None and not has_exact:
             del row["difference"]
     changed = sum(row.answer != base[key].answer for key, row in rows.items()) if has_exact else None
-    return {"questions": len(rows), "changed": changed, "groups": {group: row for group, row in found.items() if row}}
+    groups = {group: row for group, row in found.items() if row}
+    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": groups}
+
+
+def shares_of(rows: Iterable[Answered]) -> dict[str, float]:
+    """Which share of the expert computations for these answers was in which format."""
+    computed = Counter[str]()
+    for row in rows:
+        computed.update(row.computed)
+    return {name: count / computed.total() for name, count in computed.items()}
 
 
 def _group(rows: Mapping[Key, Answered], base: Mapping[Key, Answered], kinds: Sequence[str]) -> dict[str, Any] | None:
@@ -64,7 +76,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     rows, about = result["rows"], result["about"]
     parts = [f"# {result['suite']} suite: {about['model']}"]
     for table in result["tables"]:
-        lines = [_line(rows[name], name == EXACT.name) for name in table["rows"]]
+        mixed = any("policy" in rows[name]["settings"] for name in table["rows"])
+        lines = [_line(rows[name], name == EXACT.name, mixed) for name in table["rows"]]
         failed = [f"{rows[name]['label']}: {rows[name]['failed']}" for name in table["rows"] if rows[name]["failed"]]
         parts.append(f"## {table['title']}\n\nAfter {table['paper']}.\n\n{_aligned([HEAD, *lines])}")
         parts += [f"Not measured: {' '.join(reason.split())}" for reason in failed]
@@ -81,14 +94,15 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 HEAD = (
-    "", OTHERS, "against exact", f"printed {TEXT}", "against exact", "changed",
+    "", OTHERS, "against exact", f"printed {TEXT}", "against exact", "changed", "computed in",
     "first token", "prefill", "decode", "read", "hits", "experts", "plan", "grew",
 )  # fmt: skip
 
 
-def _line(row: Mapping[str, Any], is_exact: bool) -> tuple[str, ...]:
-    """Cells of one row; empty where something was not measured."""
-    return (row["label"], *_accuracy_cells(row["accuracy"], is_exact), *_speed_cells(row["speed"]))
+def _line(row: Mapping[str, Any], is_exact: bool, mixed: bool) -> tuple[str, ...]:
+    """Cells of one row; empty where something was not measured. mixed: rows of its table differ in their formats."""
+    shares = share_words(row["accuracy"]["formats"]) if mixed and row["accuracy"] else ""
+    return (row["label"], *_accuracy_cells(row["accuracy"], is_exact), shares, *_speed_cells(row["speed"]))
 
 
 def _accuracy_cells(accuracy: Mapping[str, Any] | None, is_exact: bool) -> list[str]:
@@ -141,7 +155,7 @@ def write_report(folder: Path, result: Mapping[str, Any]) -> list[Path]:
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """suite-tokens.png, suite-formats.png and suite-memory.png, each where its tables have measured rows."""
+    """suite-tokens, suite-precision, suite-formats and suite-memory (.png), each where its tables have measured rows."""
     tables = {table["name"]: [result["rows"][name] for name in table["rows"]] for table in result["tables"]}
     asked = max((row["accuracy"]["questions"] for row in result["rows"].values() if row["accuracy"]), default=0)
     scored = {
@@ -150,6 +164,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     timed = {name: [row for row in rows if row["speed"]] for name, rows in tables.items()}
     panels = {
         "tokens": [*_kept(scored.get("keep", [])), *_scores(scored.get("selection", []), "selection, half of the tokens kept")],
+        "precision": _decided(scored.get("precision", [])),
         "formats": [
             *_scores(scored.get("formats", []), "format of the experts"),
             *_speeds(timed.get("formats", []), "format of the experts", ("decode_tokens_per_s",)),
@@ -167,6 +182,13 @@ def _kept(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     shares = [100 * row["settings"]["keep"] for row in rows]
     lines = [Series(group, shares, *_ends(rows, group)) for group in _known(rows)]
     return [Panel(lines, "visual tokens kept, %", "accuracy", percent=True)]
+
+
+def _decided(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """One format for all beside hotness, and importance by its retention r."""
+    kept = [row for row in rows if "retention" in row["settings"]]
+    others = [row for row in rows if row not in kept]
+    return [*_scores(others, "one format, or by hotness"), *_scores([*others[:1], *kept], "by importance")]
 
 
 def _scores(rows: Sequence[Mapping[str, Any]], axis: str) -> list[Panel]:

@@ -5,24 +5,28 @@ the memory of the other rows. Rows of the same name in several tables are one ro
 """
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vismoe.config import Settings
 from vismoe.errors import InputError
+from vismoe.pair import Format
 
 __all__ = [
-    "AGAIN", "EXACT", "MAX_TOKENS", "REPORT", "REQUESTS", "SUITES", "TABLES", "VARIED", "WORK", "Answered", "Axes", "PaperTable",
-    "Row", "Turn", "add_suite_arguments", "answers_folder", "paper_tables", "refuse_varied", "rows_of", "speed_folder",
-    "work_folder",
+    "AGAIN", "EXACT", "MAX_TOKENS", "REPORT", "REQUESTS", "SUITES", "SUITE_FLAGS", "TABLES", "VARIED", "WORK", "Answered", "Axes",
+    "PaperTable", "Row", "Turn", "add_suite_arguments", "answers_folder", "packed_formats", "paper_tables", "refuse_varied",
+    "rows_of", "speed_folder", "work_folder",
 ]  # fmt: skip
 
 SUITES = ("paper",)
-TABLES = ("keep", "selection", "formats", "memory", "steps")
+TABLES = ("keep", "selection", "formats", "precision", "memory", "steps")
 AGAIN = ("speed", "all")
-VARIED = ("memory", "keep", "selection", "format", "store", "lookahead", "eviction", "deterministic")  # what rows are about
+VARIED = (  # what rows are about
+    "memory", "keep", "selection", "format", "policy", "formats", "retention", "store", "lookahead", "eviction", "deterministic",
+)  # fmt: skip
 ROUNDS = 3
 REQUESTS, MAX_TOKENS = 4, 48  # of a turn: those that are counted, and how long their answers may be
 FOLDER = "vismoe-suite"
@@ -60,6 +64,11 @@ class Axes:
     keeps: tuple[float, ...] = (0.7, 0.5, 0.3)
     selections: tuple[str, ...] = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
     formats: tuple[str, ...] = ("lossless", "int8", "int4", "int2")
+    hot_formats: tuple[str, ...] = ("16/4", "16/2")
+    hot_budgets: tuple[str, ...] = ("60%", "40%")  # of rows with hotness: every expert is in one of two formats
+    kept_formats: tuple[str, ...] = ("4/2", "4/0")
+    kept_memory: str = "12.5%"  # of rows with importance alone: what is not critical finds no better copy to use
+    retentions: tuple[float, ...] = (0.9, 0.75)
     budgets: tuple[str, ...] = ("100%", "50%", "25%", "12.5%")
     step_memory: str = "25%"
 
@@ -85,6 +94,12 @@ def paper_tables(axes: Axes, names: Iterable[str] = TABLES) -> tuple[PaperTable,
             "DynaExq, table 1, and DyMoE, table 1: their uniform formats",
             tuple(Row(name, name, {"format": name}) for name in axes.formats),
         ),
+        "precision": PaperTable(
+            "precision",
+            "Formats that are decided while the model runs, beside one format for all",
+            "DynaExq, table 1 (hotness), and DyMoE, table 2 (importance by retention r)",
+            (*(Row(name, name, {"format": name}) for name in axes.formats[1:]), *_hot(axes), *_important(axes)),
+        ),
         "memory": PaperTable(
             "memory",
             "Share of the experts in memory",
@@ -99,6 +114,26 @@ def paper_tables(axes: Axes, names: Iterable[str] = TABLES) -> tuple[PaperTable,
         ),
     }
     return tuple(replace(table, rows=(EXACT, *table.rows)) for name, table in made.items() if name in set(names))
+
+
+def _dynamic(policy: str, formats: str, memory: str, retention: float | None = None) -> Row:
+    """A row whose experts are in one of two formats each."""
+    settings = {"policy": policy, "formats": formats, "memory": memory, "format": "auto"}
+    short = "both" if "+" in policy else policy
+    words = [short, formats.replace("/", "-"), memory, *([f"{retention:g}"] if retention else [])]
+    label = f"{policy} {formats} in {memory}" + (f", r {retention:g}" if retention else "")
+    return Row("-".join(words), label, settings | ({"retention": retention} if retention else {}))
+
+
+def _hot(axes: Axes) -> tuple[Row, ...]:
+    return tuple(_dynamic("hotness", formats, memory) for formats in axes.hot_formats for memory in axes.hot_budgets)
+
+
+def _important(axes: Axes) -> tuple[Row, ...]:
+    """Importance alone, and last with hotness where there is least memory for it."""
+    pairs = [(formats, retention) for formats in axes.kept_formats for retention in axes.retentions]
+    alone = [_dynamic("importance", formats, axes.kept_memory, retention) for formats, retention in pairs]
+    return (*alone, _dynamic("hotness+importance", axes.hot_formats[0], axes.hot_budgets[-1], axes.retentions[-1]))
 
 
 def _steps(memory: str) -> tuple[Row, ...]:
@@ -126,6 +161,7 @@ class Answered:
     truth: str
     answer: str
     score: float
+    computed: Mapping[str, float]  # expert computations by format, its part of those of the batch
 
 
 @dataclass(frozen=True)
@@ -143,6 +179,13 @@ class Turn:
     expert_bytes: int  # memory for experts
     planned_bytes: int  # all memory of the plan
     grown_bytes: int | None  # at most, over what the process was after bare imports; on a GPU what torch held there
+
+
+def packed_formats(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What must be packed for a row: its format, or both that a policy chooses from; never raw, which the checkpoint has."""
+    pair = Settings.of(**settings).pair
+    formats = map(str, pair.resident) if pair else (settings["format"],)
+    return tuple(name for name in formats if name != Format.RAW)
 
 
 def rows_of(tables: Sequence[PaperTable]) -> tuple[Row, ...]:
@@ -166,42 +209,40 @@ def speed_folder(work: Path) -> Path:
     return work / "speed"
 
 
+SUITE_FLAGS: dict[str, Any] = {  # beside those of an evaluation, and what holds where they are not given
+    "out": Path(FOLDER), "data": None, "work": None, "tables": TABLES, "budgets": Axes.budgets, "hot_budgets": Axes.hot_budgets,
+    "rounds": ROUNDS, "again": None, "keep_store": False,
+}  # fmt: skip
+
+
 def add_suite_arguments(parser: ArgumentParser) -> None:
-    """The flags of a suite beside those of an evaluation."""
-    axes = Axes()
+    """The flags of a suite beside those of an evaluation; none of them is there unless it was given."""
     group = parser.add_argument_group(
         "suite",
         "Every row of the tables answers the same questions, each with a model of its own; then speed is measured in turns,\n"
         "in a process for each. All is kept as it comes: Ctrl-C loses nothing, and the same command goes on.",
     )
-    group.add_argument(
-        "--out", type=Path, default=Path(FOLDER), metavar="FOLDER", help=f"suite.md, suite.json and plots (default: {FOLDER})"
-    )
-    group.add_argument(
-        "--data",
-        metavar="TASKS",
-        help="ask the first --n documents of these tasks of lmms-eval instead of generated scenes, e.g. pope,ocrbench",
-    )
-    group.add_argument("--work", type=Path, metavar="FOLDER", help=f"answers, timings, packed experts (default: {WORK} in --out)")
-    group.add_argument(
-        "--tables", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE", help=f"of {', '.join(TABLES)} (default: all)"
-    )
-    group.add_argument(
-        "--budgets",
-        nargs="+",
-        default=list(axes.budgets),
-        metavar="SIZE",
-        help=f"rows of the table memory (default: {' '.join(axes.budgets).replace('%', '%%')})",
-    )
-    group.add_argument(
-        "--rounds",
-        type=whole_number,
-        default=ROUNDS,
-        metavar="R",
-        help=f"times that every row's speed is measured; 0: not (default: {ROUNDS})",
-    )
-    group.add_argument("--again", choices=AGAIN, help="forget what was kept of the speed, or of everything, and measure it again")
-    group.add_argument("--keep-store", action="store_true", help="leave the packed experts in --work when everything is done")
+
+    def flag(name: str, meaning: str, **options: Any) -> None:
+        group.add_argument(name, help=meaning, default=SUPPRESS, **options)
+
+    folder = {"type": Path, "metavar": "FOLDER"}
+    flag("--out", f"suite.md, suite.json and plots (default: {FOLDER})", **folder)
+    meaning = "ask the first --n documents of these tasks of lmms-eval instead of generated scenes, e.g. pope,ocrbench"
+    flag("--data", meaning, metavar="TASKS")
+    flag("--work", f"answers, timings, packed experts (default: {WORK} in --out)", **folder)
+    flag("--tables", f"of {', '.join(TABLES)} (default: all)", nargs="+", choices=TABLES, metavar="TABLE")
+    sizes = {"nargs": "+", "metavar": "SIZE"}
+    flag("--budgets", f"rows of the table memory (default: {_in_help(Axes.budgets)})", **sizes)
+    flag("--hot-budgets", f"of rows with hotness in the table precision (default: {_in_help(Axes.hot_budgets)})", **sizes)
+    meaning = f"times that every row's speed is measured; 0: not (default: {ROUNDS})"
+    flag("--rounds", meaning, type=whole_number, metavar="R")
+    flag("--again", "forget what was kept of the speed, or of everything, and measure it again", choices=AGAIN)
+    flag("--keep-store", "leave the packed experts in --work when everything is done", action="store_true")
+
+
+def _in_help(sizes: Sequence[str]) -> str:
+    return " ".join(sizes).replace("%", "%%")
 
 
 def whole_number(text: str) -> int:

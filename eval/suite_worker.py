@@ -90,8 +90,11 @@ def answer(
             why = f"{engine.name} is a text model; the questions are about pictures"
             raise UnsupportedModelError(f"{why}. Instead: a vision-language model")
         for keys in batches:
+            before = engine.metrics.snapshot()
             rows = ASK[data["data"]](engine, [(kind, number) for kind, number in keys], data)
-            tell([[*key, asdict(row)] for key, row in rows.items()])
+            counts = (engine.metrics.snapshot() - before).computed_in(engine.format_names)
+            computed = {format: count / len(rows) for format, count in counts.items()}
+            tell([[*key, asdict(replace(row, computed=computed))] for key, row in rows.items()])
     return {}
 
 
@@ -100,7 +103,7 @@ def _ask_scenes(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) ->
     _draw_anew(engine, keys[0])
     said = engine.with_model(partial(answers, processor=engine.processor, talks=talks))
     turns = [talk.turns[-1] for talk in talks]
-    rows = [Answered(turn.question, turn.answer, text, score(turn, text)) for turn, text in zip(turns, said, strict=True)]
+    rows = [Answered(turn.question, turn.answer, text, score(turn, text), {}) for turn, text in zip(turns, said, strict=True)]
     return dict(zip(keys, rows, strict=True))
 
 
@@ -115,7 +118,7 @@ def _ask_task(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> d
             f"{task} judges its answers together, and rows are compared answer by answer. Fix: another task (--data)"
         )
     return {
-        (task, row["document"]): Answered(row.get("question", ""), str(row["target"]), str(row["answer"]), row["score"])
+        (task, row["document"]): Answered(row.get("question", ""), str(row["target"]), str(row["answer"]), row["score"], {})
         for row in rows
     }
 

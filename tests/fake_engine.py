@@ -4,6 +4,7 @@ Its plan, figures and selections are the real ones' types, so that they cannot d
 """
 
 import contextlib
+import dataclasses
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from vismoe.config import Settings
-from vismoe.figures import Figures, PassFigures
+from vismoe.errors import BudgetError
+from vismoe.figures import Figures, PassFigures, PrecisionInfo
 from vismoe.memory.parts import Part
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
@@ -79,6 +81,9 @@ class FakeReply:
         keep = self.options.get("keep") or self.engine.settings.keep
         tokens, kept = SIDE * SIDE, np.arange(max(1, int(keep * SIDE * SIDE)))
         pruned = keep < 1 and bool(self.images)
+        running = self.engine.precision
+        if running and self.options.get("retention"):
+            running = dataclasses.replace(running, retention=self.options["retention"])
         return Figures(
             answer=self.answer,
             finish="cancelled" if self.cancelled else "stop",
@@ -99,6 +104,8 @@ class FakeReply:
             answer_tokens=len(self.said) + 1,
             encoded_images=len(self.images),
             passes=tuple(self._passes()),
+            formats=counters.shares(self.engine.format_names),
+            precision=running,
         )
 
     def _passes(self):
@@ -124,6 +131,8 @@ class FakeEngine:
 
     def __post_init__(self):
         self.metrics, self.plan = Metrics(LAYERS), PLAN
+        self.metrics.name_formats(self.format_names)
+        self.changes = []  # arguments of every `change`
         self._hits, self._misses = np.zeros((2, LAYERS, EXPERTS), np.int64)
 
     def work(self) -> None:
@@ -133,6 +142,32 @@ class FakeEngine:
         self.metrics.add("bytes_read", Phase.DECODE, 1, 1024)
         self._hits[0, :3] += 1
         self._misses[1, 2] += 1
+        self.metrics.add("computed_high", Phase.DECODE, 0, 3 if self.settings.pair else 4)
+        if self.settings.pair:
+            self.metrics.add("skipped" if self.settings.pair.low is None else "computed_low", Phase.DECODE, 1, 1)
+
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        return tuple(map(str, self.settings.pair.resident)) if self.settings.pair else ("raw",)
+
+    @property
+    def precision(self) -> PrecisionInfo | None:
+        settings = self.settings
+        return PrecisionInfo(settings.policy, str(settings.pair), settings.retention) if settings.pair else None
+
+    def change(self, policy=None, formats=None, retention=None):
+        self.changes.append((policy, formats, retention))
+        asked = {"policy": policy, "formats": formats, "retention": retention}
+        changed = dataclasses.replace(self.settings, **{name: value for name, value in asked.items() if value is not None})
+        if formats == "16/8":
+            raise BudgetError("memory=100%: int8 takes 51.6% of 16 bit", "--formats 4/2")
+        self.settings = changed
+        self.metrics.name_formats(self.format_names)
+        return self.plan
+
+    def formats(self) -> np.ndarray:
+        """Expert 2 of layer 0 is in the lesser format, where there are two."""
+        return np.array([[1, 1, 2 if self.settings.pair else 1, 0], [0, 1, 0, 255]], np.uint8)
 
     def residency(self) -> np.ndarray:
         return np.array([[2, 1, 1, 0], [0, 1, 0, 255]], np.uint8)
@@ -145,6 +180,9 @@ class FakeEngine:
         answer = self.script.pop(0) if self.script else ["one", " two"]
         if isinstance(answer, Exception):
             raise answer
+        changed = {name: options[name] for name in ("policy", "formats") if options.get(name)}
+        if changed:
+            self.change(**changed)
         parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
         images = [part["image"] for part in parts if part["type"] == "image"]
         self.replies.append(FakeReply(self, answer, images, options))

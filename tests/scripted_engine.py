@@ -4,9 +4,10 @@ promises to callers: threads, cancelling, load, errors.
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+from vismoe.config import Settings
 from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
 from vismoe.types import Phase
@@ -15,7 +16,7 @@ LAYERS = 2
 PATIENCE_S = 10
 
 
-def figures(answer: str, finish: str) -> SimpleNamespace:
+def figures(answer: str, finish: str, precision: SimpleNamespace | None) -> SimpleNamespace:
     """What the server reads of `vismoe.generate.Figures`."""
     metrics = Metrics(LAYERS)
     metrics.add("hits", Phase.DECODE, 0, 3)
@@ -39,14 +40,16 @@ def figures(answer: str, finish: str) -> SimpleNamespace:
         decode_tokens_per_s=10.0,
         pruning=SimpleNamespace(keep=0.5, selection="affinity"),
         counters=metrics.snapshot(),
+        precision=precision,
+        formats={"raw": 1.0} if precision is None else dict(zip(precision.formats.split("/"), (0.75, 0.25), strict=True)),
     )
 
 
 class ScriptedReply:
     """Says its pieces from a thread of its own. A piece that is an exception ends it, a callable is called on the way."""
 
-    def __init__(self, engine: "ScriptedEngine", pieces: Iterable):
-        self._engine, self._pieces = engine, pieces
+    def __init__(self, engine: "ScriptedEngine", pieces: Iterable, retention: float | None = None):
+        self._engine, self._pieces, self._retention = engine, pieces, retention
         self._put, self._said, self._lock = None, [], threading.Lock()
         self.cancelled = threading.Event()
         self.figures, self.error = None, None
@@ -76,7 +79,11 @@ class ScriptedReply:
                 piece() if callable(piece) else self._say(piece)
             if self._engine.closed:
                 raise ClosedError("the engine was closed")
-            self.figures = figures("".join(self._said), "cancelled" if self.cancelled.is_set() else self._engine.finish)
+            precision = self._engine.precision
+            if precision and self._retention:
+                precision = SimpleNamespace(**vars(precision) | {"retention": self._retention})
+            finish = "cancelled" if self.cancelled.is_set() else self._engine.finish
+            self.figures = figures("".join(self._said), finish, precision)
         except Exception as error:
             self.error = error
         self._engine.ended(self)
@@ -95,6 +102,7 @@ class ScriptedEngine:
     waiting: int = 0
     closed: bool = False
     finish: str = "stop"
+    settings: Settings = field(default_factory=Settings)
     name: str = "example/scripted"
     model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(generation_config=SimpleNamespace(do_sample=True)))
     door: threading.Event = field(default_factory=threading.Event)  # closed: `chat` waits
@@ -115,13 +123,20 @@ class ScriptedEngine:
         answer = self.script.pop(0) if self.script else ["Hello", ", ", "world"]
         if isinstance(answer, Exception):
             raise answer
-        reply = ScriptedReply(self, answer)
+        asked = {name: options[name] for name in ("policy", "formats") if options.get(name)}
+        self.settings = replace(self.settings, **asked)
+        reply = ScriptedReply(self, answer, options.get("retention"))
         self.replies.append(reply)
         self.running.add(reply)
         threading.Thread(target=reply.run, daemon=True).start()
         return reply
 
     complete = chat
+
+    @property
+    def precision(self) -> SimpleNamespace | None:
+        held = self.settings
+        return SimpleNamespace(policy=held.policy, formats=str(held.pair), retention=held.retention) if held.pair else None
 
     def ended(self, reply: ScriptedReply) -> None:
         self.cancelled += reply.cancelled.is_set()

@@ -39,7 +39,7 @@ def answer(job):
             time.sleep(60)
         part = []
         if job["data"]["data"] == "tasks":
-            fields = {"question": "", "truth": "yes", "answer": "no", "score": float(settings["keep"] == 1)}
+            fields = {"question": "", "truth": "yes", "answer": "no", "score": float(settings["keep"] == 1), "computed": {}}
             tell({"part": [[*key, fields] for key in keys[:2]]})
             continue
         talks = questions(keys[0][0], [number for _, number in keys], job["data"]["seed"])
@@ -47,6 +47,7 @@ def answer(job):
             turn = talk.turns[-1]
             words = said(settings, number, turn.answer)
             fields = {"question": turn.question, "truth": turn.answer, "answer": words, "score": score(turn, words)}
+            fields["computed"] = {"raw": 6, "int4": 2} if "policy" in settings else {settings["format"]: 8}
             part.append([kind, number, fields])
         tell({"part": part})
     return {"result": {}}

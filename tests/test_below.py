@@ -29,12 +29,12 @@ class CopyMover:
     by_demander = False
 
     def __init__(self, host):
-        self.host = host
+        self.hosts = (host,)
 
     def move(self, ticket, pool):
-        with self.host.lease(ticket.expert) as lease:
+        with self.hosts[0].lease(ticket.expert) as lease:
             pool.record(ticket.slab).copy_(lease.pool.record(lease.slab))
-        return Moved(lease.disk_bytes, pool.layout.record_bytes)
+        return Moved(lease.disk_bytes, pool.bytes_of(ticket.slab))
 
     def released(self, geometry, slabs):
         """Copies are over when they return."""
@@ -46,11 +46,11 @@ class NoBytes:
     by_demander = True
 
     def __init__(self, inventory):
-        self.host = self
+        self.hosts = (self,)
         self.pools = tuple(SlabPool(layout, 1, aliased=True) for layout in inventory.layouts)
 
     def move(self, ticket, pool):
-        return Moved(disk_bytes=pool.layout.record_bytes)
+        return Moved(disk_bytes=pool.bytes_of(ticket.slab))
 
     def released(self, geometry, slabs): ...
     def has(self, experts):
@@ -74,7 +74,7 @@ def emulated(store, slabs, *, policy, link_bytes_per_s, rates=None, **kw):
     """A pager over an emulated link; the host tier is filled lazily and holds everything."""
     counts = [sum(layer.num_experts for layer in store.inventory.layers_of(g)) for g in range(len(slabs))]
     pools = tuple(SlabPool(layout, n, aliased=True) for layout, n in zip(store.inventory.layouts, slabs, strict=True))
-    mover = EmulatedLinkMover(HostTier(store, tuple(counts), page_locked=False), link_bytes_per_s)
+    mover = EmulatedLinkMover(HostTier(store, tuple(counts), page_locked=False), bytes_per_s=link_bytes_per_s)
     ways = None if policy == "wait" else Ways(policy, (rates or Rates(link_bytes_per_s, link_bytes_per_s),) * len(slabs))
     return Pager(store.inventory, pools, mover, ways=ways, **kw)
 

@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian, Ubuntu: sudo apt-get install chromium)"),
     pytest.mark.skipif(bool(MISSING), reason=f"missing: {', '.join(MISSING)}; pip install -e '.[dev]'"),
 ]
+VISMOE = [sys.executable, "-m", "vismoe.cli"]
 IMAGES = Path(__file__).parent.parent / "assets" / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync"]
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -40,13 +41,15 @@ PUT = """(box, [event, name, bytes]) => {
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(tmp_path_factory) -> Iterator[str]:
     """Where `vismoe ui` serves; at the end it is stopped by Ctrl-C, and ends well."""
+    store = str(tmp_path_factory.mktemp("store"))
+    subprocess.run([*VISMOE, "pack", "--formats", "int4", "--out", store], check=True, capture_output=True)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     slow = ["--memory", "25%", "--emulated-link-bytes-per-s", "16MB", "--misses", "wait"]
     server = subprocess.Popen(
-        [sys.executable, "-m", "vismoe.cli", "ui", "--port", str(port), *slow],
+        [*VISMOE, "ui", "--port", str(port), "--store", store, *slow],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -126,6 +129,10 @@ class Visitor:
         number.fill(share)
         number.press("Tab")
 
+    def choose(self, setting: str, option: str) -> None:
+        self.page.locator(f"#{setting} input").click()
+        self.page.get_by_role("option", name=option, exact=True).click()
+
     def fits(self) -> bool:
         return self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
@@ -169,6 +176,22 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
     me.page.get_by_role("button", name="New conversation").click()
     me.page.get_by_test_id("bot").first.wait_for(state="detached")
     assert "No image" in me.machine("No image")
+
+
+def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_is_said(visit):
+    me = visit()
+    me.choose("policy", "importance")
+    me.choose("formats", "16/4")
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    assert me.tell(contains="OPEN") == 'It says "OPEN".'
+    assert re.search(r"\d% raw, [\d.]+% int4 \(importance: raw/int4, 75% of", me.machine("experts were computed"))
+    assert re.search(r"\d+ in raw, \d+ in int4", me.machine("half as high: in int4, the others in raw"))
+
+    me.choose("formats", "8/4")
+    me.ask("What does the sign say?")
+    me.page.get_by_text("vismoe pack MODEL --formats int8").wait_for()
+    assert me.box.input_value() == "What does the sign say?"
+    assert me.page.get_by_test_id("bot").count() == 1
 
 
 def test_a_long_answer_is_watched_and_stopped(visit):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from fake_engine import FakeEngine
 from PIL import Image
 
-from vismoe import cli, cli_options
+from vismoe import cli, cli_eval, cli_options
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import BudgetError, ConfigError, ContextError, InputError, TransferError
 
@@ -27,7 +28,8 @@ def engine(monkeypatch) -> FakeEngine:
 
     def load(model=None, **options):
         fake.asked = {"model": model, **options}
-        fake.settings = dataclasses.replace(fake.settings, keep=options.get("keep", 1.0))
+        known = {name: options[name] for name in ("keep", "policy", "formats", "retention") if name in options}
+        fake.settings = dataclasses.replace(fake.settings, **known)
         return fake
 
     monkeypatch.setitem(sys.modules, "vismoe.engine", types.SimpleNamespace(load=load))
@@ -201,7 +203,15 @@ def test_images_come_before_the_text_as_upright_rgb_pictures(engine, picture):
     ((message,), options) = engine.calls[0]
     assert [part["type"] for part in message["content"]] == ["image", "image", "text"]
     assert {part["image"].mode for part in message["content"][:2]} == {"RGB"}
-    assert options == {"max_tokens": 256, "sample": True, "seed": 3, "image_tokens": (4, 64), "keep": None, "reuse": True}
+    assert options == {
+        "max_tokens": 256,
+        "sample": True,
+        "seed": 3,
+        "image_tokens": (4, 64),
+        "keep": None,
+        "retention": None,
+        "reuse": True,
+    }
 
 
 def test_a_map_of_kept_tokens_is_saved_and_said(engine, picture, tmp_path, capsys):
@@ -332,6 +342,42 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--scenes --limit 5", "--limit goes with --lmms, not with --scenes"),
+        ("--scenes --rounds 1", "--rounds goes with --suite, not with --scenes"),
+        ("--scenes --keep-store", "--keep-store goes with --suite, not with --scenes"),
+        ("--lmms scenes_pope --n 50", "--n goes with --scenes and --suite, not with --lmms"),
+        ("--lmms scenes_pope --seed 0", "--seed goes with --scenes and --suite, not with --lmms"),
+        ("--lmms scenes_pope --tables keep", "--tables goes with --suite, not with --lmms"),
+        ("--suite paper --offset 0", "--offset goes with --lmms, not with --suite"),
+        ("--suite paper --trace folder", "--trace goes with --scenes, not with --suite"),
+        ("--compare a b --batch 8", "--batch goes with --scenes and --lmms and --suite, not with --compare"),
+        ("--compare a b --policy hotness", "runs no model"),
+        ("--compare a b --device cpu", "runs no model"),
+        ("./model --compare a b", "runs no model"),
+    ],
+)
+def test_a_flag_of_another_evaluation_is_refused_also_with_the_value_that_holds_anyway(engine, capsys, flags, message):
+    assert cli.main(["eval", *flags.split()]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Fix: leave" in said and not hasattr(engine, "asked")
+
+
+def test_flags_of_an_evaluation_that_are_not_given_have_what_the_help_says():
+    for flags in (["--scenes"], ["--lmms", "x"], ["--suite", "paper"], ["--compare", "a", "b"]):
+        parser = cli.command_parser("eval")
+        arguments = parser.parse_args(flags)
+        own = cli_eval.FLAGS[cli_eval.settled(arguments)]
+        assert {name: getattr(arguments, name) for name in own} == own
+        assert not [name for every in cli_eval.FLAGS.values() for name in every if name not in own and name in arguments]
+    text = " ".join(parser.format_help().split())
+    shown = {"seed": 0, "n": 50, "batch": 8, "offset": 0, "rounds": 3, "out": "vismoe-suite", "hot_budgets": "60% 40%"}
+    for name, value in shown.items():
+        assert re.search(rf"--{name.replace('_', '-')} [A-Z](?:(?! --).)*?\(default: {re.escape(str(value))}\)", text), name
+
+
 # ------------------------------------------------------------------ a conversation
 def test_a_conversation_has_history_and_images_in_several_turns(engine, picture, type_lines, capsys):
     type_lines(f"/image {picture}", "What is this?", f"/image '{picture}'", "And this?", "/quit")
@@ -360,6 +406,46 @@ def test_keep_holds_from_there_on_and_its_map_can_be_saved(engine, picture, type
     out, err = capsys.readouterr()
     assert (tmp_path / "maps" / "kept-1.png").is_file() and "50% of the visual tokens" in out
     assert err.count("a share above 0 and up to 1") == 2
+
+
+def test_policy_formats_and_retention_are_changed_in_the_course_of_a_conversation(engine, type_lines, capsys):
+    type_lines(
+        "/policy", "/retention 0.6", "/policy importance", "Hi", "/formats 8/2", "/retention 0.9", "And?", "/policy exact", "So?"
+    )
+    assert cli.main(["chat"]) == 0
+    assert engine.changes == [("importance", None, None), (None, "8/2", None), ("exact", None, None)]
+    assert [options["retention"] for _, options in engine.calls] == [0.6, 0.9, 0.9]
+    out, err = capsys.readouterr()
+    assert not err and "exact: nobody changes the format of an expert" in out
+    assert "it counts once there is /policy importance" in out and "importance: int8/int2, 75% of the demanded" in out
+    first, second, third = out.split("decode")[1:]
+    assert "75.0% int4, 25.0% int2" in first and "75.0% int8, 25.0% int2" in second and "computed" not in third
+
+
+def test_a_change_that_cannot_be_is_said_and_leaves_everything_as_it_was(engine, type_lines, capsys):
+    type_lines(
+        "/policy hot", "/policy hotness", "/formats 2/4", "/formats 16/8", "/retention 0.4", "/retention much", "/formats 4/0"
+    )
+    assert cli.main(["chat"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 6 and "choose one of 'exact', 'hotness'" in said[0] and "more bits than the second" in said[1]
+    assert "int8 takes 51.6%" in said[2] and "from 0.5 to 1" in said[3] and "--policy importance" in said[5]
+    assert engine.precision.policy == "hotness" and engine.precision.formats == "int4/int2"
+
+
+def test_the_formats_of_an_answer_are_printed_under_a_policy_and_always_in_json(engine, capsys):
+    assert cli.main(["chat", "Hi?"]) == 0
+    assert "computed" not in capsys.readouterr().out
+    assert cli.main(["chat", "Hi?", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["formats"] == {"raw": 1.0} and figures["precision"] is None
+    policy = ["--policy", "hotness+importance", "--formats", "16/4", "--retention", "0.9"]
+    assert cli.main(["chat", "Hi?", *policy]) == 0
+    assert "75.0% raw, 25.0% int4" in capsys.readouterr().out
+    assert cli.main(["chat", "Hi?", "--json", *policy]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["formats"] == {"raw": 0.75, "int4": 0.25}
+    assert figures["precision"] == {"policy": "hotness+importance", "formats": "raw/int4", "retention": 0.9}
 
 
 def test_ctrl_c_stops_an_answer_but_not_the_conversation(engine, type_lines, capsys):

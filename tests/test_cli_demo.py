@@ -55,6 +55,23 @@ def test_the_printed_plan_is_the_one_that_loading_follows(run_json):
     assert planned["parts"] == answered["plan"]["parts"]
 
 
+def test_a_policy_s_plan_is_the_one_that_loading_follows_and_needs_no_weights(run_json, tmp_path):
+    store = ["--store", str(tmp_path / "store")]
+    assert run_json("pack", "--formats", "int4", "--out", store[1])[0] == 0
+    flags = ["--memory", "50%", "--context", "512", "--policy", "hotness+importance", "--formats", "16/4"]
+    _, planned = run_json("plan", *flags, *store)
+    code, answered = run_json("chat", "Hello", "--max-tokens", "8", *flags, *store)
+    assert code == 0 and planned["parts"] == answered["plan"]["parts"]
+    assert set(answered["formats"]) == {"raw", "int4"} and sum(answered["formats"].values()) == pytest.approx(1)
+    assert answered["precision"] == {"policy": "hotness+importance", "formats": "raw/int4", "retention": 0.75}
+    (tmp_path / "config.json").write_text((ROOT / "assets" / "demo-model" / "config.json").read_text())
+    code, without = run_json("plan", str(tmp_path), *flags)
+    assert code == 0 and {part["name"] for part in without["parts"]} >= {"expert pool raw", "expert pool int4"}
+    assert without["slabs"] == planned["slabs"] and "not packed yet" in without["experts"]
+    code, refused = run_json("plan", str(tmp_path), *flags, "--memory", "20%")
+    assert code == 2 and run_json("plan", str(tmp_path), *flags, *refused["error"]["fix"].split())[0] == 0
+
+
 def test_a_recorded_trace_is_replayed(run_json, tmp_path, capsys):
     folder = str(tmp_path / "routing")
     assert run_json("chat", "--trace", folder, "--max-tokens", "8", "Hello")[0] == 0
@@ -80,7 +97,7 @@ def test_scenes_are_scored_by_kind_with_an_interval(run_json):
     (row,) = result["kinds"].values()
     assert 0 <= row["low"] <= row["mean"] <= row["high"] <= 1
     assert row["questions"] == 1
-    assert result["cache"]["hits"] > 0
+    assert result["cache"]["hits"] > 0 and result["formats"] == {"raw": 1.0} and result["precision"] is None
     assert [row["layer"] for row in result["routing"]] == list(range(8))
 
 

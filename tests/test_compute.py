@@ -56,7 +56,7 @@ def layer():
     kernel = cpu.ExpertKernel.of(Format.RAW, raw, raw, form)
     fast = FastExperts(inventory, [kernel])
     return SimpleNamespace(
-        module=module, pool=pool, fast=fast, torch=TorchExperts(inventory, [Raw(raw)], torch.device("cpu"), fast)
+        module=module, pool=pool, fast=fast, torch=TorchExperts(inventory, [[Raw(raw)]], torch.device("cpu"), fast)
     )
 
 

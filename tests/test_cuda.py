@@ -1,11 +1,13 @@
 """The same code on a GPU: page-locked host tier, copy stream, events. Skipped, and saying so, where there is none."""
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
 
 import vismoe
 from vismoe import VisMoEConfig
+from vismoe.cli import main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -65,3 +67,28 @@ def test_misses_that_the_cpu_computes_beside_the_gpu_change_logits_by_rounding_o
     pager.check_integrity()
     pager.host.check_integrity()
     pager.close()
+
+
+@pytest.mark.parametrize("policy", ["hotness", "importance", "hotness+importance"])
+def test_policies_choose_on_the_gpu_what_they_choose_on_the_cpu(policy, tmp_path):
+    """The same formats for the same tokens, and transitions between slabs of two formats that leave the books right."""
+    tiny_models.save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16)
+    assert main(["pack", str(tmp_path), "--formats", "int4,int2"]) == 0
+    inputs = tiny_models.prompt("qwen3_vl_moe", dtype=torch.bfloat16)
+    computed = {}
+    for device in ("cpu", "cuda"):
+        settings = VisMoEConfig(memory="60%", policy=policy, formats="16/2", deterministic=True, hotness_period=4)
+        model = tiny_models.model_class(tmp_path).from_pretrained(
+            tmp_path, dtype=torch.bfloat16, device_map=device, quantization_config=settings
+        )
+        forced = {k: v.to(device) for k, v in inputs.items()}
+        with torch.inference_mode():
+            model.generate(**forced, do_sample=False, max_new_tokens=24, min_new_tokens=24)
+        pager = vismoe.runtime_of(model).pager
+        pager.check_integrity()
+        assert np.isin(pager.precisions(), (0, 1, 2)).all()
+        counts = pager.metrics.snapshot()
+        assert (counts.total("promotions") > 0) == ("hotness" in policy)
+        computed[device] = counts.shares(("high", "low"))
+        pager.close()
+    assert computed["cuda"]["high"] == pytest.approx(computed["cpu"]["high"], abs=0.1)  # tokens may differ by a rounding

@@ -58,7 +58,7 @@ def test_copies_share_one_link_however_many_threads_there_are(threads):
     record_bytes = store.inventory.layouts[0].record_bytes
     tier = HostTier(store, (12,), page_locked=False)
     pool = SlabPool(store.inventory.layouts[0], 12, aliased=True)
-    pager = Pager(store.inventory, (pool,), EmulatedLinkMover(tier, record_bytes / 0.01), threads=threads)
+    pager = Pager(store.inventory, (pool,), EmulatedLinkMover(tier, bytes_per_s=record_bytes / 0.01), threads=threads)
     pager.begin_step(Phase.DECODE)
     began_s = time.perf_counter()
     with pager.demand(0, list(range(12))) as demand:

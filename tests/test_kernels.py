@@ -2,10 +2,12 @@
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from vismoe.kernels import cpu, reference
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 FORMATS = (Format.RAW, Format.INT8, Format.INT4, Format.INT2)
+PAIRS = tuple(itertools.combinations(FORMATS, 2))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMS = {
     "qwen": (Gate.CONCATENATED, Activation.SILU, True),
@@ -44,8 +47,9 @@ class Experts:
 
     kernel: cpu.ExpertKernel
     form: ExpertForm
-    slabs: Tensor  # uint8 [n, record_bytes], every gap full of NaN patterns
+    slabs: Sequence[Tensor]  # uint8 [record_bytes] each, every gap full of NaN patterns
     weights: list[dict[str, Tensor]]
+    precisions: np.ndarray | None = None
 
     @classmethod
     def of(cls, format=Format.RAW, dtype=torch.bfloat16, hidden=96, intermediate=80, count=3, form="qwen", transposed=False):
@@ -64,6 +68,14 @@ class Experts:
         slabs = torch.full((count, codec.slab.record_bytes), 0xFF, dtype=torch.uint8)
         weights = [cls._fill(codec, slab) for slab in slabs]
         return cls(kernel, dataclasses.replace(expert_form, transposed=False), slabs, weights)
+
+    @classmethod
+    def mixed(cls, kinds: Sequence["Experts"], precisions: Sequence[int]) -> "Experts":
+        """Expert i as kinds[precisions[i]] has it."""
+        kernel = cpu.ExpertKernel.mixed([kind.kernel for kind in kinds])
+        slabs = [kinds[precision].slabs[i] for i, precision in enumerate(precisions)]
+        weights = [kinds[precision].weights[i] for i, precision in enumerate(precisions)]
+        return cls(kernel, kinds[0].form, slabs, weights, np.array(precisions, np.uint8))
 
     @staticmethod
     def _fill(codec, slab: Tensor) -> dict[str, Tensor]:
@@ -121,7 +133,13 @@ class Batch:
 
     def parts(self, experts: Experts) -> Tensor:
         out = torch.full((len(self.tokens), experts.kernel.hidden), torch.nan)
-        experts.kernel.parts(experts.records(), self.starts, self.tokens, self.factors, self.hidden, out)
+        call = experts.records(), self.starts, self.tokens, self.factors, self.hidden, out
+        experts.kernel.parts(*call, precisions=experts.precisions)
+        return out
+
+    def added(self, experts: Experts, out: Tensor) -> Tensor:
+        call = experts.records(), self.starts, self.tokens, self.factors, self.hidden, out
+        experts.kernel.add(*call, precisions=experts.precisions)
         return out
 
     def oracle(self, experts: Experts) -> Tensor:
@@ -151,12 +169,12 @@ def typical(experts: Experts, batch: Batch) -> float:
 
 def tolerance(isa: str, experts: Experts, hidden: Tensor) -> float:
     """Of the root mean square error: products of bfloat16 round weights and intermediate results to 8 bits, all others to 24."""
-    fp16 = experts.kernel.format is Format.RAW and experts.weights[0]["up_proj"].dtype == torch.float16
+    fp16 = any(weights["up_proj"].dtype == torch.float16 for weights in experts.weights)
     return 1.2e-2 if isa == "avx512bf16" and hidden.dtype == torch.bfloat16 and not fp16 else 3e-6
 
 
 # ------------------------------------------------------------------ right numbers
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("formats", [*zip(FORMATS), *PAIRS], ids="/".join)
 @settings(max_examples=40, deadline=None)
 @given(
     hidden=st.integers(1, 300),
@@ -167,11 +185,15 @@ def tolerance(isa: str, experts: Experts, hidden: Tensor) -> float:
     transposed=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_every_instruction_set_computes_what_the_oracle_does(format, hidden, intermediate, counts, form, dtype, transposed, seed):
+def test_every_instruction_set_computes_what_the_oracle_does(
+    formats, hidden, intermediate, counts, form, dtype, transposed, seed
+):
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
-    weights_dtype = torch.bfloat16 if format is Format.RAW and dtype == torch.float32 else dtype
-    experts = Experts.of(format, weights_dtype, hidden, intermediate, len(counts), form, transposed and format is not Format.RAW)
+    weights_dtype = torch.bfloat16 if Format.RAW in formats and dtype == torch.float32 else dtype
+    transposed = transposed and Format.RAW not in formats
+    kinds = [Experts.of(format, weights_dtype, hidden, intermediate, len(counts), form, transposed) for format in formats]
+    experts = kinds[0] if len(kinds) == 1 else Experts.mixed(kinds, np.random.randint(len(kinds), size=len(counts)))
     batch = Batch.of(counts, hidden, dtype)
     if not sum(counts):
         assert batch.parts(experts).shape == (0, hidden)
@@ -250,6 +272,40 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, format):
         assert torch.equal(alone[0], together[pair])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("formats", PAIRS, ids="/".join)
+def test_experts_of_two_formats_in_one_call_are_those_of_calls_by_format(isa, formats, threads):
+    """To the bit, and added in the experts' order, whichever format comes next."""
+    torch.manual_seed(5)
+    np.random.seed(5)
+    cpu.start(threads, isa)
+    precisions = [0, 1, 1, 0, 1, 0]
+    kinds = [Experts.of(format, hidden=330, intermediate=190, count=6, form="gpt-oss") for format in formats]
+    experts, batch = Experts.mixed(kinds, precisions), Batch.of([5, 3, 0, 0, 70, 2], 330, tokens=80)
+    alone = torch.stack([batch.parts(kind) for kind in kinds])
+    of_pair = torch.from_numpy(np.repeat(precisions, np.diff(batch.starts)))
+    parts = batch.parts(experts)
+    assert torch.equal(parts, alone[of_pair, torch.arange(80)])
+    begun = torch.randn(80, 330)
+    expected = begun.clone()
+    reference.add(parts, torch.from_numpy(batch.tokens), expected)
+    assert torch.equal(batch.added(experts, begun), expected)
+    assert torch.equal(batch.parts(dataclasses.replace(experts, slabs=kinds[0].slabs, precisions=None)), alone[0])
+
+
+@pytest.mark.skipif("avx512bf16" not in cpu.available(), reason="elsewhere all formats take inputs in float32")
+@pytest.mark.parametrize("format", FORMATS[1:])
+def test_formats_beside_float16_weights_take_inputs_in_float32_too(format):
+    kinds = [Experts.of(Format.RAW, torch.float16, count=4), Experts.of(format, count=4)]
+    batch = Batch.of([2, 3, 70, 1])
+    for order, precisions in itertools.product((kinds, kinds[::-1]), ([0, 1, 1, 0], [1, 1, 1, 1])):
+        results = []
+        for isa in ("avx512", "avx512bf16"):
+            cpu.start(2, isa)
+            results.append(batch.parts(Experts.mixed(order, precisions)))
+        assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_add_and_combine_are_the_sums_of_the_parts_in_their_order(isa, threads):
     torch.manual_seed(4)
@@ -260,8 +316,7 @@ def test_add_and_combine_are_the_sums_of_the_parts_in_their_order(isa, threads):
     added = torch.randn(11, 200)
     expected = added.clone()
     reference.add(parts, tokens, expected)
-    experts.kernel.add(experts.records(), batch.starts, batch.tokens, batch.factors, batch.hidden, added)
-    assert torch.equal(added, expected)
+    assert torch.equal(batch.added(experts, added), expected)
     for dtype in DTYPES:
         combined, expected = torch.full((12, 200), torch.nan, dtype=dtype), torch.empty(12, 200, dtype=dtype)
         cpu.combine(parts, batch.tokens, combined)
@@ -349,9 +404,11 @@ def test_workers_sleep_between_calls():
     cpu.start()
 
 
-def test_the_workspace_takes_what_the_plan_says():
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.bfloat16, torch.float16)], ids=len)
+def test_the_workspace_takes_what_the_plan_says(dtypes):
     backend = cpu.start(2)
-    experts, batch = Experts.of(hidden=3000, intermediate=100), Batch.of([150, 0, 40], 3000)
+    kinds = [Experts.of(dtype=dtype, hidden=3000, intermediate=100) for dtype in dtypes]
+    experts, batch = Experts.mixed(kinds, [0, 0, 0]), Batch.of([150, 0, 40], 3000)
     planned = cpu.workspace_bytes(experts.kernel, 190, torch.bfloat16, backend.threads, backend.isa)
     batch.parts(experts)
     assert cpu.held_bytes() == planned
@@ -393,6 +450,8 @@ def test_forms_without_a_kernel_say_why():
 
 def test_misuse_is_refused_before_memory_is_touched():
     experts, batch = Experts.of(count=2), Batch.of([2, 3])
+    with pytest.raises(AssertionError, match="one geometry"):
+        cpu.ExpertKernel.mixed([experts.kernel, Experts.of(Format.INT4, intermediate=81).kernel])
     out = torch.empty(5, 96)
     good = dict(
         records=experts.records(), starts=batch.starts, tokens=batch.tokens, factors=batch.factors, hidden=batch.hidden, out=out
@@ -410,6 +469,9 @@ def test_misuse_is_refused_before_memory_is_touched():
         dict(starts=np.array([0, 7, 5], np.int32)),
         dict(records=experts.records()[:1]),
         dict(factors=batch.factors[:4]),
+        dict(precisions=np.array([0, 1], np.uint8)),
+        dict(precisions=np.array([0], np.uint8)),
+        dict(precisions=np.array([0, 0])),
     ):
         with pytest.raises(AssertionError):
             experts.kernel.parts(**(good | bad))

@@ -103,6 +103,23 @@ def test_model_args_load_an_engine_that_shares_a_machine_with_other_processes(mo
         VisMoEChat.create_from_arg_string("precision=half")
 
 
+def test_model_args_choose_who_decides_formats_and_the_results_say_in_which_experts_were_computed(tmp_path):
+    assert main(["pack", "--formats", "int4", "--out", str(tmp_path)]) == 0
+    arguments = f"memory=60%,device=cpu,store={tmp_path},policy=importance,formats=16/4,retention=0.6,batch_size=2"
+    model = VisMoEChat.create_from_arg_string(arguments)
+    try:
+        held = model._engine.precision
+        assert (held.policy, held.formats, held.retention) == ("importance", "raw/int4", 0.6)
+        found = evaluate(model, local_task("scenes_pope"), limit=4)
+        assert found["results"]["scenes_pope"]["pope_accuracy,none"] >= 0.5
+        logged = found["throughput"]
+        assert logged["avg_in_raw"] + logged["avg_in_int4"] == pytest.approx(1) and logged["avg_in_int4"] > 0.1
+    finally:
+        model._engine.close()
+    with pytest.raises(ConfigError, match="retention=0"):
+        VisMoEChat.create_from_arg_string("policy=importance,retention=0.3")
+
+
 # -- the scenes tasks
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 def test_the_scenes_tasks_say_what_vismoe_eval_scenes_says(engine, keep):

@@ -3,11 +3,13 @@
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vismoe.engine import Load
+from vismoe.figures import PrecisionInfo
 from vismoe.memory.parts import Part
 from vismoe.metrics import COUNTERS, PHASES, Metrics
 from vismoe.types import Phase
@@ -16,6 +18,8 @@ pytest.importorskip("prometheus_client")  # an extra
 from prometheus_client.parser import text_string_to_metric_families
 
 from vismoe.app.prometheus import PAGER_COUNTERS, metrics_text
+
+COMPUTED = {"computed_high", "computed_low", "skipped"}  # which are there by format
 
 
 def engine(metrics: Metrics) -> SimpleNamespace:
@@ -31,7 +35,15 @@ def engine(metrics: Metrics) -> SimpleNamespace:
         host_parts=(Part("host tier", 5000),),
     )
     load = Load(**{field.name: 101 + place for place, field in enumerate(dataclasses.fields(Load))})
-    return SimpleNamespace(plan=plan, metrics=metrics, backends={"kernels": 'fast "AVX2"\n(on /this/machine)'}, load=load)
+    return SimpleNamespace(
+        plan=plan,
+        metrics=metrics,
+        backends={"kernels": 'fast "AVX2"\n(on /this/machine)'},
+        load=load,
+        precision=PrecisionInfo("hotness", "int4/int2", 0.75),
+        format_names=("int4", "int2"),
+        formats=lambda: np.array([[0, 1, 2, 2], [2, 0, 1, 255]], np.uint8),
+    )
 
 
 def samples(text: str) -> dict[tuple, float]:
@@ -54,7 +66,8 @@ def test_every_counter_of_the_pager_is_there_per_phase(events):
     for counter, phase, layer, amount in events:
         metrics.add(counter, phase, layer, amount)
     found, snapshot = samples(metrics_text(engine(metrics))), metrics.snapshot()
-    for counter in COUNTERS:
+    assert set(COUNTERS) == PAGER_COUNTERS.keys() | COMPUTED
+    for counter in PAGER_COUNTERS:
         for phase in PHASES:
             name = PAGER_COUNTERS[counter][0] + "_total"
             assert found.pop((name, ("phase", str(phase)))) == snapshot.total(counter, phase)
@@ -73,6 +86,22 @@ def test_every_field_of_the_load_and_every_part_of_the_plan_is_there():
     }
     assert found["vismoe_backend_info", ("backend", "kernels"), ("choice", 'fast "AVX2"')] == 1
     assert found["vismoe_model_info", ("device", "cpu"), ("dtype", "bfloat16"), ("family", "qwen3_vl_moe")] == 1
+
+
+def test_computations_keep_the_format_they_were_counted_in_when_formats_are_changed():
+    metrics = Metrics(2)
+    metrics.name_formats(["raw"])
+    metrics.add("computed_high", Phase.PREFILL, 0, 7)
+    metrics.name_formats(["int4", "int2"])
+    metrics.add("computed_high", Phase.PREFILL, 1, 5)
+    metrics.add("computed_low", Phase.DECODE, 0, 3)
+    metrics.add("skipped", Phase.DECODE, 0, 2)
+    found = samples(metrics_text(engine(metrics)))
+    counted = {key[1:]: value for key, value in found.items() if key[0] == "vismoe_expert_computations_total"}
+    expected = {("prefill", "raw"): 7, ("prefill", "int4"): 5, ("decode", "int2"): 3, ("decode", "skip"): 2}
+    assert counted == {(("format", name), ("phase", phase)): count for (phase, name), count in expected.items()}
+    assert found["vismoe_experts_resident", ("format", "int4")] == 2 and found["vismoe_experts_resident", ("format", "int2")] == 3
+    assert found["vismoe_precision_info", ("formats", "int4/int2"), ("policy", "hotness")] == 1
 
 
 def test_the_hit_rate_can_be_derived():

@@ -118,10 +118,10 @@ class NoBytes:
     """A mover that only says it moved."""
 
     by_demander = True
-    host = None
+    hosts = ()
 
     def move(self, ticket, pool):
-        return Moved(disk_bytes=pool.layout.record_bytes)
+        return Moved(disk_bytes=pool.bytes_of(ticket.slab))
 
     def released(self, pool, slab):
         pass

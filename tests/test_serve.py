@@ -26,7 +26,8 @@ from vismoe import cli_serve
 from vismoe.app import completions, serving
 from vismoe.app.options import ServeOptions
 from vismoe.cli_serve import MEANINGS, SERVE, serve_options
-from vismoe.errors import ClosedError, ConfigError, ContextError, InputError, TransferError
+from vismoe.config import Settings
+from vismoe.errors import BudgetError, ClosedError, ConfigError, ContextError, InputError, TransferError
 
 MODEL = "example/scripted"
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -69,6 +70,7 @@ def server(shared):
     shared.engine.script.clear()
     shared.engine.calls.clear()
     shared.engine.finish = "stop"
+    shared.engine.settings = Settings()
     return shared
 
 
@@ -189,6 +191,9 @@ GREEDY = {"sample": False, "temperature": None, "top_p": None}
         ({}, {"keep": None, "selection": None, "image_tokens": None}),
         ({"extra_body": {"vismoe": {"keep": 0.5, "selection": "random"}}}, {"keep": 0.5, "selection": "random"}),
         ({"extra_body": {"vismoe": {"image_tokens": [64, 1024]}}}, {"image_tokens": (64, 1024)}),
+        ({}, {"policy": None, "formats": None, "retention": None}),
+        ({"extra_body": {"vismoe": {"policy": "hotness", "formats": "16/4"}}}, {"policy": "hotness", "formats": "16/4"}),
+        ({"extra_body": {"vismoe": {"retention": 0.9}}}, {"retention": 0.9, "keep": None}),
     ],
 )
 def test_parameters_reach_the_engine(server, asked, reaches):
@@ -237,6 +242,68 @@ def test_parameters_that_ask_for_nothing_are_taken(server):
     assert server.post({"messages": HELLO, **asks_nothing}).status_code == 200
 
 
+# -- formats of experts
+
+
+def test_every_answer_says_in_which_formats_experts_were_computed_and_what_held(server):
+    exact = {"policy": "exact", "pair": None, "retention": None, "formats": {"raw": 1.0}}
+    asked = {"policy": "importance", "formats": "4/2", "retention": 0.9}
+    held = {"policy": "importance", "pair": "int4/int2", "retention": 0.9, "formats": {"int4": 0.75, "int2": 0.25}}
+    for wish, said in (({}, exact), (asked, held)):
+        for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})):
+            body = body | {"vismoe": wish}
+            whole = server.post(body, path).json()["vismoe"]
+            *_, last, done = events(server.post(body | {"stream": True}, path))
+            assert done == "data: [DONE]"
+            for found in (whole, last["vismoe"]):
+                assert {name: found[name] for name in said} == said
+    (listed,) = server.get("/v1/models").json()["data"]
+    assert listed["vismoe"] == {"policy": "importance", "pair": "int4/int2", "retention": 0.75, "fixed_policy": False}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("formats='8/2': /secret/place/vismoe-store holds int4. Fix: vismoe pack /secret/place --formats int8,int2"),
+        BudgetError("memory=4GiB: 8/2 does not fit, these do: 4/2" + " and more" * 99, "--memory 5GiB"),
+    ],
+)
+def test_a_change_that_cannot_be_planned_is_refused_with_the_fix_also_when_it_is_known_late(server, error, stream):
+    body = {"messages": HELLO, "stream": stream, "vismoe": {"formats": "8/2"}}
+    for answer in (error, [error]):  # raised at once, and from the thread that would have changed it
+        server.engine.script.append(answer)
+        response = server.post(body)
+        assert response.status_code == 400, response.text
+        refused = response.json()["error"]
+        assert refused["code"] == "cannot_be_planned" and "Fix: " in refused["message"] and "secret" not in response.text
+    assert server.post(body).status_code == 200
+    assert server.post(body | {"vismoe": {"policy": "hotness", "formats": "4/0"}}).status_code == 400, "in no format at all"
+
+
+def test_a_stream_that_asks_for_another_policy_begins_with_the_first_piece_or_a_beat(server, monkeypatch):
+    body = {"messages": HELLO, "stream": True, "vismoe": {"policy": "importance"}}
+    said = [event["choices"][0]["delta"].get("content") for event in events(server.post(body))[:-1]]
+    assert said == ["", "Hello", ", ", "world", None]
+    server.engine.script.append([])
+    assert len(events(server.post(body))) == 3, "nothing was said"
+    monkeypatch.setattr(completions, "BEAT_S", 0.02)
+    server.engine.script.append([lambda: time.sleep(0.1), "late"])
+    assert completions.BEAT.decode().strip() in events(server.post(body))
+
+
+def test_a_server_with_a_fixed_policy_lets_requests_choose_the_retention_only():
+    with served(ScriptedEngine(settings=Settings(policy="importance")), fixed_policy=True) as server:
+        for wish in ({"policy": "importance"}, {"formats": "8/2"}):
+            with pytest.raises(openai.PermissionDeniedError) as refused:
+                server.client().chat.completions.create(model=MODEL, messages=HELLO, extra_body={"vismoe": wish})
+            assert refused.value.code == "policy_is_fixed" and refused.value.param == f"vismoe.{next(iter(wish))}"
+            assert server.post({"prompt": "x", "vismoe": wish}, "/v1/completions").status_code == 403
+        answer = server.post({"messages": HELLO, "vismoe": {"retention": 0.6}}).json()
+        assert answer["vismoe"]["retention"] == 0.6
+        assert server.get("/v1/models").json()["data"][0]["vismoe"]["fixed_policy"] is True
+
+
 # -- what is refused
 
 
@@ -265,6 +332,12 @@ def test_parameters_that_ask_for_nothing_are_taken(server):
         ({"frobnicate": 1}, "frobnicate"),
         ({"vismoe": {"keep": 0}}, "vismoe.keep"),
         ({"vismoe": {"policy": "x"}}, "vismoe.policy"),
+        ({"vismoe": {"formats": "2/4"}}, "vismoe.formats"),
+        ({"vismoe": {"formats": "4/2" + " " * 99}}, "vismoe.formats"),
+        ({"vismoe": {"formats": 4}}, "vismoe.formats"),
+        ({"vismoe": {"retention": 0.49}}, "vismoe.retention"),
+        ({"vismoe": {"retention": 1.01}}, "vismoe.retention"),
+        ({"vismoe": {"precision": "4/2"}}, "vismoe.precision"),
         ({"vismoe": {"image_tokens": [5, 4]}}, "vismoe"),
         ({"vismoe": {"image_tokens": [1, 10**9]}}, "vismoe.image_tokens"),
         ({"messages": []}, "messages"),

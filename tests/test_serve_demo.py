@@ -13,6 +13,7 @@ import pytest
 from served import served, wait_until
 
 import vismoe
+from vismoe import cli
 from vismoe.engine import demo_model
 
 MODEL = "demo-model"
@@ -35,8 +36,16 @@ def directly(engine, *pictures, question: str = QUESTION, **options):
 
 
 @pytest.fixture(scope="module")
-def server():
-    with vismoe.load(memory="30%", context=1024, image_cache="16MiB") as engine, served(engine) as server:
+def store(tmp_path_factory) -> str:
+    """The demo model's experts in int4."""
+    folder = str(tmp_path_factory.mktemp("store"))
+    assert cli.main(["pack", "--formats", "int4", "--out", folder]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(store):
+    with vismoe.load(memory="35%", context=1024, image_cache="16MiB", store=store) as engine, served(engine) as server:
         server.engine = engine
         yield server
 
@@ -65,6 +74,52 @@ def test_keep_takes_effect_and_the_answer_says_so(server):
     assert whole["kept_visual_tokens"] == whole["visual_tokens"] and whole["selection"] is None
     with pytest.raises(openai.BadRequestError, match="choose one of"):
         ask(server, asking(PICTURES[0]), extra_body={"vismoe": {"keep": 0.5, "selection": "best"}})
+
+
+def test_a_request_chooses_who_decides_formats_and_the_next_one_has_what_the_server_was_started_with(server):
+    exact = ask(server, asking(PICTURES[0]))
+    wish = {"policy": "importance", "formats": "16/4", "retention": 0.6}
+    own = directly(server.engine, PICTURES[0], **wish)
+    found = ask(server, asking(PICTURES[0]), extra_body={"vismoe": wish})
+    assert found.choices[0].message.content == own.answer
+    assert (found.vismoe["policy"], found.vismoe["pair"], found.vismoe["retention"]) == ("importance", "raw/int4", 0.6)
+    shares = found.vismoe["formats"]
+    assert set(shares) == {"raw", "int4"} and sum(shares.values()) == pytest.approx(1) and 0 < shares["int4"] < 0.6
+    *_, last = ask(server, asking(PICTURES[0]), stream=True, extra_body={"vismoe": {**wish, "policy": "hotness+importance"}})
+    assert last.vismoe["policy"] == "hotness+importance" and set(last.vismoe["formats"]) == {"raw", "int4"}
+    again = ask(server, asking(PICTURES[0]))
+    assert again.choices[0].message.content == exact.choices[0].message.content and again.vismoe["formats"] == {"raw": 1.0}
+    counted = server.get("/metrics").text
+    assert 'vismoe_expert_computations_total{format="int4",phase="prefill"}' in counted
+    assert 'vismoe_experts_resident{format="raw"}' in counted
+    server.engine.check_integrity()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wish", [{"policy": "importance", "formats": "8/4"}, {"policy": "hotness", "formats": "4/0"}])
+def test_formats_that_cannot_be_are_refused_with_the_fix_and_change_nothing(server, stream, wish):
+    refused = server.post({"messages": asking(), "stream": stream, "vismoe": wish})
+    assert refused.status_code == 400 and "Fix: " in refused.json()["error"]["message"], refused.text
+    assert str(vismoe.engine.demo_model().parent) not in refused.text
+    assert ask(server, asking()).vismoe["policy"] == "exact"
+
+
+def test_clients_with_different_policies_wait_for_each_other_and_get_the_answers_of_their_own(server):
+    wishes = [{}, {"policy": "importance", "formats": "16/4", "retention": 0.5}, {"policy": "importance", "formats": "4/0"}]
+    alone = [directly(server.engine, PICTURES[1], **wish).answer for wish in wishes]
+    said = {}
+
+    def client(number: int) -> None:
+        answer = ask(server, asking(PICTURES[1]), extra_body={"vismoe": wishes[number % 3]})
+        said[number] = answer.choices[0].message.content, answer.vismoe["pair"]
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    pairs = (None, "raw/int4", "int4/skip")
+    assert said == {number: (alone[number % 3], pairs[number % 3]) for number in range(6)}
 
 
 def test_a_later_turn_encodes_no_image_again_and_takes_over_what_was_computed(server):

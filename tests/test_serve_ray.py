@@ -117,6 +117,25 @@ def test_what_ray_decides_or_shows_is_refused(arguments, options, fix):
         run_on_ray(given, ServeOptions(**options), RayOptions())
 
 
+def test_files_and_folders_of_the_command_are_found_by_replicas_in_another_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "packed").mkdir()
+    monkeypatch.setattr("vismoe.cli_ray.serve_on_ray", lambda loading, options, on, log_level: loading)
+    kept = {
+        "api_key": [],
+        "device": None,
+        "dtype": None,
+        "revision": None,
+        "model": None,
+        "words": ["some/model"],
+        "log_level": "info",
+    }
+    given = argparse.Namespace(**kept, store="packed", hotness_state="hot.npz")
+    loading = run_on_ray(given, ServeOptions(), RayOptions())
+    found = {name: loading[name] for name in ("model", "store", "hotness_state")}
+    assert found == {"model": "some/model", "store": str(tmp_path / "packed"), "hotness_state": str(tmp_path / "hot.npz")}
+
+
 def test_a_replica_is_ill_when_everything_fails():
     replica = object.__new__(Replica)
     replica._engine = SimpleNamespace(load=SimpleNamespace(requests=4, failed=1), close=lambda: None)

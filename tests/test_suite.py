@@ -24,23 +24,27 @@ SCRIPTED = str(Path(__file__).parent / "scripted_worker.py")
 
 
 def test_every_row_can_be_a_setting_and_a_file_and_every_table_begins_with_the_exact_one():
-    tables = paper_tables(Axes(memory="8GiB", budgets=("8GiB", "50%", "1%")))
-    rows = rows_of(tables)
-    assert [table.name for table in tables] == list(TABLES) and rows[0] is EXACT
+    axes = Axes(memory="8GiB", budgets=("8GiB", "50%", "1%"))
+    tables = {table.name: table for table in paper_tables(axes)}
+    rows = rows_of(tables.values())
+    assert list(tables) == list(TABLES) and rows[0] is EXACT
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         Settings.of(**{"memory": "8GiB", **row.settings})
         assert re.fullmatch(r"[\w.%-]+", row.name) and row.settings.keys() <= set(VARIED)
-    for table in tables:
+    about = {"keep": {"keep"}, "selection": {"keep", "selection"}, "formats": {"format"}, "memory": {"memory"}}
+    for table in tables.values():
         assert table.rows[0] is EXACT and len({row.label for row in table.rows}) == len(table.rows)
-        others = [row for row in table.rows[1:] if table.name != "steps"]
-        assert all(
-            {"keep": {"keep"}, "selection": {"keep", "selection"}, "formats": {"format"}, "memory": {"memory"}}[table.name]
-            == row.settings.keys()
-            for row in others
-        )
-    assert [row.name for row in tables[3].rows] == ["exact", "memory-50%", "memory-1%"], "the suite's own memory is the exact row"
-    steps = [row.settings for row in tables[4].rows[1:]]
+        assert all(about[table.name] == row.settings.keys() for row in table.rows[1:] if table.name in about)
+    memory = [row.name for row in tables["memory"].rows]
+    assert memory == ["exact", "memory-50%", "memory-1%"], "the suite's own memory is the exact row"
+    precision = {row.name: Settings.of(**row.settings) for row in tables["precision"].rows}
+    assert {row.format for row in precision.values()} == {"auto", "int8", "int4", "int2"}
+    dynamic = {(row.policy, row.formats, row.memory, row.retention) for row in precision.values() if row.pair}
+    hot = {("hotness", formats, memory, 0.75) for formats in axes.hot_formats for memory in axes.hot_budgets}
+    important = {("importance", formats, "12.5%", share) for formats in ("4/2", "4/0") for share in (0.9, 0.75)}
+    assert dynamic == hot | important | {("hotness+importance", "16/4", "40%", 0.75)}
+    steps = [row.settings for row in tables["steps"].rows[1:]]
     assert all(len(dict(later.items() - earlier.items())) == 1 for earlier, later in itertools.pairwise(steps)), "one part each"
 
 
@@ -55,7 +59,10 @@ def test_the_rest_takes_as_long_as_its_kind_of_work_took_so_far():
 
 
 def answered(scores: dict[str, list[float]], answer: str = "Yes.") -> dict[tuple[str, int], Answered]:
-    return {(kind, n): Answered("?", "Yes.", answer, score) for kind, row in scores.items() for n, score in enumerate(row)}
+    computed = {"int4": 3.0} if answer == "Yes." else {"int4": 1.5, "int2": 0.5}
+    return {
+        (kind, n): Answered("?", "Yes.", answer, score, computed) for kind, row in scores.items() for n, score in enumerate(row)
+    }
 
 
 def test_accuracy_is_paired_with_the_exact_rows_same_questions_and_text_stands_apart():
@@ -63,6 +70,7 @@ def test_accuracy_is_paired_with_the_exact_rows_same_questions_and_text_stands_a
     own = answered({"exists": [1, 0, 0, 0], "text": [1.0, 0.25]}, "No.")
     found = accuracy_of(own, exact, GROUPS)
     assert found["questions"] == 6 and found["changed"] == 6
+    assert found["formats"] == {"int4": 0.75, "int2": 0.25} and accuracy_of(exact, exact, GROUPS)["formats"] == {"int4": 1.0}
     assert found["groups"][OTHERS]["mean"] == 0.25 and found["groups"][TEXT]["mean"] == 0.625
     interval = paired_difference([1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])
     assert found["groups"][OTHERS]["difference"] == vars(interval) and interval.value == -0.5
@@ -137,6 +145,27 @@ def test_rows_that_fail_stand_in_the_table_with_the_reason_and_are_the_only_ones
     assert compared(read_result(exact), read_result(other))["all"]["worse"] == 2 * len(KINDS)
 
 
+def test_a_policy_s_row_packs_both_formats_and_says_which_share_was_computed_in_which(suite):
+    flags = ["--tables", "precision", "--rounds", "1", "--hot-budgets", "70%", "30%", "--n", "2"]
+    code, result, said, jobs = suite(*flags)
+    assert code == 0 and not any(row["failed"] for row in result["rows"].values())
+    assert [job["format"] for job in jobs if job["do"] == "pack"] == ["int4", "int2"], "int8 lies beside the checkpoint"
+    asked = {(job["settings"].get("policy"), job["settings"].get("formats"), job["settings"]["memory"]) for job in jobs[2:]}
+    assert {("hotness", "16/2", "70%"), ("importance", "4/0", "12.5%"), ("hotness+importance", "16/4", "30%")} <= asked
+    store = str(suite.out / "work" / "store")
+    assert all(job["settings"]["store"] == store for job in jobs[2:] if job["settings"].get("policy"))
+    assert all(job["settings"]["format"] == "auto" for job in jobs[2:] if job["settings"].get("policy"))
+    assert result["rows"]["hotness-16-4-30%"]["accuracy"]["formats"] == {"raw": 0.75, "int4": 0.25}
+    row = next(line for line in said.out.splitlines() if "hotness 16/4 in 30%" in line)
+    assert "75.0% raw, 25.0% int4" in row and "--hot-budgets 70% 30% --tables precision" in result["command"]
+    for name in ("hotness-16-4-30%", "importance-4-2-12.5%-0.9"):  # interrupted within the last batch
+        answers = suite.out / "work" / "answers" / f"{name}.jsonl"
+        answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:-1]))
+    again = {job["settings"]["policy"]: job["batches"] for job in suite(*flags)[3] if job["do"] == "answer"}
+    assert again == {"hotness": jobs[2]["batches"], "importance": jobs[2]["batches"][-1:]}, "hotness begins with nothing again"
+    assert "computed in" not in suite("--tables", "formats", "--rounds", "0", "--n", "2")[2].out.split("Accuracy:")[0]
+
+
 def test_ctrl_c_keeps_every_answer_and_the_same_command_goes_on(suite, monkeypatch):
     flags = ["--tables", "selection", "--rounds", "0", "--batch", "2"]
     monkeypatch.setenv("INTERRUPT", str(suite.out / "work" / "answers" / "visionzip-0.5.jsonl"))
@@ -171,8 +200,11 @@ def test_tasks_of_lmms_eval_are_asked_whole_and_those_about_text_stand_apart(sui
 def test_what_a_suite_cannot_do_is_refused_before_anything_runs(suite, capsys):
     for flags, said in {
         ("--keep", "0.5"): "--keep: the tables of a suite vary that",
-        ("--kinds", "count"): "leave out --kinds",
-        ("--data", "pope", "--limit", "9"): "asks --n questions",
+        ("--policy", "hotness"): "--policy: the tables of a suite vary that",
+        ("--kinds", "count"): "--kinds goes with --scenes, not with --suite. Fix: leave it out",
+        ("--data", "pope", "--limit", "9"): "--limit goes with --lmms, not with --suite",
+        ("--data", "pope", "--seed", "9"): "--seed chooses generated scenes",
+        ("--hot-budgets", "0%"): "a percentage of the experts",
         ("--budgets", "0%"): "a percentage of the experts",
         ("--rounds", "-1"): "not a whole number",
     }.items():
@@ -210,10 +242,16 @@ def test_a_real_worker_answers_as_the_engine_does_refuses_budgets_and_measures(t
         with pytest.raises(JobFailed, match="Fix: "):
             worker.ask("answer", **common, settings=exact | {"memory": "30MiB"}, data={}, batches=batches)
         turn = Turn(**worker.ask("speed", **common, settings=exact | {"memory": "25%"}, requests=1, max_tokens=12))
+        worker.ask("pack", **common, format="int4", folder=str(tmp_path))
+        policy = {"policy": "importance", "formats": "16/4", "retention": 0.6, "format": "auto", "store": str(tmp_path)}
+        two = []
+        settings = exact | policy | {"memory": "50%"}
+        worker.ask("answer", two.append, **common, settings=settings, data={"data": "scenes", "seed": 3}, batches=batches[:1])
     with vismoe.load(memory="100%", store="none", context=1024, deterministic=True) as engine:
         truth = evaluate(engine.model, engine.processor, 3, 2, ("where", "text"), batch_size=2)["answers"]
     said = [{"kind": kind, **fields} for part in parts for kind, _, fields in part]
-    assert said == truth
+    assert all(row.pop("computed").keys() == {"raw"} for row in said) and said == truth
+    assert all(fields["computed"].keys() == {"raw", "int4"} for part in two for _, _, fields in part)
     assert 0 < turn.prefill_s <= turn.first_token_s and turn.decode_tokens_per_s > 0
     assert 0 < turn.decode_hit_rate < 1 and turn.decode_bytes_per_token > 0
     assert 0.2 * about["experts_bytes"] < turn.expert_bytes <= 0.25 * about["experts_bytes"] < turn.planned_bytes

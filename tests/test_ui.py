@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing")  # 
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason='gradio is missing: pip install "vismoe[serve]"'
 )
-SETTINGS = (1.0, "", 256, 0.0)  # as the page's widgets stand at first
+SETTINGS = (1.0, "", "exact", "4/2", 0.75, 256, 0.0)  # as the page's widgets stand at first
 
 
 @pytest.fixture
@@ -64,7 +64,9 @@ def test_an_answer_streams_and_ends_with_all_that_is_drawn(picture, monkeypatch)
 def test_the_engine_is_asked_with_the_history_and_the_settings_of_this_question(picture):
     engine = FakeEngine()
     page = Page(engine)
-    *_, first = page.answer(Turn.of("One", [picture]), (), "me", Wishes(0.5, "uniform", 7, 0.5))
+    *_, first = page.answer(
+        Turn.of("One", [picture]), (), "me", Wishes(keep=0.5, selection="uniform", max_tokens=7, temperature=0.5)
+    )
     messages, options = engine.calls[-1]
     assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
     asked = {name: options[name] for name in ("keep", "selection", "max_tokens", "sample", "temperature", "reuse")}
@@ -73,6 +75,27 @@ def test_the_engine_is_asked_with_the_history_and_the_settings_of_this_question(
     messages, options = engine.calls[-1]
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert options["keep"] is None and "sample" not in options
+
+
+@pytest.mark.parametrize(
+    ("asked", "reaches"),
+    [
+        (Wishes(), (None, None, None)),
+        (Wishes(policy="exact", formats="4/2", retention=0.8), ("exact", None, None)),
+        (Wishes(policy="hotness", formats="16/4", retention=0.8), ("hotness", "16/4", None)),
+        (Wishes(policy="hotness+importance", formats="8/2", retention=0.8), ("hotness+importance", "8/2", 0.8)),
+    ],
+)
+def test_of_the_settings_of_precision_those_count_that_the_policy_asks_for(asked, reaches):
+    engine = FakeEngine()
+    *_, last = Page(engine).answer(Turn.of("Hi", []), (), "me", asked)
+    _, options = engine.calls[-1]
+    assert (options["policy"], options["formats"], options["retention"]) == reaches
+    two = engine.format_names
+    shares = f"75.0% {two[0]}, 25.0% {two[1]} (" if len(two) == 2 else "100.0% raw (exact"
+    assert f"experts were computed: {shares}" in last.finished.tiers
+    assert ("75.0%</b>better format" if len(two) == 2 else "100.0%</b>better format") in last.tiles
+    assert "expert pool" in last.finished.plan and "8 of 8" in last.finished.head, "another plan may have been made for it"
 
 
 def test_an_answer_is_asked_for_again_without_the_old_one(picture):
@@ -178,18 +201,19 @@ def test_a_missing_gradio_is_an_error_that_names_the_extra(monkeypatch):
 
 
 # ------------------------------------------------------------------ the drawings
-def strokes(drawing: str, kind: str, large: bool) -> set[tuple[int, int]]:
-    """(layer, expert) of every cell of a kind in a heat map; `large`: those in memory now."""
+def strokes(drawing: str, kind: str, large: bool, low: bool | None = None) -> set[tuple[int, int]]:
+    """(layer, expert) of every cell of a kind in a heat map; `large`: those in memory now; `low`: in the second format."""
     paths = re.findall(r'<path class="(vm-\w+)[^"]*" stroke-width="([\d.]+)"[^>]* d="([^"]*)"', drawing.split("vm-rates")[0])
-    cells = [path for name, width, path in paths if name == f"vm-{kind}" and (float(width) > 0.5) == large]
-    return {(int(row), int(column)) for path in cells for column, row in re.findall(r"M(\d+) (\d+)h", path)}
+    cells = [path for name, height, path in paths if name == f"vm-{kind}" and low in (None, float(height) < 0.5)]
+    found = [cell for path in cells for cell in re.findall(r"M(\d+) (\d+)h([\d.]+)", path)]
+    return {(int(row), int(column)) for column, row, width in found if (float(width) > 0.5) == large}
 
 
 def test_a_heat_map_puts_every_expert_where_it_belongs():
     rng = np.random.default_rng(0)
     residency = rng.choice([0, 1, 2, 255], (5, 9), p=[0.5, 0.3, 0.1, 0.1]).astype(np.uint8)
     hits, misses = rng.poisson(1.0, (2, 5, 9)) * (residency != 255)
-    drawing = heat_map(residency, hits, misses, "raw")
+    drawing = heat_map(residency, hits, misses, (residency != 0).astype(np.uint8), ["raw"])
     here = np.isin(residency, (1, 2))
     asked = hits + misses > 0
     share = hits / np.maximum(1, hits + misses)
@@ -198,14 +222,28 @@ def test_a_heat_map_puts_every_expert_where_it_belongs():
         assert strokes(drawing, kind, large=True) == set(map(tuple, np.argwhere(cells & here).tolist()))
         assert strokes(drawing, kind, large=False) == set(map(tuple, np.argwhere(cells & ~here).tolist()))
     assert strokes(drawing, "idle", large=True) == set(map(tuple, np.argwhere(here & ~asked).tolist()))
-    assert strokes(drawing, "pinned", large=False) == set(map(tuple, np.argwhere(residency == 2).tolist()))
+    assert strokes(drawing, "pinned", large=True) == set(map(tuple, np.argwhere(residency == 2).tolist()))
     assert f"{here.sum()} of {(residency != 255).sum()} experts are in memory now. Their format: raw" in drawing
+
+
+def test_a_heat_map_shows_which_of_two_formats_an_expert_is_in():
+    residency = np.array([[1, 1, 0, 2], [1, 0, 1, 255]], np.uint8)
+    formats = np.array([[1, 2, 0, 2], [2, 0, 1, 255]], np.uint8)
+    hits = np.array([[1, 1, 0, 0], [0, 0, 0, 0]])
+    drawing = heat_map(residency, hits, np.zeros_like(hits), formats, ["int4", "<2>"])
+    assert strokes(drawing, "hit", large=True, low=False) == {(0, 0)}
+    assert strokes(drawing, "hit", large=True, low=True) == {(0, 1)}
+    assert strokes(drawing, "idle", large=True, low=True) == {(0, 3), (1, 0)}
+    assert strokes(drawing, "idle", large=True, low=False) == {(1, 2)}
+    assert "half as high: in &lt;2&gt;, the others in int4" in drawing and "2 in int4, 3 in &lt;2&gt;" in drawing
+    assert "3 of 4 in memory (1 in int4, 2 in &lt;2&gt;)" in drawing
+    assert "half as high" not in heat_map(residency, hits, hits, (formats > 0).astype(np.uint8), ["int8"])
 
 
 def test_a_heat_map_of_a_large_model_is_light():
     residency = np.ones((48, 128), np.uint8)
     hits = np.random.default_rng(0).poisson(1.0, (48, 128))
-    assert len(heat_map(residency, hits, hits.T.reshape(48, 128), "raw")) < 120_000
+    assert len(heat_map(residency, hits, hits.T.reshape(48, 128), 1 + (hits > 1), ["int4", "int2"])) < 120_000
 
 
 @pytest.fixture
@@ -278,10 +316,12 @@ def test_a_question_with_an_image_is_answered_and_repeated_through_the_page(runn
     assert spoken(outputs) == [None, "What is this?", "one two"]
     assert "75.0%" in str(outputs)
     engine.script = [["three"]]
-    *_, outputs = client.submit(0.5, "", 9, 0.0, api_name="/again")
+    *_, outputs = client.submit(0.5, "", "importance", "8/2", 0.9, 9, 0.0, api_name="/again")
     assert spoken(outputs) == [None, "What is this?", "three"]
     ((message,), options) = engine.calls[-1]
     assert message["content"][0]["image"].size == (32, 16) and options["keep"] == 0.5 and options["max_tokens"] == 9
+    assert (options["policy"], options["formats"], options["retention"]) == ("importance", "8/2", 0.9)
+    assert "75.0% int8, 25.0% int2" in str(outputs) and "half as high: in int2" in str(outputs)
 
 
 @needs_gradio

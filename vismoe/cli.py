@@ -16,7 +16,8 @@ from vismoe.cli_bench import BENCH
 from vismoe.cli_calibrate import CALIBRATE
 from vismoe.cli_chat import CHAT, UI
 from vismoe.cli_doctor import DOCTOR
-from vismoe.cli_measure import EVAL, PLAN, REPLAY
+from vismoe.cli_eval import EVAL
+from vismoe.cli_measure import PLAN, REPLAY
 from vismoe.cli_options import INTERRUPTED, error_report, print_json
 from vismoe.cli_pack import PACK
 from vismoe.cli_serve import SERVE

@@ -27,11 +27,15 @@ __all__ = ["Conversation", "ctrl_c_cancels", "introduce", "open_images", "save_k
 HELP = """\
 /image PATH   attach an image to the next question (again for several images)
 /keep SHARE   of the visual tokens that deeper layers see, from here on, e.g. /keep 0.5
+/policy NAME  who decides the formats of experts, from here on: exact, hotness, importance, hotness+importance
+/formats PAIR the two formats that a policy chooses from, e.g. /formats 4/2
+/retention R  mean share of the demanded experts that get the better one (importance), 0.5 to 1
 /map FOLDER   save the images of the last answer with what was dropped greyed out
 /reset        forget the conversation and its images
 /figures      all figures of the last answer, layer by layer
 /help         this list
 /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
+LEAST_RETENTION = 0.5
 
 
 def open_images(paths: list[str]) -> list["Image.Image"]:
@@ -46,8 +50,14 @@ def user_message(question: str, images: list["Image.Image"]) -> dict[str, Any]:
     return {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}
 
 
-def start_reply(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]], keep: float | None = None) -> "Reply":
-    """keep: of this conversation, where it was set in the course of it."""
+def start_reply(
+    engine: "Engine",
+    arguments: Namespace,
+    messages: list[dict[str, Any]],
+    keep: float | None = None,
+    retention: float | None = None,
+) -> "Reply":
+    """keep, retention: of this conversation, where they were set in the course of it."""
     return engine.chat(
         messages,
         max_tokens=arguments.max_tokens,
@@ -55,6 +65,7 @@ def start_reply(engine: "Engine", arguments: Namespace, messages: list[dict[str,
         seed=arguments.seed,
         image_tokens=arguments.image_tokens,
         keep=keep,
+        retention=retention,
         reuse=True,
     )
 
@@ -118,6 +129,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     last: "Figures | None" = None
     keep: float | None = None  # set by /keep
+    retention: float | None = None  # set by /retention
 
     def run(self) -> int:
         from rich.console import Console
@@ -161,6 +173,10 @@ class Conversation:
             print("a new conversation")
         elif command == "/keep":
             self.set_keep(rest)
+        elif command in ("/policy", "/formats"):
+            self.change(command[1:], rest.strip())
+        elif command == "/retention":
+            self.set_retention(rest)
         elif command == "/map":
             self.save_map(rest)
         elif command == "/figures":
@@ -193,6 +209,28 @@ class Conversation:
         self.keep = share
         print("every visual token is kept" if share == 1 else f"{share:.0%} of the visual tokens are kept")
 
+    def change(self, setting: str, value: str) -> None:
+        """Who decides formats, or which: memory is divided anew. Without a value it only says what holds."""
+        from vismoe.cli_print import precision_words
+
+        if value and setting == "policy":
+            self.engine.change(policy=value)
+        elif value:
+            self.engine.change(formats=value)
+        print(precision_words(self.engine.precision))
+
+    def set_retention(self, text: str) -> None:
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not LEAST_RETENTION <= share <= 1:
+            raise InputError(f"/retention {text}: a share from {LEAST_RETENTION} to 1, e.g. /retention 0.8")
+        self.retention = share
+        running = self.engine.precision
+        waits = "" if running and "importance" in running.policy else "; it counts once there is /policy importance"
+        print(f"{share:.0%} of the demanded experts get the better format{waits}")
+
     def save_map(self, folder: str) -> None:
         if self.last is None or not folder.strip():
             raise InputError("/map needs an answer about an image and a folder, e.g. /map kept")
@@ -213,7 +251,7 @@ class Conversation:
         from vismoe.cli_print import print_figures
 
         message = user_message(question, self.waiting)
-        reply = start_reply(self.engine, self.arguments, [*self.messages, message], self.keep)
+        reply = start_reply(self.engine, self.arguments, [*self.messages, message], self.keep, self.retention)
         with ctrl_c_cancels(reply) as stop:
             for piece in reply:
                 print(piece, end="", flush=True)

@@ -1,5 +1,6 @@
 """`vismoe eval --lmms TASK[,TASK]`: tasks of lmms-eval, through its own harness in this process."""
 
+import argparse
 from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from typing import Any
@@ -8,18 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from vismoe.cli_options import at_least_one, given_settings, load_engine, one_model, print_json
-from vismoe.cli_print import hit_rate
-from vismoe.config import format_bytes
+from vismoe.cli_print import experts_did, experts_line
 from vismoe.errors import InputError
 
-__all__ = ["add_lmms_arguments", "run_lmms"]
+__all__ = ["LMMS_FLAGS", "add_lmms_arguments", "run_lmms"]
+
+LMMS_FLAGS: dict[str, Any] = {"limit": None, "offset": 0}  # and what holds where they are not given
 
 
 def add_lmms_arguments(parser: ArgumentParser) -> None:
     """What `--lmms` takes besides the flags of every evaluation."""
     group = parser.add_argument_group("with --lmms")
-    group.add_argument("--limit", type=at_least_one, metavar="N", help="only the first N documents of each task")
-    group.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N documents (default: 0)")
+    none = argparse.SUPPRESS
+    group.add_argument("--limit", type=at_least_one, default=none, metavar="N", help="only the first N documents of each task")
+    group.add_argument("--offset", type=int, default=none, metavar="N", help="leave out the first N documents (default: 0)")
 
 
 def run_lmms(arguments: Namespace) -> int:
@@ -29,8 +32,6 @@ def run_lmms(arguments: Namespace) -> int:
     tasks = [name for name in arguments.lmms.split(",") if name]
     if not tasks:
         raise InputError("--lmms names no task. Fix: e.g. --lmms scenes_pope,scenes_ocr")
-    if arguments.trace or arguments.kinds or arguments.seed:
-        raise InputError("--trace, --kinds and --seed belong to --scenes. Fix: leave them out; --offset asks other documents")
     if find_spec("lmms_eval") is None:
         raise InputError('--lmms needs lmms-eval, which is not installed. Fix: pip install "vismoe[eval]"')
     from vismoe.eval.lmms_run import run_tasks
@@ -38,13 +39,12 @@ def run_lmms(arguments: Namespace) -> int:
     with load_engine(arguments, model) as engine:
         before = engine.metrics.snapshot()
         result = run_tasks(engine, tasks, arguments.limit, arguments.offset, arguments.batch)
-        cache = (engine.metrics.snapshot() - before).to_json()
-        plan = engine.plan.to_json()
+        did = experts_did(engine, engine.metrics.snapshot() - before)
     if arguments.json:
-        print_json(arguments, {**result, "plan": plan, "cache": cache})
+        print_json(arguments, {**result, **did})
     else:
         print_scores(Console(), result)
-        print(f"memory {plan['memory']}: {hit_rate(cache)}, {format_bytes(cache['bytes_read'])} read")
+        print(experts_line(did))
     return 0
 
 

@@ -1,10 +1,8 @@
-"""`vismoe plan`, `vismoe eval` and `vismoe replay`: figures without a conversation, as tables or as one JSON object."""
+"""`vismoe plan` and `vismoe replay`: figures without a model that runs, as tables or as one JSON object."""
 
-import contextlib
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from vismoe.cli_lmms import add_lmms_arguments, run_lmms
 from vismoe.cli_options import (
     Command,
     add_model_flags,
@@ -13,20 +11,16 @@ from vismoe.cli_options import (
     at_least_one,
     bytes_per_s,
     given_settings,
-    load_engine,
     model_options,
     one_model,
     print_json,
 )
-from vismoe.cli_study import study_list
-from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes
+from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import InputError
-from vismoe.eval.suite_rows import SUITES, add_suite_arguments
 
-__all__ = ["EVAL", "PLAN", "REPLAY"]
+__all__ = ["PLAN", "REPLAY"]
 
 CPU_BYTES_PER_S = 40e9  # what two cores with two memory channels read
-EVAL_BATCH = 8  # questions answered together; with two pictures each they stay within the default context
 
 
 def replay_arguments(parser: ArgumentParser) -> None:
@@ -177,87 +171,6 @@ def run_plan(arguments: Namespace) -> int:
     return 0
 
 
-def eval_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--scenes", action="store_true", help="questions about generated scenes of the demo world")
-    what.add_argument("--lmms", metavar="TASKS", help="tasks of lmms-eval, e.g. scenes_pope,scenes_ocr; one run of its harness")
-    what.add_argument("--suite", choices=SUITES, help="paper: the papers' tables of this model, in Markdown, JSON and plots")
-    what.add_argument(
-        "--compare", nargs=2, metavar=("A", "B"), help="two saved results, or FOLDER#ROW of a suite, question by question"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
-    parser.add_argument("--n", type=at_least_one, default=50, metavar="N", help="how many questions of each kind (default: 50)")
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these kinds of question, e.g. count where")
-    parser.add_argument(
-        "--batch", type=at_least_one, default=EVAL_BATCH, metavar="B", help=f"questions answered together (default: {EVAL_BATCH})"
-    )
-    parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay; needs --batch 1")
-    parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
-    add_suite_arguments(parser)
-    add_lmms_arguments(parser)
-    add_model_flags(parser)
-    add_settings(parser)
-
-
-def run_eval(arguments: Namespace) -> int:
-    """Questions, a suite of them, or a comparison of what they found."""
-    if arguments.compare:
-        from vismoe.eval.compare import run_compare
-
-        return run_compare(arguments)
-    if arguments.suite:
-        from vismoe.eval.suite import run_suite
-
-        return run_suite(arguments)
-    return run_lmms(arguments) if arguments.lmms else run_scenes(arguments)
-
-
-def run_scenes(arguments: Namespace) -> int:
-    """Asks the questions, a few at a time so that they fit the planned context."""
-    model = one_model(arguments)
-    given_settings(arguments)
-    if arguments.trace and arguments.batch > 1:
-        raise InputError(
-            "--trace records questions one at a time: rows of a batch that have finished would count. Fix: --batch 1"
-        )
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from vismoe.cli_print import hit_rate, print_accuracy
-    from vismoe.eval.accuracy import evaluate
-    from vismoe.eval.questions import KINDS
-
-    if unknown := set(arguments.kinds or ()) - set(KINDS):
-        raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-
-    with load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("questions", total=None)
-        before = engine.metrics.snapshot()
-        if not hasattr(engine.processor, "image_processor"):
-            raise InputError(
-                f"{engine.name} is a text model; the questions are about pictures. Fix: choose a vision-language model"
-            )
-        with engine.record(arguments.trace) if arguments.trace else contextlib.nullcontext():
-            result = evaluate(
-                engine.model,
-                engine.processor,
-                arguments.seed,
-                arguments.n,
-                arguments.kinds or KINDS,
-                batch_size=arguments.batch,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-        cache = (engine.metrics.snapshot() - before).to_json()
-        plan = engine.plan.to_json()
-    if arguments.json:
-        print_json(arguments, {**result, "plan": plan, "cache": cache})
-    else:
-        print_accuracy(Console(), result)
-        print(f"memory {plan['memory']}: {hit_rate(cache)}, {format_bytes(cache['bytes_read'])} read")
-    return 0
-
-
 PLAN = Command(
     "who gets which memory, before any weight is loaded",
     plan_arguments,
@@ -265,20 +178,8 @@ PLAN = Command(
     """\
   vismoe plan                                                    the bundled demo model
   vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB --context 8192
+  vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 16GiB --policy hotness --formats 4/2
   vismoe plan ./my-model --memory 25% --json | jq .slabs""",
-)
-EVAL = Command(
-    "accuracy on questions with known answers, and the studies behind the tables in docs/",
-    eval_arguments,
-    run_eval,
-    f"""\
-  vismoe eval --scenes --n 100                                   the demo model on held-out scenes
-  vismoe eval --scenes --memory 25% --json                       the same under a budget: the same answers
-  vismoe eval --lmms scenes_pope,scenes_ocr --limit 40 --json    lmms-eval's own harness, offline
-  vismoe eval --suite paper --out results                        accuracy, speed and memory of keep x selection x formats x memory
-  vismoe eval --compare results#int4 results#exact               which questions int4 loses, and whether chance explains it
-studies, each with flags of its own (vismoe eval STUDY --help):
-{study_list()}""",
 )
 REPLAY = Command(
     "what a recorded trace would have read under each eviction order, and with the oracle",

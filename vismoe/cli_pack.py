@@ -32,8 +32,8 @@ def pack_arguments(parser: ArgumentParser) -> None:
         "--formats",
         type=format_names,
         metavar="NAMES",
-        help="separated by commas: raw and lossless keep every bit, int8, int4 and int2 are smaller "
-        "(default: lossless for bfloat16 experts, raw for others)",
+        help="separated by commas: raw and lossless keep every bit, int8, int4 and int2 are smaller; "
+        "for a policy with --formats 4/2 both: int4,int2 (default: lossless for bfloat16 experts, raw for others)",
     )
     parser.add_argument("--out", metavar="DIR", help="where the store goes (default: vismoe-store beside the checkpoint's files)")
     parser.add_argument(
@@ -219,6 +219,7 @@ PACK = Command(
     """\
   vismoe pack Qwen/Qwen3-VL-30B-A3B-Instruct                     every bit kept, in about 0.7 of the bytes; used from then on
   vismoe pack ./my-model --formats lossless,int4 --out /mnt/nvme/my-model
+  vismoe pack ./my-model --formats int4,int2                     both formats of vismoe chat ./my-model --policy importance
   vismoe pack --verify /mnt/nvme/my-model                        every record against its checksum
 
 memory: five times the largest expert and 16 MiB for each core, twice the largest expert and 64 MiB beside that, whatever the size

@@ -3,7 +3,9 @@
 Input is the object of `Figures.to_json()`: seconds, bytes and counts. A rate whose time is zero is left out.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +13,15 @@ from rich.text import Text
 
 from vismoe.config import format_bytes
 
-__all__ = ["figure_rows", "hit_rate", "print_accuracy", "print_backends", "print_figures", "print_layers", "print_plan"]
+if TYPE_CHECKING:
+    from vismoe.engine import Engine
+    from vismoe.figures import PrecisionInfo
+    from vismoe.metrics import Snapshot
+
+__all__ = [
+    "experts_did", "experts_line", "figure_rows", "hit_rate", "precision_words", "print_accuracy", "print_backends",
+    "print_figures", "print_layers", "print_plan", "share_words",
+]  # fmt: skip
 
 
 def print_plan(console: Console, plan: Any) -> None:
@@ -34,6 +44,33 @@ def hit_rate(counts: dict[str, Any]) -> str:
     return f"{counts['hits'] / demanded:.1%} hits" if demanded else "nothing demanded"
 
 
+def share_words(shares: Mapping[str, float]) -> str:
+    """`{"int4": 0.71, "int2": 0.29}` -> `71.0% int4, 29.0% int2`, the larger one first."""
+    return ", ".join(f"{share:.1%} {name}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def experts_did(engine: "Engine", counters: "Snapshot") -> dict[str, Any]:
+    """What an evaluation reports of its experts: the plan, what their cache did, in which formats they were computed, and why."""
+    running, shares = engine.precision, counters.shares(engine.format_names)
+    precision = asdict(running) if running is not None else None
+    return {"plan": engine.plan.to_json(), "cache": counters.to_json(), "formats": shares, "precision": precision}
+
+
+def experts_line(did: Mapping[str, Any]) -> str:
+    """The same in one line."""
+    cache = did["cache"]
+    computed = f", computed in {share_words(did['formats'])} by {did['precision']['policy']}" if did["precision"] else ""
+    return f"memory {did['plan']['memory']}: {hit_rate(cache)}, {format_bytes(cache['bytes_read'])} read{computed}"
+
+
+def precision_words(running: "PrecisionInfo | None") -> str:
+    """Who decides formats, and which, in one line; `running` is `Engine.precision`."""
+    if running is None:
+        return "exact: nobody changes the format of an expert"
+    retained = f", {running.retention:.0%} of the demanded experts in the better one" if "importance" in running.policy else ""
+    return f"{running.policy}: {running.formats}{retained}"
+
+
 def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, how much, details) of one answer."""
     encode, prefill, decode, cache = (figures[name] for name in ("encode", "prefill", "decode", "cache"))
@@ -52,6 +89,9 @@ def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     if cache["computed_on_host"]:
         nbytes = format_bytes(cache["bytes_computed_on_host"])
         rows.append(("on the CPU", f"{cache['computed_on_host']:,}", f"misses computed in host memory, {nbytes}"))
+    if figures["precision"] or len(figures["formats"]) > 1:
+        policy = figures["precision"]["policy"] if figures["precision"] else "exact"
+        rows.append(("computed", policy, share_words(figures["formats"])))
     rows.append(("read", format_bytes(cache["bytes_read"]), f"stalled {cache['stall_seconds']:.2f} s"))
     if cache["prefetched_bytes"]:
         rows.append(

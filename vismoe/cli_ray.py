@@ -74,6 +74,8 @@ def run_on_ray(arguments: Namespace, options: ServeOptions, on: RayOptions) -> i
         raise ConfigError(f"device={loading['device']}: Ray says which GPU is whose. Fix: --device cuda")
     named = {name: Path(loading[name]) for name in FOLDERS if loading.get(name)}
     loading |= {name: str(folder.resolve()) for name, folder in named.items() if folder.is_dir()}
+    if file := loading.get("hotness_state"):
+        loading["hotness_state"] = str(Path(file).expanduser().resolve())
     if options.image_folder is not None:
         options = replace(options, image_folder=options.image_folder.resolve())
     return serve_on_ray(loading, options, on, arguments.log_level.upper())

@@ -53,6 +53,7 @@ MEANINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "max_pixels": ("N", int, "most pixels of an image"),
     "max_image_bytes": ("SIZE", size, "largest image, as it is encoded"),
     "image_timeout_s": ("SECONDS", float, "longest download of a request's images"),
+    "fixed_policy": ("", bool, "refuse requests that ask for another policy or formats, for which all others wait"),
     "max_waiting": ("N", int, "requests that may wait; further ones are told to come back (429)"),
     "body_timeout_s": ("SECONDS", float, "longest time for a request to arrive"),
     "drain_s": ("SECONDS", float, "at the end, for answers that are being written"),

@@ -99,8 +99,8 @@ class Settings:
     policy: Policy = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
     formats: str = "4/2"  # the pair that another policy chooses from, e.g. 16/4, lossless/int8, 4/0 (0: skip)
     retention: float = 0.75  # importance: mean share of the demanded experts that keep the better format, 0.5 to 1
-    hotness_decay: float = 0.98  # alpha of hotness, per token
-    hotness_period: int = 32  # T: tokens between two looks at who is hot
+    hotness_decay: float = 0.99  # alpha of hotness, per token
+    hotness_period: int = 16  # T: tokens between two looks at who is hot
     hotness_state: str | None = None  # file that hotness begins with, where it is there, and is written to at the end
     store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
     keep: float = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact

@@ -6,8 +6,12 @@ Owns the lifetime of everything below it; `close()` (or leaving the `with`) stop
 
 import contextlib
 import dataclasses
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,19 +23,25 @@ from transformers import PreTrainedModel
 
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
+from vismoe.figures import PrecisionInfo
 from vismoe.generate import Reply, refuse_own_loop
 from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
+from vismoe.models.experts import Serving
 from vismoe.models.families import refuse_prequantized
 from vismoe.models.image_cache import ImageCache
 from vismoe.models.images import open_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
+from vismoe.models.origin import Opened, Origin
 from vismoe.models.preview import model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
+from vismoe.models.serving import serve
 from vismoe.models.visual import pruning_of
+from vismoe.paging.pager import Pager
 from vismoe.request import Asked, Request, Shared
 from vismoe.simulate.trace import TraceWriter
+from vismoe.timeline import Timeline
 from vismoe.turns import Turns
 from vismoe.vision.selection import Pruning
 
@@ -109,6 +119,12 @@ class Engine:
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
         images = ImageCache.of(model, settings.image_cache_bytes, listening) if settings.image_cache_bytes else None
         self._shared = Shared(model, self._runtime, prompts, images)
+        self._opened: Opened = model._vismoe_opened
+        self._metrics = self._runtime.pager.metrics
+        self._asking = threading.Lock()  # whoever asks for another policy, and then for an answer
+        self._format = settings.format  # of exact
+        self._next = settings  # those that will hold when all who wait have had their turn
+        self._shared.running = _precision(settings)
         self._turns = Turns(self.plan.context, alone=lambda: self._runtime.recorder is not None)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
@@ -119,7 +135,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        return self._runtime.plan
+        return self._opened.plan
 
     @property
     def processor(self) -> Any:
@@ -142,7 +158,7 @@ class Engine:
 
     @property
     def metrics(self) -> Metrics:
-        return self._runtime.pager.metrics
+        return self._metrics
 
     @property
     def load(self) -> Load:
@@ -158,9 +174,29 @@ class Engine:
             failed=self._shared.ended["failed"],
         )
 
+    @property
+    def precision(self) -> PrecisionInfo | None:
+        """Who chooses formats for requests that ask for nothing else; None: nobody, all experts are in one format (exact)."""
+        return _precision(self.settings)
+
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        """The formats that slabs hold now, by precision."""
+        return tuple(map(str, self._opened.experts.formats))
+
+    def formats(self) -> np.ndarray:
+        """uint8 `[L, E]`: 0 absent, otherwise the place in `format_names`, from 1, of the format that an expert is resident in;
+        255 where a layer has fewer than E experts. All 0 while memory is divided anew."""
+        return self._found(Pager.precisions)
+
     def residency(self) -> np.ndarray:
-        """uint8 `[L, E]`: 0 absent, 1 on the device, 2 pinned; 255 where a layer has fewer than E experts."""
-        return self._runtime.pager.residency()
+        """uint8 `[L, E]`: 0 absent, 1 on the device, 2 pinned; 255 where a layer has fewer than E experts. All 0 while memory is
+        divided anew."""
+        return self._found(Pager.residency)
+
+    def _found(self, look: Callable[[Pager], np.ndarray]) -> np.ndarray:
+        serving = self._runtime.now_serving
+        return look(serving.pager) if serving is not None else np.zeros(self.metrics.demanded.shape, np.uint8)
 
     def heat(self) -> tuple[np.ndarray, np.ndarray]:
         """How often each expert was there and was missing when a layer demanded it, since the start: int64 `[L, E]` each."""
@@ -181,6 +217,9 @@ class Engine:
         keep: float | None = None,
         selection: str | None = None,
         reuse: bool = False,
+        policy: str | None = None,
+        formats: str | None = None,
+        retention: float | None = None,
     ) -> Reply:
         """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
 
@@ -190,12 +229,14 @@ class Engine:
         first of these strings. image_tokens: least and most visual tokens per image. keep: share of the visual tokens that deeper
         layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
         reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
-        Raises InputError or ContextError before anything runs.
+        policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
+        Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
         pruning = self._pruning(keep, selection)
+        settings = self._with_precision(policy, formats, retention)
         prompt = self.prompts.build(messages, open_image, image_tokens)
         choice = _choice(sample, temperature, top_p)
-        return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse)
+        return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse, settings)
 
     def complete(
         self,
@@ -208,10 +249,14 @@ class Engine:
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         reuse: bool = False,
+        policy: str | None = None,
+        formats: str | None = None,
+        retention: float | None = None,
     ) -> Reply:
         """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
+        settings = self._with_precision(policy, formats, retention)
         prompt = self.prompts.build_text(text)
-        return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse)
+        return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)
 
     def _ask(
         self,
@@ -222,6 +267,7 @@ class Engine:
         seed: int | None,
         stop: str | Sequence[str],
         reuse: bool,
+        settings: Settings,
     ) -> Reply:
         if not isinstance(max_tokens, int) or max_tokens < 1:
             raise InputError(f"max_tokens={max_tokens}: a whole number, since an answer has at least one token")
@@ -242,12 +288,84 @@ class Engine:
             pruning,
             (stop,) if isinstance(stop, str) else tuple(stop),
             reuse,
+            _precision(settings),
         )
         if self._turns.running or self._turns.waiting:
             asked = dataclasses.replace(asked, prompt=prompt.light())
         reply = Reply()
-        self._turns.ask(Request(asked, reply, self._shared, self._others))
+        with self._asking:
+            self._plan_for(settings)
+            self._turns.ask(Request(asked, reply, self._shared, self._others))
         return reply
+
+    # -- who chooses formats
+    def change(self, policy: str | None = None, formats: str | None = None, retention: float | None = None) -> Plan:
+        """Choose the formats of experts in another way from now on; -> the plan that holds then. None: as it was.
+
+        policy: exact, hotness, importance or hotness+importance; formats: the pair, e.g. 4/2; retention: of importance. Waits for
+        requests that run, divides the same memory anew, and goes on; another retention needs no new plan. Raises ConfigError,
+        CheckpointError or BudgetError, and leaves everything as it was.
+        """
+        settings = self._with_precision(policy, formats, retention)
+        with self._asking:
+            change = self._plan_for(settings)
+        if change is not None:
+            change.result()
+        self.settings = settings
+        return self.plan
+
+    def _with_precision(self, policy: str | None, formats: str | None, retention: float | None) -> Settings:
+        """The settings with these in place of theirs."""
+        asked = {"policy": policy, "formats": formats, "retention": retention}
+        chosen = {**vars(self.settings), **{name: value for name, value in asked.items() if value is not None}}
+        chosen["format"] = self._format if chosen["policy"] == "exact" else "auto"
+        return Settings.of(**chosen)
+
+    def _plan_for(self, settings: Settings) -> "Future[None] | None":
+        """See to it that whoever is asked for next runs with the policy and formats of `settings`; None where it would anyway.
+        Raises what planning does. Under the lock."""
+        if _served_by(settings) == _served_by(self._next):
+            return None
+        origin: Origin = self.model._vismoe_origin
+        opened = origin.reopen(self.model, settings)
+        change = self._turns.run_alone(lambda: self._replan(opened))
+        self._next = settings
+        return change
+
+    def _replan(self, opened: Opened) -> None:
+        """Serve experts by another plan, between requests; by the old one again where that fails."""
+        origin: Origin = self.model._vismoe_origin
+        before, runtime = self._opened, self._runtime
+        self._save_hotness()
+        timeline, hotness = runtime.pager.timeline, runtime.hotness
+        self._shared.prefixes.clear()
+        runtime.stop_serving()  # its memory is given back before any other is taken
+        gc.collect()
+        try:
+            served = serve(self.model, opened, origin.device, self._metrics, hotness)
+        except BaseException as error:
+            origin.close(opened.stores)
+            self._shared.refused = error
+            with self._asking:
+                if _served_by(self._next) == _served_by(opened.settings):
+                    self._next = before.settings
+            self._serve(before, *serve(self.model, before, origin.device, self._metrics, hotness), timeline)
+            raise
+        origin.close(before.stores)
+        weakref.finalize(self.model, opened.stores.close)
+        self._serve(opened, *served, timeline)
+
+    def _serve(self, opened: Opened, serving: Serving, about: dict[str, str], timeline: Timeline | None) -> None:
+        serving.pager.timeline = timeline
+        self._runtime.serve(serving)
+        self._runtime.backends |= about
+        self._opened, self._shared.running = opened, _precision(opened.settings)
+
+    def _save_hotness(self) -> None:
+        """Leave what was learned about hot experts in the file that the settings name."""
+        hotness, file = self._runtime.hotness, self._opened.settings.hotness_state
+        if hotness is not None and file:
+            hotness.save(Path(file).expanduser(), self._opened.stores.fingerprint)
 
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
         """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
@@ -327,8 +445,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop copies and close the files; may be called twice. Requests that run or wait end with ClosedError."""
-        self._runtime.pager.close()
+        self._runtime.close()
         self._turns.close()
+        self._save_hotness()
         self._runtime.foresight.close()
         self._shared.prefixes.clear()
         if self._shared.images is not None:
@@ -358,3 +477,13 @@ def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dic
 
 
 __all__ = ["Engine", "Load", "demo_model", "load"]
+
+
+def _precision(settings: Settings) -> PrecisionInfo | None:
+    pair = settings.pair
+    return None if pair is None else PrecisionInfo(settings.policy, str(pair), settings.retention)
+
+
+def _served_by(settings: Settings) -> tuple[str, str]:
+    """What a plan depends on, of what can change while the model runs."""
+    return settings.policy, str(settings.pair)

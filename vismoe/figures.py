@@ -58,6 +58,8 @@ class Figures:
     encoded_images: int = 0  # that went through the vision tower; others came with the reused tokens or were kept encoded
     queue_seconds: float = 0.0  # from the request's arrival to its beginning
     passes: tuple[PassFigures, ...] = ()
+    formats: dict[str, float] = field(default_factory=dict)  # share of its expert computations in each, `skip` among them
+    precision: "PrecisionInfo | None" = None  # what chose them; None: exact, all experts are in one format
 
     @property
     def cancelled(self) -> bool:
@@ -104,6 +106,8 @@ class Figures:
             },
             "decode": {"tokens": self.decode_tokens, "answer_tokens": self.answer_tokens, "seconds": self.decode_seconds},
             "cache": {"capacity": self.capacity, **rates, **cache},
+            "formats": self.formats,
+            "precision": asdict(self.precision) if self.precision is not None else None,
             "passes": [asdict(one) for one in self.passes],
         }
 
@@ -121,6 +125,15 @@ class Figures:
             for image in self.kept
         ]
         return {**asdict(self.pruning), "images": images}
+
+
+@dataclass(frozen=True)
+class PrecisionInfo:
+    """Who chooses formats while the model runs, and which."""
+
+    policy: str
+    formats: str  # the pair, e.g. int4/int2
+    retention: float  # of importance
 
 
 @dataclass

@@ -5,6 +5,8 @@ resident when demanded is a hit; a prefetch still under way when demanded is a m
 when it leaves, or the request ends, before anyone demanded it. A miss that was computed in host memory is a miss all the same.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,13 @@ COUNTERS = (
     "prefetched_bytes",
     "wasted_prefetch_bytes",
     "steps",  # times the layer ran
+    "computed_high",  # expert computations (an expert for a token) by format, where a policy chooses formats
+    "computed_low",
+    "skipped",
+    "served_lower",  # experts that were to be in the more precise format, and served in the other
+    "promotions",  # experts that moved to the more precise format unasked
+    "demotions",
+    "failed_transitions",
 )
 
 
@@ -46,6 +55,18 @@ class Snapshot:
     def total(self, counter: str, phase: Phase | None = None) -> float:
         values = self.values[:, :, COUNTERS.index(counter)]
         return float(values.sum() if phase is None else values[PHASES.index(phase)].sum())
+
+    def computed_in(self, formats: Sequence[str], phase: Phase | None = None) -> dict[str, int]:
+        """Expert computations (an expert for a token) by the name of their format, what was skipped as `skip`; `formats` by
+        precision. Only what there was any of."""
+        counts = dict(zip(formats, (self.total("computed_high", phase), self.total("computed_low", phase)), strict=False))
+        counts["skip"] = self.total("skipped", phase)
+        return {name: int(count) for name, count in counts.items() if count}
+
+    def shares(self, formats: Sequence[str]) -> dict[str, float]:
+        """The same as shares of all."""
+        counts = self.computed_in(formats)
+        return {name: count / sum(counts.values()) for name, count in counts.items()}
 
     def hit_rate(self, phase: Phase | None = None) -> float | None:
         """Hits over demands, or None when nothing was demanded."""
@@ -79,6 +100,20 @@ class Metrics:
         self._column = {name: i for i, name in enumerate(COUNTERS)}
         self._steps, self._hits = self._column["steps"], self._column["hits"]
         self._row = {phase: i for i, phase in enumerate(PHASES)}
+        self._formats: tuple[str, ...] = ()
+        self._named_from, self._named_before = self.snapshot(), Counter[tuple[Phase, str]]()
+
+    def name_formats(self, formats: Sequence[str]) -> None:
+        """From now on these are the formats, by precision, that computations are counted in."""
+        self._named_before, self._formats = self.computed_in, tuple(formats)
+        self._named_from = self.snapshot()
+
+    @property
+    def computed_in(self) -> Counter[tuple[Phase, str]]:
+        """Expert computations by phase and format since the start, whatever the formats were at the time."""
+        since = self.snapshot() - self._named_from
+        now = {(phase, name): n for phase in Phase for name, n in since.computed_in(self._formats, phase).items()}
+        return self._named_before + Counter(now)
 
     def add(self, counter: str, phase: Phase, layer: int, amount: float = 1) -> None:
         self._values[self._row[phase], layer, self._column[counter]] += amount

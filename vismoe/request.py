@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from transformers import BatchFeature
 
-from vismoe.figures import Clock, Figures, Finish
+from vismoe.errors import ConfigError
+from vismoe.figures import Clock, Figures, Finish, PrecisionInfo
 from vismoe.generate import Reply, TextPieces, TokenLoop
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics, Snapshot
@@ -33,6 +34,8 @@ from vismoe.vision.selection import Pruning
 
 __all__ = ["Asked", "Request", "Shared"]
 
+RETENTION_STEPS = 10_000  # that tell two retentions apart
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -45,6 +48,7 @@ class Asked:
     pruning: Pruning | None = None  # how visual tokens are dropped; None: they are not
     stop: tuple[str, ...] = ()
     reuse: bool = False  # take over keys and values of an earlier request, and leave this one's to a later one
+    precision: PrecisionInfo | None = None  # who is to choose formats, and how; None: exact
 
 
 @dataclass
@@ -66,6 +70,8 @@ class Shared:
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._holder: Request | None = None
         self._numbers = itertools.count()
+        self.running: PrecisionInfo | None = None  # what experts are served by, between two plans
+        self.refused: BaseException | None = None  # why the last change of that was not made
 
     @property
     def plan(self) -> Plan:
@@ -92,7 +98,15 @@ class Shared:
         for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
             module.rope_deltas = deltas
         self.runtime.foresight.memory = belongings.memory
+        if request is not None and request.asked.precision is not None and self.runtime.chooser is not None:
+            self.runtime.chooser.precision.retention = request.asked.precision.retention
         self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
+
+    def refuse_other(self, asked: PrecisionInfo | None) -> None:
+        """Raises ConfigError where experts are not served as a request asks: the change that it waited for was not made."""
+        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, self.running))
+        if wanted != running:
+            raise ConfigError(f"policy and formats could not be changed: {self.refused}") from self.refused
 
     def begin_request(self, alone: bool) -> None:
         """A request begins with its first pass; `alone`: no other one runs. What happened while none ran is nobody's."""
@@ -135,6 +149,7 @@ class Request:
         self._shared.lend(self)
         began_s, prefilling = time.perf_counter(), self._loop is None
         if prefilling:
+            self._shared.refuse_other(self.asked.precision)
             self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = began_s
         going_on = False
@@ -202,6 +217,8 @@ class Request:
             shared.prefixes.shrink(room_tokens)
             return None
         self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
+        if asked.precision is not None and len(self._numbers):  # other formats, other keys and values
+            self._numbers[0] += (1 + round(RETENTION_STEPS * asked.precision.retention)) << 32
         return shared.prefixes.take(self._numbers, room_tokens)
 
     @contextlib.contextmanager
@@ -260,6 +277,7 @@ class Request:
         if not clock.tokens:  # cancelled before the first token
             clock.first_token_s = clock.last_token_s = time.perf_counter()
             clock.began_s = clock.began_s or clock.first_token_s
+        counters = happened if self._counters is None else self._counters + happened
         return Figures(
             answer=self.reply.text,
             finish="stop" if self._text.stopped else self._finish,
@@ -274,10 +292,12 @@ class Request:
             capacity={
                 "slabs": shared.plan.resident_experts,
                 "experts": shared.plan.total_experts,
-                "bytes": sum(table.pool.capacity * table.pool.layout.record_bytes for table in pager.tables),
+                "bytes": sum(pool.capacity * pool.layout.record_bytes for table in pager.tables for pool in table.pool.pools),
             },
             backends=shared.runtime.backends,
-            counters=happened if self._counters is None else self._counters + happened,
+            counters=counters,
+            formats=counters.shares(shared.runtime.serving.names),
+            precision=self.asked.precision,
             pruning=self.asked.pruning,
             kept=self._kept,
             pictures=prompt.pictures,

@@ -147,6 +147,7 @@ class ExpertInventory:
     layers: tuple[MoELayer, ...]
     layouts: tuple[RecordLayout, ...]  # of what slabs hold
     model_layouts: tuple[RecordLayout, ...] = ()  # in the model's dtype and orientation, where slabs hold another format
+    low_layouts: tuple[RecordLayout, ...] = ()  # of slabs in the second format of a pair; `layouts` are the first one's then
 
     @property
     def raw_layouts(self) -> tuple[RecordLayout, ...]:

@@ -18,11 +18,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from vismoe.formats.raw import Raw
 from vismoe.memory.pool import SlabPool
 from vismoe.models.compute import TorchExperts
-from vismoe.models.experts import ExpertRuntime, Step
+from vismoe.models.experts import ExpertRuntime, Serving, Step
 from vismoe.models.foresight import Foresight
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
-from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
+from vismoe.types import ExpertId, ExpertInventory, Format, MoELayer, Phase, RecordLayout
 
 __all__ = ["ControlTime", "measure_control"]
 
@@ -84,10 +84,11 @@ def measure_control(layers: int = 48, experts: int = 128, top_k: int = 8, steps:
             with pager.demand(layer, range(experts)) as demand:
                 for _ in demand.groups(in_order=False):
                     pass
-        arithmetic = TorchExperts(inventory, (Raw(layout),), torch.device("cpu"))
+        arithmetic = TorchExperts(inventory, ((Raw(layout),),), torch.device("cpu"))
         nothing_asks_for_a_plan: Any = None
         nobody_asks = Foresight(pager, None, None, inline=True)
-        runtime = ExpertRuntime(pager, arithmetic, nothing_asks_for_a_plan, torch.device("cpu"), nobody_asks, store, {})
+        serving = Serving(pager, arithmetic, nothing_asks_for_a_plan, store, (Format.RAW,))
+        runtime = ExpertRuntime(serving, torch.device("cpu"), nobody_asks, {})
         return _measure(runtime, module, steps)
     finally:
         pager.close()

@@ -1,8 +1,8 @@
 """The CPU kernels: whole experts computed from their records in place, sums of their parts, and linears.
 
-One call computes all experts of a layer for one batch. Weights are decoded in registers and read once for up to 64 tokens of an
-expert; sums are float32. A result depends on the weights and on its own token only: never on the number of threads, on the other
-experts of a call, or on the other tokens. Calls from several Python threads take turns.
+One call computes all experts of a layer for one batch, in one format or in several side by side. Weights are decoded in registers
+and read once for up to 64 tokens of an expert; sums are float32. A result depends on the weights and on its own token only: never
+on the number of threads, on the other experts of a call, or on the other tokens. Calls from several Python threads take turns.
 
 With bfloat16 inputs on AVX-512 BF16 the products are of bfloat16 pairs: integer weights are rounded to bfloat16 after scaling,
 the activation's result is rounded once, denormals count as zero. Everywhere else everything is float32.
@@ -125,13 +125,16 @@ class _Expert(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class ExpertKernel:
-    """Computes experts of one geometry in one format. Make it with `of`."""
+    """Computes experts of one geometry, in one format (`of`) or in several (`mixed`).
 
-    format: Format
+    Inputs are packed once for all formats. Where one of them is raw float16, everything is float32 in all: such a kernel's other
+    formats give what they give alone with float32 inputs.
+    """
+
+    formats: tuple[Format, ...]  # by precision
     hidden: int
     intermediate: int
-    record_bytes: int
-    _expert: _Expert
+    _experts: "ctypes.Array[_Expert]"  # one per format
 
     @classmethod
     def of(cls, format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> "ExpertKernel | str":
@@ -158,23 +161,47 @@ class ExpertKernel:
         if up.rows != ups or up.inputs != down.rows:
             return f"{form.up} {up.rows} x {up.inputs} and {form.down} {down.rows} x {down.inputs} do not fit a {form.gate} gate"
         expert = _Expert(up, down, GATES.index(form.gate), ACTIVATIONS.index(form.activation), form.alpha, form.limit)
-        return cls(format, up.inputs, down.inputs, slab.record_bytes, expert)
+        return cls((format,), up.inputs, down.inputs, (_Expert * 1)(expert))
+
+    @classmethod
+    def mixed(cls, kernels: Sequence["ExpertKernel"]) -> "ExpertKernel":
+        """The kernel for calls whose experts lie in the formats of `kernels`, numbered in their order; one geometry."""
+        hidden, intermediate = kernels[0].hidden, kernels[0].intermediate
+        assert all((k.hidden, k.intermediate) == (hidden, intermediate) for k in kernels), "kernels of one geometry only"
+        experts = [expert for kernel in kernels for expert in kernel._experts]
+        formats = tuple(format for kernel in kernels for format in kernel.formats)
+        return cls(formats, hidden, intermediate, (_Expert * len(experts))(*experts))
 
     def parts(
-        self, records: np.ndarray, starts: np.ndarray, tokens: np.ndarray, factors: np.ndarray, hidden: Tensor, out: Tensor
+        self,
+        records: np.ndarray,
+        starts: np.ndarray,
+        tokens: np.ndarray,
+        factors: np.ndarray,
+        hidden: Tensor,
+        out: Tensor,
+        precisions: np.ndarray | None = None,
     ) -> None:
         """out float32 `[P, H]` = factor * expert(hidden[token]), for every pair.
 
         records: uint64 `[n]`, addresses of records; starts: int32 `[n + 1]`, pairs starts[i] .. starts[i + 1] belong to expert i;
-        tokens: int32 `[P]`; factors: float32 `[P]`; hidden `[T, H]` contiguous, bfloat16, float16 or float32.
+        tokens: int32 `[P]`; factors: float32 `[P]`; hidden `[T, H]` contiguous, bfloat16, float16 or float32;
+        precisions: uint8 `[n]`, in which of `formats` each record is; None: all in the first.
         """
-        self._run(records, starts, tokens, factors, hidden, out, adding=False)
+        self._run(records, starts, tokens, factors, hidden, out, precisions, adding=False)
 
     def add(
-        self, records: np.ndarray, starts: np.ndarray, tokens: np.ndarray, factors: np.ndarray, hidden: Tensor, out: Tensor
+        self,
+        records: np.ndarray,
+        starts: np.ndarray,
+        tokens: np.ndarray,
+        factors: np.ndarray,
+        hidden: Tensor,
+        out: Tensor,
+        precisions: np.ndarray | None = None,
     ) -> None:
         """The same, added to out float32 `[T, H]`, experts in their order and pairs in theirs."""
-        self._run(records, starts, tokens, factors, hidden, out, adding=True)
+        self._run(records, starts, tokens, factors, hidden, out, precisions, adding=True)
 
     def _run(
         self,
@@ -184,6 +211,7 @@ class ExpertKernel:
         factors: np.ndarray,
         hidden: Tensor,
         out: Tensor,
+        precisions: np.ndarray | None,
         adding: bool,
     ) -> None:
         backend()
@@ -195,13 +223,18 @@ class ExpertKernel:
         _check_rows(hidden, hidden.shape[0], self.hidden, DTYPES)
         _check_rows(out, hidden.shape[0] if adding else pairs, self.hidden, (torch.float32,))
         assert starts[0] == 0 and starts[-1] == pairs and (starts[1:] >= starts[:-1]).all(), starts
+        if precisions is not None:
+            _check_array(precisions, np.uint8, len(records))
         if pairs == 0:
             return
         assert tokens.min() >= 0 and tokens.max() < hidden.shape[0], "a pair of a token that is not there"
+        assert precisions is None or precisions.max() < len(self.formats), "a record in a format that is not there"
         failed = library().vismoe_experts(
-            ctypes.byref(self._expert),
+            self._experts,
+            ctypes.c_size_t(len(self._experts)),
             ctypes.c_size_t(len(records)),
             ctypes.c_void_p(records.ctypes.data),
+            ctypes.c_void_p(None if precisions is None else precisions.ctypes.data),
             ctypes.c_void_p(starts.ctypes.data),
             ctypes.c_void_p(tokens.ctypes.data),
             ctypes.c_void_p(factors.ctypes.data),
@@ -218,7 +251,7 @@ def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, thread
     function = library().vismoe_workspace_bytes
     function.restype = ctypes.c_size_t
     sizes = (ctypes.c_size_t(pairs), DTYPES.index(dtype), ctypes.c_size_t(threads), ISAS.index(isa))
-    return function(ctypes.byref(kernel._expert), *sizes)
+    return function(kernel._experts, ctypes.c_size_t(len(kernel._experts)), *sizes)
 
 
 def held_bytes() -> int:

@@ -13,7 +13,7 @@ from vismoe.errors import ConfigError
 __all__ = ["library"]
 
 FILE = "vismoe_kernels.so"
-INTERFACE = 1  # of csrc/interface.cpp
+INTERFACE = 2  # of csrc/interface.cpp
 FIX = "Fix: pip install . (or make demo) with a C++ compiler at hand"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vismoe.types import ExpertInventory, MoELayer
+from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 LEAST_SLABS = 2  # per geometry: one computing, one arriving
 
@@ -13,7 +13,15 @@ class Division:
     """Who gets the expert memory: whole layers that never leave, and slabs of the dynamic pools."""
 
     pinned_layers: int
-    slabs: tuple[int, ...]  # per geometry, without the pinned experts
+    slabs: tuple[int, ...]  # per geometry, without the pinned experts; of a pair's better format, transient ones included
+    low_slabs: tuple[int, ...] = ()  # per geometry, of a pair's second format; empty without one
+    hot_quota: tuple[int, ...] = ()  # hotness: per MoE layer, experts that may be in the better format; empty otherwise
+    transient: tuple[int, ...] = ()  # hotness: those of `slabs` that only copies in flight use, per geometry; empty otherwise
+
+    @property
+    def high_experts(self) -> int:
+        """Experts for whom there are slabs of `slabs` for good."""
+        return sum(self.slabs) - sum(self.transient)
 
 
 def experts_of(layers: Sequence[MoELayer], geometries: int) -> list[int]:
@@ -27,6 +35,22 @@ def experts_of(layers: Sequence[MoELayer], geometries: int) -> list[int]:
 def record_bytes(inventory: ExpertInventory, counts: Sequence[int]) -> int:
     """Bytes of `counts` records, one count per geometry."""
     return sum(count * layout.record_bytes for count, layout in zip(counts, inventory.layouts, strict=True))
+
+
+def division_bytes(inventory: ExpertInventory, division: Division) -> int:
+    """Bytes of the pinned prefix and of all slabs."""
+    low = sum(n * layout.record_bytes for n, layout in zip(division.low_slabs, inventory.low_layouts, strict=True))
+    return prefix_bytes(inventory, division.pinned_layers) + record_bytes(inventory, division.slabs) + low
+
+
+def resident_experts(inventory: ExpertInventory, division: Division) -> int:
+    """Experts that can be in memory at the same time, pinned ones included."""
+    geometries = len(inventory.layouts)
+    none = (0,) * geometries
+    slabs = zip(division.slabs, division.low_slabs or none, division.transient or none, strict=True)
+    dynamic = experts_of(inventory.layers[division.pinned_layers :], geometries)
+    pinned = sum(layer.num_experts for layer in inventory.layers[: division.pinned_layers])
+    return pinned + sum(min(n, high + low - copies) for n, (high, low, copies) in zip(dynamic, slabs, strict=True))
 
 
 def least_slabs(inventory: ExpertInventory, pinned_layers: int = 0, least: int = LEAST_SLABS) -> list[int]:
@@ -61,17 +85,21 @@ def most_pinned(inventory: ExpertInventory, expert_bytes: int, window: int) -> i
 
 
 def fill(inventory: ExpertInventory, pinned_layers: int, expert_bytes: int, least: Sequence[int]) -> tuple[int, ...]:
-    """Slabs per geometry for `expert_bytes`, in proportion to expert bytes; never fewer than `least`, never more than experts.
+    """Slabs per geometry for `expert_bytes`, in proportion to expert bytes; never fewer than `least`, never more than experts."""
+    return hand_out(experts_of(inventory.layers[pinned_layers:], len(inventory.layouts)), inventory.layouts, expert_bytes, least)
 
-    Slabs are handed out in one fixed order (the geometry with the smallest share first), so more memory never takes a slab away.
+
+def hand_out(experts: Sequence[int], layouts: Sequence[RecordLayout], nbytes: int, least: Sequence[int]) -> tuple[int, ...]:
+    """Records per layout for `nbytes`, the same share of the experts in each; never fewer than `least`, never more than experts.
+
+    They are handed out in one fixed order (the layout with the smallest share first), so more memory never takes one away.
     """
-    dynamic = experts_of(inventory.layers[pinned_layers:], len(inventory.layouts))
-    slabs = list(least)
-    left = expert_bytes - record_bytes(inventory, slabs)
-    order = sorted((k / n, g) for g, n in enumerate(dynamic) for k in range(least[g] + 1, n + 1))
-    for _, geometry in order:
-        left -= inventory.layouts[geometry].record_bytes
+    records = list(least)
+    left = nbytes - sum(n * layout.record_bytes for n, layout in zip(records, layouts, strict=True))
+    order = sorted((k / n, index) for index, n in enumerate(experts) for k in range(least[index] + 1, n + 1))
+    for _, index in order:
+        left -= layouts[index].record_bytes
         if left < 0:
             break
-        slabs[geometry] += 1
-    return tuple(slabs)
+        records[index] += 1
+    return tuple(records)

@@ -66,6 +66,7 @@ class Footprint:
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
     workspace_bytes: int = 0  # kept by what computes the experts on the device
     host_workspace_bytes: int = 0  # and by what computes them in host memory below it
+    transposed: tuple[frozenset[str], ...] = ()  # per geometry, matrices that the model keeps as [in, out]; empty: none
     pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
 
     @property

@@ -6,7 +6,8 @@ from vismoe.config import format_bytes
 from vismoe.memory.apportion import Division, experts_of, prefix_bytes
 from vismoe.memory.kernel_cache import ENTRIES, kernel_cache_bytes
 from vismoe.memory.needs import Footprint
-from vismoe.types import ExpertInventory
+from vismoe.pair import Format, FormatPair
+from vismoe.types import ExpertInventory, RecordLayout
 
 DECODE_ROWS = 8  # sequences of a batch that the combine buffer is planned for
 RUNTIME_BYTES = {
@@ -87,15 +88,51 @@ def image_cache_part(need: Footprint, nbytes: int) -> list[Part]:
     return [Part("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
 
 
-def expert_parts(inventory: ExpertInventory, division: Division, emulated: bool) -> list[Part]:
-    """Pinned prefix and one pool per geometry. With an emulated link the slabs alias the host tier."""
+def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPair | None, emulated: bool) -> list[Part]:
+    """Pinned prefix and one pool per geometry and format. With an emulated link the slabs alias the host tier."""
     parts = []
     if division.pinned_layers:
         note = f"all experts of the first {division.pinned_layers} MoE layers"
         parts.append(Part("pinned prefix", prefix_bytes(inventory, division.pinned_layers), note))
     dynamic = experts_of(inventory.layers[division.pinned_layers :], len(inventory.layouts))
+    alias = ", aliasing the host tier" if emulated else ""
     for geometry, (slabs, layout) in enumerate(zip(division.slabs, inventory.layouts, strict=True)):
         name = "expert pool" if len(division.slabs) == 1 else f"expert pool {geometry}"
+        if pair is not None:
+            parts += _pair_parts(inventory, division, pair, geometry, name, alias)
+            continue
         note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {dynamic[geometry]} experts"
-        parts.append(Part(name, slabs * layout.record_bytes, note + (", aliasing the host tier" if emulated else "")))
+        parts.append(Part(name, slabs * layout.record_bytes, note + alias))
     return parts
+
+
+def _pair_parts(
+    inventory: ExpertInventory, division: Division, pair: FormatPair, geometry: int, name: str, alias: str
+) -> list[Part]:
+    """The pools of one geometry by format; slabs that only copies in flight use are a detail of the better one's."""
+
+    def pool(format: Format, slabs: int, layout: RecordLayout, whose: str) -> Part:
+        note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {whose}{alias}"
+        return Part(f"{name} {format}", slabs * layout.record_bytes, note)
+
+    layout = inventory.layouts[geometry]
+    parts = [pool(pair.high, division.slabs[geometry], layout, _who_is_high(inventory, division, pair, geometry))]
+    if division.transient and (in_flight := division.transient[geometry]):
+        note = f"{in_flight} of these slabs, for copies in flight"
+        parts.append(Part("transient buffer", in_flight * layout.record_bytes, note, parts[0].name))
+    if pair.low is not None and (slabs := division.low_slabs[geometry]):
+        parts.append(pool(pair.low, slabs, inventory.low_layouts[geometry], "the others"))
+    return parts
+
+
+def _who_is_high(inventory: ExpertInventory, division: Division, pair: FormatPair, geometry: int) -> str:
+    """Whose slabs of the better format are, for people."""
+    if pair.low is None:
+        return "critical experts; the others are skipped"
+    layers = inventory.layers_of(geometry)
+    if not division.low_slabs[geometry]:
+        return f"all {sum(layer.num_experts for layer in layers)} experts"
+    if not division.hot_quota:
+        return "critical experts"
+    least, *_, most = sorted([division.hot_quota[layer.index] for layer in layers] * 2)
+    return f"the hottest {least if least == most else f'{least} to {most}'} experts of each layer"

@@ -22,6 +22,8 @@ class SlabPool:
     on a machine without a device, where slabs are the host tier's records).
     """
 
+    precision: np.ndarray | None = None  # one format in all slabs; `Slabs` puts pools of several together
+
     def __init__(
         self,
         layout: RecordLayout,

@@ -8,7 +8,7 @@ Shapes: hidden `[T, H]`, routing `[T, K]`, factors `[T, K]`; P pairs of a token 
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ __all__ = ["FastExperts", "LayerWork", "TorchExperts"]
 
 PAIRS_PER_CALL = 1024  # bounds what the kernels keep between an expert's two products
 Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class Records(NamedTuple):
+    """Where some experts lie, int64 `[n]`, and in which formats, uint8 `[n]` (None: there is one)."""
+
+    experts: list[int]
+    addresses: np.ndarray
+    precisions: np.ndarray | None = None
 
 
 class LayerWork(Protocol):
@@ -52,11 +60,17 @@ class TorchExperts:
     """Eager's arithmetic; integer formats are restored to the model's type, one expert at a time."""
 
     def __init__(
-        self, inventory: ExpertInventory, codecs: Sequence[Codec], device: torch.device, host: "FastExperts | None" = None
+        self,
+        inventory: ExpertInventory,
+        codecs: Sequence[Sequence[Codec]],
+        device: torch.device,
+        host: "FastExperts | None" = None,
     ):
+        """`codecs`: by precision, per geometry."""
         self.inventory, self.codecs, self.host = inventory, codecs, host
         self._restored = [
-            torch.empty(0 if codec.format.exact else codec.raw.record_bytes, dtype=torch.uint8, device=device) for codec in codecs
+            torch.empty(0 if all(c.format.exact for c in pair) else pair[0].raw.record_bytes, dtype=torch.uint8, device=device)
+            for pair in zip(*codecs, strict=True)
         ]
 
     def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "_TorchWork":
@@ -65,7 +79,7 @@ class TorchExperts:
     def weights(self, layer: int, lent: Lent) -> dict[str, torch.Tensor]:
         """The expert in the model's type and orientation, until the next one is asked for."""
         geometry = self.inventory.layers[layer].geometry
-        codec, buffer = self.codecs[geometry], self._restored[geometry]
+        codec, buffer = self.codecs[lent.precision][geometry], self._restored[geometry]
         if codec.format.exact:
             return lent.weights
         codec.restore(_record(lent, codec.slab.record_bytes), buffer)
@@ -159,13 +173,14 @@ class _FastWork:
     def part(self, lent: Lent) -> torch.Tensor:
         """One expert's rows `[n, H]` float32, weighed."""
         address = np.array([next(iter(lent.weights.values())).data_ptr()])  # a record begins with its first section
-        return self._parts([lent.expert], address, self._pairs([lent.expert]))
+        return self._parts(Records([lent.expert], address), self._pairs([lent.expert]))
 
     def _added(self, demand: Demand) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)
         for group in demand.groups(in_order=True):
-            for _, call in self._calls(group.experts, group.addresses, self._pairs(group.experts)):
-                self._kernel.add(*call, self._hidden, out)
+            records = Records(group.experts, group.addresses, group.precisions)
+            for _, call, precisions in self._calls(records, self._pairs(group.experts)):
+                self._kernel.add(*call, self._hidden, out, precisions)
         return out.to(self._type)
 
     def _combined(self, demand: Demand) -> torch.Tensor:
@@ -173,7 +188,7 @@ class _FastWork:
         some: list[np.ndarray] = []
         for group in demand.groups(in_order=False):
             pairs = self._pairs(group.experts)
-            results.append(self._parts(group.experts, group.addresses, pairs))
+            results.append(self._parts(Records(group.experts, group.addresses, group.precisions), pairs))
             if pairs is not None:
                 some.append(pairs)
         if not results:  # every choice was a sentinel
@@ -183,11 +198,11 @@ class _FastWork:
         cpu.combine(parts, self._tokens, out)
         return out
 
-    def _parts(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> torch.Tensor:
+    def _parts(self, records: Records, pairs: np.ndarray | None) -> torch.Tensor:
         count = len(self._tokens) if pairs is None else len(pairs)
         out = torch.empty(count, self._hidden.shape[1], dtype=torch.float32)
-        for rows, call in self._calls(experts, addresses, pairs):
-            self._kernel.parts(*call, self._hidden, out[rows])
+        for rows, call, precisions in self._calls(records, pairs):
+            self._kernel.parts(*call, self._hidden, out[rows], precisions)
         return out
 
     def _pairs(self, experts: list[int]) -> np.ndarray | None:
@@ -197,17 +212,19 @@ class _FastWork:
         at = [self._index[expert] for expert in experts]
         return np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in at])
 
-    def _calls(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> Iterator[tuple[slice, Call]]:
-        """(which of the pairs, the call for them), PAIRS_PER_CALL at most; results do not depend on where they are cut."""
-        records, starts, tokens, factors = call = self._call(experts, addresses, pairs)
+    def _calls(self, lying: Records, pairs: np.ndarray | None) -> Iterator[tuple[slice, Call, np.ndarray | None]]:
+        """(which of the pairs, the call for them, the formats of its records), PAIRS_PER_CALL at most; results do not depend on
+        where they are cut."""
+        records, starts, tokens, factors = call = self._call(lying.experts, lying.addresses, pairs)
         if len(tokens) <= PAIRS_PER_CALL:
-            yield slice(None), call
+            yield slice(None), call, lying.precisions
             return
         for begin in range(0, len(tokens), PAIRS_PER_CALL):
             end = min(begin + PAIRS_PER_CALL, len(tokens))
             first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left")
             cut = (np.clip(starts[first : last + 1], begin, end) - begin).astype(np.int32)
-            yield slice(begin, end), (records[first:last], cut, tokens[begin:end], factors[begin:end])
+            precisions = None if lying.precisions is None else lying.precisions[first:last]
+            yield slice(begin, end), (records[first:last], cut, tokens[begin:end], factors[begin:end]), precisions
 
     def _call(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> Call:
         """(record addresses `[n]`, starts `[n + 1]`, tokens, factors) of some experts."""

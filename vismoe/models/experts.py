@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from vismoe.errors import BusyError, ContextError, UnsupportedModelError
+from vismoe.errors import BusyError, ClosedError, ContextError, UnsupportedModelError
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.memory.plan import Plan
+from vismoe.models.chooser import Chooser, Rows
 from vismoe.models.components import is_vision
 from vismoe.models.compute import Arithmetic
 from vismoe.models.families import expert_modules, stack_of
@@ -27,9 +28,10 @@ from vismoe.models.foresight import Foresight
 from vismoe.models.prune import VisualPruner
 from vismoe.models.token_kinds import token_kinds
 from vismoe.paging.pager import Pager
+from vismoe.precision.hotness import Hotness
 from vismoe.simulate.steps import Evidence, TokenKind
 from vismoe.store.expert_store import ExpertStore
-from vismoe.types import Phase
+from vismoe.types import Format, Phase
 
 IMPLEMENTATION = "vismoe"
 SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
@@ -84,29 +86,90 @@ class _NoBackward(torch.autograd.Function):
         raise UnsupportedModelError("paged experts cannot be trained. Fix: load the model without VisMoE, or use torch.no_grad()")
 
 
+@dataclass(frozen=True)
+class Serving:
+    """What experts are served by, for as long as one plan holds."""
+
+    pager: Pager
+    arithmetic: Arithmetic
+    plan: Plan
+    store: ExpertStore  # of the more precise format, where there are two
+    formats: tuple[Format, ...]  # that slabs hold
+    chooser: Chooser | None = None  # who chooses between them; None: there is nothing to choose
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The formats, by precision."""
+        return tuple(str(format) for format in self.formats)
+
+    def close(self) -> None:
+        """Stop copies, and give the model back as it was."""
+        self.pager.close()
+        if self.chooser is not None:
+            self.chooser.close()
+
+
 class ExpertRuntime:
     """Computes a model's routed experts out of the pager's slabs. Bound to one model; one forward pass at a time."""
 
-    def __init__(
-        self,
-        pager: Pager,
-        arithmetic: Arithmetic,
-        plan: Plan,
-        device: torch.device,
-        foresight: Foresight,
-        store: ExpertStore,
-        backends: dict[str, str],
-    ):
-        self.pager, self.arithmetic, self.plan = pager, arithmetic, plan
-        self.device, self.foresight = device, foresight
-        self.store, self.backends = store, backends
+    def __init__(self, serving: Serving, device: torch.device, foresight: Foresight, backends: dict[str, str]):
+        self.now_serving: Serving | None = serving  # None while its plan changes
+        self.device, self.foresight, self.backends = device, foresight, backends
         self.recorder: RoutingRecorder | None = None
         self.pruner: VisualPruner | None = None  # drops visual tokens in prefill, where the family allows it
         self.visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the router chose
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
+        self._skipped = 0  # choices of the running layer that its policy left out
         self.reading_prompt = False  # whatever comes is a prompt, or what an earlier one has left of it
         self.step = Step()
         self._kinds: np.ndarray | None = None
+
+    @property
+    def serving(self) -> Serving:
+        if self.now_serving is None:
+            raise ClosedError("nothing serves this model's experts since a change of its plan failed; load the model again")
+        return self.now_serving
+
+    @property
+    def pager(self) -> Pager:
+        return self.serving.pager
+
+    @property
+    def plan(self) -> Plan:
+        return self.serving.plan
+
+    @property
+    def store(self) -> ExpertStore:
+        return self.serving.store
+
+    @property
+    def chooser(self) -> Chooser | None:
+        return self.serving.chooser
+
+    @property
+    def hotness(self) -> Hotness | None:
+        """What was learned about hot experts, where they are looked for."""
+        return self.chooser.precision.hotness if self.chooser is not None else None
+
+    def close(self) -> None:
+        """Stop copies; requests fail from now on."""
+        if self.now_serving is not None:
+            self.now_serving.close()
+
+    def stop_serving(self) -> None:
+        """Close what serves and let go of it, until `serve` is called."""
+        self.serving.close()
+        self.now_serving = None
+        self.foresight.serve(None, None)
+
+    def serve(self, serving: Serving) -> None:
+        """Go on with another plan, between two requests. What served before is closed, or to be closed, by who made it."""
+        self.now_serving = serving
+        self.step = Step()
+        serving.pager.metrics.name_formats(serving.names)
+        chooser = serving.chooser
+        by_importance = chooser is not None and chooser.precision.policy.importance
+        self.foresight.serve(serving.pager, chooser.ahead if chooser is not None and by_importance else None)
 
     @property
     def lookahead(self) -> Lookahead | None:
@@ -141,6 +204,8 @@ class ExpertRuntime:
         kinds = None if step.kinds is None else np.where(pads, TokenKind.PAD, step.kinds[kept]).astype(np.uint8)
         padded = bool(pads.any())
         self.step = dataclasses.replace(step, tokens=len(kept), kinds=kinds, padded=padded, kept=kept, fewer=step.fewer or padded)
+        if self.chooser is not None:
+            self.chooser.narrow(kept)
 
     def _begin_step(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("inputs_embeds")
@@ -159,8 +224,11 @@ class ExpertRuntime:
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = not self.reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
         phase = Phase.DECODE if decoding else Phase.PREFILL
-        self.pager.begin_step(phase, new_sequence=past == 0)
         padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
+        if self.chooser is not None:
+            real = kinds != TokenKind.PAD if kinds is not None and padded else None
+            self.chooser.begin_step(self.pager, decoding, batch * new, real)
+        self.pager.begin_step(phase, new_sequence=past == 0)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         self.step = Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, fewer=fewer)
         dropping = self.pruner is not None and self.pruner.dropping
@@ -191,13 +259,13 @@ class ExpertRuntime:
                 "two threads run this model at the same time; its experts serve one forward pass at a time. "
                 "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
             )
-        began_s = time.perf_counter()
+        began_s, self._skipped = time.perf_counter(), 0
         graph = torch.is_grad_enabled() and (hidden.requires_grad or factors.requires_grad)
         try:
             with torch.no_grad() if graph else contextlib.nullcontext():
                 result = self._compute(layer, module, hidden, index, factors)
         finally:
-            self.pager.layer_ended(self.step.phase, layer, began_s, hidden.shape[0])
+            self.pager.layer_ended(self.step.phase, layer, began_s, hidden.shape[0], index.numel(), self._skipped)
         return _NoBackward.apply(hidden, factors, result) if graph else result
 
     def _compute(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -206,15 +274,40 @@ class ExpertRuntime:
         decoding = self.step.phase is Phase.DECODE
         if self.step.fewer:
             routing, factors = self._fewer(layer, routing, factors, module.num_experts)
-        work = self.arithmetic.begin(layer, module, routing, hidden, factors)
+        routed, factors_of_routed, high = routing, factors, None
+        first: tuple[int, ...] = ()
+        if self.chooser is not None:
+            routing, factors, high, first = self._chosen(self.chooser, layer, module.num_experts, routing, factors)
+        work = self.serving.arithmetic.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
-        tokens = work.tokens if self.pager.ways is not None else None
-        with self.pager.demand(layer, work.experts, keep, self._real_tokens_experts(routing), tokens) as demand:
+        tokens = work.tokens if self.pager.ways is not None or high is not None else None
+        with self.pager.demand(layer, work.experts, keep, self._real_tokens_experts(routing), tokens, high, first) as demand:
             if self.step.phase is not Phase.ENCODE:
-                scores, evidence = self._look_ahead(layer, routing, hidden)
+                scores, evidence = self._look_ahead(layer, routed, hidden)
                 if self.recorder is not None:
-                    self._record(layer, routing, factors, scores, evidence)
+                    self._record(layer, routed, factors_of_routed, scores, evidence)
             return work.run(demand, in_order=not decoding)
+
+    def _chosen(
+        self, chooser: Chooser, layer: int, experts: int, routing: np.ndarray, factors: torch.Tensor
+    ) -> tuple[np.ndarray, torch.Tensor, np.ndarray | None, tuple[int, ...]]:
+        """Routing and weights without what the policy skips, who is wanted in the more precise format, bool `[E]` (None: there is
+        one format), and who of them first."""
+        step, weights = self.step, factors.float().cpu().numpy()
+        known = len(routing) == step.tokens  # some families' experts see a part of the tokens only
+        real = step.kinds != TokenKind.PAD if known and step.padded and step.kinds is not None else None
+        rows = Rows(step.phase is Phase.DECODE, step.batch if known else 1, real)
+        choice = chooser.at_layer(layer, rows, routing, weights)
+        if choice.routing is not routing:
+            self._skipped = int(np.count_nonzero(choice.routing != routing))
+            factors = torch.from_numpy(choice.weights).to(factors)
+        if len(self.serving.formats) == 1:
+            return choice.routing, factors, None, ()
+        high = np.ones(experts, bool) if choice.high is None else choice.high
+        if choice.upgrades:
+            high = high.copy()
+            high[list(choice.upgrades)] = True
+        return choice.routing, factors, high, choice.upgrades
 
     def _fewer(self, layer: int, routing: np.ndarray, factors: torch.Tensor, none: int) -> tuple[np.ndarray, torch.Tensor]:
         """Routing and weights with `none`, an id that no expert has, where a token shall not get the expert.

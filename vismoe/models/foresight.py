@@ -5,6 +5,7 @@ memory. A trace for training records the same evidence, whichever lookahead serv
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from vismoe.lookahead.lookahead import Lookahead, Seen
 from vismoe.lookahead.summary import VisualSummary
 from vismoe.paging.pager import Pager
 from vismoe.simulate.steps import Evidence, TokenKind
-from vismoe.types import ExpertInventory
+from vismoe.types import ExpertInventory, Phase
 
 __all__ = ["Foresight", "choose_lookahead"]
+
+Critical = Callable[[int, np.ndarray, bool], np.ndarray]
 
 
 def choose_lookahead(
@@ -66,14 +69,27 @@ class Foresight:
         inline: bool,
         cores_shared: bool = False,
     ):
-        self._pager, self.lookahead = pager, lookahead
+        self._told: Pager | None = pager
+        self.lookahead = lookahead
         self._summary = VisualSummary()
         layers = pager.inventory.layers
         sizes = Sizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, pager.window)
         self._gate, self._recording = gate, Witness(gate, sizes)
-        charge = pager.asked if cores_shared else lambda core_s: None
+        self._critical: Critical | None = None
+        charge = (lambda core_s: self._pager.asked(core_s)) if cores_shared else lambda core_s: None
         self._ahead = Ahead(lookahead, self._tell, inline, charge) if lookahead is not None else None
         self._remembers = lookahead is not None and lookahead.remembers
+
+    def serve(self, pager: Pager | None, critical: Critical | None) -> None:
+        """From now on tell this pager (None: nobody, until there is one again). `critical`: (layer, scores `[W, E]`, decoding) ->
+        bool `[W, E]`, which of the experts that are expected deserve the more precise format; only these are fetched. None: all.
+        """
+        self._told, self._critical = pager, critical
+
+    @property
+    def _pager(self) -> Pager:
+        assert self._told is not None, "nothing serves"
+        return self._told
 
     def begin_step(
         self, embeddings: torch.Tensor | None, kinds: np.ndarray | None, new_sequence: bool, dropping: bool, recorder: Any
@@ -141,7 +157,9 @@ class Foresight:
         """What was found out about the layers after `layer`; too late when another layer was demanded since."""
         with self._pager.lock:
             if self._pager.tick == tick:
-                self._pager.look_ahead(layer, scores)
+                decoding = self._pager.phase is Phase.DECODE
+                high = None if self._critical is None else self._critical(layer, scores, decoding)
+                self._pager.look_ahead(layer, scores, high)
 
     @property
     def memory(self) -> tuple[Any, VisualSummary]:

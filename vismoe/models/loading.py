@@ -11,7 +11,6 @@ import weakref
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -20,26 +19,20 @@ from vismoe.config import Settings
 from vismoe.errors import ConfigError, VisMoEError
 from vismoe.lookahead.calibration import Calibration
 from vismoe.memory.hardware import probe, torch_device
-from vismoe.memory.host import HostTier
 from vismoe.memory.kernel_cache import bound_kernel_caches
-from vismoe.memory.plan import Plan
-from vismoe.memory.pool import SlabPool
 from vismoe.models.adapters import adapt
 from vismoe.models.attention import group_queries
-from vismoe.models.compute import Arithmetic, FastExperts, TorchExperts
 from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
 from vismoe.models.families import refuse_unsupported, unmark_quantized
 from vismoe.models.footprint import footprint, with_calibration
 from vismoe.models.foresight import Foresight, choose_lookahead
 from vismoe.models.linears import MOST_ROWS, serve_linears
-from vismoe.models.opening import Experts, open_experts, with_experts
-from vismoe.models.reading import settle_reading, start_reading
+from vismoe.models.opening import open_experts
+from vismoe.models.origin import Opened, Origin, with_experts_of
+from vismoe.models.serving import serve
 from vismoe.models.stripping import own_memory, strip_experts
 from vismoe.models.visual import attach_pruner, fewer_experts
-from vismoe.paging.pager import Pager
-from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
-from vismoe.store.expert_store import StoreOnDisk
 from vismoe.threads import waiting
 
 __all__ = ["VisMoEConfig", "runtime_of"]
@@ -86,47 +79,30 @@ class VisMoEQuantizer(HfQuantizer):
         refuse_unsupported(model)
         device = _one_device(device_map)
         with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
-            source, store, experts = open_experts(model, checkpoint_files, settings, device)
+            source, stores, experts = open_experts(model, checkpoint_files, settings, device)
+        weakref.finalize(model, source.close)  # also when loading fails later
         try:
-            calibration = Calibration.find(source.paths[0].parent, settings)
+            self._calibration = Calibration.find(source.paths[0].parent, settings)
             with torch.device("cpu"):
-                needs = footprint(
-                    model,
-                    store.inventory,
-                    settings,
-                    scratch_bytes=store.scratch_bytes,
-                    workspace_bytes=experts.workspace_bytes,
-                    host_workspace_bytes=experts.host_workspace_bytes,
-                )
-                needs = with_calibration(needs, calibration, settings, device)
+                needs = with_experts_of(footprint(model, experts.inventory, settings), stores, experts)
+                needs = with_calibration(needs, self._calibration, settings, device)
             table = table_of(model, source.headers)
-            reading = settle_reading(
-                needs,
-                settings,
-                probe(device),
-                bounce_bytes=store.bounce_bytes,
-                table_bytes=table_bytes(model) if table else 0,
-                files=store.paths,
-                stored_bytes=store.stored_bytes,
-            )
-            self.plan = with_experts(start_reading(store, reading, settings), experts)
-            if table and reading.embeddings_on_disk:
+            origin = Origin(source, needs, probe(device), device, table_bytes(model) if table else 0)
+            self._opened, on_disk = origin.arrange(stores, experts, settings)
+            self._origin = dataclasses.replace(origin, embeddings_on_disk=on_disk)
+            if table and on_disk:
                 weakref.finalize(model, leave_on_disk(model, table).close)
         except BaseException:
-            store.close()
+            stores.close()
             raise
-        finally:
-            if source is not store:
-                source.close()
-        weakref.finalize(model, store.close)  # also when loading fails later
-        self._store, self._experts, self._settings, self._calibration = store, experts, settings, calibration
+        weakref.finalize(model, stores.close)
         strip_experts(model)
         model.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
         own_memory(model)
-        attach(model, self._store, self._experts, self.plan, self._settings, self._calibration)
+        attach(model, self._origin, self._opened, self._calibration)
         return model
 
     def is_serializable(self) -> bool:
@@ -145,76 +121,36 @@ def runtime_of(model: Any) -> ExpertRuntime:
     return runtime
 
 
-def attach(
-    model: Any, store: StoreOnDisk, experts: Experts, memory: Plan, settings: Settings, calibration: Calibration | None
-) -> ExpertRuntime:
-    """Build the tiers, the pager, the arithmetic and the lookahead for a loaded model, and bind them to its experts modules."""
-    device = next(model.parameters()).device
-    inventory = store.inventory
-    pinned = [0] * len(inventory.layouts)
-    for layer in inventory.layers[: memory.pinned_layers]:
-        pinned[layer.geometry] += layer.num_experts
-    emulated = settings.emulated_link_bytes_per_s
-    pools = tuple(
-        SlabPool(layout, dynamic + fixed, device, aliased=emulated is not None)
-        for layout, dynamic, fixed in zip(inventory.layouts, memory.slabs, pinned, strict=True)
-    )
-    mover: Mover
-    if emulated is not None:
-        mover = EmulatedLinkMover(HostTier(store, memory.host_slabs, page_locked=False), emulated)
-    elif device.type == "cuda":
-        mover = DeviceMover(HostTier(store, memory.host_slabs, page_locked=True), device)
-    else:
-        mover = DiskMover(store)
-    backends = {"kernels": experts.arithmetic, "mover": type(mover).__name__, "reads": "; ".join(memory.reading)}
-    ways = experts.ways
-    if ways is not None and ways.deterministic and sum(memory.host_slabs) < memory.total_experts:
-        ways = None  # what lies in host memory depends on when it was read
-    backends["misses"] = f"{settings.misses}: {ways.rates[0]}" if ways is not None else "wait"
-    arithmetic = _arithmetic(experts, device)
-    if experts.kernels is not None:
+def attach(model: Any, origin: Origin, opened: Opened, calibration: Calibration | None) -> ExpertRuntime:
+    """Build what serves a loaded model's experts, and the lookahead, and bind them to its experts modules."""
+    device, settings, inventory = origin.device, opened.settings, opened.experts.inventory
+    backends: dict[str, str] = {}
+    if opened.experts.kernels is not None:
         backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
         why_not = group_queries(model)
         backends["attention"] = f"transformers' own ({why_not})" if why_not else "torch, the queries of a group as rows"
     try:
         lookahead, gate, backends["lookahead"] = choose_lookahead(model, inventory, settings, calibration)
     except VisMoEError:
-        store.close()
+        opened.stores.close()
         raise
     if device.type == "cpu":
         backends["workers"] = waiting().why
         if not waiting().settled:
             logger.warning("torch's worker threads will fight the copying ones for the cores: %s", waiting().why)
-    logger.info("backends: %s", backends)
-    pager = Pager(
-        inventory,
-        pools,
-        mover,
-        order=settings.eviction,
-        window=settings.window,
-        pinned_layers=memory.pinned_layers,
-        threads=1 if settings.deterministic else memory.io_threads,  # one reads in the order of the demands
-        ways=ways,
-    )
-    foresight = Foresight(pager, lookahead, gate, inline=settings.deterministic, cores_shared=device.type == "cpu")
-    runtime = ExpertRuntime(pager, arithmetic, memory, device, foresight, store, backends)
+    serving, about = serve(model, opened, device)
+    backends |= about
+    foresight = Foresight(serving.pager, lookahead, gate, inline=settings.deterministic, cores_shared=device.type == "cpu")
+    runtime = ExpertRuntime(serving, device, foresight, backends)
+    runtime.serve(serving)
     runtime.pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     runtime.visual_top_k = fewer_experts(settings, inventory)
     runtime.bind(model)
-    model._vismoe_runtime = runtime
-    weakref.finalize(model, pager.close)  # runs before the store's, which was made earlier
+    logger.info("backends: %s", backends)
+    model._vismoe_runtime, model._vismoe_origin, model._vismoe_opened = runtime, origin, opened
+    weakref.finalize(model, runtime.close)  # runs before the stores', which was made earlier
     weakref.finalize(model, foresight.close)
-    for _ in tqdm(pager.pin_prefix(), "Pinning experts", sum(pinned), unit="expert", delay=1, disable=None):
-        pass
     return runtime
-
-
-def _arithmetic(experts: Experts, device: torch.device) -> Arithmetic:
-    """Who computes the experts of a layer."""
-    if experts.kernels is not None:
-        return FastExperts(experts.inventory, experts.kernels)
-    on_host = FastExperts(experts.inventory, experts.host_kernels) if experts.host_kernels is not None else None
-    return TorchExperts(experts.inventory, experts.codecs, device, on_host)
 
 
 def _one_device(device_map: Any) -> torch.device:

@@ -3,6 +3,7 @@
 Only config.json and, where the checkpoint is on this machine, the headers of its safetensors files are read.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,14 @@ def preview(
     hardware = probe(device)
     if files:
         calibration = Calibration.find(files[0].parent, settings)
-        source, store, experts = open_experts(described, files, settings, torch.device(hardware.device))
-        scratch_bytes, bounce, files, stored_bytes = store.scratch_bytes, store.bounce_bytes, store.paths, store.stored_bytes
+        source, stores, experts = open_experts(described, files, settings, torch.device(hardware.device))
+        scratch_bytes, bounce, files, stored_bytes = stores.scratch_bytes, stores.bounce_bytes, stores.paths, stores.stored_bytes
         table = table_bytes(described) if table_of(described, source.headers) else 0
-        store.close()
+        stores.close()
         source.close()
     else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
         experts = arrange_experts(described, inventory_of(described, described.dtype), settings, torch.device(hardware.device))
-        layouts, stored_bytes = experts.inventory.layouts, experts.inventory.slab_bytes
+        layouts, stored_bytes = (*experts.inventory.layouts, *experts.inventory.low_layouts), experts.inventory.slab_bytes
         scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
         bounce, table = bounce_bytes(max(layout.record_bytes for layout in layouts)), table_bytes(described)
     needs = footprint(
@@ -64,6 +65,7 @@ def preview(
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
     )
+    needs = dataclasses.replace(needs, transposed=experts.transposed)
     if files:
         needs = with_calibration(needs, calibration, settings, torch.device(hardware.device))
     reading = settle_reading(

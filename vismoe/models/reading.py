@@ -12,6 +12,7 @@ from vismoe.machine.profile import load_profile
 from vismoe.memory.needs import Footprint, Hardware
 from vismoe.memory.plan import Plan, plan
 from vismoe.store.expert_store import StoreOnDisk
+from vismoe.store.several import Stores
 
 __all__ = ["Reading", "settle_reading", "start_reading"]
 
@@ -56,7 +57,7 @@ def settle_reading(
     return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk)
 
 
-def start_reading(store: StoreOnDisk, reading: Reading, settings: Settings) -> Plan:
+def start_reading(store: StoreOnDisk | Stores, reading: Reading, settings: Settings) -> Plan:
     """Tell the store how to read; returns the plan, corrected where the filesystem cannot. Raises ConfigError."""
     memory = reading.plan
     refused = store.read_past_cache() if reading.past_cache else None
@@ -85,7 +86,7 @@ def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table
         held = plan(needs, settings, hardware)
     except BudgetError:
         return lean, True
-    if lean.resident_experts > held.resident_experts:
+    if (lean.resident_experts, sum(lean.slabs)) > (held.resident_experts, sum(held.slabs)):  # of all, or in more precision
         return lean, True
     return dataclasses.replace(held, minimum_bytes=lean.minimum_bytes), False
 

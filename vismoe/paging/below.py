@@ -12,7 +12,7 @@ import numpy as np
 
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Miss, Way, Ways
-from vismoe.types import ExpertId
+from vismoe.types import HIGH, ExpertId
 
 if TYPE_CHECKING:
     from vismoe.paging.pager import Pager
@@ -34,7 +34,7 @@ class Below:
         here = pager.host.has(ExpertId(layer, expert) for expert in missing)
         asked = [expert for expert, has in zip(missing, here) if has]
         misses = [Miss(tokens.get(expert, 1), expert in on_their_way) for expert in asked]
-        nbytes = self._table.pool.layout.record_bytes
+        nbytes = self._table.pool.record_bytes[HIGH]
         ahead_bytes = pager.queued_bytes() + nbytes * (len(missing) - len(asked))
         chosen = ways.choose(self._geometry, nbytes, misses, ahead_bytes)
         self.experts = {expert for expert, way in zip(asked, chosen) if way is Way.CPU}
@@ -64,5 +64,5 @@ class Below:
         self.experts.difference_update(computed)
         count = len(computed) if counted is None else sum(expert in counted for expert in computed)
         pager.metrics.add("computed_on_host", pager.phase, self._layer, count)
-        pager.metrics.add("bytes_computed_on_host", pager.phase, self._layer, len(computed) * table.pool.layout.record_bytes)
+        pager.metrics.add("bytes_computed_on_host", pager.phase, self._layer, len(computed) * table.pool.record_bytes[HIGH])
         pager.transfer.wake()  # some of it may be worth a slab

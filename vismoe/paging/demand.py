@@ -7,6 +7,8 @@ With everything resident a layer is one group. Demands larger than the pool are 
 taken again as soon as its expert was computed. Two slabs suffice.
 Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier: as a group of
 their own, after what lies on the device, so that work launched there runs beside. They take no slab.
+Where slabs hold two formats, what is there in more precision than demanded serves; what is there in less is waited for, borrowed
+or taken as it is (upgrades.py).
 """
 
 import time
@@ -20,9 +22,10 @@ from vismoe.errors import ClosedError, TransferError
 from vismoe.paging.below import Below
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
-from vismoe.paging.page_table import RESIDENT, Room
+from vismoe.paging.page_table import READY, RESIDENT, Room
 from vismoe.paging.transfer import Ticket
-from vismoe.types import ExpertId
+from vismoe.precision.rules import Serve
+from vismoe.types import HIGH, LOW, ExpertId
 
 if TYPE_CHECKING:
     from vismoe.paging.pager import Pager
@@ -41,9 +44,11 @@ class Demand:
         keep: Collection[int] | None,
         counted: Collection[int] | None,
         tokens: Sequence[int] | None,
+        high: np.ndarray | None,
         ways: Ways | None,
+        first: Sequence[int] = (),
     ):
-        self._pager, self._layer, self._keep = pager, layer, keep
+        self._pager, self._layer, self._keep, self._high = pager, layer, keep, high
         self._table = pager.table_of[layer]
         self._base = self._table.base[layer]
         self._todo = list(experts)  # not computed yet, ascending
@@ -52,6 +57,10 @@ class Demand:
         self._below = Below(pager, layer)
         self._all_slabs: np.ndarray | None = None  # of the demand, where all of it is resident
         self._counted, self._tokens, self._ways = counted, tokens, ways
+        self._tokens_of = dict(zip(self._todo, tokens)) if tokens is not None else {}
+        self._rank = {expert: rank for rank, expert in enumerate(first)}  # among those that want more precision
+        self._upgrading: set[int] = set()  # there in less precision than demanded, and waited for
+        self._borrowed: set[int] = set()  # to be computed from a copy of more precision than their resident one
         self._compute_s = self._stall_s = self._began_s = 0.0
         self._copies = 0  # that it asked for
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
@@ -65,6 +74,8 @@ class Demand:
                 self._guess, self._began_s = pager.guess_on_the_way(), time.perf_counter()
             slabs = self._slabs(self._todo)
             present = slabs >= 0
+            if table.pool.precision is not None:
+                present &= ~self._lacking(slabs, table.pool.precision)
             if not present.all():
                 self._absent = [expert for expert, here in zip(self._todo, present.tolist()) if not here]
             here = slabs[present] if self._absent else slabs
@@ -73,12 +84,12 @@ class Demand:
                 stays = np.array([e in self._keep for e, p in zip(self._todo, present.tolist()) if p], dtype=bool)
             guesses = table.enter_demand(here, stays)
             if guesses:
-                pager.ledger.used(guesses, guesses * table.pool.layout.record_bytes)
-            late = [] if not pager.tickets else [e for e in self._todo if ExpertId(self._layer, e) in pager.tickets]
+                pager.ledger.used(guesses, guesses * table.pool.record_bytes[HIGH])
+            late = [] if not pager.tickets else self._late()
             for expert in late:
                 self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
             self._count(late)
-            if not self._absent and not late:
+            if not (self._absent or late or self._borrowed):
                 self._all_slabs = slabs
             elif self._ways is not None:
                 self._choose_below(self._ways)
@@ -97,14 +108,64 @@ class Demand:
             if kind is not None and not issubclass(kind, Exception):
                 pager.repair()
             elif self._todo:  # the loop over the experts was left early
-                slabs = self._slabs(self._todo)
-                self._leave(slabs[slabs >= 0])
-                if pager.host is not None:
-                    pager.host.let_go()
+                self._leave_early()
             else:
                 self._settle_stall()
             pager.metrics.add("compute_seconds", pager.phase, self._layer, self._compute_s)
             pager.close_demand()
+
+    def _lacking(self, slabs: np.ndarray, precision: np.ndarray) -> np.ndarray:
+        """Who is demanded in more precision than is there, and waited for: bool `[n]`. Borrowed copies are begun; in `slabs`, who
+        has such a copy on its way is where it will be."""
+        table, pager, lacking = self._table, self._pager, np.zeros(len(slabs), dtype=bool)
+        short = (slabs >= 0) & (precision[slabs] == LOW)
+        if self._high is not None:
+            short &= self._high[self._todo]
+        if not short.any():
+            return lacking
+        chosen = self._upgrades(slabs, short)
+        for i in np.flatnonzero(short).tolist():
+            expert, resident = self._todo[i], table.state[slabs[i]] == RESIDENT
+            if chosen[expert] is Serve.WAIT:
+                self._upgrading.add(expert)
+                slabs[i] = table.coming(self._base + expert)
+                lacking[i] = resident and table.incoming[self._base + expert] < 0
+            elif not (chosen[expert] is Serve.BORROW and resident and self._borrow(expert)):
+                pager.metrics.add("served_lower", pager.phase, self._layer)
+        return lacking
+
+    def _upgrades(self, slabs: np.ndarray, short: np.ndarray) -> dict[int, Serve]:
+        """What is done about those that are `short` of precision, bool `[n]`."""
+        table, pager = self._table, self._pager
+        geometry = pager.inventory.layers[self._layer].geometry
+        assert pager.upgrades is not None, "slabs of two formats have a policy"
+        rates, others_s = pager.upgrades.rates[geometry], 0.0
+        for expert, slab, is_short in zip(self._todo, slabs.tolist(), short.tolist()):
+            if slab >= 0 and not is_short:
+                others_s += rates.cpu_s(table.pool.bytes_of(slab), self._tokens_of.get(expert, 1))
+        wanting = [self._todo[i] for i in np.flatnonzero(short).tolist()]
+        wanting.sort(key=lambda expert: (self._rank.get(expert, len(self._rank)), -self._tokens_of.get(expert, 1)))
+        borrowable = 0 if table.may_evict else table.pool.free_of(HIGH)
+        return pager.upgrades.choose(geometry, wanting, table.pool.record_bytes[HIGH], others_s, pager.queued_bytes(), borrowable)
+
+    def _borrow(self, expert: int) -> bool:
+        """Begin to bring a copy of more precision that is given back afterwards; whether there is room for it."""
+        identity = ExpertId(self._layer, expert)
+        slab = self._table.pool.take(HIGH) if self._table.incoming[self._base + expert] < 0 else None
+        if slab is None:
+            return False
+        self._borrowed.add(expert)
+        self._copies += 1
+        self._tickets[expert] = self._pager.start_load(identity, Room(slab, False, None), borrowed=True)
+        return True
+
+    def _late(self) -> list[int]:
+        """Who is on its way, and is not there in a copy that serves."""
+        tickets, table = self._pager.tickets, self._table
+        late = [expert for expert in self._todo if ExpertId(self._layer, expert) in tickets and expert not in self._borrowed]
+        if table.pool.precision is None:
+            return late
+        return [e for e in late if e in self._upgrading or table.state[table.slab_of[self._base + e]] != RESIDENT]
 
     def _settle_stall(self) -> None:
         """What waiting says about the cost of a miss, and about the guess it waited behind."""
@@ -151,7 +212,12 @@ class Demand:
         """int32 `[n]`: where each expert is or will be, -1 for nowhere."""
         if self._all_slabs is not None:  # then nobody asks for a part of them
             return self._all_slabs
-        return self._table.slab_of[np.add(experts, self._base)] if experts else np.empty(0, dtype=np.int32)
+        if not experts:
+            return np.empty(0, dtype=np.int32)
+        slabs = self._table.slab_of[np.add(experts, self._base)]
+        if self._borrowed:
+            slabs = np.where([e in self._borrowed for e in experts], self._table.incoming[np.add(experts, self._base)], slabs)
+        return slabs
 
     def _count(self, late: list[int]) -> None:
         pager, counted = self._pager, self._counted
@@ -171,6 +237,9 @@ class Demand:
         experts, slabs = self._todo, self._slabs(self._todo)
         if self._all_slabs is None:
             resident = (slabs >= 0) & (self._table.state[slabs] == RESIDENT)
+            if self._upgrading or self._borrowed:
+                ready = self._table.state[slabs] == READY
+                resident = (resident | ready) & [e not in self._tickets and e not in self._absent for e in experts]
             if in_order and not resident.all():
                 resident[resident.argmin() :] = False
             experts, slabs = [e for e, here in zip(experts, resident.tolist()) if here], slabs[resident]
@@ -178,9 +247,32 @@ class Demand:
                 experts, slabs = experts[:1], slabs[:1]
         return Group(experts, self._table.pool, slabs)
 
+    def _leave_early(self) -> None:
+        """Who was not computed is left. What comes for them becomes resident, and what they borrowed is given back."""
+        table, flat = self._table, np.add(self._todo, self._base)
+        slabs = np.concatenate([table.slab_of[flat], table.incoming[flat]])
+        self._leave(slabs[slabs >= 0])
+        for expert in self._borrowed.intersection(self._todo):
+            if table.is_ready(self._base + expert):
+                table.give_back_borrowed(self._base + expert)
+        if self._borrowed:
+            self._pager.transfer.wake()
+        for host in self._pager.hosts:
+            host.let_go()
+
     def _leave(self, slabs: np.ndarray) -> None:
         self._pager.transfer.released(self._pager.inventory.layers[self._layer].geometry, slabs)
-        self._table.leave_demand(slabs)
+        if self._table.leave_demand(slabs):
+            self._pager.transfer.wake()  # somebody may move there
+
+    def _give_back(self, computed: list[int]) -> None:
+        """Borrowed copies have served; the resident ones, which were kept meanwhile, are left too."""
+        table = self._table
+        for expert in self._borrowed.intersection(computed):
+            table.give_back_borrowed(self._base + expert)
+            self._borrowed.discard(expert)
+            table.leave_demand(table.slab_of[[self._base + expert]])
+        self._pager.transfer.wake()  # somebody may move into the slabs
 
     def _take_back(self, computed: list[int], on_host: bool) -> None:
         """These experts were computed; their slabs protect themselves by what they are worth from now on."""
@@ -189,8 +281,12 @@ class Demand:
             self._below.take_back(computed, self._counted)
             self._leave(slabs[slabs >= 0])
         else:
-            self._leave(slabs)
+            if self._table.pool.precision is not None:
+                self._count_formats(computed, self._table.pool.precision[slabs])
             self._table.used(slabs, self._pager.tick)
+            self._leave(slabs)
+            if self._borrowed:
+                self._give_back(computed)
         if len(computed) == len(self._todo):
             self._todo = []
         else:
@@ -198,6 +294,13 @@ class Demand:
             self._todo = [expert for expert in self._todo if expert not in done]
         if self._absent:
             self._issue()
+
+    def _count_formats(self, computed: list[int], precisions: np.ndarray) -> None:
+        pager = self._pager
+        tokens = np.array([self._tokens_of.get(expert, 1) for expert in computed])
+        low = int(tokens[precisions == LOW].sum())
+        pager.metrics.add("computed_high", pager.phase, self._layer, int(tokens.sum()) - low)
+        pager.metrics.add("computed_low", pager.phase, self._layer, low)
 
     # -- misses that are computed below the device; under the lock
     def _choose_below(self, ways: Ways) -> None:
@@ -218,38 +321,63 @@ class Demand:
         return group
 
     # -- copies; under the lock
+    def _precision(self, expert: int) -> int:
+        """In which format an absent expert is brought in."""
+        low = self._high is not None and not self._high[expert]
+        return LOW if low and self._table.pool.formats > 1 and self._table.pool.capacity_of(LOW) else HIGH
+
     def _issue(self, must: bool = False) -> None:
-        """Start copies for absent experts, in id order, as far as slabs can be taken.
+        """Start copies for absent experts, in id order, as far as slabs of their format can be taken.
 
         With `must`, when nothing of the pool can be taken and nothing is on its way, give up the demanded resident that is
         computed last: it is read twice, which only the smallest pools ever see.
         """
-        pager = self._pager
-        while self._absent:
-            expert = self._absent[0]
+        pager, full = self._pager, set[int]()
+        for expert in tuple(self._absent):
+            precision = self._precision(expert)
+            if precision in full:
+                continue
             streaming = self._keep is not None and expert not in self._keep
-            room = pager.make_room(self._layer, streaming)
+            room = pager.make_room(self._layer, streaming, precision=precision)
             if room is None and must and not pager.tickets:
-                room = pager.make_room(self._layer, streaming, must=True) or self._give_up_last(streaming)
-            if room is None:
-                return
+                room = pager.make_room(self._layer, streaming, True, precision) or self._give_up_last(streaming, precision)
             must = False
+            if room is None:
+                full.add(precision)
+                if len(full) == self._table.pool.formats:
+                    return
+                continue
             self._copies += 1
-            self._absent.pop(0)
+            self._absent.remove(expert)
             self._tickets[expert] = pager.start_load(ExpertId(self._layer, expert), room)
 
-    def _give_up_last(self, streaming: bool) -> Room | None:
+    def _give_up_last(self, streaming: bool, precision: int) -> Room | None:
         table = self._table
         for expert in reversed(self._todo[1:]):
             slab = table.slab_of[self._base + expert]
-            if slab >= 0 and table.demanded[slab] and not table.pinned[slab]:
+            if slab >= 0 and table.demanded[slab] and not table.pinned[slab] and table.pool.precision_of(slab) == precision:
                 table.demanded[slab] = False
-                room = self._pager.make_room(self._layer, streaming, must=True)
+                room = self._pager.make_room(self._layer, streaming, True, precision)
                 assert room is not None, "a resident that was given up makes room"
                 if expert not in self._below.experts:
                     self._absent = sorted([*self._absent, expert])
                 return room
         return None
+
+    def _arrived(self, expert: int, ticket: Ticket) -> None:
+        """There is a copy that can be computed; an upgrade may still be wanted, or have failed: then the old copy serves."""
+        failed = ticket.error is not None and not ticket.speculative
+        if failed:
+            self._borrowed.discard(expert)
+            self._pager.metrics.add("served_lower", self._pager.phase, self._layer)
+        if expert not in self._upgrading:
+            return
+        done = failed or self._table.there_in(self._base + expert, HIGH)
+        self._table.demanded[self._table.slab_of[self._base + expert]] = done
+        if done:
+            self._upgrading.discard(expert)
+        else:  # what was on its way was the other format, or a guess that failed
+            self._absent = sorted([*self._absent, expert])
 
     def _wait(self, tickets: list[Ticket]) -> None:
         """Until one of `tickets`, or if there are none any copy at all, has ended; a failed one raises TransferError."""
@@ -273,7 +401,10 @@ class Demand:
                     continue
                 del self._tickets[expert]
                 slab = self._table.slab_of[self._base + expert]
-                if ticket.error is None or (slab >= 0 and self._table.state[slab] == RESIDENT):
+                if slab >= 0 and self._table.state[slab] == RESIDENT:
+                    self._arrived(expert, ticket)
+                    continue
+                if ticket.error is None:
                     continue
                 if isinstance(ticket.error, ClosedError):
                     raise ticket.error

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from vismoe.memory.pool import SlabPool
+from vismoe.memory.slabs import Slabs
+from vismoe.types import HIGH
 
 __all__ = ["Group", "Lent"]
 
@@ -17,24 +19,32 @@ class Lent(NamedTuple):
     expert: int
     weights: dict[str, torch.Tensor]  # the record's sections
     on_host: bool  # it lies in the host tier, below the device that the others lie on
+    precision: int = HIGH  # which format of a pair it is in
 
 
 class Group:
-    """Experts of one layer that lie in the same pool, good until the next group is asked for. Iterate for their weights."""
+    """Experts of one layer that lie in the slabs of one geometry, good until the next group is asked for. Iterate for their
+    weights."""
 
     __slots__ = ("_pool", "_slabs", "experts", "on_host")
 
-    def __init__(self, experts: list[int], pool: SlabPool, slabs: np.ndarray, on_host: bool = False):
+    def __init__(self, experts: list[int], pool: SlabPool | Slabs, slabs: np.ndarray, on_host: bool = False):
         self.experts, self._pool, self._slabs, self.on_host = experts, pool, slabs, on_host
 
     def __len__(self) -> int:
         return len(self.experts)
 
     def __iter__(self) -> Iterator[Lent]:
-        for expert, slab in zip(self.experts, self._slabs.tolist()):
-            yield Lent(expert, self._pool.weights(slab), self.on_host)
+        precisions = [HIGH] * len(self.experts) if self.precisions is None else self.precisions.tolist()
+        for expert, slab, precision in zip(self.experts, self._slabs.tolist(), precisions):
+            yield Lent(expert, self._pool.weights(slab), self.on_host, precision)
 
     @property
     def addresses(self) -> np.ndarray:
         """int64 `[n]`: where each expert's record begins."""
         return self._pool.addresses[self._slabs]
+
+    @property
+    def precisions(self) -> np.ndarray | None:
+        """uint8 `[n]`: which format of the pair each expert is in; None where there is one format."""
+        return None if self._pool.precision is None else self._pool.precision[self._slabs]

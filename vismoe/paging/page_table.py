@@ -1,20 +1,24 @@
 """Where every expert of one geometry is: the only truth about residency, as small arrays over experts and slabs.
 
 States of an expert: absent (on disk or in the host tier) -> loading (a slab is taken, a copy is under way) -> resident.
+An expert is resident in one format. A resident one may have a copy in the other format coming (`incoming`): the old copy serves
+until the new one is registered, and is reclaimed then; while it is being computed, the new one is ready and waits for that. A
+borrowed copy is never registered: it serves one demand and is given back.
 All methods are called under the pager's lock and never block.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from vismoe.memory.pool import SlabPool
+from vismoe.memory.slabs import Slabs
 from vismoe.paging.eviction import SlabView, choose_victims
-from vismoe.types import ExpertId, MoELayer
+from vismoe.types import HIGH, LOW, ExpertId, MoELayer
 
-FREE, LOADING, RESIDENT = 0, 1, 2
+FREE, LOADING, RESIDENT, READY = 0, 1, 2, 3  # ready: complete, beside a resident copy in the other format
 ABSENT, ON_DEVICE, PINNED, NO_EXPERT = 0, 1, 2, 255  # what `residency` says of an expert
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
 ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used than who leaves: fewest seconds over many replays
@@ -43,17 +47,20 @@ class PageTable:
     lookahead priority, then `lfu`.
     """
 
-    def __init__(self, layers: tuple[MoELayer, ...], pool: SlabPool, order: str):
-        self.pool, self.order = pool, order
-        self.ring_limit = min(RING_MOST, max(2, pool.capacity // RING_SHARE))
+    def __init__(self, layers: tuple[MoELayer, ...], pool: SlabPool | Sequence[SlabPool] | Slabs, order: str):
+        self.pool, self.order = pool, order = Slabs.of(pool), order
+        self.ring_limits = tuple(min(RING_MOST, max(2, part.capacity // RING_SHARE)) for part in pool.pools)
+        self.may_evict = True  # False: every expert has a slab, in one format or the other
         self.base: dict[int, int] = {}
         experts = 0
         for layer in layers:
             self.base[layer.index] = experts
             experts += layer.num_experts
         self.id_of = [ExpertId(layer.index, e) for layer in layers for e in range(layer.num_experts)]
+        self._experts = {layer.index: layer.num_experts for layer in layers}
         self.layer_of = np.array([i.layer for i in self.id_of], dtype=np.int32)
         self.slab_of = np.full(experts, -1, dtype=np.int32)
+        self.incoming = np.full(experts, -1, dtype=np.int32)  # the slab of a copy that is to replace, or help out, slab_of's
         self.uses = np.zeros(experts)
         self.scores = np.zeros(experts, dtype=np.float32)  # lookahead priority of each expert, this token
         slabs = pool.capacity
@@ -65,11 +72,12 @@ class PageTable:
         self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk
         self.streamed = np.zeros(slabs, dtype=bool)  # in the ring and computed
         self.speculative = np.zeros(slabs, dtype=bool)
+        self.borrowed = np.zeros(slabs, dtype=bool)  # a copy that is not to be registered
         self.left_for = np.full(slabs, -1, dtype=np.int32)  # flat expert that had to leave for the guess in this slab
         self.displaced = np.zeros(experts, dtype=bool)  # left for a guess, which nobody has used
         self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
         self._use_weight = 1.0
-        self._ring_in_use = False
+        self._ring_in_use = self._any_ready = False
 
     # -- reading
     def flat(self, expert: ExpertId) -> int:
@@ -81,14 +89,58 @@ class PageTable:
         there = (slabs >= 0) & (self.state[slabs] == RESIDENT)
         return np.where(there, np.where(self.pinned[slabs], PINNED, ON_DEVICE), ABSENT).astype(np.uint8)
 
-    def evictable(self) -> np.ndarray:
-        """bool `[S]`: resident, and nobody needs it at this moment."""
-        return (self.state == RESIDENT) & ~(self.pinned | self.demanded)
+    def precisions(self, layer: int) -> np.ndarray:
+        """uint8 `[E]` of a layer: 0 absent (or still on its way), otherwise 1 + the precision of the resident copy."""
+        slabs = self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
+        there = (slabs >= 0) & (self.state[slabs] == RESIDENT)
+        precision = 0 if self.pool.precision is None else self.pool.precision[slabs]
+        return np.where(there, 1 + precision, 0).astype(np.uint8)
 
-    def victim(self, running_layer: int, window: int, prefetch_priority: float | None = None) -> int | None:
-        """The slab to take next, by the order of `eviction`, or None."""
-        evictable = self.evictable()
-        if prefetch_priority is not None and self.pool.free + int(evictable.sum()) < 2:
+    def bound_for(self, layer: int) -> np.ndarray:
+        """uint8 `[E]`: like `precisions`, once the copies that are to replace others have done so."""
+        experts = slice(self.base[layer], self.base[layer] + self._experts[layer])
+        new = self.incoming[experts]
+        assert self.pool.precision is not None, "who moves has another format to move to"
+        slabs = np.where((new >= 0) & ~self.borrowed[new], new, self.slab_of[experts])
+        return np.where(slabs >= 0, 1 + self.pool.precision[slabs], 0).astype(np.uint8)
+
+    def coming(self, flat: int) -> int:
+        """The slab that a copy of this expert is being brought to, or lies ready in."""
+        return int(self.incoming[flat] if self.incoming[flat] >= 0 else self.slab_of[flat])
+
+    def is_coming(self, flat: int) -> bool:
+        """Whether a copy of this expert is on its way, or lies ready beside the resident one."""
+        slab = self.coming(flat)
+        return slab >= 0 and self.state[slab] != RESIDENT
+
+    def there_in(self, flat: int, precision: int) -> bool:
+        """Whether the resident copy of this expert is in this format."""
+        slab = int(self.slab_of[flat])
+        return slab >= 0 and self.state[slab] == RESIDENT and self.pool.precision_of(slab) == precision
+
+    def lends(self, flat: int) -> bool:
+        """Whether a borrowed copy of this expert is there or on its way."""
+        slab = int(self.incoming[flat])
+        return slab >= 0 and bool(self.borrowed[slab])
+
+    def is_ready(self, flat: int) -> bool:
+        """Whether a copy lies complete beside the resident one."""
+        slab = int(self.incoming[flat])
+        return slab >= 0 and bool(self.state[slab] == READY)
+
+    def evictable(self, precision: int = HIGH) -> np.ndarray:
+        """bool `[S]`: resident in this format, and nobody needs it at this moment."""
+        free_to_go = (self.state == RESIDENT) & ~(self.pinned | self.demanded)
+        return free_to_go if self.pool.precision is None else free_to_go & (self.pool.precision == precision)
+
+    def victim(
+        self, running_layer: int, window: int, prefetch_priority: float | None = None, precision: int = HIGH
+    ) -> int | None:
+        """The slab of this format to take next, by the order of `eviction`, or None."""
+        if not self.may_evict:
+            return None
+        evictable = self.evictable(precision)
+        if prefetch_priority is not None and self.pool.free_of(precision) + int(evictable.sum()) < 2:
             return None  # a prefetch always leaves one slab that a demand can take
         priority = np.zeros(len(evictable), dtype=np.float32)
         if self.order == "lookahead" or prefetch_priority is not None:
@@ -111,27 +163,34 @@ class PageTable:
                 self.worth /= self._use_weight
             self._use_weight = 1.0
 
-    def make_room(self, running_layer: int, window: int, streaming: bool, must: bool = False) -> Room | None:
-        """A slab for a demand, evicting if need be; None when nothing can be taken now.
+    def make_room(
+        self, running_layer: int, window: int, streaming: bool, must: bool = False, precision: int = HIGH
+    ) -> Room | None:
+        """A slab of this format for a demand, evicting if need be; None when nothing can be taken now.
 
         `streaming`: the expert will not enter the cache, so it may take from it only what the ring allows, unless it `must`.
+        Where nobody is evicted, an expert that lost its copy comes back in the format that has a slab for it.
         """
-        slab = self.pool.take()
+        slab = self.pool.take(precision)
+        if slab is None and not self.may_evict:
+            slab = self.pool.take(LOW if precision == HIGH else HIGH)
         if slab is not None:
             return Room(slab, False, None)
-        limit = self.pool.capacity + 1 if must else self.ring_limit
-        return self._evict_for(self.victim(running_layer, window), streaming, limit)
+        limit = self.pool.capacity + 1 if must else self.ring_limits[precision]
+        return self._evict_for(self.victim(running_layer, window, precision=precision), streaming, limit, precision)
 
-    def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
+    def room_for_guess(
+        self, running_layer: int, window: int, priority: float, streaming: bool, precision: int = HIGH
+    ) -> Room | None:
         """A slab for a prefetch; it never takes the last one that a demand could have."""
-        if self.pool.free > 1:
-            slab = self.pool.take()
+        if self.pool.free_of(precision) > 1:
+            slab = self.pool.take(precision)
             assert slab is not None
             return Room(slab, False, None)
-        if streaming and int((self.ring & self.speculative).sum()) >= self.ring_limit // 2:
+        if streaming and self._ring_slabs(self.ring & self.speculative, precision) >= self.ring_limits[precision] // 2:
             return None  # the other half of the ring is for what is surely needed
-        victim = self.victim(running_layer, window, prefetch_priority=priority)
-        return self._evict_for(victim, streaming, self.ring_limit)
+        victim = self.victim(running_layer, window, prefetch_priority=priority, precision=precision)
+        return self._evict_for(victim, streaming, self.ring_limits[precision], precision)
 
     def admission(self, running_layer: int, window: int) -> tuple[int, Room] | None:
         """The most used absent expert (flat index) and a slab for it, if it is worth more than who leaves; None if there is none.
@@ -152,12 +211,16 @@ class PageTable:
             return None
         return flat, Room(victim, False, self.evict(victim))
 
-    def _evict_for(self, victim: int | None, streaming: bool, ring_limit: int) -> Room | None:
+    def _evict_for(self, victim: int | None, streaming: bool, ring_limit: int, precision: int) -> Room | None:
         if victim is None:
             return None
-        if streaming and not self.streamed[victim] and int(self.ring.sum()) >= ring_limit:
+        if streaming and not self.streamed[victim] and self._ring_slabs(self.ring, precision) >= ring_limit:
             return None
         return Room(victim, streaming, self.evict(victim))
+
+    def _ring_slabs(self, ring: np.ndarray, precision: int) -> int:
+        """How many of these slabs of the prefill ring are of one format."""
+        return int(np.count_nonzero(ring if self.pool.precision is None else ring & (self.pool.precision == precision)))
 
     def enter_layer(self, layer: int) -> None:
         """Guesses in the ring whose layer has passed are used up."""
@@ -187,11 +250,46 @@ class PageTable:
         self.streamed[slabs] = self.ring[slabs]
         return [self.id_of[flat] for flat in self.expert_in[slabs]]
 
-    def leave_demand(self, slabs: np.ndarray) -> None:
-        """Computed, or given up: nothing protects them now."""
+    def leave_demand(self, slabs: np.ndarray) -> bool:
+        """Computed, or given up: nothing protects them now, and copies that were ready replace them; whether that freed slabs."""
         self.demanded[slabs] = False
         if self._ring_in_use:
             self.streamed[slabs] = self.ring[slabs] & (self.state[slabs] == RESIDENT)
+        return self._any_ready and self.register_ready()
+
+    def register_ready(self) -> bool:
+        """Whatever is ready and has to wait for nobody becomes the resident copy; whether that freed slabs."""
+        free = self.pool.free
+        ready = np.flatnonzero((self.state == READY) & ~self.borrowed)
+        for flat in self.expert_in[ready].tolist():
+            if not self.demanded[self.slab_of[flat]]:
+                self._register(flat)
+        self._any_ready = bool(((self.state == READY) & ~self.borrowed).any())
+        return self.pool.free > free
+
+    def give_back_borrowed(self, flat: int) -> None:
+        """A borrowed copy has served, or was not needed."""
+        slab = int(self.incoming[flat])
+        assert self.borrowed[slab] and self.state[slab] == READY
+        self.incoming[flat] = -1
+        self._empty(slab)
+        self.pool.give_back(slab)
+
+    def keep_borrowed(self, flat: int) -> None:
+        """A borrowed copy is to replace the resident one after all."""
+        self.borrowed[self.incoming[flat]] = False
+        self._any_ready = True
+        self.register_ready()
+
+    def _register(self, flat: int) -> None:
+        """The incoming copy is the resident one now; the old one is reclaimed at once."""
+        new, old = int(self.incoming[flat]), int(self.slab_of[flat])
+        self.state[new] = RESIDENT
+        self.slab_of[flat], self.incoming[flat] = new, -1
+        self.worth[new] = self.worth[old]
+        self.streamed[new] = self.ring[new] and not (self.demanded[new] or self.speculative[new])
+        self._empty(old)
+        self.pool.give_back(old)
 
     def begin_guess(self, flat: int, room: Room) -> None:
         """A prefetch takes its slab."""
@@ -200,37 +298,63 @@ class PageTable:
             self.left_for[room.slab] = left = self.flat(room.evicted.expert)
             self.displaced[left] = True
 
-    def begin_load(self, flat: int, slab: int, *, speculative: bool = False, ring: bool = False, demanded: bool = False) -> None:
-        assert self.state[slab] == FREE and self.slab_of[flat] == -1
+    def begin_load(
+        self,
+        flat: int,
+        slab: int,
+        *,
+        speculative: bool = False,
+        ring: bool = False,
+        demanded: bool = False,
+        borrowed: bool = False,
+    ) -> None:
+        """A copy of an absent expert begins, or one in the other format of a resident one."""
+        assert self.state[slab] == FREE and self.incoming[flat] == -1
         self.displaced[flat] = False
-        self.slab_of[flat], self.expert_in[slab], self.layer_in[slab] = slab, flat, self.layer_of[flat]
-        self.state[slab] = LOADING
+        if self.slab_of[flat] < 0:
+            self.slab_of[flat] = slab
+        else:
+            assert self.state[self.slab_of[flat]] == RESIDENT
+            self.incoming[flat] = slab
+        self.expert_in[slab], self.layer_in[slab] = flat, self.layer_of[flat]
+        self.state[slab], self.borrowed[slab] = LOADING, borrowed
         self.speculative[slab], self.ring[slab], self.demanded[slab] = speculative, ring, demanded
         self._ring_in_use |= ring
         self.worth[slab] = self.uses[flat] if self.order != "lru" else 0.0
 
     def end_load(self, flat: int, succeeded: bool) -> None:
-        slab = int(self.slab_of[flat])
+        slab = self.coming(flat)
         assert self.state[slab] == LOADING
-        if succeeded:
+        if not succeeded:
+            if self.incoming[flat] >= 0:
+                self.incoming[flat] = -1
+            else:
+                self.slab_of[flat] = -1
+            self._empty(slab)
+            self.pool.give_back(slab)
+        elif self.incoming[flat] < 0:
             self.state[slab] = RESIDENT
             self.streamed[slab] = self.ring[slab] and not (self.demanded[slab] or self.speculative[slab])
         else:
-            self._clear(slab)
-            self.pool.give_back(slab)
+            self.state[slab] = READY
+            if not self.borrowed[slab]:
+                self._any_ready = True
+                self.register_ready()
 
     def evict(self, slab: int) -> Evicted:
         """Empty a resident slab; the caller holds it now (state free, not in the pool's free list)."""
         assert self.state[slab] == RESIDENT and not self.demanded[slab] and not self.pinned[slab]
-        evicted = Evicted(self.id_of[self.expert_in[slab]], bool(self.speculative[slab]))
-        self._clear(slab)
+        flat = int(self.expert_in[slab])
+        evicted = Evicted(self.id_of[flat], bool(self.speculative[slab]))
+        self.slab_of[flat], self.incoming[flat] = self.incoming[flat], -1  # an upgrade that comes is all there is now
+        self._empty(slab)
         return evicted
 
-    def _clear(self, slab: int) -> None:
-        self.slab_of[self.expert_in[slab]] = -1
+    def _empty(self, slab: int) -> None:
+        """Nothing is in the slab; nobody's index points to it any more."""
         self.expert_in[slab] = self.layer_in[slab] = self.left_for[slab] = -1
         self.state[slab] = FREE
-        self.demanded[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
+        self.demanded[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = self.borrowed[slab] = False
 
     def used(self, slabs: np.ndarray, tick: int) -> None:
         """The experts in `slabs` `[n]` were computed: worth more."""
@@ -247,28 +371,47 @@ class PageTable:
 
         `loading`: slabs that a copy is being written to right now.
         """
+        self.slab_of[:], self.incoming[:] = -1, -1
         for slab in range(self.pool.capacity):
-            alive = self.state[slab] == RESIDENT or slab in loading
-            if not alive or self.expert_in[slab] < 0:
-                self.expert_in[slab] = self.layer_in[slab] = self.left_for[slab] = -1
-                self.state[slab] = FREE
-                self.pinned[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = False
+            resident, flat = self.state[slab] == RESIDENT, int(self.expert_in[slab])
+            if flat < 0 or not (slab in loading or (resident and self.slab_of[flat] < 0)):
+                self._empty(slab)
+                self.pinned[slab] = False
+            elif resident:
+                self.slab_of[flat] = slab
+        for slab in loading:
+            flat = int(self.expert_in[slab])
+            if flat >= 0:
+                at = self.slab_of if self.slab_of[flat] < 0 else self.incoming
+                at[flat], self.state[slab] = slab, LOADING
         self.demanded[:] = False
         held = np.flatnonzero(self.state != FREE)
-        self.slab_of[:] = -1
-        self.slab_of[self.expert_in[held]] = held
         self.layer_in[held] = self.layer_of[self.expert_in[held]]
         self.pool.free_only(np.flatnonzero(self.state == FREE).tolist())
 
     def check_integrity(self) -> None:
-        """Free + loading + resident = capacity, no expert twice, index and reality agree."""
+        """Free + loading + ready + resident = capacity, an expert resident once, index and reality agree."""
         self.pool.check_integrity()
         held = np.flatnonzero(self.state != FREE)
         assert self.pool.free + held.size == self.pool.capacity, "slabs were lost"
-        assert (self.expert_in[held] >= 0).all() and (self.slab_of[self.expert_in[held]] == held).all()
-        assert np.count_nonzero(self.slab_of >= 0) == held.size, "an expert points to a slab that does not hold it"
+        flat = self.expert_in[held]
+        assert (flat >= 0).all() and ((self.slab_of[flat] == held) | (self.incoming[flat] == held)).all()
+        pointed = np.count_nonzero(self.slab_of >= 0) + np.count_nonzero(self.incoming >= 0)
+        assert pointed == held.size, "an expert points to a slab that does not hold it"
+        self._check_incoming()
         empty = self.state == FREE
-        assert (self.expert_in[empty] == -1).all() and not (self.demanded | self.pinned)[empty].any()
+        assert (self.expert_in[empty] == -1).all() and not (self.demanded | self.pinned | self.borrowed)[empty].any()
         assert (self.layer_in[held] == self.layer_of[self.expert_in[held]]).all()
         assert (self.left_for[~self.speculative] == -1).all() and not self.displaced[self.expert_in[held]].any()
         assert not (self.streamed & ~self.ring).any() and (self._ring_in_use or not self.ring.any())
+
+    def _check_incoming(self) -> None:
+        """A copy that comes beside a resident one is in the other format, and nothing is ready for nobody."""
+        two = np.flatnonzero(self.incoming >= 0)
+        new, old = self.incoming[two], self.slab_of[two]
+        assert (self.state[old] == RESIDENT).all() and np.isin(self.state[new], (LOADING, READY)).all()
+        assert np.count_nonzero(self.state == READY) == np.count_nonzero(self.state[new] == READY), "ready for nobody"
+        if self.pool.precision is not None:
+            assert (self.pool.precision[new] != self.pool.precision[old]).all(), "an expert twice in one format"
+        else:
+            assert two.size == 0

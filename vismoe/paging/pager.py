@@ -1,7 +1,8 @@
 """The pager: brings the experts a layer demands into slabs, lends them out one at a time, and fetches ahead under a cap.
 
 One thread at a time runs the model and makes demands; worker threads copy. Every decision is a pure function (`eviction`,
-`speculation`); the page tables are the only truth; nothing here allocates tensors.
+`speculation`, `vismoe.precision.rules`); the page tables are the only truth; nothing here allocates tensors.
+Where slabs hold two formats, experts also move between them (`transitions`).
 """
 
 import itertools
@@ -13,15 +14,19 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from vismoe.errors import BusyError, ClosedError
+from vismoe.memory.host import HostTier
 from vismoe.memory.pool import SlabPool
+from vismoe.memory.slabs import Slabs
 from vismoe.metrics import Metrics
 from vismoe.paging.demand import Demand
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, PageTable, Room
 from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
+from vismoe.paging.transitions import Transitions
+from vismoe.paging.upgrades import Upgrades
 from vismoe.timeline import Timeline
-from vismoe.types import ExpertId, ExpertInventory, Phase
+from vismoe.types import HIGH, ExpertId, ExpertInventory, MoELayer, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +34,16 @@ logger = logging.getLogger(__name__)
 class Pager:
     """Residency of all experts of one model.
 
-    `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones. `ways`: what else than waiting may be done
-    about a miss, where the mover has a host tier.
+    `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones: one pool, or one for each format. `ways`:
+    what else than waiting may be done about a miss, where the mover has a host tier. `upgrades`: what is done about an expert
+    that is there in less precision than was demanded. `deterministic`: nothing is copied unasked. `metrics`: to go on
+    counting in.
     """
 
     def __init__(
         self,
         inventory: ExpertInventory,
-        pools: tuple[SlabPool, ...],
+        pools: Sequence[SlabPool | Sequence[SlabPool]],
         mover: Mover,
         *,
         order: str = "lfu",
@@ -44,13 +51,19 @@ class Pager:
         pinned_layers: int = 0,
         threads: int = 2,
         ways: Ways | None = None,
+        upgrades: Upgrades | None = None,
+        deterministic: bool = False,
+        metrics: Metrics | None = None,
     ):
-        assert ways is None or mover.host is not None, "only what lies in a host tier can be computed there"
+        assert ways is None or mover.hosts, "only what lies in a host tier can be computed there"
         self.inventory, self.window, self.pinned_layers = inventory, window, pinned_layers
-        self.ways, self.host = ways, mover.host
-        self.metrics = Metrics(len(inventory.layers), max((layer.num_experts for layer in inventory.layers), default=0))
+        self.ways, self.hosts, self.upgrades = ways, mover.hosts, upgrades
+        self.deterministic = deterministic or (ways is not None and ways.deterministic)
+        slabs = tuple(Slabs.of(pool) for pool in pools)
+        most = max((layer.num_experts for layer in inventory.layers), default=0)
+        self.metrics = metrics or Metrics(len(inventory.layers), most)
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
-        self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
+        self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(slabs))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
         self.ledger = Ledger(inventory)
         self._step_began_s = self._step_ended_s = 0.0
@@ -62,7 +75,8 @@ class Pager:
         self.tickets: dict[ExpertId, Ticket] = {}
         self._serving: int | None = None  # the thread whose demand is open
         self._closed = False
-        self.transfer = Transfer(mover, pools, threads, self._next_prefetch, self._finished)
+        self.transitions = Transitions(self.table_of, self.metrics)
+        self.transfer = Transfer(mover, slabs, threads, self._next_prefetch, self._finished)
         self.lock = self.transfer.lock
 
     # -- what the model's thread calls
@@ -89,33 +103,44 @@ class Pager:
         keep: Collection[int] | None = None,
         counted: Collection[int] | None = None,
         tokens: Sequence[int] | None = None,
+        high: np.ndarray | None = None,
+        first: Sequence[int] = (),
     ) -> Demand:
         """Borrow `experts` (ascending ids) of `layer` with `with`.
 
         `keep`: None in decode; in prefill the experts that may enter the cache, while the others stream through a small ring.
         `counted`: the experts that real tokens asked for (None: all); the rest is brought in but not counted.
         `tokens`: how many tokens chose each of `experts` (None: one).
+        `high`: bool `[E]`, who is to be computed in the more precise format, where there are two (None: everybody).
+        `first`: who shall have it first where not all can, the most important first.
         """
-        return Demand(self, layer, experts, keep, counted, tokens, self.ways)
+        return Demand(self, layer, experts, keep, counted, tokens, high, self.ways, first)
 
     def asked(self, seconds: float) -> None:
         """Asking the lookahead has held up the model's thread, or taken a core from it, for so long."""
         with self.lock:
             self.ledger.asked(seconds, self.misses_this_layer)
 
-    def look_ahead(self, layer: int, scores: np.ndarray) -> None:
-        """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted."""
+    def look_ahead(self, layer: int, scores: np.ndarray, high: np.ndarray | None = None) -> None:
+        """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted; high: bool
+        `[W, E]`, whom they will want in the more precise format (None: everybody). Others are not fetched where `high` is given.
+        """
         with self.lock:
             distance = min(len(scores), len(self.inventory.layers) - 1 - layer)
             absent = np.zeros((distance, scores.shape[1]), dtype=bool)
             for d in range(distance):
                 table, ahead = self.table_of[layer + 1 + d], self.inventory.layers[layer + 1 + d]
-                start = table.base[ahead.index]
-                table.scores[start : start + ahead.num_experts] = scores[d, : ahead.num_experts]
-                absent[d, : ahead.num_experts] = table.slab_of[start : start + ahead.num_experts] < 0
+                start, experts = table.base[ahead.index], ahead.num_experts
+                table.scores[start : start + experts] = scores[d, :experts]
+                if table.pool.precision is None:
+                    absent[d, :experts] = table.slab_of[start : start + experts] < 0
+                else:
+                    absent[d, :experts] = table.precisions(ahead.index) != 1 + HIGH
+                if high is not None:
+                    absent[d, :experts] &= high[d, :experts]
             count = -(-self.ledger.allowance_bytes // self.ledger.unit_bytes)
-            ahead_by, experts = prefetch_order(scores[:distance], absent, count)
-            best_last = zip(ahead_by[::-1], experts[::-1], strict=True)
+            ahead_by, chosen = prefetch_order(scores[:distance], absent, count)
+            best_last = zip(ahead_by[::-1], chosen[::-1], strict=True)
             self._wanted_ahead = [(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in best_last]
             if self._wanted_ahead:
                 self.transfer.wake()
@@ -129,19 +154,68 @@ class Pager:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
         for layer in self.inventory.layers[: self.pinned_layers]:
             table = self.table_of[layer.index]
-            with Demand(self, layer.index, range(layer.num_experts), None, counted=(), tokens=None, ways=None) as demand:
-                for lent in itertools.chain.from_iterable(demand.groups(in_order=False)):
-                    expert = ExpertId(layer.index, lent.expert)
-                    with self.lock:
-                        table.pinned[table.slab_of[table.flat(expert)]] = True
-                    yield expert
+            for expert in self._bring_in(layer, None):
+                with self.lock:
+                    table.pinned[table.slab_of[table.flat(expert)]] = True
+                yield expert
         self._step_ended_s = self._step_began_s  # bringing in the prefix is no step of the model
 
-    def layer_ended(self, phase: Phase, layer: int, began_s: float, tokens: int) -> None:
-        """The experts function of a layer has returned, or failed."""
+    def bring_in_all(self, high: np.ndarray) -> Iterator[ExpertId]:
+        """Bring in every expert in one format or the other (high bool `[L, E]`), from where they only move between formats."""
+        self.transitions.begin(high)
+        for layer in self.inventory.layers:
+            yield from self._bring_in(layer, high[layer.index])
+        self._step_ended_s = self._step_began_s
+
+    def _bring_in(self, layer: MoELayer, high: np.ndarray | None) -> Iterator[ExpertId]:
+        experts = range(layer.num_experts)
+        with Demand(self, layer.index, experts, None, counted=(), tokens=None, high=high, ways=None) as demand:
+            for lent in itertools.chain.from_iterable(demand.groups(in_order=False)):
+                yield ExpertId(layer.index, lent.expert)
+
+    def retarget(
+        self,
+        high: np.ndarray,
+        promote: Sequence[ExpertId] = (),
+        demote: Sequence[ExpertId] = (),
+        likely: Sequence[ExpertId] = (),
+    ) -> None:
+        """From now on `high` bool `[L, E]` says who belongs in the more precise format. Who is named moves first; `likely`: who
+        may be promoted next time.
+        """
+        with self.lock:
+            self._claim()
+            self._serving = threading.get_ident()  # an interrupt leaves it, and the next pass puts the books in order
+            self.transitions.retarget(high, promote, demote, likely, self.phase)
+            self._serving = None
+            self.transfer.wake()
+
+    def settle(self) -> None:
+        """Make all transitions that can be made, and wait for them. Between passes, by the thread that runs the model."""
+        with self.lock:
+            self.check_open()
+            self._claim()
+            self._serving = threading.get_ident()  # as in `retarget`
+        while True:
+            with self.lock:
+                ticket = self._next_transition()
+                if ticket is not None:
+                    self.transfer.submit(ticket)
+                on_their_way = list(self.tickets.values())
+                if not on_their_way:
+                    self._serving = None
+                    return
+            self.transfer.wait_any(on_their_way)
+
+    def layer_ended(self, phase: Phase, layer: int, began_s: float, tokens: int, choices: int = 0, skipped: int = 0) -> None:
+        """The experts function of a layer has returned, or failed. `choices` (a token's of an expert), of which `skipped` were
+        not computed; where slabs hold two formats, those that were are counted when they are."""
         ended_s = time.perf_counter()
         with self.lock:
             self.metrics.add("layer_seconds", phase, layer, ended_s - began_s)
+            self.metrics.add("skipped", phase, layer, skipped)
+            if self.table_of[layer].pool.precision is None:
+                self.metrics.add("computed_high", phase, layer, choices - skipped)
         if self.timeline is not None:
             self.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=tokens)
 
@@ -162,12 +236,20 @@ class Pager:
                 found[layer.index, : layer.num_experts] = self.table_of[layer.index].residency(layer.index, layer.num_experts)
         return found
 
+    def precisions(self) -> np.ndarray:
+        """uint8 `[L, E]`: 0 absent, otherwise 1 + the precision that each expert is resident in; NO_EXPERT as in `residency`."""
+        found = np.full(self.metrics.demanded.shape, NO_EXPERT, np.uint8)
+        with self.lock:
+            for layer in self.inventory.layers:
+                found[layer.index, : layer.num_experts] = self.table_of[layer.index].precisions(layer.index)
+        return found
+
     def close(self) -> None:
         with self.lock:
             self._closed = True
             self._wanted_ahead.clear()
-        if self.host is not None:
-            self.host.close()
+        for host in self.hosts:
+            host.close()
         self.transfer.close()
 
     def check_integrity(self) -> None:
@@ -201,8 +283,8 @@ class Pager:
         self.tickets = {ticket.expert: ticket for ticket in running}
         for geometry, table in enumerate(self.tables):
             table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})
-        if self.host is not None:
-            self.host.let_go()
+        for host in self.hosts:
+            host.let_go()
 
     def open_demand(self, layer: int) -> None:
         self.check_open()
@@ -216,16 +298,21 @@ class Pager:
         self._step_ended_s = time.perf_counter()
 
     # -- slabs and tickets; under the lock
-    def make_room(self, layer: int, streaming: bool, must: bool = False) -> Room | None:
+    @property
+    def host(self) -> HostTier | None:
+        """The tier below the device, where there is one and slabs hold one format."""
+        return self.hosts[0] if self.hosts else None
+
+    def make_room(self, layer: int, streaming: bool, must: bool = False, precision: int = HIGH) -> Room | None:
         """A slab for a demand of `layer`, or None when nothing can be taken now."""
         self.check_open()
-        return self._settled(self.table_of[layer].make_room(layer, self.window, streaming, must))
+        return self._settled(self.table_of[layer].make_room(layer, self.window, streaming, must, precision))
 
-    def start_load(self, expert: ExpertId, room: Room) -> Ticket:
+    def start_load(self, expert: ExpertId, room: Room, borrowed: bool = False) -> Ticket:
         """Queue a demanded copy."""
         table = self.table_of[expert.layer]
         ticket = Ticket(expert, self.inventory.layers[expert.layer].geometry, room.slab)
-        table.begin_load(table.flat(expert), room.slab, ring=room.ring, demanded=True)
+        table.begin_load(table.flat(expert), room.slab, ring=room.ring, demanded=True, borrowed=borrowed)
         self.tickets[expert] = ticket
         self.transfer.submit(ticket)
         return ticket
@@ -239,7 +326,7 @@ class Pager:
 
     def queued_bytes(self) -> int:
         """Of the copies that are queued or under way."""
-        return sum(self.inventory.layouts[ticket.geometry].record_bytes for ticket in self.tickets.values())
+        return sum(self.tables[ticket.geometry].pool.bytes_of(ticket.slab) for ticket in self.tickets.values())
 
     def _settled(self, room: Room | None) -> Room | None:
         """Count the eviction that made the room."""
@@ -258,11 +345,25 @@ class Pager:
 
         One such copy at a time: it cannot be called back, and a demand should not have to wait for several.
         """
-        if self._closed or any(ticket.speculative for ticket in self.tickets.values()):
+        if self._closed or self.deterministic:
             return None
-        if self.ways is not None and self.ways.deterministic:
+        if self.transitions.everybody:
+            return self._next_transition()
+        if any(ticket.speculative for ticket in self.tickets.values()):
             return None
         return self._next_guess() or self._next_admission()
+
+    def _next_transition(self) -> Ticket | None:
+        """The next expert that belongs in the other format, and a slab for it."""
+        found = self.transitions.next()
+        if found is None:
+            return None
+        expert, slab, borrowed = found
+        table, geometry = self.table_of[expert.layer], self.inventory.layers[expert.layer].geometry
+        ticket = Ticket(expert, geometry, slab, transition=True)
+        table.begin_load(table.flat(expert), slab, borrowed=borrowed)
+        self.tickets[expert] = ticket
+        return ticket
 
     def _next_admission(self) -> Ticket | None:
         """Where misses are computed below: the most used absent expert, if it is worth more than who leaves."""
@@ -286,9 +387,9 @@ class Pager:
         while self._wanted_ahead:
             expert, priority = self._wanted_ahead.pop()
             table = self.table_of[expert.layer]
-            nbytes = self.inventory.layout(expert.layer).record_bytes
+            nbytes = table.pool.record_bytes[HIGH]
             flat = table.flat(expert)
-            if table.slab_of[flat] >= 0 or expert.layer <= self.running_layer:
+            if expert in self.tickets or expert.layer <= self.running_layer or table.there_in(flat, HIGH):
                 continue
             if nbytes > self.ledger.allowance_bytes:
                 self._wanted_ahead.clear()
@@ -311,6 +412,10 @@ class Pager:
         table = self.table_of[ticket.expert.layer]
         table.end_load(table.flat(ticket.expert), succeeded=ticket.error is None)
         del self.tickets[ticket.expert]
+        if ticket.transition:
+            self.transitions.ended(ticket, self.phase)
+        elif table.borrowed[ticket.slab] and not table.demanded[ticket.slab]:  # whoever borrowed it has gone
+            table.give_back_borrowed(table.flat(ticket.expert))
         self.metrics.add("bytes_read", self.phase, ticket.expert.layer, ticket.moved.disk_bytes)
         self.metrics.add("bytes_copied", self.phase, ticket.expert.layer, ticket.moved.link_bytes)
         if self.timeline is not None and ticket.began_s:

@@ -19,7 +19,7 @@ import torch
 
 from vismoe.errors import ClosedError
 from vismoe.memory.host import HostTier
-from vismoe.memory.pool import SlabPool
+from vismoe.memory.slabs import Slabs
 from vismoe.store.expert_store import ExpertStore
 from vismoe.types import ExpertId
 
@@ -33,12 +33,13 @@ class Moved(NamedTuple):
 
 @dataclass(eq=False)
 class Ticket:
-    """One copy in flight. `done` with `error` None means that the slab holds the expert."""
+    """One copy in flight. `done` with `error` None means that the slab holds the expert, in the slab's format."""
 
     expert: ExpertId
     geometry: int
     slab: int
     speculative: bool = False  # nobody had demanded it when it began
+    transition: bool = False  # of a resident expert to the other format, which nobody waits for
     runner: int | None = None  # the thread that copies
     began_s: float = 0.0
     ended_s: float = 0.0  # 0 until it is done
@@ -50,14 +51,15 @@ class Ticket:
 class Mover(Protocol):
     """Brings one record into one slab; called without locks from any thread.
 
-    `host`: the tier below the device, where there is one. `by_demander`: the thread that waits for a copy may make it itself. Not
-    where a copy holds more than its own ticket: that thread can be interrupted (Ctrl-C) anywhere.
+    `hosts`: the tiers below the device, one for each format that slabs hold; empty where there are none. `by_demander`: the
+    thread that waits for a copy may make it itself. Not where a copy holds more than its own ticket: that thread can be
+    interrupted (Ctrl-C) anywhere.
     """
 
     by_demander: bool
-    host: HostTier | None
+    hosts: tuple[HostTier, ...]
 
-    def move(self, ticket: Ticket, pool: SlabPool) -> Moved: ...
+    def move(self, ticket: Ticket, pool: Slabs) -> Moved: ...
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         """The computation that used these slabs was queued; whoever overwrites one must wait for it."""
@@ -67,13 +69,15 @@ class DiskMover:
     """Disk to slab; the CPU's only step."""
 
     by_demander = True
-    host: HostTier | None = None
+    hosts: tuple[HostTier, ...] = ()
 
-    def __init__(self, store: ExpertStore):
-        self._store = store
+    def __init__(self, *stores: ExpertStore):
+        """A store for each format that slabs hold, the more precise first."""
+        self._stores = stores
 
-    def move(self, ticket: Ticket, pool: SlabPool) -> Moved:
-        return Moved(disk_bytes=self._store.read(ticket.expert, pool.record(ticket.slab)))
+    def move(self, ticket: Ticket, pool: Slabs) -> Moved:
+        store = self._stores[pool.precision_of(ticket.slab)]
+        return Moved(disk_bytes=store.read(ticket.expert, pool.record(ticket.slab)))
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         """CPU computation is over when it returns."""
@@ -89,14 +93,13 @@ class DeviceMover:
 
     by_demander = False
 
-    def __init__(self, host: HostTier, device: torch.device):
-        self.host: HostTier | None = host
-        self._host, self._device = host, device
+    def __init__(self, *hosts: HostTier, device: torch.device):
+        self.hosts, self._device = hosts, device
         self._stream = torch.cuda.Stream(device)
         self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
 
-    def move(self, ticket: Ticket, pool: SlabPool) -> Moved:
-        with self._host.lease(ticket.expert) as lease:
+    def move(self, ticket: Ticket, pool: Slabs) -> Moved:
+        with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
             event = self._last_read.get((ticket.geometry, ticket.slab))
             with torch.cuda.stream(self._stream):
                 if event is not None:
@@ -104,7 +107,7 @@ class DeviceMover:
                 pool.record(ticket.slab).copy_(lease.pool.record(lease.slab), non_blocking=True)
                 copied = self._stream.record_event()
             copied.synchronize()
-        return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
+        return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.bytes_of(ticket.slab))
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         event = torch.cuda.current_stream(self._device).record_event()
@@ -121,20 +124,20 @@ class EmulatedLinkMover:
 
     by_demander = False
 
-    def __init__(self, host: HostTier, bytes_per_s: float):
-        self.host: HostTier | None = host
-        self._host, self._rate = host, bytes_per_s
+    def __init__(self, *hosts: HostTier, bytes_per_s: float):
+        self.hosts, self._rate = hosts, bytes_per_s
         self._lock = threading.Lock()
         self._idle_at_s = 0.0
 
-    def move(self, ticket: Ticket, pool: SlabPool) -> Moved:
-        with self._host.lease(ticket.expert) as lease:
+    def move(self, ticket: Ticket, pool: Slabs) -> Moved:
+        nbytes = pool.bytes_of(ticket.slab)
+        with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
             with self._lock:
-                self._idle_at_s = max(self._idle_at_s, time.perf_counter()) + pool.layout.record_bytes / self._rate
+                self._idle_at_s = max(self._idle_at_s, time.perf_counter()) + nbytes / self._rate
                 done_at_s = self._idle_at_s
             pool.alias(ticket.slab, lease.pool, lease.slab)  # the host tier holds every expert, so the record stays
             time.sleep(max(0.0, done_at_s - time.perf_counter()))
-        return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.layout.record_bytes)
+        return Moved(disk_bytes=lease.disk_bytes, link_bytes=nbytes)
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         """CPU computation is over when it returns."""
@@ -150,7 +153,7 @@ class Transfer:
     def __init__(
         self,
         mover: Mover,
-        pools: tuple[SlabPool, ...],
+        pools: tuple[Slabs, ...],
         threads: int,
         next_prefetch: Callable[[], Ticket | None],
         finished: Callable[[Ticket], None],

@@ -18,7 +18,7 @@ from vismoe.paging.miss import Miss, Way, Ways
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.simulate.demands import Conditions, Demand
-from vismoe.types import ExpertInventory, MoELayer, Phase
+from vismoe.types import HIGH, ExpertInventory, MoELayer, Phase
 
 __all__ = ["VirtualPager"]
 
@@ -144,7 +144,7 @@ class VirtualPager:
         late = {flat for flat in present if table.state[table.slab_of[flat]] == LOADING}
         guesses = table.enter_demand(here, np.array([keep is None or flat in keep for flat in present], dtype=bool))
         if guesses:
-            self.ledger.used(guesses, guesses * table.pool.layout.record_bytes)
+            self.ledger.used(guesses, guesses * table.pool.record_bytes[HIGH])
         self._tick += 1
         absent = [flat for flat, slab in zip(wanted, slabs, strict=True) if slab < 0]
         self._misses_of_layer = len(absent) + len(late)
@@ -177,7 +177,7 @@ class VirtualPager:
             return set(), 0.0
         geometry = self.inventory.layers[layer].geometry
         nbytes, rates = self.inventory.layouts[geometry].record_bytes, self._ways.rates[geometry]
-        ahead_bytes = self._in_flight[0].pool.layout.record_bytes if self._in_flight else 0
+        ahead_bytes = self._in_flight[0].pool.record_bytes[HIGH] if self._in_flight else 0
         misses = [Miss(tokens[flat], on_its_way=flat in late) for flat in missing]
         ways = self._ways.choose(geometry, nbytes, misses, ahead_bytes)
         below = [flat for flat, way in zip(missing, ways, strict=True) if way is Way.CPU]
@@ -227,7 +227,7 @@ class VirtualPager:
 
     def _wait(self, serving: Serving) -> None:
         """For the copies, and for what is computed below beside them; the link may be idle before that."""
-        nbytes = serving.copies * serving.table.pool.layout.record_bytes
+        nbytes = serving.copies * serving.table.pool.record_bytes[HIGH]
         self._add("bytes_read", nbytes)
         self.now_s += nbytes * self._s_per_byte
         if nbytes:
@@ -246,7 +246,7 @@ class VirtualPager:
         serving.table.leave_demand(slabs[slabs >= 0])
         serving.table.used_below(np.array(serving.below))
         self._add("computed_on_host", len(serving.below))
-        self._add("bytes_computed_on_host", len(serving.below) * serving.table.pool.layout.record_bytes)
+        self._add("bytes_computed_on_host", len(serving.below) * serving.table.pool.record_bytes[HIGH])
         self._add("compute_seconds", serving.cpu_s)
 
     def _settled(self, room: Room | None) -> Room | None:
@@ -310,7 +310,7 @@ class VirtualPager:
 
     def _carry(self, table: PageTable, flat: int) -> None:
         """The link begins to copy what nobody has demanded."""
-        nbytes = table.pool.layout.record_bytes
+        nbytes = table.pool.record_bytes[HIGH]
         self._in_flight = (table, flat)
         self._link_idle_at_s = max(self._link_idle_at_s, self.now_s) + nbytes * self._s_per_byte
         self._add("bytes_read", nbytes, table.id_of[flat].layer)
@@ -322,7 +322,7 @@ class VirtualPager:
         while self._guesses:
             layer, expert, score = self._guesses.pop()
             table = self._table(layer)
-            flat, nbytes = table.base[layer] + expert, table.pool.layout.record_bytes
+            flat, nbytes = table.base[layer] + expert, table.pool.record_bytes[HIGH]
             if table.slab_of[flat] >= 0 or layer <= running_layer:
                 continue
             if nbytes > self.ledger.allowance_bytes:

@@ -21,7 +21,7 @@
 namespace vismoe {
 namespace {
 
-constexpr std::size_t kTaskBytes = 256 * 1024;   // weights of one task, at most: some microseconds
+constexpr std::size_t kTaskBytes = 256 * 1024;   // weights of one task and matrix, at most: some microseconds
 constexpr std::size_t kLeastBytes = 32 * 1024;   // the same, at least
 constexpr std::size_t kTasksOfThread = 32;       // wanted, so that threads end together
 constexpr std::size_t kAloneBytes = 128 * 1024;  // less than this is read before another thread has woken up
@@ -31,7 +31,7 @@ enum Stage { kPack, kUp, kDown, kProduct, kCombine };
 
 struct Task {
   Stage stage;
-  std::size_t expert;      // of kUp and kDown; a kDown that adds takes all experts, one after the other
+  std::size_t expert;      // of kUp and kDown; a kDown that adds begins with it and takes all after it too
   std::size_t begin, end;  // pairs of kPack, tokens of kCombine, outputs otherwise
 };
 
@@ -114,7 +114,7 @@ const Kernels& kernels_for(Isa isa, Dtype x, std::int32_t encoding) {
 class Job {
  public:
   Job(State& s, std::size_t bytes)
-      : tasks_(s.tasks), bytes_(bytes), task_bytes_(std::clamp(bytes / (kTasksOfThread * s.threads), kLeastBytes, kTaskBytes)) {
+      : tasks_(s.tasks), bytes_(bytes), share_bytes_(std::max(bytes / (kTasksOfThread * s.threads), kLeastBytes)) {
     tasks_.clear();
   }
   virtual ~Job() = default;
@@ -133,16 +133,17 @@ class Job {
     tasks_.push_back({stage, expert, begin, end});
   }
 
-  // Tasks for `outputs` outputs; returns how many.
-  std::size_t cut(Stage stage, std::size_t outputs, std::size_t bytes_of_one, std::size_t expert = 0) {
-    const std::size_t fitting = task_bytes_ / std::max<std::size_t>(bytes_of_one, 1) / 16 * 16;
+  // Tasks for `outputs` outputs, each of one matrix or of several; returns how many.
+  std::size_t cut(Stage stage, std::size_t outputs, std::size_t bytes_of_one, std::size_t expert = 0, std::size_t matrices = 1) {
+    const std::size_t fitting = task_bytes(matrices) / std::max<std::size_t>(bytes_of_one, 1) / 16 * 16;
     const std::size_t step = std::clamp(fitting, std::size_t{16}, kChunkRows);
     for (std::size_t begin = 0; begin < outputs; begin += step) add(stage, begin, std::min(begin + step, outputs), expert);
     return (outputs + step - 1) / step;
   }
 
+  std::size_t task_bytes(std::size_t matrices = 1) const { return std::min(share_bytes_, matrices * kTaskBytes); }
+
   std::vector<Task>& tasks_;
-  const std::size_t bytes_, task_bytes_;  // of all tasks, of one
 
  private:
   // Each thread claims one task ahead. No wait is for ever: tasks wait for earlier ones only, and the earliest that is not done is
@@ -161,6 +162,7 @@ class Job {
     return i < tasks_.size() ? &tasks_[i] : nullptr;
   }
 
+  const std::size_t bytes_, share_bytes_;  // of all tasks, of one where threads are to end together
   std::atomic<std::size_t> next_{0};
 };
 
@@ -228,35 +230,71 @@ class PackedJob : public Job {
 std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes + 4 * m.groups); }  // of one row
 std::size_t all_bytes(const Matrix& m) { return index(m.rows) * read_bytes(m); }
 
-std::size_t used(const std::int32_t* starts, std::size_t experts) {
-  std::size_t count = 0;
-  for (std::size_t e = 0; e < experts; e++) count += starts[e + 1] > starts[e];
-  return count;
-}
+// The formats in which records of a call lie: all of one hidden and one intermediate size.
+struct Formats {
+  const Expert* experts;
+  std::size_t count;
+
+  std::size_t hidden() const { return experts->hidden(); }
+  std::size_t intermediate() const { return experts->intermediate(); }
+  // Inputs are packed once, for all formats: where one is fp16, in the type that serves fp16 too.
+  std::int32_t encoding() const {
+    for (std::size_t f = 0; f < count; f++) {
+      if (experts[f].up.encoding == kRawFp16) return kRawFp16;
+    }
+    return experts->up.encoding;
+  }
+};
+
+// The experts of a call: where they lie, in which of the formats, and which pairs are theirs.
+struct Records {
+  const Formats formats;
+  const std::size_t count;
+  const std::uint64_t* addresses;
+  const std::uint8_t* precisions;  // the format of each; null: the first
+  const std::int32_t* starts;      // pairs starts[e] .. starts[e + 1] belong to expert e
+
+  const Expert& expert(std::size_t e) const { return formats.experts[precisions ? precisions[e] : 0]; }
+  const std::uint8_t* record(std::size_t e) const { return reinterpret_cast<const std::uint8_t*>(addresses[e]); }
+  std::size_t first(std::size_t e) const { return index(starts[e]); }
+  std::size_t pairs(std::size_t e) const { return index(starts[e + 1]) - first(e); }
+  // The next expert from e on that has pairs; `count` where there is none.
+  std::size_t used(std::size_t e) const {
+    while (e < count && pairs(e) == 0) e++;
+    return e;
+  }
+  // The sum of bytes(expert) over all that have pairs.
+  template <class F>
+  std::size_t sum(F bytes) const {
+    std::size_t total = 0;
+    for (std::size_t e = used(0); e < count; e = used(e + 1)) total += bytes(expert(e));
+    return total;
+  }
+};
 
 class ExpertsJob : public PackedJob {
  public:
-  ExpertsJob(State& s, const Kernels& kernels, const Expert& expert, std::size_t experts, const std::uint64_t* records,
-             const std::int32_t* starts, const Input& input, const std::int32_t* places, const float* factors, float* out,
-             bool adding)
-      : PackedJob(s, used(starts, experts) * (all_bytes(expert.up) + all_bytes(expert.down)), kernels, input,
-                  index(starts[experts]), Workspace(kernels, expert.hidden(), expert.intermediate())),
-        expert_(expert),
-        experts_(experts),
+  ExpertsJob(State& s, const Kernels& kernels, const Records& records, const Input& input, const std::int32_t* places,
+             const float* factors, float* out, bool adding)
+      : PackedJob(s, records.sum([](const Expert& x) { return all_bytes(x.up) + all_bytes(x.down); }), kernels, input,
+                  index(records.starts[records.count]),
+                  Workspace(kernels, records.formats.hidden(), records.formats.intermediate())),
         records_(records),
-        starts_(starts),
         places_(places),
         factors_(factors),
         out_(out),
         adding_(adding),
-        up_left_(s.up_left_of(experts)) {
-    const std::size_t up_bytes = read_bytes(expert.up) * (expert.gate == kNoGate ? 1 : 2);
-    for (std::size_t e = 0; e < experts; e++) {
-      up_left_[e] = count(e) ? cut(kUp, expert.intermediate(), up_bytes, e) : 0;
+        up_left_(s.up_left_of(records.count)) {
+    for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
+      const Expert& expert = records.expert(e);
+      up_left_[e] = cut(kUp, expert.intermediate(), read_bytes(expert.up) * (expert.gate == kNoGate ? 1 : 2), e);
     }
-    if (adding) cut(kDown, expert.hidden(), read_bytes(expert.down) * used(starts, experts));
-    for (std::size_t e = 0; e < experts && !adding; e++) {
-      if (count(e)) cut(kDown, expert.hidden(), read_bytes(expert.down), e);
+    if (adding) {
+      const std::size_t down_bytes = records.sum([](const Expert& x) { return read_bytes(x.down); });
+      cut(kDown, records.formats.hidden(), down_bytes, records.used(0), records.sum([](const Expert&) { return 1; }));
+    }
+    for (std::size_t e = records.used(0); e < records.count && !adding; e = records.used(e + 1)) {
+      cut(kDown, records.formats.hidden(), read_bytes(records.expert(e).down), e);
     }
   }
 
@@ -265,46 +303,44 @@ class ExpertsJob : public PackedJob {
     if (task.stage == kPack) return pack(task);
     if (task.stage == kUp) return up(task, place(next), thread);
     if (!adding_) return down(task.expert, task, place(next), thread);
-    std::size_t last = 0;
-    for (std::size_t e = 0; e < experts_; e++) last = count(e) ? e : last;
-    for (std::size_t e = 0, after; e < experts_; e = after) {
-      for (after = e + 1; after < experts_ && count(after) == 0;) after++;
-      const Place next_rows = e == last ? place(next) : place_of(expert_.down, record(after), task.begin);
-      if (count(e)) down(e, task, next_rows, thread);
+    for (std::size_t e = task.expert, after; e < records_.count; e = after) {
+      after = records_.used(e + 1);
+      const bool last = after == records_.count;
+      down(e, task, last ? place(next) : place_of(records_.expert(after).down, records_.record(after), task.begin), thread);
     }
   }
 
   Place place(const Task* task) const {
     if (task == nullptr || task->stage == kPack) return {};
-    if (task->stage == kDown) return place_of(expert_.down, record(task->expert), task->begin);
-    return place_of(expert_.up, record(task->expert), task->begin * (expert_.gate == kInterleaved ? 2 : 1));
+    const Expert& expert = records_.expert(task->expert);
+    const std::uint8_t* record = records_.record(task->expert);
+    if (task->stage == kDown) return place_of(expert.down, record, task->begin);
+    return place_of(expert.up, record, task->begin * (expert.gate == kInterleaved ? 2 : 1));
   }
 
   void up(const Task& task, const Place& next, std::size_t thread) {
     wait_for_inputs();
     const std::size_t e = task.expert;
-    kernels_.up[expert_.up.encoding](expert_, record(e), task.begin, task.end, tokens(e, x_, workspace_.x_bytes),
-                                     h_ + first(e) * workspace_.h_bytes, scratch(thread), next);
+    const Expert& expert = records_.expert(e);
+    kernels_.up[expert.up.encoding](expert, records_.record(e), task.begin, task.end, tokens(e, x_, workspace_.x_bytes),
+                                    h_ + records_.first(e) * workspace_.h_bytes, scratch(thread), next);
     up_left_[e].fetch_sub(1, std::memory_order_release);
   }
 
   void down(std::size_t e, const Task& task, const Place& next, std::size_t thread) {
     wait_for([this, e] { return up_left_[e].load(std::memory_order_acquire) == 0; });
-    kernels_.down[expert_.down.encoding](expert_, record(e), task.begin, task.end, tokens(e, h_, workspace_.h_bytes), out_,
-                                         adding_, scratch(thread), next);
+    const Expert& expert = records_.expert(e);
+    kernels_.down[expert.down.encoding](expert, records_.record(e), task.begin, task.end, tokens(e, h_, workspace_.h_bytes),
+                                        out_, adding_, scratch(thread), next);
   }
 
-  std::size_t first(std::size_t e) const { return index(starts_[e]); }
-  std::size_t count(std::size_t e) const { return index(starts_[e + 1]) - first(e); }
-  const std::uint8_t* record(std::size_t e) const { return reinterpret_cast<const std::uint8_t*>(records_[e]); }
   Tokens tokens(std::size_t e, const std::uint8_t* rows, std::size_t bytes) const {
-    return {rows + first(e) * bytes, count(e), factors_ + first(e), places_ ? places_ + first(e) : nullptr, first(e)};
+    const std::size_t first = records_.first(e);
+    return {rows + first * bytes, records_.pairs(e), factors_ + first, places_ ? places_ + first : nullptr, first};
   }
 
-  const Expert& expert_;
-  const std::size_t experts_;
-  const std::uint64_t* records_;
-  const std::int32_t *starts_, *places_;
+  const Records& records_;
+  const std::int32_t* places_;
   const float* factors_;
   float* out_;
   const bool adding_;
@@ -355,7 +391,7 @@ class CombineJob : public Job {
     for (std::size_t t = 2; t < count + 2; t++) starts_[t] += starts_[t - 1];
     rows_.resize(pairs);
     for (std::size_t p = 0; p < pairs; p++) rows_[index(starts_[index(tokens[p]) + 1]++)] = static_cast<std::int32_t>(p);
-    const std::size_t step = std::max<std::size_t>(task_bytes_ / (4 * columns) * count / std::max<std::size_t>(pairs, 1), 1);
+    const std::size_t step = std::max<std::size_t>(task_bytes() / (4 * columns) * count / std::max<std::size_t>(pairs, 1), 1);
     for (std::size_t t = 0; t < count; t += step) add(kCombine, t, std::min(t + step, count));
   }
 
@@ -406,10 +442,11 @@ VISMOE_API void vismoe_start(std::size_t threads, std::int32_t isa) {
 }
 
 // Bytes of workspace of a call with this many pairs of a token and an expert, inputs of type `dtype`.
-VISMOE_API std::size_t vismoe_workspace_bytes(const Expert* expert, std::size_t pairs, std::int32_t dtype, std::size_t threads,
-                                              std::int32_t isa) {
-  const Kernels& kernels = kernels_for(static_cast<Isa>(isa), static_cast<Dtype>(dtype), expert->up.encoding);
-  return Workspace(kernels, expert->hidden(), expert->intermediate()).bytes(pairs, threads);
+VISMOE_API std::size_t vismoe_workspace_bytes(const Expert* experts, std::size_t formats, std::size_t pairs, std::int32_t dtype,
+                                              std::size_t threads, std::int32_t isa) {
+  const Formats all{experts, formats};
+  const Kernels& kernels = kernels_for(static_cast<Isa>(isa), static_cast<Dtype>(dtype), all.encoding());
+  return Workspace(kernels, all.hidden(), all.intermediate()).bytes(pairs, threads);
 }
 
 // Bytes of the workspace as it is now.
@@ -419,17 +456,20 @@ VISMOE_API std::size_t vismoe_held_bytes() {
   return s.workspace_bytes;
 }
 
-// Experts 0 .. n with their records at `records`; pairs starts[i] .. starts[i + 1] belong to expert i. hidden [T, H] contiguous.
+// Experts 0 .. n with their records at `addresses`; record i lies as experts[precisions[i]] says, with null as experts[0] does.
+// Pairs starts[i] .. starts[i + 1] belong to expert i. hidden [T, H] contiguous.
 // adding == 0: out float32 [P, H] = factor * expert(hidden[token]); otherwise out float32 [T, H] += that, experts in their order.
 // Returns 0, or 1 where there is no memory for the workspace or there are no threads to be had.
-VISMOE_API std::int32_t vismoe_experts(const Expert* expert, std::size_t n, const std::uint64_t* records,
-                                       const std::int32_t* starts, const std::int32_t* tokens, const float* factors,
-                                       const void* hidden, std::int32_t dtype, float* out, std::int32_t adding) try {
+VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t formats, std::size_t n, const std::uint64_t* addresses,
+                                       const std::uint8_t* precisions, const std::int32_t* starts, const std::int32_t* tokens,
+                                       const float* factors, const void* hidden, std::int32_t dtype, float* out,
+                                       std::int32_t adding) try {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  const Kernels& kernels = kernels_for(s.isa, static_cast<Dtype>(dtype), expert->up.encoding);
-  const Input input{hidden, static_cast<Dtype>(dtype), expert->hidden(), tokens};
-  ExpertsJob job(s, kernels, *expert, n, records, starts, input, adding ? tokens : nullptr, factors, out, adding != 0);
+  const Records records{{experts, formats}, n, addresses, precisions, starts};
+  const Kernels& kernels = kernels_for(s.isa, static_cast<Dtype>(dtype), records.formats.encoding());
+  const Input input{hidden, static_cast<Dtype>(dtype), experts->hidden(), tokens};
+  ExpertsJob job(s, kernels, records, input, adding ? tokens : nullptr, factors, out, adding != 0);
   job.run_all(s);
   return 0;
 } catch (const std::exception&) {

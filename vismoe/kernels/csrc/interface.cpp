@@ -4,4 +4,4 @@
 
 #include "api.h"
 
-VISMOE_API std::uint32_t vismoe_interface() { return 1; }
+VISMOE_API std::uint32_t vismoe_interface() { return 2; }

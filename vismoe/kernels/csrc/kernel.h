@@ -355,17 +355,25 @@ void decode_rows(const Rows<D>& rows, std::size_t count, const Scratch& scratch,
   plain.ahead = nullptr;
 }
 
-// Fetches what `count` rows need later: their scales and offsets now, their codes while `rows` are computed.
+// Fetches what `count` rows of a place need later: scales and offsets now, codes while `rows` are computed.
 template <class D>
-inline void look_ahead(const Matrix& m, const Place& later, std::size_t count, Rows<D>& rows) {
+inline void look_ahead(const Place& later, std::size_t count, Rows<D>& rows) {
   rows.ahead = later.codes;
-  if constexpr (D::kGroups != 0) {
-    if (later.codes == nullptr) return;
-    for (std::size_t b = 0; b < count * static_cast<std::size_t>(m.groups) * 2 + 63; b += 64) {
-      __builtin_prefetch(later.scale + b);
-      __builtin_prefetch(later.offset + b);
-    }
+  if (later.group_bytes == 0) return;
+  for (std::size_t b = 0; b < count * later.group_bytes + 63; b += 64) {
+    __builtin_prefetch(later.scale + b);
+    __builtin_prefetch(later.offset + b);
   }
+}
+
+// The same beyond the end of a task: from `skip` rows after `next` on, as many bytes as `count` rows have. Rows are this task's;
+// `next` may lie in another format.
+template <class D>
+inline void look_beyond(const Place& next, std::size_t skip, std::size_t count, Rows<D>& rows) {
+  if (next.codes == nullptr) return look_ahead(next, 0, rows);
+  const std::size_t first = skip * rows.row_bytes, row = first / next.row_bytes, groups = row * next.group_bytes;
+  const std::size_t end = (first + count * rows.row_bytes) / next.row_bytes;
+  look_ahead({next.codes + first, next.scale + groups, next.offset + groups, next.row_bytes, next.group_bytes}, end - row, rows);
 }
 
 // y[n, row - begin] for rows begin .. end of a matrix and n tokens.
@@ -381,10 +389,10 @@ void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, st
     const std::size_t count = least(kRows, end - row), later = row + ahead;
     place_rows(m, record, row, count, rows);
     if (later < end) {
-      look_ahead(m, place_of(m, record, later), count, rows);
+      look_ahead(place_of(m, record, later), count, rows);
     } else {
       const std::size_t skip = later - least(later, round_up(end - begin, kRows) + begin);
-      look_ahead(m, next.codes ? moved(next, m, skip) : next, count, rows);
+      look_beyond(next, skip, count, rows);
     }
     float* to = y + (row - begin);
     if constexpr (kPlain) {

@@ -61,21 +61,16 @@ struct Scratch {
   }
 };
 
-// Where rows of a matrix begin, for fetching them ahead; the last two are null for raw encodings.
+// Where rows of a matrix begin, for fetching them ahead; raw encodings have no groups.
 struct Place {
   const std::uint8_t *codes, *scale, *offset;
+  std::size_t row_bytes, group_bytes;  // from row to row, of codes and of scales
 };
 
-// `rows` rows of m further on.
-static inline Place moved(const Place& place, const Matrix& m, std::size_t rows) {
-  const std::uint8_t* codes = place.codes + rows * static_cast<std::size_t>(m.row_bytes);
-  if (m.groups == 0) return {codes, nullptr, nullptr};
-  const std::size_t group_bytes = 2 * rows * static_cast<std::size_t>(m.groups);
-  return {codes, place.scale + group_bytes, place.offset + group_bytes};
-}
-
 static inline Place place_of(const Matrix& m, const std::uint8_t* record, std::size_t row) {
-  return moved({record + m.codes, record + m.scale, record + m.offset}, m, row);
+  const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), group_bytes = 2 * static_cast<std::size_t>(m.groups);
+  return {record + m.codes + row * row_bytes, record + m.scale + row * group_bytes, record + m.offset + row * group_bytes,
+          row_bytes, group_bytes};
 }
 
 // The tokens of one expert: rows of packed inputs, and where results go.

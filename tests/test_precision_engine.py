@@ -1,0 +1,300 @@
+"""Policies on whole models: what they compute equals an independent account of it, and they can be changed while a model runs.
+
+The account of `importance` with skipped experts is plain transformers with eager attention: weights of choices that are not
+critical are set to zero, by loops that read like the paper's equations.
+"""
+
+import math
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from PIL import Image
+
+import vismoe
+from vismoe import VisMoEConfig
+from vismoe.cli import main
+from vismoe.engine import demo_model
+from vismoe.errors import BudgetError, CheckpointError, ConfigError
+from vismoe.models.families import expert_modules
+from vismoe.store.packed import PackedStore
+from vismoe.types import Phase
+
+DEMO = demo_model().parent / "images" / "demo.png"
+RETENTION = 0.6
+
+
+def ask(text="What is in the picture?"):
+    return [{"role": "user", "content": [{"type": "image", "image": Image.open(DEMO)}, {"type": "text", "text": text}]}]
+
+
+def said(engine, text="What is in the picture?", **options):
+    reply = engine.chat(ask(text), max_tokens=24, **options)
+    return "".join(reply), reply.figures
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The demo model with its experts in int4 and int2."""
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    shutil.copytree(demo_model(), folder)
+    assert main(["pack", str(folder), "--formats", "int4,int2"]) == 0
+    return folder
+
+
+def load(packed, policy, **settings):
+    return vismoe.load(packed, device="cpu", context=512, **{"memory": "45%", "policy": policy, **settings})
+
+
+# ------------------------------------------------------------------ importance, against plain transformers
+class Account:
+    """Zeroes the weights of choices that are not critical, in the experts modules of a plain model."""
+
+    def __init__(self, model, retention):
+        self.least, self.asked, self.left = 2 * retention - 1, 0, 0
+        modules = [module for _, module in expert_modules(model)]
+        layers = [m for m in model.modules() if hasattr(m, "self_attn") and any(e in set(m.modules()) for e in modules)]
+        self.attention = None
+        for number, (layer, experts) in enumerate(zip(layers, modules, strict=True)):
+            ratio = (1 - self.least) * (math.cos(math.pi * number / (len(modules) - 1)) + 1) / 2 + self.least
+            layer.self_attn.register_forward_hook(self._attended)
+            experts.register_forward_pre_hook(self._choose(ratio))
+
+    def _attended(self, module, arguments, output):
+        self.attention = output[1]  # [B, heads, queries, keys]
+
+    def _choose(self, ratio):
+        def choose(module, arguments):
+            hidden, index, weights = arguments
+            decoding = self.attention.shape[2] == 1
+            critical = self._by_gate(index, weights, ratio) if decoding else self._by_load(index, weights, ratio)
+            self.asked, self.left = self.asked + critical.numel(), self.left + int((~critical).sum())
+            kept = torch.where(critical, weights, torch.zeros_like(weights))
+            remaining = kept.sum(1, keepdim=True)
+            scale = torch.where(remaining > 0, weights.sum(1, keepdim=True) / remaining, 1.0)
+            return hidden, index, kept * scale
+
+        return choose
+
+    def _by_gate(self, index, weights, ratio):
+        critical = torch.zeros_like(index, dtype=torch.bool)
+        for token in range(len(index)):
+            best = sorted(range(index.shape[1]), key=lambda choice: (-float(weights[token, choice]), int(index[token, choice])))
+            critical[token, best[: math.ceil(ratio * index.shape[1] - 1e-9)]] = True
+        return critical
+
+    def _by_load(self, index, weights, ratio):
+        attention = self.attention[0].mean(0)  # one sequence
+        queries = attention.shape[0]
+        last = range(max(0, queries - 64), queries)
+        columns = [[float(attention[q, t]) for q in last] for t in range(queries)]  # 0 where t is masked, by a window too
+        received = [sum(column) / max(1, sum(weight > 0 for weight in column)) for column in columns]
+        hitters = sorted(range(queries), key=lambda t: (-received[t], t))[: math.ceil(0.2 * queries - 1e-9)]
+        experts = sorted(set(index.flatten().tolist()))
+        tokens = {e: [t for t in range(queries) if e in index[t].tolist()] for e in experts}
+        mass = {e: float(weights[index == e].sum()) for e in experts}
+        load = {e: sum(t in hitters for t in tokens[e]) for e in experts}
+        best = sorted(experts, key=lambda e: (-load[e], -len(tokens[e]), -mass[e], e))
+        return torch.isin(index, torch.tensor(best[: math.ceil(ratio * len(experts) - 1e-9)]))
+
+
+def loaded(folder, **settings):
+    config = VisMoEConfig(memory="30%", policy="importance", formats="16/0", retention=RETENTION, **settings)
+    return tiny_models.model_class(folder).from_pretrained(folder, dtype=torch.float32, quantization_config=config).eval()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "mixtral", "deepseek_v3"])
+@torch.inference_mode()
+def test_experts_that_are_not_critical_are_left_out_as_the_paper_says(family, tmp_path):
+    tiny_models.save(family, tmp_path)
+    plain = tiny_models.reference(tmp_path)
+    plain.set_attn_implementation("eager")
+    account = Account(plain, RETENTION)
+    inputs = tiny_models.prompt(family, tokens=90)
+    ours = loaded(tmp_path)
+    torch.testing.assert_close(ours(**inputs).logits, plain(**inputs).logits, rtol=1e-3, atol=1e-4)
+    expected = plain.generate(**inputs, do_sample=False, max_new_tokens=12, min_new_tokens=12)
+    assert torch.equal(ours.generate(**inputs, do_sample=False, max_new_tokens=12, min_new_tokens=12), expected)
+    counts = vismoe.runtime_of(ours).pager.metrics.snapshot()
+    assert counts.total("skipped") == account.left > 0
+    assert counts.total("computed_high") + counts.total("skipped") == account.asked
+
+
+@torch.inference_mode()
+def test_a_batch_changes_nothing_for_any_of_its_requests(tmp_path):
+    """Each row is judged by itself, in prefill and in decode, whoever shares the batch."""
+    tiny_models.save("qwen3_moe", tmp_path)
+    model = loaded(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(5, 490, (length,), generator=generator) for length in (70, 31, 12)]
+    width = max(map(len, rows))
+    ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.long), row]) for row in rows])
+    mask = (torch.arange(width) >= torch.tensor([width - len(row) for row in rows])[:, None]).long()
+    together = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=8, min_new_tokens=8)
+    for row, answer in zip(rows, together, strict=True):
+        alone = model.generate(input_ids=row[None], do_sample=False, max_new_tokens=8, min_new_tokens=8)
+        assert torch.equal(answer[width:], alone[0, len(row) :])
+
+
+@torch.inference_mode()
+def test_with_all_experts_critical_not_a_bit_changes(packed):
+    with load(packed, "exact", kernels="torch") as engine:
+        expected, _ = said(engine)
+    with load(packed, "importance", formats="16/4", retention=1.0, kernels="torch") as engine:
+        answer, figures = said(engine)
+        assert answer == expected and figures.formats == {"raw": 1.0}
+
+
+def test_formats_that_are_computed_are_those_that_are_said(packed):
+    """Wanted in int4 and there in int4, or better; never worse. The shares add up, and they are counted once."""
+    with load(packed, "importance", formats="16/2", memory="30%", lookahead="gate") as engine:
+        for text in ("What is in the picture?", "How many objects are there?"):
+            _, figures = said(engine, text)
+            assert set(figures.formats) == {"raw", "int2"} and sum(figures.formats.values()) == pytest.approx(1)
+            assert figures.formats["raw"] >= 0.7, "three quarters of the experts are critical, and each is their heaviest"
+            assert figures.precision.retention == 0.75 and figures.counters.total("served_lower") == 0
+        computed = engine.metrics.computed_in
+        assert computed[Phase.DECODE, "raw"] > computed[Phase.DECODE, "int2"] > 0
+        assert set(np.unique(engine.formats())) <= {0, 1, 2}
+        engine.check_integrity()
+
+
+# ------------------------------------------------------------------ hotness
+def test_under_hotness_nobody_ever_waits_and_the_plan_holds(packed):
+    with load(packed, "hotness", formats="16/4") as engine:
+        slabs, quota = engine.plan.slabs[0], np.array(engine.plan.hot_quota)
+        assert slabs == quota.sum() + engine.plan.transient[0] and slabs + engine.plan.low_slabs[0] >= engine.plan.total_experts
+        for text in ("What is in the picture?", "How many objects are there?", "What is printed?"):
+            _, figures = said(engine, text)
+            assert figures.counters.total("misses") == figures.counters.total("stall_seconds") == 0
+            formats = engine.formats()
+            assert (formats > 0).all(), "everybody is resident"
+            assert (formats == 1).sum() <= slabs
+            engine.check_integrity()
+        assert engine.metrics.snapshot().total("promotions") > 0
+        pools = engine._runtime.pager.tables[0].pool.pools
+        held = sum(pool.nbytes for pool in pools)
+        assert held == engine.plan.bytes_of("expert pool raw") + engine.plan.bytes_of("expert pool int4")
+
+
+def test_what_was_hot_is_hot_again_after_a_restart(packed, tmp_path):
+    file = tmp_path / "hot.npz"
+    with load(packed, "hotness", formats="16/4", deterministic=True, hotness_state=str(file)) as engine:
+        said(engine), said(engine, "How many objects are there?")
+        hot, promotions = engine.formats() == 1, engine.metrics.snapshot().total("promotions")
+        targets = engine._runtime.chooser.precision.targets.copy()
+    assert file.is_file() and promotions > 0
+    with load(packed, "hotness", formats="16/4", deterministic=True, hotness_state=str(file)) as engine:
+        warm = engine.formats() == 1
+        overlap = (warm & targets).sum() / targets.sum()
+        assert overlap >= 0.8, "the hot set is there before the first token"
+        assert warm.sum() == hot.sum()
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="delete it"):
+        load(packed, "hotness", formats="16/4", hotness_state=str(file))
+
+
+def test_deterministic_formats_depend_on_tokens_alone(packed):
+    seen = []
+    for threads in (1, 3):
+        with load(packed, "hotness+importance", formats="16/2", deterministic=True, io_threads=threads) as engine:
+            figures = [said(engine, text)[1] for text in ("What is in the picture?", "What is printed?")]
+            seen.append(([one.formats for one in figures], [one.answer for one in figures], engine.formats().tolist()))
+    assert seen[0] == seen[1]
+
+
+# ------------------------------------------------------------------ changing at run time
+def test_policies_and_formats_change_while_the_engine_runs(packed):
+    with load(packed, "exact") as engine:
+        exact, _ = said(engine)
+        budget, counted = engine.plan.budget_bytes, engine.metrics.snapshot().total("hits")
+        for policy, formats, names in (
+            ("importance", "16/2", {"raw", "int2"}),
+            ("hotness", "16/4", {"raw", "int4"}),
+            ("importance", "4/0", {"int4", "skip"}),
+            ("hotness+importance", "16/2", {"raw", "int2"}),
+            ("importance", "4/2", {"int4"}),  # all of them fit, and what is there in int4 is used
+        ):
+            plan = engine.change(policy=policy, formats=formats)
+            assert plan == engine.plan and plan.total_bytes <= max(budget, plan.budget_bytes)
+            _, figures = said(engine)
+            assert set(figures.formats) == names and figures.precision.policy == policy == engine.precision.policy
+            engine.check_integrity()
+        engine.change(formats="16/0", retention=1.0)
+        assert set(said(engine)[1].formats) == {"raw"}
+        engine.change(policy="exact")
+        answer, figures = said(engine)
+        assert answer == exact and figures.precision is None and figures.formats == {"raw": 1.0}
+        assert engine.metrics.snapshot().total("hits") > counted, "counters go on"
+        names = {name for _, name in engine.metrics.computed_in}
+        assert names == {"raw", "int4", "int2", "skip"}
+
+
+def test_requests_that_ask_for_other_policies_take_turns(packed):
+    names = {"4/2": "int4/int2", "16/4": "raw/int4", "4/0": "int4/skip"}
+    wanted = [("importance", "4/2"), (None, None), ("hotness", "16/4"), ("importance", "4/2"), ("importance", "4/0")]
+    with load(packed, "exact") as engine:
+        exact, _ = said(engine)
+        replies = [engine.chat(ask(), max_tokens=24, policy=policy, formats=formats) for policy, formats in wanted]
+        for (policy, formats), reply in zip(wanted, replies, strict=True):
+            answer, precision = "".join(reply), reply.figures.precision
+            if policy is None:
+                assert answer == exact and precision is None
+            else:
+                assert (precision.policy, precision.formats) == (policy, names[formats])
+        assert engine.precision is None, "a request's wish is not the engine's"
+        engine.check_integrity()
+
+
+def test_retention_belongs_to_the_request(packed):
+    with load(packed, "importance", formats="16/0", memory="100%") as engine:
+        replies = {r: engine.chat(ask("Describe the image."), max_tokens=24, retention=r) for r in (0.5, 0.75, 1.0)}
+        skipped = {r: ("".join(reply), reply.figures.formats.get("skip", 0.0))[1] for r, reply in replies.items()}
+        assert skipped[0.5] > skipped[0.75] > skipped[1.0] == 0
+        for r, share in skipped.items():  # by turns as alone
+            assert said(engine, "Describe the image.", retention=r)[1].formats.get("skip", 0.0) == share
+
+
+def test_keys_and_values_of_another_retention_are_not_taken_over(packed):
+    with load(packed, "importance", formats="16/0", memory="100%") as engine:
+        said(engine, retention=0.6, reuse=True)
+        assert said(engine, retention=0.9, reuse=True)[1].reused_tokens == 0
+        assert said(engine, retention=0.9, reuse=True)[1].reused_tokens > 0
+
+
+def test_what_cannot_be_changed_to_is_refused_and_changes_nothing(packed):
+    with load(packed, "importance", formats="4/2", memory="25%") as engine:
+        before = said(engine)[0], engine.plan
+        with pytest.raises(BudgetError, match=r"--formats|--memory"):
+            engine.change(policy="hotness", formats="16/4")
+        with pytest.raises(ConfigError, match="int8"):
+            engine.change(formats="8/2")  # not packed
+        with pytest.raises(ConfigError, match="retention"):
+            engine.chat(ask(), retention=0.3)
+        assert engine.plan == before[1] and engine.precision.formats == "int4/int2"
+        engine.check_integrity()
+        assert said(engine)[1].answer_tokens > 1
+
+
+def test_a_change_that_fails_half_way_is_undone(packed, monkeypatch):
+    """Experts in the new formats cannot be read: the old plan serves again, and who waited for the new one is told."""
+    with load(packed, "importance", formats="16/4") as engine:
+        real, failing = PackedStore.read, threading.Event()
+
+        def read(store, expert, record):
+            if failing.is_set() and store.format == "int2":
+                raise CheckpointError("the disk is gone")
+            return real(store, expert, record)
+
+        monkeypatch.setattr(PackedStore, "read", read)
+        failing.set()
+        reply = engine.chat(ask(), max_tokens=4, policy="hotness", formats="16/2")
+        with pytest.raises(ConfigError, match="the disk is gone"):
+            "".join(reply)
+        assert engine.precision.formats == "raw/int4" and said(engine)[1].precision.formats == "raw/int4"
+        engine.check_integrity()
+        failing.clear()
+        assert said(engine, policy="hotness", formats="16/2")[1].precision.formats == "raw/int2"

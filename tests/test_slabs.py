@@ -1,0 +1,77 @@
+"""Pools of two formats under one numbering, against the pools themselves."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vismoe.memory.pool import SlabPool
+from vismoe.memory.slabs import Slabs
+from vismoe.types import HIGH, LOW, RecordLayout
+
+
+def pool(numbers: int, slabs: int, **kw) -> SlabPool:
+    return SlabPool(RecordLayout.of({"w": (numbers,)}, {"w": torch.int64}), slabs, **kw)
+
+
+def test_one_pool_is_itself_under_another_name():
+    alone = pool(2, 3)
+    slabs = Slabs.of(alone)
+    assert slabs.precision is None and slabs.formats == 1 and slabs.capacity == slabs.free == slabs.capacity_of(HIGH) == 3
+    assert Slabs.of(slabs) is slabs
+    assert sorted(slabs.take() for _ in range(3)) == [0, 1, 2] and slabs.take() is None and alone.free == 0
+    assert slabs.addresses.tolist() == alone.addresses.tolist()
+    assert slabs.precision_of(2) == HIGH and slabs.bytes_of(2) == alone.layout.record_bytes
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=40))
+def test_slabs_are_taken_and_given_back_in_the_format_that_they_hold(high, low, calls):
+    pools = pool(4, high), pool(2, low)
+    slabs = Slabs(pools)
+    assert slabs.precision.tolist() == [HIGH] * high + [LOW] * low
+    assert slabs.capacity == high + low and [slabs.capacity_of(p) for p in (HIGH, LOW)] == [high, low]
+    before = slabs.addresses.copy()
+    held: list[int] = []
+    for call, number in calls:
+        if call < 2:
+            free, slab = slabs.free_of(call), slabs.take(call)
+            assert (slab is None) == (free == 0)
+            if slab is not None:
+                assert slab not in held and slabs.precision_of(slab) == call
+                held.append(slab)
+        elif held:
+            slabs.give_back(held.pop(number % len(held)))
+        slabs.check_integrity()
+        assert [slabs.free_of(p) for p in (HIGH, LOW)] == [
+            n - sum(slabs.precision_of(slab) == p for slab in held) for p, n in ((HIGH, high), (LOW, low))
+        ]
+        assert slabs.free == slabs.capacity - len(held)
+    free = [slab for slab in range(slabs.capacity) if slab not in held]
+    slabs.free_only(held)
+    slabs.check_integrity()
+    assert slabs.free == len(held)
+    slabs.free_only(free)
+    assert {slabs.take(p) for p in (HIGH, LOW) for _ in range(high + low + 1)} == {*free, None}
+    assert (slabs.addresses == before).all()
+
+
+def test_a_number_means_one_record_whoever_is_asked():
+    slabs = Slabs((pool(4, 2), pool(2, 3)))
+    for slab in range(slabs.capacity):
+        assert slabs.record(slab).numel() == slabs.bytes_of(slab) == slabs.record_bytes[slabs.precision_of(slab)]
+        assert slabs.record(slab).data_ptr() == slabs.weights(slab)["w"].data_ptr() == slabs.addresses[slab]
+        slabs.weights(slab)["w"].fill_(slab)
+    assert [slabs.record(slab).view(torch.int64)[0].item() for slab in range(slabs.capacity)] == list(range(slabs.capacity))
+
+
+def test_what_is_aliased_into_a_slab_shows_in_its_address_and_its_weights():
+    hosts = pool(4, 3), pool(2, 3)
+    slabs = Slabs((pool(4, 2, aliased=True), pool(2, 2, aliased=True)))
+    for slab, (host, record) in enumerate(((hosts[0], 2), (hosts[0], 0), (hosts[1], 1), (hosts[1], 2))):
+        slabs.alias(slab, host, record)
+        assert slabs.addresses[slab] == host.addresses[record]
+        assert slabs.weights(slab)["w"].data_ptr() == host.record(record).data_ptr()
+    assert np.unique(slabs.addresses).size == 4
+    with pytest.raises(AssertionError):
+        Slabs((pool(4, 2, aliased=True), pool(2, 2)))

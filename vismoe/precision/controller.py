@@ -1,0 +1,152 @@
+"""What a running model asks: which experts of a layer shall be in the high format, and, after a forward pass, who moves.
+
+One thread calls, once per MoE layer and once per forward pass. Nothing here knows a clock, so the same calls give the same
+answers. T tokens, K choices, L MoE layers, E experts of a layer; ids outside 0 ... E - 1 are sentinels: no expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from vismoe.precision.depth import ratios_of
+from vismoe.precision.hotness import Hotness
+from vismoe.precision.importance import by_gate, by_load, heaviest, skipped
+from vismoe.precision.policy import Policy
+from vismoe.precision.schedule import Schedule, becoming_hot, schedule, threshold
+
+__all__ = ["Choice", "Precision"]
+
+
+class Choice(NamedTuple):
+    """What one layer of one forward pass wants. The arrays are read only: some belong to the controller or the caller."""
+
+    routing: np.ndarray  # int64 [T, K]; E in place of what is skipped
+    weights: np.ndarray  # float32 [T, K]
+    high: np.ndarray | None = None  # bool [E], who shall be in the high format; None: all
+    upgrades: tuple[int, ...] = ()  # wanted high by these tokens though `high` does not say so; the most important first
+
+
+class Precision:
+    """The controller of one engine: `at_layer` in every MoE layer, `end_step` after every forward pass.
+
+    experts: of each layer; quotas int `[L]`: how many of each may be hot, needed by hotness. A profile that is `warm` already
+    (from a file, or from before a re-plan) settles `targets` at once.
+    """
+
+    def __init__(self, policy: Policy, experts: Sequence[int], quotas: np.ndarray | None = None, hotness: Hotness | None = None):
+        self.policy, self._experts, most = policy, list(experts), max(experts)
+        self.retention = policy.retention
+        self.targets = np.zeros((len(experts), most), bool)  # [L, E] who hotness wants in the high format
+        self._targets = [row[:count] for row, count in zip(self.targets, experts)]
+        self.hotness: Hotness | None = None
+        if policy.hotness:
+            assert quotas is not None, "hotness needs to know how many experts may be hot"
+            self.hotness = hotness or Hotness(experts, policy.decay, policy.period_tokens)
+            self._quotas = quotas
+            self._threshold: np.ndarray | None = None  # [L], settled by the first update
+            self._before = np.zeros_like(self.hotness.scores)  # at the last update
+            if self.hotness.warm:
+                self._update(self.hotness)
+
+    @property
+    def retention(self) -> float:
+        """Mean share of the demanded experts that are critical; may be set between two forward passes."""
+        return self._retention
+
+    @retention.setter
+    def retention(self, mean: float) -> None:
+        self._retention = mean
+        self.ratios = ratios_of(len(self._experts), mean, "cosine")
+
+    def at_layer(
+        self,
+        layer: int,
+        decoding: bool,
+        routing: np.ndarray,
+        weights: np.ndarray,
+        hitters: np.ndarray | None = None,
+        sequence: np.ndarray | None = None,
+        real: np.ndarray | None = None,
+    ) -> Choice:
+        """What the layer wants for these tokens: routing int64 and weights float32 `[T, K]`, which must not change any more.
+
+        hitters bool `[T]`: heavy hitters, needed in prefill where importance decides; sequence int `[T]` from 0 (None: one);
+        real bool `[T]` (None: all).
+        """
+        if self.hotness is not None:
+            self.hotness.observe(layer, routing, weights, real)
+        if not self.policy.importance:
+            return Choice(routing, weights, self._targets[layer])
+        if self.ratios[layer] >= 1.0 and self.hotness is None:
+            return Choice(routing, weights)
+        if decoding and len(routing) == 1 and real is None:
+            ids = routing[0].tolist()
+            best = heaviest(ids, weights[0].tolist(), self._experts[layer], self.ratios[layer])
+            if self.policy.pair.low is None:
+                return self._skipping(layer, routing, weights, np.array([[expert in best for expert in ids]]))
+        else:
+            critical = self._critical(layer, decoding, routing, weights, hitters, sequence, real)
+            if self.policy.pair.low is None:
+                return self._skipping(layer, routing, weights, critical)
+            best = self._by_mass(layer, routing[critical], weights[critical])
+        if self.hotness is None:
+            return Choice(routing, weights, self._marked(layer, best))
+        hot = self._targets[layer]
+        return Choice(routing, weights, hot, tuple([expert for expert in best if not hot[expert]]))
+
+    def end_step(self, tokens: int) -> Schedule | None:
+        """The forward pass over `tokens` real tokens is over. -> who moves, where an update was due; `targets` says the same."""
+        if self.hotness is None or not self.hotness.end_step(tokens):
+            return None
+        return self._update(self.hotness)
+
+    def _critical(
+        self,
+        layer: int,
+        decoding: bool,
+        routing: np.ndarray,
+        weights: np.ndarray,
+        hitters: np.ndarray | None,
+        sequence: np.ndarray | None,
+        real: np.ndarray | None,
+    ) -> np.ndarray:
+        """The critical choices, bool `[T, K]`."""
+        experts, ratio = self._experts[layer], self.ratios[layer]
+        if decoding:
+            return by_gate(routing, weights, experts, ratio, real)
+        assert hitters is not None, "a prefill needs its heavy hitters"
+        return by_load(routing, weights, hitters, experts, ratio, sequence, real)
+
+    def _by_mass(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> list[int]:
+        """The experts in `ids` `[n]`, those with the largest sum of weights `[n]` first; ties by id."""
+        mass = np.bincount(ids, weights, minlength=self._experts[layer])
+        demanded = np.flatnonzero(np.bincount(ids, minlength=len(mass)))
+        best: list[int] = demanded[np.argsort(-mass[demanded], kind="stable")].tolist()
+        return best
+
+    def _marked(self, layer: int, ids: list[int]) -> np.ndarray:
+        """bool `[E]`, True for `ids`."""
+        marked = np.zeros(self._experts[layer], bool)
+        marked[ids] = True
+        return marked
+
+    def _skipping(self, layer: int, routing: np.ndarray, weights: np.ndarray, critical: np.ndarray) -> Choice:
+        """Critical choices only; who is left is high."""
+        return Choice(*skipped(routing, weights, critical, self._experts[layer], renormalise=True))
+
+    def _update(self, hotness: Hotness) -> Schedule:
+        """Who moves, every T tokens; the threshold is settled the first time (the warm-up) and stays."""
+        if self._threshold is None:
+            self._threshold = threshold(hotness.scores, self._quotas)
+        limits = (self._quotas, self._threshold, self.policy.hysteresis)
+        moves = schedule(hotness.scores, self.targets, *limits)
+        for expert in moves.promote:
+            self.targets[expert] = True
+        for expert in moves.demote:
+            self.targets[expert] = False
+        gains = np.maximum(hotness.scores - self._before, 0.0) / (1 - self.policy.decay**self.policy.period_tokens)
+        expected = becoming_hot(hotness.scores, gains, hotness.correlation, self.targets, *limits)
+        self._before = hotness.scores.copy()
+        return replace(moves, becoming_hot=expected)

@@ -1,0 +1,147 @@
+"""How hot every expert is: DynaExq, equation 2, with a file from which a restarted server begins warm.
+
+L MoE layers, E experts of the layer that has most, T tokens of a forward pass, K choices of a token. Routing is int64 `[T, K]`;
+an id that is no expert of its layer is a sentinel. One thread calls; nothing here knows a clock.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vismoe.errors import CheckpointError, ConfigError
+from vismoe.precision.correlation import Correlation
+
+__all__ = ["Hotness", "profile_bytes"]
+
+STATE_VERSION = 1
+
+Seen = tuple[np.ndarray, np.ndarray]  # routing and weights of one token in one layer
+
+
+def profile_bytes(experts: Sequence[int]) -> int:
+    """Bytes that a profile of layers with so many experts keeps: for the plan."""
+    layers, most = len(experts), max(experts)
+    return 8 * layers * most + 4 * (layers - 1) * most**2  # scores; pairs of experts of consecutive layers
+
+
+class Hotness:
+    """The hotness score of every expert: an exponential mean of the probability with which a token selects it.
+
+    A forward pass is one update with the mean over its tokens, which counts as much as that many tokens (at most the period). In
+    a layer that was reached, experts that nobody selects decay (algorithm 1, passive decay).
+    """
+
+    def __init__(self, experts: Sequence[int], decay: float, period_tokens: int):
+        layers, most = len(experts), max(experts)
+        self.scores = np.zeros((layers, most))
+        self.warm = False  # whether an update was ever due: before, scores say little
+        self.correlation = Correlation(layers, most)
+        self._experts = np.array(experts)[:, None]
+        self._decay, self._period_tokens = decay, period_tokens
+        self._tokens = 0  # since the last update
+        self._seen: list[Seen | np.ndarray | None] = [None] * layers
+        self._first = np.arange(layers)[:, None] * most  # address of each layer's first expert
+
+    def observe(self, layer: int, routing: np.ndarray, weights: np.ndarray, real: np.ndarray | None = None) -> None:
+        """What a forward pass chose in one layer: routing and float32 weights `[T, K]`, real bool `[T]` (None: all).
+
+        Only kept until the pass ends if it is one token: the arrays must not change any more. A layer that is seen again, after a
+        pass that was given up, replaces what was seen of it.
+        """
+        one_token = len(routing) == 1 and real is None
+        self._seen[layer] = (routing, weights) if one_token else self._mean(layer, routing, weights, real)
+
+    def end_step(self, tokens: int) -> bool:
+        """A forward pass over `tokens` real tokens is over: equation 2, once for all layers. -> whether an update is due."""
+        tokens = min(tokens, self._period_tokens)
+        seen, self._seen = self._seen, [None] * len(self._seen)
+        reached, mean = self._step_mean(seen)
+        if np.isfinite(mean.sum()):  # what overflowed in one request must not stay in the scores
+            share = np.where(reached, self._decay**tokens, 1.0)
+            self.scores *= share
+            self.scores += (1 - share) * mean
+        self._tokens += tokens
+        if self._tokens < self._period_tokens:
+            return False
+        self._tokens -= self._period_tokens
+        self.warm = True
+        return True
+
+    def _step_mean(self, seen: list[Seen | np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
+        """(layers that were reached, bool `[L, 1]`; mean over the tokens of each selected expert's probability, `[L, E]`)."""
+        tokens = [one for one in seen if isinstance(one, tuple)]
+        if len(tokens) == len(seen) and len({routing.size for routing, _ in tokens}) == 1:
+            return np.ones((len(seen), 1), bool), self._of_one_token(tokens)
+        mean, reached = np.zeros_like(self.scores), np.zeros((len(seen), 1), bool)
+        for layer, one in enumerate(seen):
+            if one is not None:
+                mean[layer] = self._mean(layer, *one) if isinstance(one, tuple) else one
+                reached[layer] = True
+        return reached, mean
+
+    def _of_one_token(self, tokens: list[Seen]) -> np.ndarray:
+        """The probabilities of a decode step, `[L, E]`, which the correlation learns from too."""
+        routing = np.concatenate([routing for routing, _ in tokens])
+        weights = np.concatenate([weights for _, weights in tokens])
+        chosen = (routing >= 0) & (routing < self._experts)
+        if chosen.all():
+            self.correlation.observe(routing, weights)
+        address = (routing + self._first)[chosen]
+        return np.bincount(address, weights[chosen], minlength=self.scores.size).reshape(self.scores.shape)
+
+    def _mean(self, layer: int, routing: np.ndarray, weights: np.ndarray, real: np.ndarray | None = None) -> np.ndarray:
+        """Mean over the real tokens of the probability of each selected expert, float64 `[E]`."""
+        chosen = (routing >= 0) & (routing < self._experts[layer])
+        if real is not None:
+            chosen &= real[:, None]
+        tokens = len(routing) if real is None else int(real.sum())
+        return np.bincount(routing[chosen], weights[chosen], minlength=self.scores.shape[1]) / max(1, tokens)
+
+    def save(self, file: Path, fingerprint: str) -> None:
+        """Write the scores, whole or not at all; `fingerprint` says of which model they are. Raises ConfigError.
+
+        Scores are means of probabilities: any decay, period and budget can go on from them.
+        """
+        head = {"version": STATE_VERSION, "fingerprint": fingerprint, "shape": self.scores.shape, "warm": self.warm}
+        state = json.dumps(head).encode() + b"\n" + self.scores.astype("<f8").tobytes()
+        unfinished = file.with_name(f"{file.name}.partial")
+        try:
+            unfinished.write_bytes(_checksum(state) + state)
+            os.replace(unfinished, file)
+        except OSError as error:
+            raise ConfigError(
+                f"hotness_state: {file} cannot be written: {error.strerror or error}. "
+                "Fix: a file in another folder (--hotness-state)"
+            ) from error
+
+    def load(self, file: Path, fingerprint: str) -> None:
+        """Go on from what `save` wrote. Raises CheckpointError for a file that is damaged, ConfigError for another model's."""
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"hotness_state: {file} cannot be read: {error.strerror or error}. Fix: its permissions, or another file"
+            ) from error
+        checksum, state = content[:4], content[4:]
+        if checksum != _checksum(state):
+            raise CheckpointError(
+                f"hotness_state: {file} is damaged, or nothing that VisMoE wrote. Fix: delete it, hotness is learned anew"
+            )
+        head, _, scores = state.partition(b"\n")
+        found = json.loads(head)
+        wanted = {"version": STATE_VERSION, "fingerprint": fingerprint, "shape": list(self.scores.shape)}
+        if any(found.get(name) != value for name, value in wanted.items()):
+            raise ConfigError(
+                f"hotness_state: {file} belongs to another model or version of VisMoE: it says {found}, this is {wanted}. "
+                "Fix: another file (--hotness-state), or delete this one"
+            )
+        self.scores = np.frombuffer(scores, "<f8").reshape(self.scores.shape).copy()
+        self.warm = found["warm"]
+
+
+def _checksum(state: bytes) -> bytes:
+    return zlib.crc32(state).to_bytes(4, "little")

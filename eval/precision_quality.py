@@ -127,10 +127,10 @@ STUDIES = {
         ],
         "retention",
         "4/2,4/0",
-        900,
+        450,
     ),
-    "hitters": Study(hitting, [], "share of heavy hitters", "4/2,4/0", 900),
-    "layers": Study(single, [], "layer", "16/2,16/0", 900, trends=True),
+    "hitters": Study(hitting, [], "share of heavy hitters", "4/2,4/0", 450),
+    "layers": Study(single, [], "layer", "16/2,16/0", 450, trends=True),
 }
 
 

@@ -400,25 +400,25 @@ def study(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     long = synthetic(len(trace.inventory.layers), layer.num_experts, layer.top_k, arguments.answer)
     world, policy = World(trace.inventory, [*recorded, long]), Policy.of(HOTNESS)
     result: dict[str, Any] = {"streams": {each.name: sum(p.tokens for p in each.passes) for each in world.streams}}
-    panels: list[Panel] = []
+    figures: dict[str, list[Panel]] = {"decay": [], "streams": []}
     if "decay" in arguments.study:
         variants = decay_study(world, policy)
         best = chosen(variants)
         print_variants(console, "alpha and T, means over streams and quotas of 12.5, 25 and 50%", variants, best)
         result["decay"] = {"chosen": best.name, "variants": [asdict(each) for each in variants]}
-        panels += decay_panels(variants)
+        figures["decay"] += decay_panels(variants)
     if "hysteresis" in arguments.study:
         variants = hysteresis_study(world, policy)
         best = chosen(variants[: len(HYSTERESES)])
         print_variants(console, "hysteresis and threshold, means as above", variants, best)
         result["hysteresis"] = {"chosen": best.name, "variants": [asdict(each) for each in variants]}
-        panels += hysteresis_panels(variants[: len(HYSTERESES)])
+        figures["streams"] += hysteresis_panels(variants[: len(HYSTERESES)])
     if "shift" in arguments.study:
         shifts = shift_study(world, policy)
         shown = [{name: value for name, value in row.items() if name not in ("tokens", "share")} for row in shifts]
         print_rows(console, f"after a shift, {QUOTAS[1]:.0%} of the experts hot", shown)
         result["shift"] = shifts
-        panels.append(shift_panel(shifts))
+        figures["streams"].append(shift_panel(shifts))
     if "forecast" in arguments.study:
         rows = forecast_study(world, policy)
         print_rows(console, f"forecasts of promotions, {QUOTAS[1]:.0%} of the experts hot", rows)
@@ -427,9 +427,10 @@ def study(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         rows = pools_study(world)
         print_pools(console, rows)
         result["pools"] = rows
-    if arguments.figures and panels:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
-        grid_figure(arguments.figures / "precision-replay.png", panels, columns=2)
+    for name, panels in figures.items():
+        if arguments.figures and panels:
+            arguments.figures.mkdir(parents=True, exist_ok=True)
+            grid_figure(arguments.figures / f"precision-replay-{name}.png", panels)
     return result
 
 
@@ -437,13 +438,13 @@ def decay_panels(variants: Sequence[Variant]) -> list[Panel]:
     def lines(figure: str) -> list[Series]:
         its = {period: [each for each in variants if each.period_tokens == period] for period in PERIODS}
         return [
-            Series(f"T = {period}", [f"{each.decay:g}" for each in row], [each.average(figure) for each in row])
+            Series(f"T = {period}", [f"{each.decay:g}" for each in row], [100 * each.average(figure) for each in row])
             for period, row in its.items()
         ]
 
     return [
-        Panel(lines("mean"), "alpha", "computed in the better format", "share, mean of prompts and decoding", percent=True),
-        Panel(lines("moved"), "alpha", "of the bytes of its experts", "moved per token", percent=True),
+        Panel(lines("mean"), "alpha", "% of prompts and decoding (mean)", "computed in the better format"),
+        Panel(lines("moved"), "alpha", "% of the bytes of its experts", "moved per token", y_limits=(0, None)),
     ]
 
 
@@ -474,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=8, metavar="N", help="of each kind and half of the icons (default: 8)")
     parser.add_argument("--answer", type=int, default=1000, metavar="TOKENS", help="of the synthetic answer (default: 1000)")
     parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"where the trace is kept (default: {FOLDER})")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the plot there, e.g. assets/figures")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the plots there, e.g. assets/figures")
     arguments = parser.parse_args(argv)
     try:
         print(json.dumps(study(arguments, Console())))

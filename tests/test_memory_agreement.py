@@ -58,9 +58,9 @@ open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again from here
 from vismoe import VisMoEConfig
 from vismoe.models.loading import runtime_of
 
-folder, memory, context, side = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+folder, context, side, settings = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
 model = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(
-    folder, dtype=torch.bfloat16, quantization_config=VisMoEConfig(memory=memory, context=context)
+    folder, dtype=torch.bfloat16, quantization_config=VisMoEConfig(context=context, **settings)
 ).eval()
 plan = runtime_of(model).plan
 torch.manual_seed(0)
@@ -94,10 +94,13 @@ def checkpoint(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("memory", ["25%", "100%"])
-def test_the_process_grows_by_what_the_plan_says_within_a_tenth(checkpoint, memory):
+SETTINGS = [{"memory": "25%"}, {"memory": "100%"}, {"memory": "25%", "policy": "importance", "formats": "16/0"}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda given: " ".join(given.values()))
+def test_the_process_grows_by_what_the_plan_says_within_a_tenth(checkpoint, settings):
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", SERVE, str(checkpoint), memory, "256", "14"]
+    command = [sys.executable, "-c", SERVE, str(checkpoint), "256", "14", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], timeout=300)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])

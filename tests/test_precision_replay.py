@@ -241,7 +241,7 @@ def test_all_studies_run_and_the_last_line_is_one_json_object(monkeypatch, tmp_p
     assert list(result) == ["streams", *precision_replay.STUDIES]
     assert len(result["decay"]["variants"]) == 4 and len(result["hysteresis"]["variants"]) == 4
     assert {row["forecast"] for row in result["forecast"]} == {"none", "layers", "closest"}
-    assert all(row["times_best"] > 0 for row in result["pools"]) and (tmp_path / "precision-replay.png").stat().st_size > 5000
+    assert all(row["times_best"] > 0 for row in result["pools"]) and len(list(tmp_path.glob("precision-replay-*.png"))) == 2
 
 
 def test_the_best_is_chosen_among_those_that_move_little_and_of_equals_the_one_with_fewer_updates():

@@ -119,7 +119,7 @@ class ExpertRuntime:
         self.pruner: VisualPruner | None = None  # drops visual tokens in prefill, where the family allows it
         self.visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the router chose
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
-        self._skipped = 0  # choices of the running layer that its policy left out
+        self._left_out = self._skipped = 0  # choices of the running layer that its policy left out: of padding, of real tokens
         self.reading_prompt = False  # whatever comes is a prompt, or what an earlier one has left of it
         self.step = Step()
         self._kinds: np.ndarray | None = None
@@ -259,25 +259,28 @@ class ExpertRuntime:
                 "two threads run this model at the same time; its experts serve one forward pass at a time. "
                 "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
             )
-        began_s, self._skipped = time.perf_counter(), 0
+        began_s, self._left_out, self._skipped = time.perf_counter(), 0, 0
         graph = torch.is_grad_enabled() and (hidden.requires_grad or factors.requires_grad)
         try:
             with torch.no_grad() if graph else contextlib.nullcontext():
                 result = self._compute(layer, module, hidden, index, factors)
         finally:
-            self.pager.layer_ended(self.step.phase, layer, began_s, hidden.shape[0], index.numel(), self._skipped)
+            self.pager.layer_ended(
+                self.step.phase, layer, began_s, hidden.shape[0], index.numel() - self._left_out, self._skipped
+            )
         return _NoBackward.apply(hidden, factors, result) if graph else result
 
     def _compute(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Demand the experts, compute them as they come, add them up in ascending id."""
-        routing = np.ascontiguousarray(index.cpu().numpy())
+        routing, weights = self._on_host(index, factors)
         decoding = self.step.phase is Phase.DECODE
         if self.step.fewer:
             routing, factors = self._fewer(layer, routing, factors, module.num_experts)
+            weights = None
         routed, factors_of_routed, high = routing, factors, None
         first: tuple[int, ...] = ()
         if self.chooser is not None:
-            routing, factors, high, first = self._chosen(self.chooser, layer, module.num_experts, routing, factors)
+            routing, factors, high, first = self._chosen(self.chooser, layer, module.num_experts, routing, factors, weights)
         work = self.serving.arithmetic.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
         tokens = work.tokens if self.pager.ways is not None or high is not None else None
@@ -288,18 +291,38 @@ class ExpertRuntime:
                     self._record(layer, routed, factors_of_routed, scores, evidence)
             return work.run(demand, in_order=not decoding)
 
+    def _on_host(self, index: torch.Tensor, factors: torch.Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+        """Routing int64 and, where a policy wants them, weights float32 `[T, K]`: one read from a device."""
+        if self.chooser is None:
+            return np.ascontiguousarray(index.cpu().numpy()), None
+        if index.device.type == "cpu":
+            return np.ascontiguousarray(index.numpy()), factors.detach().float().numpy()
+        both = torch.cat([index.float(), factors.float()], dim=1).cpu().numpy()  # ids are small: exact in float32
+        ids, weights = np.split(both, 2, axis=1)
+        return np.ascontiguousarray(ids, dtype=np.int64), np.ascontiguousarray(weights)
+
     def _chosen(
-        self, chooser: Chooser, layer: int, experts: int, routing: np.ndarray, factors: torch.Tensor
+        self,
+        chooser: Chooser,
+        layer: int,
+        experts: int,
+        routing: np.ndarray,
+        factors: torch.Tensor,
+        weights: np.ndarray | None,
     ) -> tuple[np.ndarray, torch.Tensor, np.ndarray | None, tuple[int, ...]]:
-        """Routing and weights without what the policy skips, who is wanted in the more precise format, bool `[E]` (None: there is
-        one format), and who of them first."""
-        step, weights = self.step, factors.float().cpu().numpy()
+        """Routing and factors without what the policy skips, who is wanted in the more precise format, bool `[E]` (None: there is
+        one format), and who of them first. `weights`: the factors on the host, where they were read."""
+        step = self.step
+        if weights is None:
+            weights = factors.detach().float().cpu().numpy()
         known = len(routing) == step.tokens  # some families' experts see a part of the tokens only
         real = step.kinds != TokenKind.PAD if known and step.padded and step.kinds is not None else None
         rows = Rows(step.phase is Phase.DECODE, step.batch if known else 1, real)
         choice = chooser.at_layer(layer, rows, routing, weights)
         if choice.routing is not routing:
-            self._skipped = int(np.count_nonzero(choice.routing != routing))
+            skipped = choice.routing != routing
+            self._skipped = int(np.count_nonzero(skipped if real is None else skipped[real]))
+            self._left_out = int(np.count_nonzero(skipped)) - self._skipped
             factors = torch.from_numpy(choice.weights).to(factors)
         if len(self.serving.formats) == 1:
             return choice.routing, factors, None, ()

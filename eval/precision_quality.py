@@ -52,6 +52,7 @@ SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 RETENTIONS = (0.5, 0.6, 0.75, 0.9)
 HITTERS = (0.05, 0.1, HEAVY_SHARE, 0.4, 1.0)
 DRAWS = (1, 2, 3)  # random orders
+HEAVY, EVERYBODY = "heavy hitters", "every token"
 BY_DEPTH, WEIGHTS_LEFT = "importance, by depth", "by depth, weights left"
 WIDTH = 240  # of tables in a file, columns
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-precision"
@@ -103,7 +104,8 @@ def retained(pair: FormatPair, _: int) -> list[Line]:
 
 def hitting(pair: FormatPair, _: int) -> list[Line]:
     shares = {share: [Retained(pair, min(RETENTIONS), hitters=share)] for share in HITTERS}
-    return [Line(named(pair), "importance, by depth, half retained", shares)]
+    everybody = dict.fromkeys(shares, [Retained(pair, min(RETENTIONS), hitters=1.0)])
+    return [Line(named(pair), HEAVY, shares), Line(named(pair), EVERYBODY, everybody)]
 
 
 def single(pair: FormatPair, layers: int) -> list[Line]:
@@ -129,7 +131,7 @@ STUDIES = {
         "4/2,4/0",
         450,
     ),
-    "hitters": Study(hitting, [], "share of heavy hitters", "4/2,4/0", 450),
+    "hitters": Study(hitting, [Comparison(HEAVY, EVERYBODY)], "share of heavy hitters", "4/2,4/0", 450),
     "layers": Study(single, [], "layer", "16/2,16/0", 450, trends=True),
 }
 

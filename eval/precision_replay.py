@@ -84,7 +84,7 @@ class World:
         return sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
 
 
-HOTNESS = Settings(policy="hotness", formats="4/2")
+HOTNESS = Settings(policy="hotness", formats="4/2", hotness_ahead=True)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vismoe.precision.schedule import becoming_hot, threshold
 
 PAIR = FormatPair(Format.INT4, Format.INT2)
 SKIP = FormatPair(Format.INT4, None)
-HOTNESS = Policy(PAIR, hotness=True, importance=False, decay=0.9, period_tokens=8)
+HOTNESS = Policy(PAIR, hotness=True, importance=False, decay=0.9, period_tokens=8, ahead=True)
 IMPORTANCE = Policy(PAIR, hotness=False, importance=True)
 BOTH = Policy(PAIR, hotness=True, importance=True, decay=0.9, period_tokens=8)
 

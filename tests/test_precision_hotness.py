@@ -74,11 +74,11 @@ def test_an_update_is_due_every_period_and_makes_the_scores_warm():
 
 def test_the_plan_knows_what_a_profile_keeps():
     tracemalloc.start()
-    hotness = Hotness([300] * 8, 0.9, 4)
+    hotness = Hotness([300] * 8, 0.9, 4, correlated=True)
     hotness.correlation.observe(np.zeros((8, 2), np.int64), np.ones((8, 2), np.float32))
     held_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert held_bytes == pytest.approx(profile_bytes([300] * 8), rel=0.01)
+    assert held_bytes == pytest.approx(profile_bytes([300] * 8, correlated=True), rel=0.01)
 
 
 def test_a_layer_that_was_not_reached_and_a_pass_without_real_tokens_change_nothing():
@@ -155,7 +155,7 @@ def test_the_flow_is_that_of_sums_over_the_tokens_of_which_the_old_ones_count_le
 
 
 def test_decode_teaches_the_correlation_and_a_prompt_or_a_sentinel_does_not():
-    hotness, gains = Hotness([4, 4], 0.9, 4), np.ones((2, 4))
+    hotness, gains = Hotness([4, 4], 0.9, 4, correlated=True), np.ones((2, 4))
     for ids in ([[0, 1], [2, 3]], [[0, 4]]):  # two tokens; one with an expert that is skipped
         for layer in range(2):
             hotness.observe(layer, np.array(ids), np.full(np.shape(ids), 0.5, np.float32))

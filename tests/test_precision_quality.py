@@ -354,8 +354,8 @@ def test_studies_with_answers_have_accuracies_per_kind(encoded_once, study, tmp_
     formats = {"retention": "4/2,4/0", "layers": "16/2", "hitters": "4/0"}[study]
     command = ["--study", study, "--formats", formats, "--questions", "18", "--work", str(tmp_path), "--figures", str(tmp_path)]
     printed, result = run(capsys, *command)
-    assert len(result["lines"]) == {"retention": 9, "layers": 1, "hitters": 1}[study]
-    assert len(result["comparisons"]) == {"retention": 9, "layers": 0, "hitters": 0}[study]
+    assert len(result["lines"]) == {"retention": 9, "layers": 1, "hitters": 2}[study]
+    assert len(result["comparisons"]) == {"retention": 9, "layers": 0, "hitters": 1}[study]
     assert len(result["trends"]) == (study == "layers")
     assert result["lines"][0]["points"][0]["turns"]["accuracy"]["questions"] == 2
     assert any("describe" in line for line in printed) and (tmp_path / f"precision-{study}.png").exists()

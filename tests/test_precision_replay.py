@@ -22,7 +22,7 @@ from vismoe.simulate.synthetic import SyntheticTrace, inventory_of, skewed_trace
 from vismoe.types import ExpertId, Phase, RecordLayout
 
 HIGH_BYTES, LOW_BYTES = 4096, 1024
-HOTNESS = Policy(FormatPair(Format.INT4, Format.INT2), hotness=True, importance=False, decay=0.5, period_tokens=2)
+HOTNESS = Policy(FormatPair(Format.INT4, Format.INT2), hotness=True, importance=False, decay=0.5, period_tokens=2, ahead=True)
 IMPORTANCE = dataclasses.replace(HOTNESS, hotness=False, importance=True, retention=0.5)
 
 

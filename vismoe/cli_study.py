@@ -12,6 +12,7 @@ STUDIES = {  # name: (module with a main(arguments), what it shows)
     "predictor": ("vismoe.predictor_training.evaluate", "how well lookaheads predict experts"),
     "lookahead-cost": ("vismoe.predictor_training.cost", "what asking a lookahead takes, and what it delays"),
     "controllers": ("vismoe.eval.controller_cost", "what the controllers of precision take per token"),
+    "precision-replay": ("vismoe.eval.precision_replay", "alpha, T, hysteresis, forecasts and pools of policies, by replay"),
     "orchestrator": ("vismoe.eval.orchestrator", "eviction orders and lookaheads at several cache sizes, the pinned prefix"),
     "ladder": ("vismoe.eval.ladder", "what pruning, prediction and orchestration each save"),
     "agreement": ("vismoe.eval.lmms_agreement", "lmms-eval's scenes tasks beside vismoe eval --scenes, on the same questions"),

@@ -101,6 +101,7 @@ class Settings:
     retention: float = 0.75  # importance: mean share of the demanded experts that keep the better format, 0.5 to 1
     hotness_decay: float = 0.99  # alpha of hotness, per token
     hotness_period: int = 16  # T: tokens between two looks at who is hot
+    hotness_ahead: bool = False  # copy experts that are expected to become hot ahead of time; it won nothing in replays
     hotness_state: str | None = None  # file that hotness begins with, where it is there, and is written to at the end
     store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
     keep: float = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact

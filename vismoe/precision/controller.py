@@ -43,7 +43,7 @@ class Precision:
         self.hotness: Hotness | None = None
         if policy.hotness:
             assert quotas is not None, "hotness needs to know how many experts may be hot"
-            self.hotness = hotness or Hotness(experts, policy.decay, policy.period_tokens)
+            self.hotness = hotness or Hotness(experts, policy.decay, policy.period_tokens, policy.ahead)
             self._quotas = quotas
             self._threshold: np.ndarray | None = None  # [L], settled by the first update
             self._before = np.zeros_like(self.hotness.scores)  # at the last update
@@ -146,6 +146,8 @@ class Precision:
             self.targets[expert] = True
         for expert in moves.demote:
             self.targets[expert] = False
+        if hotness.correlation is None:
+            return moves
         gains = np.maximum(hotness.scores - self._before, 0.0) / (1 - self.policy.decay**self.policy.period_tokens)
         expected = becoming_hot(hotness.scores, gains, hotness.correlation, self.targets, *limits)
         self._before = hotness.scores.copy()

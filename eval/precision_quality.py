@@ -104,7 +104,7 @@ def retained(pair: FormatPair, _: int) -> list[Line]:
 
 def hitting(pair: FormatPair, _: int) -> list[Line]:
     shares = {share: [Retained(pair, min(RETENTIONS), hitters=share)] for share in HITTERS}
-    everybody = dict.fromkeys(shares, [Retained(pair, min(RETENTIONS), hitters=1.0)])
+    everybody = {share: [Retained(pair, min(RETENTIONS), hitters=1.0)] for share in shares}
     return [Line(named(pair), HEAVY, shares), Line(named(pair), EVERYBODY, everybody)]
 
 

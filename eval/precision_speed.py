@@ -366,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--demo-links", nargs="+", type=parse_bytes, default=[60e6, 240e6], metavar="SIZE", help="bytes per second"
     )
     parser.add_argument(
-        "--generated-links", nargs="+", type=parse_bytes, default=[1e9, 4e9], metavar="SIZE", help="bytes per second"
+        "--generated-links", nargs="+", type=parse_bytes, default=[4e8, 1.6e9], metavar="SIZE", help="bytes per second"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each row (default: 3)")
     parser.add_argument("--questions", type=int, default=9, help="asked of the bundled model in each turn (default: 9)")

@@ -230,15 +230,18 @@ def _spread(interval: dict[str, float], digits: int = 5) -> str:
 def draw(result: dict[str, Any], path: Path) -> None:
     """For each pair of formats a panel of the divergence, and below it one of accuracy or else perplexity."""
     panels = list(dict.fromkeys(line["panel"] for line in result["lines"]))
-    below = "accuracy" if _answered(result) else "perplexity"
-    drawn = [_panel(result, panel, "divergence", "KL from 16 bit, nats per token") for panel in panels]
-    drawn += [_panel(result, panel, below, below) for panel in panels]
+    drawn = [_panel(result, panel, "divergence", "KL from 16 bit, nats per token", (None, None)) for panel in panels]
+    if _answered(result):
+        least = min(point[ALL]["accuracy"]["low"] for line in result["lines"] for point in line["points"])
+        drawn += [_panel(result, panel, "accuracy", "accuracy", (least, 1.0)) for panel in panels]
+    else:
+        drawn += [_panel(result, panel, "perplexity", "perplexity", (None, None)) for panel in panels]
     grid_figure(path, drawn, columns=len(panels))
 
 
-def _panel(result: dict[str, Any], panel: str, figure: str, label: str) -> Panel:
+def _panel(result: dict[str, Any], panel: str, figure: str, label: str, limits: tuple[float | None, float | None]) -> Panel:
     series = [_series(line, figure) for line in result["lines"] if line["panel"] == panel]
-    return Panel(series, result["axis"], label, panel, percent=figure == "accuracy")
+    return Panel(series, result["axis"], label, panel, percent=figure == "accuracy", y_limits=limits)
 
 
 def _series(line: dict[str, Any], figure: str) -> Series:

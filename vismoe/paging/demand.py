@@ -221,6 +221,8 @@ class Demand:
 
     def _count(self, late: list[int]) -> None:
         pager, counted = self._pager, self._counted
+        if counted == ():
+            return  # nobody asked: experts that are brought in at the start
         pager.metrics.count_experts(self._layer, self._todo, self._absent + late)
         misses = len(self._absent) + len(late)
         pager.misses_this_layer = misses
@@ -281,7 +283,7 @@ class Demand:
             self._below.take_back(computed, self._counted)
             self._leave(slabs[slabs >= 0])
         else:
-            if self._table.pool.precision is not None:
+            if self._table.pool.precision is not None and self._counted != ():
                 self._count_formats(computed, self._table.pool.precision[slabs])
             self._table.used(slabs, self._pager.tick)
             self._leave(slabs)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from vismoe.app.api_errors import ApiError
-from vismoe.config import Policy, parse_formats
+from vismoe.config import PolicyName, parse_formats
 from vismoe.errors import ConfigError
 
 __all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "parse"]
@@ -85,7 +85,7 @@ def _a_pair(text: str) -> str:
 class PrecisionRequest(Strict):
     """Ours: who decides the formats of experts, from which pair, and how large a share of those demanded gets the better one."""
 
-    policy: Policy | None = None
+    policy: PolicyName | None = None
     formats: Annotated[str, Field(max_length=32), AfterValidator(_a_pair)] | None = None
     retention: float | None = Field(None, ge=0.5, le=1)
 

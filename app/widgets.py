@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.config import Policy, Settings
+from vismoe.config import PolicyName, Settings
 from vismoe.engine import Engine, demo_model
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _of_experts(settings: Settings) -> dict[str, Any]:
 
     return {
         "policy": gr.Dropdown(
-            list(typing.get_args(Policy)),
+            list(typing.get_args(PolicyName)),
             value=settings.policy,
             label="Who decides the formats of experts",
             info="exact: nobody. hotness: what is used often has the better one. importance: what a question needs most has it.",

@@ -118,7 +118,7 @@ STUDIES = {
         [Comparison(HOTNESS, RANDOM), Comparison(HOTNESS, ALIKE), Comparison(COUNTS, RANDOM), Comparison(HOTNESS, COUNTS)],
         "share of low-precision experts",
         "16/4,16/2,4/2",
-        450,
+        225,
         answered=False,
     ),
     "retention": Study(

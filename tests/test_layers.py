@@ -20,7 +20,7 @@ ROWS = {
     "paging": 3,
     "models": 4, "lookahead": 4, "simulate": 4,
     "speculate": 5,
-    "engine": 6, "generate": 6, "figures": 6, "request": 6, "prefixes": 6, "turns": 6,
+    "engine": 6, "generate": 6, "figures": 6, "request": 6, "plans": 6, "prefixes": 6, "turns": 6,
     "bench": 7, "cli": 7, "app": 7, "eval": 7, "predictor_training": 7,
 }  # fmt: skip
 FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "predictor_training": "vismoe.predictor_training"}

@@ -4,9 +4,13 @@ The account of `importance` with skipped experts is plain transformers with eage
 critical are set to zero, by loops that read like the paper's equations.
 """
 
+import contextlib
+import gc
 import math
+import os
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,7 +22,8 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli import main
 from vismoe.engine import demo_model
-from vismoe.errors import BudgetError, CheckpointError, ConfigError
+from vismoe.errors import BudgetError, CheckpointError, ClosedError, ConfigError, InputError, TransferError
+from vismoe.memory.pool import SlabPool
 from vismoe.models.families import expert_modules
 from vismoe.store.packed import PackedStore
 from vismoe.types import Phase
@@ -233,6 +238,44 @@ def test_policies_and_formats_change_while_the_engine_runs(packed):
         assert names == {"raw", "int4", "int2", "skip"}
 
 
+def test_a_change_holds_for_whoever_asks_after_it(packed):
+    with load(packed, "exact") as engine:
+        running = engine.chat(ask("Describe the image."), max_tokens=40)
+        change = threading.Thread(target=engine.change, kwargs={"policy": "importance", "formats": "16/4"})
+        change.start()
+        while engine.precision is None:
+            time.sleep(0.001)
+        later = [engine.chat(ask(), max_tokens=4) for _ in range(2)]
+        assert "".join(running) and running.figures.precision is None
+        assert [("".join(reply), reply.figures.precision.policy)[1] for reply in later] == ["importance"] * 2
+        change.join()
+        assert engine.with_model(lambda model: vismoe.runtime_of(model).serving.names) == ("raw", "int4")
+
+
+def test_what_was_learned_survives_another_policy(packed):
+    with load(packed, "hotness", formats="16/4") as engine:
+        said(engine)
+        learned = engine._runtime.hotness
+        assert learned.warm
+        said(engine, policy="importance")
+        said(engine)
+        assert engine._runtime.hotness is learned
+
+
+def test_closing_in_the_middle_of_a_change_leaves_nothing_running(packed):
+    threads = {thread.name for thread in threading.enumerate()}
+    engine = load(packed, "exact")
+    reply = engine.chat(ask(), max_tokens=4, policy="hotness", formats="16/4")
+    time.sleep(0.02)
+    engine.close()
+    with contextlib.suppress(ClosedError, ConfigError):
+        "".join(reply)
+    left = {thread.name for thread in threading.enumerate()} - threads
+    assert not [name for name in left if name.startswith(("vismoe-transfer", "vismoe-model"))]
+    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+    assert not [file for file in files if str(packed) in file], "files of the model are still open"
+
+
 def test_requests_that_ask_for_other_policies_take_turns(packed):
     names = {"4/2": "int4/int2", "16/4": "raw/int4", "4/0": "int4/skip"}
     wanted = [("importance", "4/2"), (None, None), ("hotness", "16/4"), ("importance", "4/2"), ("importance", "4/0")]
@@ -274,13 +317,24 @@ def test_what_cannot_be_changed_to_is_refused_and_changes_nothing(packed):
             engine.change(formats="8/2")  # not packed
         with pytest.raises(ConfigError, match="retention"):
             engine.chat(ask(), retention=0.3)
+        with pytest.raises(InputError, match="formats"):
+            engine.chat(ask(), policy="exact", formats="4/2")
+        with pytest.raises(InputError, match="retention"):
+            engine.chat(ask(), policy="hotness", formats="4/2", retention=0.9)
         assert engine.plan == before[1] and engine.precision.formats == "int4/int2"
         engine.check_integrity()
         assert said(engine)[1].answer_tokens > 1
 
 
+def slab_bytes():
+    """Of all pools that are alive."""
+    gc.collect()
+    return sum(thing.nbytes for thing in gc.get_objects() if isinstance(thing, SlabPool))
+
+
 def test_a_change_that_fails_half_way_is_undone(packed, monkeypatch):
-    """Experts in the new formats cannot be read: the old plan serves again, and who waited for the new one is told."""
+    """Experts in the new formats cannot be read: the old plan serves again in the same memory, and who waited is told."""
+    others = slab_bytes()
     with load(packed, "importance", formats="16/4") as engine:
         real, failing = PackedStore.read, threading.Event()
 
@@ -296,5 +350,10 @@ def test_a_change_that_fails_half_way_is_undone(packed, monkeypatch):
             "".join(reply)
         assert engine.precision.formats == "raw/int4" and said(engine)[1].precision.formats == "raw/int4"
         engine.check_integrity()
+        with pytest.raises(TransferError, match="the disk is gone"):
+            engine.change(policy="hotness", formats="16/2")
+        assert engine.precision.policy == "importance"
+        planned = sum(part.bytes for part in engine.plan.parts if part.name.startswith("expert pool"))
+        assert slab_bytes() - others <= planned, "what was to come holds memory"
         failing.clear()
         assert said(engine, policy="hotness", formats="16/2")[1].precision.formats == "raw/int2"

@@ -23,7 +23,7 @@ FORMAT_NAMES: dict[str, Format | None] = {
 }  # fmt: skip
 SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
 
-Policy = Literal["exact", "hotness", "importance", "hotness+importance"]
+PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Settings:
     image_cache: str | int = 0  # bytes of encoded images that are kept for later requests; 0: none
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
-    policy: Policy = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
+    policy: PolicyName = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
     formats: str = "4/2"  # the pair that another policy chooses from, e.g. 16/4, lossless/int8, 4/0 (0: skip)
     retention: float = 0.75  # importance: mean share of the demanded experts that keep the better format, 0.5 to 1
     hotness_decay: float = 0.99  # alpha of hotness, per token
@@ -154,6 +154,7 @@ class Settings:
                 f"keep={self.keep}, core_share={self.core_share}, expansion_weight={self.expansion_weight}: keep lies above 0 "
                 "and up to 1, core_share between 0 and 1, expansion_weight is not negative"
             )
+        parse_formats(self.formats)
         pair = self.pair
         if pair is not None and pair.low is None and "hotness" in self.policy:
             raise ConfigError(

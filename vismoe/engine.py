@@ -6,12 +6,8 @@ Owns the lifetime of everything below it; `close()` (or leaving the `with`) stop
 
 import contextlib
 import dataclasses
-import gc
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,20 +24,17 @@ from vismoe.generate import Reply, refuse_own_loop
 from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
-from vismoe.models.experts import Serving
 from vismoe.models.families import refuse_prequantized
 from vismoe.models.image_cache import ImageCache
 from vismoe.models.images import open_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.origin import Opened, Origin
 from vismoe.models.preview import model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
-from vismoe.models.serving import serve
 from vismoe.models.visual import pruning_of
 from vismoe.paging.pager import Pager
+from vismoe.plans import Plans, precision_of
 from vismoe.request import Asked, Request, Shared
 from vismoe.simulate.trace import TraceWriter
-from vismoe.timeline import Timeline
 from vismoe.turns import Turns
 from vismoe.vision.selection import Pruning
 
@@ -110,7 +103,7 @@ class Engine:
     """A loaded model. Requests run by turns, a token of each at a time; those whose tokens do not fit beside others wait."""
 
     def __init__(self, model: PreTrainedModel, prompts: PromptBuilder, name: str, settings: Settings):
-        self.model, self.name, self.settings = model, name, settings
+        self.model, self.name = model, name
         self.prompts = prompts  # from conversations to inputs of the model
         self._runtime = runtime_of(model)
         usual = self._runtime.pruner.pruning if self._runtime.pruner is not None else None
@@ -119,13 +112,8 @@ class Engine:
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
         images = ImageCache.of(model, settings.image_cache_bytes, listening) if settings.image_cache_bytes else None
         self._shared = Shared(model, self._runtime, prompts, images)
-        self._opened: Opened = model._vismoe_opened
-        self._metrics = self._runtime.pager.metrics
-        self._asking = threading.Lock()  # whoever asks for another policy, and then for an answer
-        self._format = settings.format  # of exact
-        self._next = settings  # those that will hold when all who wait have had their turn
-        self._shared.running = _precision(settings)
-        self._turns = Turns(self.plan.context, alone=lambda: self._runtime.recorder is not None)
+        self._turns = Turns(self._runtime.plan.context, alone=lambda: self._runtime.recorder is not None)
+        self._plans = Plans(model, self._shared, self._turns, settings)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
             self._hooks = (
@@ -134,8 +122,13 @@ class Engine:
             )
 
     @property
+    def settings(self) -> Settings:
+        """Of requests that ask for nothing else."""
+        return self._plans.settings
+
+    @property
     def plan(self) -> Plan:
-        return self._opened.plan
+        return self._plans.opened.plan
 
     @property
     def processor(self) -> Any:
@@ -158,7 +151,7 @@ class Engine:
 
     @property
     def metrics(self) -> Metrics:
-        return self._metrics
+        return self._shared.metrics
 
     @property
     def load(self) -> Load:
@@ -177,12 +170,12 @@ class Engine:
     @property
     def precision(self) -> PrecisionInfo | None:
         """Who chooses formats for requests that ask for nothing else; None: nobody, all experts are in one format (exact)."""
-        return _precision(self.settings)
+        return precision_of(self.settings)
 
     @property
     def format_names(self) -> tuple[str, ...]:
         """The formats that slabs hold now, by precision."""
-        return tuple(map(str, self._opened.experts.formats))
+        return tuple(map(str, self._plans.opened.experts.formats))
 
     def formats(self) -> np.ndarray:
         """uint8 `[L, E]`: 0 absent, otherwise the place in `format_names`, from 1, of the format that an expert is resident in;
@@ -233,7 +226,7 @@ class Engine:
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
         pruning = self._pruning(keep, selection)
-        settings = self._with_precision(policy, formats, retention)
+        settings = self._plans.asked_for_once(policy, formats, retention)
         prompt = self.prompts.build(messages, open_image, image_tokens)
         choice = _choice(sample, temperature, top_p)
         return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse, settings)
@@ -254,7 +247,7 @@ class Engine:
         retention: float | None = None,
     ) -> Reply:
         """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
-        settings = self._with_precision(policy, formats, retention)
+        settings = self._plans.asked_for_once(policy, formats, retention)
         prompt = self.prompts.build_text(text)
         return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)
 
@@ -288,17 +281,14 @@ class Engine:
             pruning,
             (stop,) if isinstance(stop, str) else tuple(stop),
             reuse,
-            _precision(settings),
+            precision_of(settings),
         )
         if self._turns.running or self._turns.waiting:
             asked = dataclasses.replace(asked, prompt=prompt.light())
         reply = Reply()
-        with self._asking:
-            self._plan_for(settings)
-            self._turns.ask(Request(asked, reply, self._shared, self._others))
+        self._plans.behind(settings, lambda: self._turns.ask(Request(asked, reply, self._shared, self._others)))
         return reply
 
-    # -- who chooses formats
     def change(self, policy: str | None = None, formats: str | None = None, retention: float | None = None) -> Plan:
         """Choose the formats of experts in another way from now on; -> the plan that holds then. None: as it was.
 
@@ -306,66 +296,8 @@ class Engine:
         requests that run, divides the same memory anew, and goes on; another retention needs no new plan. Raises ConfigError,
         CheckpointError or BudgetError, and leaves everything as it was.
         """
-        settings = self._with_precision(policy, formats, retention)
-        with self._asking:
-            change = self._plan_for(settings)
-        if change is not None:
-            change.result()
-        self.settings = settings
+        self._plans.change(self._plans.asked(policy, formats, retention))
         return self.plan
-
-    def _with_precision(self, policy: str | None, formats: str | None, retention: float | None) -> Settings:
-        """The settings with these in place of theirs."""
-        asked = {"policy": policy, "formats": formats, "retention": retention}
-        chosen = {**vars(self.settings), **{name: value for name, value in asked.items() if value is not None}}
-        chosen["format"] = self._format if chosen["policy"] == "exact" else "auto"
-        return Settings.of(**chosen)
-
-    def _plan_for(self, settings: Settings) -> "Future[None] | None":
-        """See to it that whoever is asked for next runs with the policy and formats of `settings`; None where it would anyway.
-        Raises what planning does. Under the lock."""
-        if _served_by(settings) == _served_by(self._next):
-            return None
-        origin: Origin = self.model._vismoe_origin
-        opened = origin.reopen(self.model, settings)
-        change = self._turns.run_alone(lambda: self._replan(opened))
-        self._next = settings
-        return change
-
-    def _replan(self, opened: Opened) -> None:
-        """Serve experts by another plan, between requests; by the old one again where that fails."""
-        origin: Origin = self.model._vismoe_origin
-        before, runtime = self._opened, self._runtime
-        self._save_hotness()
-        timeline, hotness = runtime.pager.timeline, runtime.hotness
-        self._shared.prefixes.clear()
-        runtime.stop_serving()  # its memory is given back before any other is taken
-        gc.collect()
-        try:
-            served = serve(self.model, opened, origin.device, self._metrics, hotness)
-        except BaseException as error:
-            origin.close(opened.stores)
-            self._shared.refused = error
-            with self._asking:
-                if _served_by(self._next) == _served_by(opened.settings):
-                    self._next = before.settings
-            self._serve(before, *serve(self.model, before, origin.device, self._metrics, hotness), timeline)
-            raise
-        origin.close(before.stores)
-        weakref.finalize(self.model, opened.stores.close)
-        self._serve(opened, *served, timeline)
-
-    def _serve(self, opened: Opened, serving: Serving, about: dict[str, str], timeline: Timeline | None) -> None:
-        serving.pager.timeline = timeline
-        self._runtime.serve(serving)
-        self._runtime.backends |= about
-        self._opened, self._shared.running = opened, _precision(opened.settings)
-
-    def _save_hotness(self) -> None:
-        """Leave what was learned about hot experts in the file that the settings name."""
-        hotness, file = self._runtime.hotness, self._opened.settings.hotness_state
-        if hotness is not None and file:
-            hotness.save(Path(file).expanduser(), self._opened.stores.fingerprint)
 
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
         """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
@@ -403,7 +335,7 @@ class Engine:
             finally:
                 self._runtime.pager.end_request()
 
-        result: Result = self._turns.run_alone(alone).result()
+        result: Result = self._plans.behind(self.settings, lambda: self._turns.run_alone(alone)).result()
         return result
 
     def _others(self, request: Request) -> int:
@@ -419,7 +351,8 @@ class Engine:
         """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
         store = self._runtime.store
         with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
-            self._turns.run_alone(lambda: self._record_to(writer)).result()  # between requests, never in the middle of one
+            begin = self._plans.behind(self.settings, lambda: self._turns.run_alone(lambda: self._record_to(writer)))
+            begin.result()  # between requests, never in the middle of one
             try:
                 yield
             finally:
@@ -447,15 +380,13 @@ class Engine:
         """Stop copies and close the files; may be called twice. Requests that run or wait end with ClosedError."""
         self._runtime.close()
         self._turns.close()
-        self._save_hotness()
         self._runtime.foresight.close()
         self._shared.prefixes.clear()
         if self._shared.images is not None:
             self._shared.images.remove()
-        self._runtime.foresight.close()
         for hook in self._hooks:
             hook.remove()
-        self._runtime.store.close()
+        self._plans.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -477,13 +408,3 @@ def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dic
 
 
 __all__ = ["Engine", "Load", "demo_model", "load"]
-
-
-def _precision(settings: Settings) -> PrecisionInfo | None:
-    pair = settings.pair
-    return None if pair is None else PrecisionInfo(settings.policy, str(pair), settings.retention)
-
-
-def _served_by(settings: Settings) -> tuple[str, str]:
-    """What a plan depends on, of what can change while the model runs."""
-    return settings.policy, str(settings.pair)

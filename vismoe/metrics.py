@@ -30,9 +30,9 @@ COUNTERS = (
     "prefetched_bytes",
     "wasted_prefetch_bytes",
     "steps",  # times the layer ran
-    "computed_high",  # expert computations (an expert for a token) by format, where a policy chooses formats
+    "computed_high",  # expert computations (an expert for a token) in the only format, or the more precise of two
     "computed_low",
-    "skipped",
+    "skipped",  # those that a policy left out
     "served_lower",  # experts that were to be in the more precise format, and served in the other
     "promotions",  # experts that moved to the more precise format unasked
     "demotions",

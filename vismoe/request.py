@@ -66,20 +66,18 @@ class Shared:
         self.model, self.runtime, self.prompts, self.images = model, runtime, prompts, images
         self.prefixes = Prefixes()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
+        self.metrics: Metrics = runtime.pager.metrics  # one for all plans
         self._counted = self.metrics.snapshot()  # what passes so far have accounted for
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._holder: Request | None = None
         self._numbers = itertools.count()
-        self.running: PrecisionInfo | None = None  # what experts are served by, between two plans
-        self.refused: BaseException | None = None  # why the last change of that was not made
+        self.running: PrecisionInfo | None = None  # what experts are served by now
+        self.refused = ""  # why the last change of that was not made, until another one was
+        self.retention = 1.0  # of whoever asks for none
 
     @property
     def plan(self) -> Plan:
         return self.runtime.plan
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.runtime.pager.metrics
 
     @property
     def clock(self) -> Clock | None:
@@ -98,15 +96,23 @@ class Shared:
         for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
             module.rope_deltas = deltas
         self.runtime.foresight.memory = belongings.memory
-        if request is not None and request.asked.precision is not None and self.runtime.chooser is not None:
-            self.runtime.chooser.precision.retention = request.asked.precision.retention
+        serving = self.runtime.now_serving
+        if serving is not None and serving.chooser is not None:
+            asked = request.asked.precision if request is not None else None
+            serving.chooser.precision.retention = asked.retention if asked is not None else self.retention
         self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
+
+    def forget_what_experts_made(self) -> None:
+        """Other formats: what requests have left was computed in those of before."""
+        self.prefixes.clear()
+        if self.images is not None and self.runtime.encodes_with_experts:
+            self.images.clear()
 
     def refuse_other(self, asked: PrecisionInfo | None) -> None:
         """Raises ConfigError where experts are not served as a request asks: the change that it waited for was not made."""
         wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, self.running))
         if wanted != running:
-            raise ConfigError(f"policy and formats could not be changed: {self.refused}") from self.refused
+            raise ConfigError(f"policy and formats could not be changed: {self.refused or 'another change came between'}")
 
     def begin_request(self, alone: bool) -> None:
         """A request begins with its first pass; `alone`: no other one runs. What happened while none ran is nobody's."""

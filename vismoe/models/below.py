@@ -43,14 +43,14 @@ def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayou
 
 def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:
     profile = None if settings.deterministic else load_profile()
-    link = settings.emulated_link_bytes_per_s or _link(profile, device) or NOMINAL_LINK_BYTES_PER_S
+    link = settings.emulated_link_bytes_per_s or link_rate(profile, device) or NOMINAL_LINK_BYTES_PER_S
     backend = cpu.backend()
     weights = sum(math.prod(section.shape) for section in raw.sections if len(section.shape) == 2)
     token_s = 2 * weights / (FLOP_PER_S[backend.isa] * backend.threads)
     return Rates(link, profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S, token_s)
 
 
-def _link(profile: Profile | None, device: torch.device) -> float | None:
+def link_rate(profile: Profile | None, device: torch.device) -> float | None:
     """Of page-locked copies to the GPU."""
     rates = profile.link(str(device)) if profile else None
     return rates.best_bytes_per_s(page_locked=rates.page_lock_refused is None) if rates else None

@@ -27,6 +27,7 @@ class Rows:
     decoding: bool
     sequences: int = 1
     real: np.ndarray | None = None  # bool [T]; None: all
+    encoding: bool = False  # patches in a vision tower, whose experts are computed as well as they are there
 
 
 class Chooser:
@@ -74,6 +75,8 @@ class Chooser:
 
     def at_layer(self, layer: int, rows: Rows, routing: np.ndarray, weights: np.ndarray) -> Choice:
         """What the layer wants; routing int64 and weights float32 `[T, K]`."""
+        if rows.encoding and not self.precision.policy.hotness:
+            return Choice(routing, weights)
         sequence = None
         if rows.sequences > 1:
             sequence = np.repeat(np.arange(rows.sequences), len(routing) // rows.sequences)

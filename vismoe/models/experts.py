@@ -119,6 +119,7 @@ class ExpertRuntime:
         self.pruner: VisualPruner | None = None  # drops visual tokens in prefill, where the family allows it
         self.visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the router chose
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
+        self.encodes_with_experts = False  # a vision tower has routed experts
         self._left_out = self._skipped = 0  # choices of the running layer that its policy left out: of padding, of real tokens
         self.reading_prompt = False  # whatever comes is a prompt, or what an earlier one has left of it
         self.step = Step()
@@ -185,6 +186,7 @@ class ExpertRuntime:
         if self.pruner is not None:
             self.pruner.on_pruned = self._note_pruned
         modules = list(expert_modules(model))
+        self.encodes_with_experts = any(is_vision(stack_of(path)) for path, _ in modules)
         for layer, (_, module) in enumerate(modules):
             module._vismoe_binding = (self, layer)  # type: ignore[assignment]
         model.register_forward_pre_hook(self._note_token_kinds, with_kwargs=True)
@@ -259,15 +261,16 @@ class ExpertRuntime:
                 "two threads run this model at the same time; its experts serve one forward pass at a time. "
                 "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
             )
-        began_s, self._left_out, self._skipped = time.perf_counter(), 0, 0
+        began_s, choices = time.perf_counter(), 0
+        self._left_out = self._skipped = 0
         graph = torch.is_grad_enabled() and (hidden.requires_grad or factors.requires_grad)
         try:
             with torch.no_grad() if graph else contextlib.nullcontext():
                 result = self._compute(layer, module, hidden, index, factors)
+            choices = index.numel() - self._left_out
         finally:
-            self.pager.layer_ended(
-                self.step.phase, layer, began_s, hidden.shape[0], index.numel() - self._left_out, self._skipped
-            )
+            skipped = self._skipped if choices else 0
+            self.pager.layer_ended(self.step.phase, layer, began_s, hidden.shape[0], choices, skipped)
         return _NoBackward.apply(hidden, factors, result) if graph else result
 
     def _compute(self, layer: int, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -279,7 +282,7 @@ class ExpertRuntime:
             weights = None
         routed, factors_of_routed, high = routing, factors, None
         first: tuple[int, ...] = ()
-        if self.chooser is not None:
+        if self.chooser is not None and (self.step.phase is not Phase.ENCODE or len(self.serving.formats) > 1):
             routing, factors, high, first = self._chosen(self.chooser, layer, module.num_experts, routing, factors, weights)
         work = self.serving.arithmetic.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
@@ -317,7 +320,12 @@ class ExpertRuntime:
             weights = factors.detach().float().cpu().numpy()
         known = len(routing) == step.tokens  # some families' experts see a part of the tokens only
         real = step.kinds != TokenKind.PAD if known and step.padded and step.kinds is not None else None
-        rows = Rows(step.phase is Phase.DECODE, step.batch if known else 1, real)
+        if not known and step.batch > 1 and chooser.precision.policy.importance and step.phase is Phase.PREFILL:
+            raise UnsupportedModelError(
+                f"importance does not fit batches of this family: {len(routing)} of {step.tokens} tokens reach MoE layer "
+                f"{layer}, and whose they are is not known. Fix: one sequence at a time, or policy='hotness'"
+            )
+        rows = Rows(step.phase is Phase.DECODE, step.batch if known else 1, real, step.phase is Phase.ENCODE)
         choice = chooser.at_layer(layer, rows, routing, weights)
         if choice.routing is not routing:
             skipped = choice.routing != routing

@@ -167,7 +167,8 @@ def hitters_bytes(model: Any, context_tokens: int) -> int:
     config: Any = model.config.get_text_config()
     counts = [count for name, count in vars(config).items() if "attention_heads" in name]  # some have others in some layers
     heads = max(int(np.max(count)) for count in (config.num_attention_heads, *counts))
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widths = [width for name, width in vars(config).items() if name.endswith("head_dim") and isinstance(width, int)]
+    width = max(widths, default=config.hidden_size // config.num_attention_heads)
     summed = torch.float32.itemsize * 4 * context_tokens  # sums, counts, what was heard
     return attended_bytes(heads, width, QUERIES, context_tokens, model.dtype.itemsize) + summed
 

@@ -68,10 +68,14 @@ class ImageCache:
         """No call is expected any more."""
         self._expected = None
 
-    def remove(self) -> None:
-        """Give the model back as it was."""
+    def clear(self) -> None:
+        """Forget all images."""
         self._kept.clear()
         self.nbytes = 0
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        self.clear()
         self._inner.__dict__.pop("get_image_features", None)
 
     def _features(self, *args: Any, **kwargs: Any) -> Any:

@@ -88,9 +88,8 @@ class VisMoEQuantizer(HfQuantizer):
                 needs = with_calibration(needs, self._calibration, settings, device)
             table = table_of(model, source.headers)
             origin = Origin(source, needs, probe(device), device, table_bytes(model) if table else 0)
-            self._opened, on_disk = origin.arrange(stores, experts, settings)
-            self._origin = dataclasses.replace(origin, embeddings_on_disk=on_disk)
-            if table and on_disk:
+            self._opened, self._origin = origin.arrange(stores, experts, settings)
+            if table and self._origin.embeddings_on_disk:
                 weakref.finalize(model, leave_on_disk(model, table).close)
         except BaseException:
             stores.close()

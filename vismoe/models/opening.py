@@ -22,6 +22,7 @@ from vismoe.memory.pairs import paired
 from vismoe.memory.plan import Plan
 from vismoe.models.below import ways_for
 from vismoe.models.compute import PAIRS_PER_CALL
+from vismoe.models.families import expert_modules
 from vismoe.models.forms import forms_of, transposed_sections
 from vismoe.models.heavy_hitters import hitters_bytes
 from vismoe.models.locate import locate_experts
@@ -193,6 +194,11 @@ def _arrange(
     if not isinstance(found, str):
         backend = cpu.start(min(torch.get_num_threads(), cores()))
         fast = f"fast ({backend.isa}, {backend.threads} threads: {backend.why})"
+    if "importance" in settings.policy and any(hasattr(module, "row_groups") for _, module in expert_modules(model)):
+        raise ConfigError(
+            f"policy={settings.policy!r} weighs experts by the router's weights, and this family's experts get tokens that are "
+            "weighed already. Fix: policy='hotness' (--policy hotness)"
+        )
     ways = ways_for(settings, device, inventory.raw_layouts, found if isinstance(found, str) else None)
     policy_bytes = hitters_bytes(model, settings.context) if "importance" in settings.policy else 0
     if "hotness" in settings.policy:

@@ -41,9 +41,11 @@ class Origin:
     device: torch.device
     table_bytes: int  # of token embeddings that could stay on disk
     embeddings_on_disk: bool = False  # as was settled when the model was loaded
+    past_cache: bool = False  # experts are read past the page cache; likewise
+    source_past_cache: bool = False  # the checkpoint itself is, too
 
-    def arrange(self, stores: Stores, experts: Experts, settings: Settings) -> tuple[Opened, bool]:
-        """(how experts of these stores are served, whether the embeddings stay on disk). Raises BudgetError."""
+    def arrange(self, stores: Stores, experts: Experts, settings: Settings) -> tuple[Opened, "Origin"]:
+        """(how experts of these stores are served, this with what was settled about reading). Raises BudgetError."""
         reading = settle_reading(
             with_experts_of(self.needs, stores, experts),
             settings,
@@ -53,12 +55,23 @@ class Origin:
             files=stores.paths,
             stored_bytes=stores.stored_bytes,
         )
-        plan = with_experts(start_reading(stores, reading, settings), experts)
-        return Opened(settings, stores, experts, plan), reading.embeddings_on_disk
+        fresh = Stores([store for store in stores.by_precision if store is not self.source or not self.source_past_cache])
+        plan, past_cache = start_reading(fresh, reading, settings)
+        settled = dataclasses.replace(
+            self,
+            embeddings_on_disk=reading.embeddings_on_disk,
+            past_cache=past_cache,
+            source_past_cache=self.source_past_cache or (past_cache and self.source in stores.by_precision),
+        )
+        return Opened(settings, stores, experts, with_experts(plan, experts)), settled
 
     def reopen(self, model: Any, settings: Settings) -> Opened:
         """Stores and plan for other settings. Raises ConfigError, CheckpointError or BudgetError; nothing is left open then."""
-        settled = dataclasses.replace(settings, embeddings="disk" if self.embeddings_on_disk else "memory")
+        settled = dataclasses.replace(
+            settings,
+            embeddings="disk" if self.embeddings_on_disk else "memory",
+            reads="direct" if self.past_cache else "cached",  # the checkpoint is open, and others read from it
+        )
         with torch.device("cpu"):
             stores, experts = reopen_experts(model, self.source, settled, self.device)
         try:

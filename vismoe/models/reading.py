@@ -57,15 +57,16 @@ def settle_reading(
     return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk)
 
 
-def start_reading(store: StoreOnDisk | Stores, reading: Reading, settings: Settings) -> Plan:
-    """Tell the store how to read; returns the plan, corrected where the filesystem cannot. Raises ConfigError."""
+def start_reading(store: StoreOnDisk | Stores, reading: Reading, settings: Settings) -> tuple[Plan, bool]:
+    """Tell the store how to read; returns the plan, corrected where the filesystem cannot, and whether experts are read past the
+    page cache. Raises ConfigError."""
     memory = reading.plan
     refused = store.read_past_cache() if reading.past_cache else None
     if refused is None:
-        return memory
+        return memory, reading.past_cache
     if settings.reads == "direct":
         raise ConfigError(f"reads='direct': {refused}. Fix: reads='cached' (--reads cached)")
-    return dataclasses.replace(memory, reading=(f"page cache: {refused}", *memory.reading[1:]))
+    return dataclasses.replace(memory, reading=(f"page cache: {refused}", *memory.reading[1:])), False
 
 
 def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table_bytes: int) -> tuple[Plan, bool]:

@@ -15,10 +15,12 @@ from vismoe.memory.host import HostTier
 from vismoe.memory.plan import Plan
 from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
-from vismoe.models.below import NOMINAL_CPU_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S
+from vismoe.models.below import NOMINAL_CPU_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S, link_rate
 from vismoe.models.chooser import Chooser
+from vismoe.models.components import is_vision
 from vismoe.models.compute import Arithmetic, FastExperts, TorchExperts
 from vismoe.models.experts import Serving
+from vismoe.models.families import stack_of
 from vismoe.models.heavy_hitters import HeavyHitters
 from vismoe.models.opening import Experts
 from vismoe.models.origin import Opened
@@ -34,6 +36,7 @@ from vismoe.types import HIGH
 __all__ = ["serve"]
 
 NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached
+NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memory
 
 
 def serve(
@@ -109,11 +112,10 @@ def _upgrade_rates(opened: Opened, device: torch.device) -> Rates:
     """Of what an upgrade comes over, and of computing beside it; nominal where it has to follow from bytes alone."""
     settings = opened.settings
     profile = None if settings.deterministic else load_profile()
-    cpu = profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S
-    link = settings.emulated_link_bytes_per_s
-    if link is None:
-        link = NOMINAL_LINK_BYTES_PER_S if device.type == "cuda" else NOMINAL_DISK_BYTES_PER_S
-    return Rates(link, cpu)
+    if device.type == "cuda":
+        return Rates(link_rate(profile, device) or NOMINAL_LINK_BYTES_PER_S, NOMINAL_GPU_BYTES_PER_S)
+    computing = profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S
+    return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, computing)
 
 
 def _chooser(model: Any, opened: Opened, policy: Policy, hotness: Hotness | None) -> Chooser:
@@ -123,7 +125,8 @@ def _chooser(model: Any, opened: Opened, policy: Policy, hotness: Hotness | None
     if policy.hotness and hotness is None and settings.hotness_state and Path(settings.hotness_state).expanduser().exists():
         hotness = Hotness(experts, policy.decay, policy.period_tokens, policy.ahead)
         hotness.load(Path(settings.hotness_state).expanduser(), opened.stores.fingerprint)
-    precision = Precision(policy, experts, quotas, hotness)
+    deep = [not is_vision(stack_of(layer.path)) for layer in inventory.layers]
+    precision = Precision(policy, experts, quotas, hotness, deep)
     hitters: HeavyHitters | str = "not asked for"
     if policy.importance:
         hitters = HeavyHitters.of(model, inventory.layers)

@@ -123,6 +123,9 @@ class Demand:
             short &= self._high[self._todo]
         if not short.any():
             return lacking
+        if pager.upgrades is not None and not pager.upgrades.policy.importance:  # nobody waits
+            pager.metrics.add("served_lower", pager.phase, self._layer, int(short.sum()))
+            return lacking
         chosen = self._upgrades(slabs, short)
         for i in np.flatnonzero(short).tolist():
             expert, resident = self._todo[i], table.state[slabs[i]] == RESIDENT

@@ -148,7 +148,7 @@ class Pager:
     @property
     def may_guess(self) -> bool:
         """Whether anything can still be fetched on a guess in this step, or the lookahead says who leaves."""
-        return self.ledger.may_guess or self.tables[0].order == "lookahead"
+        return (self.ledger.may_guess and not self.deterministic) or self.tables[0].order == "lookahead"
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""

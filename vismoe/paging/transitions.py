@@ -29,6 +29,7 @@ class Transitions:
 
     def __init__(self, table_of: Sequence[PageTable], metrics: Metrics):
         self._table_of, self._metrics = table_of, metrics
+        self._pools = list({id(table): table.pool for table in table_of}.values())
         self.everybody = False
         self.high = np.zeros(metrics.demanded.shape, dtype=bool)
         self._waiting: tuple[deque[ExpertId], deque[ExpertId]] = (deque(), deque())  # for HIGH, for LOW; first come first
@@ -73,6 +74,8 @@ class Transitions:
         """(who moves next, the slab taken for it, whether it only lies ready there), or None: nothing can be moved now."""
         for precision in (LOW, HIGH):
             waiting, not_yet, slab = self._waiting[precision], list[ExpertId](), None
+            if not any(pool.free_of(precision) for pool in self._pools):
+                continue
             while waiting and slab is None:
                 expert = waiting.popleft()
                 table = self._table_of[expert.layer]

@@ -35,8 +35,17 @@ class Precision:
     (from a file, or from before a re-plan) settles `targets` at once.
     """
 
-    def __init__(self, policy: Policy, experts: Sequence[int], quotas: np.ndarray | None = None, hotness: Hotness | None = None):
+    def __init__(
+        self,
+        policy: Policy,
+        experts: Sequence[int],
+        quotas: np.ndarray | None = None,
+        hotness: Hotness | None = None,
+        deep: Sequence[bool] | None = None,
+    ):
+        """`deep`: which MoE layers are a decoder's, by whose depth the share of critical experts falls (None: all)."""
         self.policy, self._experts, most = policy, list(experts), max(experts)
+        self._deep = list(deep) if deep is not None else [True] * len(self._experts)
         self.retention = policy.retention
         self.targets = np.zeros((len(experts), most), bool)  # [L, E] who hotness wants in the high format
         self._targets = [row[:count] for row, count in zip(self.targets, experts)]
@@ -58,7 +67,8 @@ class Precision:
     @retention.setter
     def retention(self, mean: float) -> None:
         self._retention = mean
-        self.ratios = ratios_of(len(self._experts), mean, "cosine")
+        by_depth = iter(ratios_of(sum(self._deep), mean, "cosine"))
+        self.ratios = [next(by_depth) if deep else 1.0 for deep in self._deep]
 
     def at_layer(
         self,

@@ -106,8 +106,8 @@ class Account:
         return torch.isin(index, torch.tensor(best[: math.ceil(ratio * len(experts) - 1e-9)]))
 
 
-def loaded(folder, **settings):
-    config = VisMoEConfig(memory="30%", policy="importance", formats="16/0", retention=RETENTION, **settings)
+def loaded(folder):
+    config = VisMoEConfig(memory="50%", policy="importance", formats="16/0", retention=RETENTION)
     return tiny_models.model_class(folder).from_pretrained(folder, dtype=torch.float32, quantization_config=config).eval()
 
 
@@ -357,3 +357,24 @@ def test_a_change_that_fails_half_way_is_undone(packed, monkeypatch):
         assert slab_bytes() - others <= planned, "what was to come holds memory"
         failing.clear()
         assert said(engine, policy="hotness", formats="16/2")[1].precision.formats == "raw/int2"
+
+
+# ------------------------------------------------------------------ families
+@pytest.mark.parametrize("family", ["dots3_note", "ernie4_5_vl_moe", "gpt_oss", "gemma4", "qwen3_5_moe"])
+@torch.inference_mode()
+def test_families_of_their_own_kind_run_under_importance(family, tmp_path):
+    """Vision experts, two experts modules in a layer, transposed weights, linear attention: all of it is served, the tower whole."""
+    tiny_models.save(family, tmp_path)
+    model, inputs = loaded(tmp_path), tiny_models.prompt(family)
+    out = model(**inputs, use_cache=True)
+    assert torch.isfinite(out.logits).all()
+    counts = vismoe.runtime_of(model).pager.metrics.snapshot()
+    assert counts.total("skipped", Phase.PREFILL) > 0 == counts.total("skipped", Phase.ENCODE)
+    assert (counts.total("computed_high", Phase.ENCODE) > 0) == (family == "dots3_note")
+    vismoe.runtime_of(model).pager.check_integrity()
+
+
+def test_a_family_whose_experts_get_weighed_tokens_has_no_importance(tmp_path):
+    tiny_models.save("llama4", tmp_path)
+    with pytest.raises(ConfigError, match="hotness"):
+        loaded(tmp_path)

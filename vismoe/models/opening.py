@@ -194,7 +194,7 @@ def _arrange(
     if not isinstance(found, str):
         backend = cpu.start(min(torch.get_num_threads(), cores()))
         fast = f"fast ({backend.isa}, {backend.threads} threads: {backend.why})"
-    if "importance" in settings.policy and any(hasattr(module, "row_groups") for _, module in expert_modules(model)):
+    if "importance" in settings.policy and any(getattr(module, "row_groups", 1) > 1 for _, module in expert_modules(model)):
         raise ConfigError(
             f"policy={settings.policy!r} weighs experts by the router's weights, and this family's experts get tokens that are "
             "weighed already. Fix: policy='hotness' (--policy hotness)"

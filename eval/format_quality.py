@@ -27,7 +27,17 @@ from .accuracy import answers, messages
 from .questions import Conversation
 from .scoring import score
 
-__all__ = ["SIXTEEN_BIT", "Contestant", "ExpertWeights", "Judged", "expert_output_errors", "judge"]
+__all__ = [
+    "SIXTEEN_BIT",
+    "Contestant",
+    "ExpertWeights",
+    "Judged",
+    "expert_output_errors",
+    "images_seen_once",
+    "judge",
+    "log_probabilities",
+    "with_answers",
+]
 
 CAPTURED_TOKENS = 4096  # hidden states per MoE layer on which expert outputs are compared
 
@@ -123,7 +133,7 @@ def expert_output_errors(
     16-bit model on `talks`, true answers included, at most CAPTURED_TOKENS of a layer.
     """
     weights.put(SIXTEEN_BIT)
-    calls = _expert_calls(model, weights.modules, _with_answers(processor, talks)[0])
+    calls = _expert_calls(model, weights.modules, with_answers(processor, talks)[0])
     exact = [_outputs(module, *call) for module, call in zip(weights.modules, calls)]
     errors = {}
     for contestant in contestants:
@@ -172,14 +182,14 @@ def judge(
     model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[Contestant]
 ) -> dict[Contestant, list[Judged]]:
     """Every contestant on the same conversations; the 16-bit pass that divergences are measured from is made once."""
-    inputs, targets = _with_answers(processor, talks)
+    inputs, targets = with_answers(processor, talks)
     judged = {}
-    with _images_seen_once(model):
+    with images_seen_once(model):
         weights.put(SIXTEEN_BIT)
-        exact = _log_probabilities(model, inputs, targets)
+        exact = log_probabilities(model, inputs, targets)
         for contestant in contestants:
             weights.put(contestant)
-            own = exact if contestant == SIXTEEN_BIT else _log_probabilities(model, inputs, targets)
+            own = exact if contestant == SIXTEEN_BIT else log_probabilities(model, inputs, targets)
             judged[contestant] = _judge_rows(model, processor, talks, targets, exact, own)
     return judged
 
@@ -202,7 +212,7 @@ def _judge_rows(
 
 
 @contextmanager
-def _images_seen_once(model: nn.Module) -> Iterator[None]:
+def images_seen_once(model: nn.Module) -> Iterator[None]:
     """While inside, the same pictures go through the vision tower once: it is the same for every contestant."""
     owner = getattr(model, "model", None)
     see = getattr(owner, "get_image_features", None)
@@ -226,7 +236,7 @@ def _images_seen_once(model: nn.Module) -> Iterator[None]:
         del owner.get_image_features
 
 
-def _with_answers(processor: Any, talks: Sequence[Conversation]) -> tuple[Any, list[Tensor]]:
+def with_answers(processor: Any, talks: Sequence[Conversation]) -> tuple[Any, list[Tensor]]:
     """Left-padded inputs that end with the true answers, and the answers' tokens, the one that ends a turn included."""
     chats = [messages(talk) for talk in talks]
     tails = [talk.turns[-1].answer + processor.tokenizer.eos_token for talk in talks]
@@ -241,7 +251,7 @@ def _with_answers(processor: Any, talks: Sequence[Conversation]) -> tuple[Any, l
 
 
 @torch.no_grad()
-def _log_probabilities(model: Any, inputs: Any, targets: list[Tensor]) -> list[Tensor]:
+def log_probabilities(model: Any, inputs: Any, targets: list[Tensor]) -> list[Tensor]:
     """Per row float64 [tokens, vocabulary]: log-probabilities at the places of its answer's tokens."""
     longest = max(map(len, targets))
     logits = model(**inputs, logits_to_keep=longest + 1, use_cache=False).logits

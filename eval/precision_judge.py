@@ -17,7 +17,7 @@ from vismoe.types import Format
 
 from .accuracy import decoded, prompts
 from .answer_file import questions
-from .format_quality import _images_seen_once, _log_probabilities, _with_answers
+from .format_quality import images_seen_once, log_probabilities, with_answers
 from .precision_model import LayerCall, MixedExperts, Served
 from .precision_rules import Everywhere, Facts, PrecisionContestant
 from .questions import KINDS, Conversation
@@ -58,14 +58,14 @@ def judged(
 
     Greedy decoding says the true answer where every token of it is the likeliest; only other answers are generated.
     """
-    inputs, targets = _with_answers(processor, talks)
+    inputs, targets = with_answers(processor, talks)
     lengths = [len(target) for target in targets]
-    with _images_seen_once(experts.model):
+    with images_seen_once(experts.model):
         with experts.ruled(lambda call: SIXTEEN_BIT.serve(call, facts), lengths):
-            exact = _log_probabilities(experts.model, inputs, targets)
+            exact = log_probabilities(experts.model, inputs, targets)
         for contestant in contestants:
             with experts.ruled(partial(contestant.serve, facts=facts), lengths) as counts:
-                own = _log_probabilities(experts.model, inputs, targets)
+                own = log_probabilities(experts.model, inputs, targets)
             rows = [
                 Outcome(
                     tokens=len(target),
@@ -147,9 +147,9 @@ def calibration(experts: MixedExperts, processor: Any, seed: int, per_kind: int)
             calls.append(call)
             return SIXTEEN_BIT.serve(call, facts)
 
-        inputs, targets = _with_answers(processor, talks)
+        inputs, targets = with_answers(processor, talks)
         with experts.ruled(recorded, [len(target) for target in targets]):
-            _log_probabilities(experts.model, inputs, targets)
+            log_probabilities(experts.model, inputs, targets)
         before, after = ([call for call in calls if call.decoding is phase] for phase in (False, True))
         for row in range(len(talks)):
             steps = [[(call.routing[call.sequence == row], call.weights[call.sequence == row]) for call in before]]

@@ -75,7 +75,7 @@ class Place:
     high_bytes: int
     low_bytes: int
     uniform: str  # the setting `format` of the better one
-    judge: Callable[[Mapping[str, Any]], float] | None = None  # share of questions answered right
+    judge: Callable[[Mapping[str, Any], int], float] | None = None  # share of so many questions per kind answered right
 
     def memory(self, slabs: float) -> str:
         """The setting that holds so many experts in the better format."""
@@ -218,7 +218,7 @@ def table(found: Mapping[str, Turn], link: float) -> str:
     return aligned_columns(lines, left=1)
 
 
-def judged(place: Place, budgets: Sequence[float], kept: KeptTurns) -> dict[str, float]:
+def judged(place: Place, budgets: Sequence[float], per_kind: int, kept: KeptTurns) -> dict[str, float]:
     """The share of questions that the rows which differ in what they compute answer right; printed."""
     if place.judge is None:
         return {}
@@ -227,7 +227,10 @@ def judged(place: Place, budgets: Sequence[float], kept: KeptTurns) -> dict[str,
     asked |= {f"{name} @ {budget:g}": rows(place, budget)[name] for budget in budgets for name in (DYNAMIC, SKIP)}
     for name, row in asked.items():
         settings = common | row | {"lookahead": "none"}
-        jobs[f"accuracy of {name}"] = ([place.asked, settings], lambda settings=settings: {"accuracy": place.judge(settings)})
+        jobs[f"accuracy of {name}"] = (
+            [place.name, per_kind, settings],
+            lambda settings=settings: {"accuracy": place.judge(settings, per_kind)},
+        )
     found = {name.removeprefix("accuracy of "): turns[0]["accuracy"] for name, turns in kept.take(jobs, 1).items()}
     print(f"\n{place.name}: accuracy on the same held-out questions")
     print(aligned_columns([["", "accuracy"], *([name, f"{value:.1%}"] for name, value in found.items())], left=1))
@@ -268,11 +271,11 @@ def demo(arguments: argparse.Namespace, folder: Path) -> Place:
         tuple(arguments.demo_links),
         {"store": str(store)},
         partial(ask_scenes, prompts=prompts, max_tokens=arguments.tokens),
-        ["demo", arguments.questions, arguments.tokens, arguments.per_kind],
+        ["demo", arguments.questions, arguments.tokens],
         len(prompts),
         **sizes(None, "16/4"),
         uniform="raw",
-        judge=partial(share_right, per_kind=arguments.per_kind),
+        judge=share_right,
     )
 
 
@@ -327,7 +330,7 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         low, high, raw = (format_bytes(n) for n in (place.low_bytes, place.high_bytes, place.raw_bytes))
         print(f"{name}: {place.experts} experts of {raw} in 16 bits; {place.formats}: {high} and {low}; top {place.top_k}")
         found += [compare(place, link, arguments.budgets, arguments.rounds, kept) for link in place.links_bytes_per_s]
-        accuracies[name] = judged(place, arguments.budgets, kept) if arguments.per_kind else {}
+        accuracies[name] = judged(place, arguments.budgets, arguments.per_kind, kept) if arguments.per_kind else {}
     if arguments.figures:
         arguments.figures.mkdir(parents=True, exist_ok=True)
         draw(found, arguments.budgets, arguments.figures / "precision-speed.png")

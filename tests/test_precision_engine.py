@@ -363,7 +363,7 @@ def test_a_change_that_fails_half_way_is_undone(packed, monkeypatch):
 @pytest.mark.parametrize("family", ["dots3_note", "ernie4_5_vl_moe", "gpt_oss", "gemma4", "qwen3_5_moe"])
 @torch.inference_mode()
 def test_families_of_their_own_kind_run_under_importance(family, tmp_path):
-    """Vision experts, two experts modules in a layer, transposed weights, linear attention: all of it is served, the tower whole."""
+    """Vision experts, two experts modules in a layer, transposed weights, linear attention: all is served, the tower whole."""
     tiny_models.save(family, tmp_path)
     model, inputs = loaded(tmp_path), tiny_models.prompt(family)
     out = model(**inputs, use_cache=True)

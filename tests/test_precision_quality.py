@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, LogitsProcessor
 
 from vismoe.eval import precision_judge, precision_quality
 from vismoe.eval.answer_file import questions
-from vismoe.eval.format_quality import Contestant, ExpertWeights, _log_probabilities, _with_answers
+from vismoe.eval.format_quality import Contestant, ExpertWeights, log_probabilities, with_answers
 from vismoe.eval.precision_judge import COUNTS, HOTNESS, RANDOM, Outcome, calibration, judged, orders_of
 from vismoe.eval.precision_model import LISTENERS, SKIP, LayerCall, MixedExperts, attention_received
 from vismoe.eval.precision_quality import main
@@ -83,9 +83,9 @@ def calls_of(experts, processor, talks, contestant, facts) -> tuple[list[torch.T
         seen.append((call, served.formats))
         return served
 
-    inputs, targets = _with_answers(processor, talks)
+    inputs, targets = with_answers(processor, talks)
     with experts.ruled(rule, [len(target) for target in targets]):
-        return _log_probabilities(experts.model, inputs, targets), seen
+        return log_probabilities(experts.model, inputs, targets), seen
 
 
 def by_place(seen) -> dict[tuple[int, int, int], list[int]]:
@@ -122,7 +122,7 @@ def test_one_forward_decides_and_computes_as_prefill_and_decode_steps_do(experts
         stepwise.append((call, served.formats))
         return served
 
-    _, targets = _with_answers(processor, talks)
+    _, targets = with_answers(processor, talks)
     prompts = precision_judge.prompts(processor, talks)
     forced = TrueAnswers(targets)
     with experts.ruled(rule), torch.no_grad():
@@ -141,10 +141,10 @@ def test_one_format_everywhere_is_the_model_with_its_experts_replaced(experts, p
     talk = questions("describe", [4], 2)
     model = plain_model()
     weights = ExpertWeights(model, [Contestant(Format.RAW), Contestant(Format.INT2)])
-    inputs, targets = _with_answers(processor, talk)
+    inputs, targets = with_answers(processor, talk)
     for format in (Format.RAW, Format.INT2):
         weights.put(Contestant(format))
-        plain = _log_probabilities(model, inputs, targets)
+        plain = log_probabilities(model, inputs, targets)
         (mixed,), _ = calls_of(experts, processor, talk, Everywhere(format), facts)
         assert torch.equal(mixed, plain[0])
 

@@ -12,6 +12,9 @@ STUDIES = {  # name: (module with a main(arguments), what it shows)
     "predictor": ("vismoe.predictor_training.evaluate", "how well lookaheads predict experts"),
     "lookahead-cost": ("vismoe.predictor_training.cost", "what asking a lookahead takes, and what it delays"),
     "controllers": ("vismoe.eval.controller_cost", "what the controllers of precision take per token"),
+    "precision": ("vismoe.eval.precision_quality", "quality with dynamic precision: hotness, importance, retention, layers"),
+    "precision-speed": ("vismoe.eval.precision_speed", "what a cache, prefetch and two formats are worth on an emulated link"),
+    "precision-shift": ("vismoe.eval.precision_shift", "how soon hot experts follow a shift of workload, and what that costs"),
     "precision-replay": ("vismoe.eval.precision_replay", "alpha, T, hysteresis, forecasts and pools of policies, by replay"),
     "orchestrator": ("vismoe.eval.orchestrator", "eviction orders and lookaheads at several cache sizes, the pinned prefix"),
     "ladder": ("vismoe.eval.ladder", "what pruning, prediction and orchestration each save"),
@@ -23,7 +26,7 @@ STUDIES = {  # name: (module with a main(arguments), what it shows)
 
 def study_list() -> str:
     """A line per study, for --help."""
-    return "\n".join(f"  vismoe eval {name:<14} {summary}" for name, (_, summary) in STUDIES.items())
+    return "\n".join(f"  vismoe eval {name:<16} {summary}" for name, (_, summary) in STUDIES.items())
 
 
 def run_study(name: str, arguments: Sequence[str]) -> int:

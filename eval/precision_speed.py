@@ -340,11 +340,12 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def draw(found: Sequence[dict[str, Any]], budgets: Sequence[float], file: Path) -> None:
     """For each place and link a panel of the first token's time, and below it one of the others'."""
     names = [CACHE, PREFETCH, DYNAMIC, ALL, SKIP]
+    labels = [name.removeprefix("+ ") for name in names]
 
     def panel(one: dict[str, Any], key: str, what: str) -> Panel:
         measured = one["rows"]
         series = [
-            Series(f"{b:.0%} of the experts fit", names, [measured[f"{n} @ {b:g}"][key] / measured[ALONE][key] for n in names])
+            Series(f"{b:.0%} of the experts fit", labels, [measured[f"{n} @ {b:g}"][key] / measured[ALONE][key] for n in names])
             for b in budgets
         ]
         title = f"{one['place']}, {one['formats']}, {one['link_bytes_per_s'] / 1e6:g} MB/s"

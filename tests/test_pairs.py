@@ -172,13 +172,13 @@ def test_every_rung_of_hotness_has_one_slab_per_expert_and_transient_ones_where_
 
 
 def test_importance_shares_slabs_by_retention_until_every_expert_has_one():
-    """256 experts at r = 0.75: three of four slabs are of the better format up to 192 + 64, then the others are exchanged."""
+    """256 experts at r = 0.75: 15 of 16 slabs are of the better format up to 240 + 16, then the others are exchanged."""
     steps = ladder(256, 4, Settings(policy="importance"))
     pairs = list(zip(steps.high.tolist(), steps.low.tolist(), strict=True))
     assert pairs[:4] == [(2, 2), (3, 2), (4, 2), (5, 2)] and pairs[-3:] == [(253, 3), (254, 2), (256, 0)]
-    shared = [pair for pair in pairs if sum(pair) < 256 and sum(pair) >= 8]
-    assert all(abs(high - 0.75 * (high + low)) <= 0.5 for high, low in shared)
-    assert (192, 64) in pairs and (193, 63) in pairs and max(map(sum, pairs)) == 256
+    shared = [pair for pair in pairs if 32 <= sum(pair) < 256]
+    assert all(abs(high - 15 / 16 * (high + low)) <= 0.5 for high, low in shared)
+    assert (240, 16) in pairs and (241, 15) in pairs and max(map(sum, pairs)) == 256
     assert ladder(256, 4, Settings(policy="importance", retention=1.0)).low.max() == 2
 
 

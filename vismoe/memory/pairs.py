@@ -7,7 +7,7 @@ what a request wants in the better format is copied there as well: as many as a 
 
 `importance` (dymoe 4.4) keeps what it can: a share of 1 - (1 - r)^2 of the slabs is of the better format, r being the retention,
 which is how often an expert is wanted there in one of two demands. What lies in the other format and is wanted in the better one
-is a miss, while a copy in the better one serves both: divided r : 1 - r, decoding moved up to 70% more (docs/precision-results.md).
+is a miss, a copy in the better one serves both: divided r : 1 - r, decoding moved up to 70% more (docs/precision-results.md).
 An expert is resident in one format, so more slabs than experts would stay empty: from there on slabs are exchanged.
 
 Either way a geometry climbs a ladder of divisions. Geometries climb side by side, each as far on its way as the others, and more

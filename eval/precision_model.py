@@ -3,6 +3,7 @@
 Plain transformers in float32, with restored weights: no pager, no kernels and no controller of ours, so what the engine does can
 be compared with it. One forward over a prompt and its true answer decides exactly as prefill and decode would: the tokens of the
 prompt among themselves, each of the answer's tokens by itself. Padding is not computed.
+Skipping wants eager experts that know an id which no expert has: those of transformers 5.17 do not yet.
 """
 
 import hashlib

@@ -99,7 +99,7 @@ def test_batches_keep_the_order_and_never_pass_the_context(lengths, most_rows, n
     ("arguments", "said"),
     [
         (["scenes_pope"], 'Fix: pip install "vismoe[eval]"'),
-        (["scenes_pope", "--seed", "3"], "--seed belong to --scenes"),
+        (["scenes_pope", "--seed", "3"], "--seed goes with --scenes and --suite"),
         ([","], "names no task"),
     ],
 )

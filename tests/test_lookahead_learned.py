@@ -161,7 +161,7 @@ def test_a_family_whose_routers_cannot_be_asked_learns_without_them(tmp_path):
     runtime = vismoe.runtime_of(model)
     told = []
     look_ahead = runtime.pager.look_ahead
-    runtime.pager.look_ahead = lambda layer, scores: (told.append(layer), look_ahead(layer, scores))
+    runtime.pager.look_ahead = lambda layer, scores, high: (told.append(layer), look_ahead(layer, scores, high))
     expected = tiny_models.greedy(tiny_models.reference(folder), tiny_models.prompt(WITHOUT_GATE), 4)
     assert_same(expected, tiny_models.greedy(model, tiny_models.prompt(WITHOUT_GATE), 4))
     assert told
@@ -313,7 +313,7 @@ def test_scores_that_come_after_the_next_demand_are_dropped(folder):
     model = load(folder)
     foresight, pager = vismoe.runtime_of(model).foresight, vismoe.runtime_of(model).pager
     told = []
-    pager.look_ahead = lambda layer, scores: told.append(layer)
+    pager.look_ahead = lambda layer, scores, high: told.append(layer)
     foresight._tell(pager.tick, 3, np.zeros((1, 4), np.float32))
     pager.tick += 1
     foresight._tell(pager.tick - 1, 3, np.zeros((1, 4), np.float32))

@@ -154,6 +154,26 @@ def test_with_all_experts_critical_not_a_bit_changes(packed):
         assert answer == expected and figures.formats == {"raw": 1.0}
 
 
+PAIRS = {"lossless/int8": "hotness", "16/4": "importance", "8/4": "hotness", "8/2": "importance", "4/2": "hotness+importance",
+         "16/2": "hotness", "4/0": "importance"}  # fmt: skip
+
+
+def test_every_pair_is_served_from_a_store_of_all_formats(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model(), folder)
+    assert main(["pack", str(folder), "--formats", "lossless,int8,int4,int2"]) == 0
+    with load(folder, "exact", memory="70%") as engine:
+        answer, _ = said(engine)
+        for formats, policy in PAIRS.items():
+            engine.change(policy=policy, formats=formats, retention=0.6)
+            high, low = str(engine.precision.formats).split("/")
+            found, figures = said(engine)
+            assert set(figures.formats) <= {"lossless" if high == "raw" else high, low}
+            assert sum(figures.formats.values()) == pytest.approx(1)
+            assert found.split()[:6] == answer.split()[:6], (formats, found)  # no format garbles what the model says
+            engine.check_integrity()
+
+
 def test_formats_that_are_computed_are_those_that_are_said(packed):
     """Wanted in int4 and there in int4, or better; never worse. The shares add up, and they are counted once."""
     with load(packed, "importance", formats="16/2", memory="30%", lookahead="gate") as engine:

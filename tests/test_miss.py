@@ -11,7 +11,7 @@ from vismoe.paging.miss import Miss, Rates, Way, Ways, choose_ways
 
 BYTES = 1000
 rates = st.builds(Rates, st.floats(0.5, 100), st.floats(0.5, 100), st.floats(0, 1000))
-misses = st.lists(st.builds(Miss, st.integers(1, 64), st.booleans(), st.booleans()), max_size=8)
+misses = st.lists(st.builds(Miss, st.integers(1, 64), st.booleans()), max_size=8)
 queued = st.floats(0, 20 * BYTES)
 
 
@@ -28,20 +28,9 @@ def finished_s(ways, misses, rates, ahead_bytes):
 @given(misses, rates, queued)
 def test_no_division_of_a_layers_misses_is_done_sooner(misses, rates, ahead):
     chosen = choose_ways(misses, BYTES, rates, ahead)
-    asked = [i for i, miss in enumerate(misses) if not miss.lower]
-    best = float("inf")
-    for ways in itertools.product((Way.WAIT, Way.CPU), repeat=len(asked)):
-        tried = list(chosen)
-        for i, way in zip(asked, ways, strict=True):
-            tried[i] = way
-        best = min(best, finished_s(tried, misses, rates, ahead))
+    divisions = itertools.product((Way.WAIT, Way.CPU), repeat=len(misses))
+    best = min(finished_s(division, misses, rates, ahead) for division in divisions)
     assert finished_s(chosen, misses, rates, ahead) <= best * (1 + 1e-9)
-
-
-@given(misses, rates, queued)
-def test_a_lower_format_serves_exactly_where_it_may(misses, rates, ahead):
-    ways = choose_ways(misses, BYTES, rates, ahead)
-    assert [way is Way.LOWER for way in ways] == [miss.lower for miss in misses]
 
 
 def by_cpu(misses, rates, ahead=0.0, cpu_ahead_s=0.0):

@@ -1,4 +1,5 @@
-"""How the misses of one layer are served: by a copy, by the CPU from host memory, or by a lower format that is resident.
+"""How the misses of one layer are served: by a copy, or by the CPU from host memory. (A resident lower format is no miss of this
+kind: `vismoe.precision.rules` says when it serves.)
 
 Pure functions of bytes, tokens, rates and what is queued; the pager and the replay call the same ones. A copy needs the link, and
 afterwards the expert is on the device; the CPU needs neither link nor slab and works beside both. So a layer is done when the
@@ -23,7 +24,6 @@ class Way(enum.Enum):
 
     WAIT = "wait"  # for its copy
     CPU = "cpu"  # compute it where it lies
-    LOWER = "lower"  # use the resident lower format
 
 
 class Miss(NamedTuple):
@@ -31,7 +31,6 @@ class Miss(NamedTuple):
 
     tokens: int = 1  # that chose it
     on_its_way: bool = False  # a copy began before it was demanded; it needs no more of the link
-    lower: bool = False  # a lower format is resident, and the policy allows it
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,9 @@ def choose_ways(
     All experts of a layer have the same size, so the best division gives the CPU those with the fewest tokens: every
     number of them is tried. Ties by position, and in favour of copies, which stay on the device.
     """
-    ways = [Way.LOWER if miss.lower else Way.WAIT for miss in misses]
-    here = [i for i, way in enumerate(ways) if way is Way.WAIT]
-    fresh = [i for i in here if not misses[i].on_its_way]
-    coming = [i for i in here if misses[i].on_its_way]
+    ways = [Way.WAIT] * len(misses)
+    fresh = [i for i, miss in enumerate(misses) if not miss.on_its_way]
+    coming = [i for i, miss in enumerate(misses) if miss.on_its_way]
     fresh.sort(key=lambda i: rates.cpu_s(expert_bytes, misses[i].tokens))
     by_cpu = fresh + coming  # in this order; those that come by themselves all together or not at all
     cpu_s = list(itertools.accumulate((rates.cpu_s(expert_bytes, misses[i].tokens) for i in by_cpu), initial=cpu_ahead_s))

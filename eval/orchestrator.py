@@ -9,9 +9,7 @@ Virtual seconds are exact for a link of that rate and layers that compute for as
 """
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +21,7 @@ from rich.progress import track
 
 from vismoe.config import format_bytes, parse_bytes
 from vismoe.engine import demo_model
-from vismoe.errors import InputError, VisMoEError
+from vismoe.errors import InputError
 from vismoe.lookahead.calibration import FOLDER, Calibration
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import PinnedPoint, best_depth, format_curves, pinned_curve
@@ -33,6 +31,7 @@ from vismoe.types import Phase
 
 from .figures import Panel, Series, grid_figure
 from .timed import Run, ask_scenes, held_out, medians, take_turns
+from .told import folder_of, told
 
 __all__ = ["main"]
 
@@ -289,13 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the plots there, e.g. assets/figures")
     arguments = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="vismoe-orchestrator-") as folder:
-            print(json.dumps(study(arguments, Path(folder))))
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    with folder_of(None) as folder:
+        return told(lambda: study(arguments, folder))
 
 
 if __name__ == "__main__":

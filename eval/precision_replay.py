@@ -10,7 +10,6 @@ figures. Tables go to the terminal, figures to --figures, and the last line is o
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,6 @@ from rich.progress import track
 from rich.table import Table
 
 from vismoe.config import Settings
-from vismoe.errors import VisMoEError
 from vismoe.memory.pairs import divide, paired
 from vismoe.precision.controller import Precision
 from vismoe.precision.hotness import Hotness
@@ -36,6 +34,7 @@ from vismoe.types import ExpertId, ExpertInventory, RecordLayout
 
 from .figures import Panel, Series, grid_figure
 from .precision_workloads import Stream, record, streams, synthetic
+from .told import told
 
 __all__ = ["STUDIES", "main"]
 
@@ -477,12 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"where the trace is kept (default: {FOLDER})")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write the plots there, e.g. assets/figures")
     arguments = parser.parse_args(argv)
-    try:
-        print(json.dumps(study(arguments, Console())))
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return told(lambda: study(arguments, Console()))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ that was interrupted goes on where it was. The last line is one JSON object.
 
 import argparse
 import itertools
-import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,6 @@ import numpy as np
 
 from vismoe.config import parse_bytes
 from vismoe.engine import Engine, load
-from vismoe.errors import VisMoEError
 from vismoe.memory.pairs import TRANSIENT_SLABS
 from vismoe.simulate.replay import aligned_columns
 from vismoe.simulate.trace import Trace
@@ -40,6 +37,7 @@ from .accuracy import messages
 from .figures import Panel, Series, grid_figure
 from .precision_speed import KeptTurns, pack_experts, sizes
 from .questions import THANKS, Conversation, conversation
+from .told import folder_of, told
 from .world import NOUNS
 
 __all__ = ["SHIFTS", "followed", "main", "oracle", "stream"]
@@ -532,16 +530,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="stores and turns stay there, and are not made again")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the plot there, e.g. assets/figures")
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.keep_in:
-            arguments.keep_in.mkdir(parents=True, exist_ok=True)
-        place = nullcontext(arguments.keep_in) if arguments.keep_in else tempfile.TemporaryDirectory(prefix="vismoe-shift-")
-        with place as folder:
-            print(json.dumps(study(arguments, Path(folder))))
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    with folder_of(arguments.keep_in) as folder:
+        return told(lambda: study(arguments, folder))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ model. With --keep-in a run that was interrupted goes on where it was. The last 
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.cli_pack import experts_of
 from vismoe.config import format_bytes, parse_bytes, parse_formats
 from vismoe.engine import load
-from vismoe.errors import VisMoEError
 from vismoe.memory.pairs import paired
 from vismoe.simulate.replay import aligned_columns
 from vismoe.store.pack import pack
@@ -44,6 +42,7 @@ from .figures import Panel, Series, grid_figure
 from .questions import KINDS
 from .scoring import score
 from .timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out
+from .told import folder_of, told
 
 __all__ = ["KeptTurns", "main", "pack_experts", "sizes"]
 
@@ -379,16 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="stores and turns stay there, and are not made again")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the plot there, e.g. assets/figures")
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.keep_in:
-            arguments.keep_in.mkdir(parents=True, exist_ok=True)
-        place = nullcontext(arguments.keep_in) if arguments.keep_in else tempfile.TemporaryDirectory(prefix="vismoe-precision-")
-        with place as folder:
-            print(json.dumps(study(arguments, Path(folder))))
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    with folder_of(arguments.keep_in) as folder:
+        return told(lambda: study(arguments, folder))
 
 
 if __name__ == "__main__":

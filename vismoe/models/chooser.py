@@ -51,7 +51,7 @@ class Chooser:
         """A forward pass over `tokens` rows begins, `real` bool `[tokens]` (None: all); what the one before has shown is used."""
         self.end_step(pager)
         self._tokens = tokens if real is None else int(real.sum())
-        if isinstance(self.hitters, HeavyHitters) and self.precision.policy.importance:
+        if isinstance(self.hitters, HeavyHitters):
             if decoding:
                 self.hitters.end()
             else:

@@ -282,7 +282,7 @@ class ExpertRuntime:
             weights = None
         routed, factors_of_routed, high = routing, factors, None
         first: tuple[int, ...] = ()
-        if self.chooser is not None and (self.step.phase is not Phase.ENCODE or len(self.serving.formats) > 1):
+        if self.chooser is not None:
             routing, factors, high, first = self._chosen(self.chooser, layer, module.num_experts, routing, factors, weights)
         work = self.serving.arithmetic.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)

@@ -42,7 +42,6 @@ class Origin:
     table_bytes: int  # of token embeddings that could stay on disk
     embeddings_on_disk: bool = False  # as was settled when the model was loaded
     past_cache: bool = False  # experts are read past the page cache; likewise
-    source_past_cache: bool = False  # the checkpoint itself is, too
 
     def arrange(self, stores: Stores, experts: Experts, settings: Settings) -> tuple[Opened, "Origin"]:
         """(how experts of these stores are served, this with what was settled about reading). Raises BudgetError."""
@@ -55,14 +54,8 @@ class Origin:
             files=stores.paths,
             stored_bytes=stores.stored_bytes,
         )
-        fresh = Stores([store for store in stores.by_precision if store is not self.source or not self.source_past_cache])
-        plan, past_cache = start_reading(fresh, reading, settings)
-        settled = dataclasses.replace(
-            self,
-            embeddings_on_disk=reading.embeddings_on_disk,
-            past_cache=past_cache,
-            source_past_cache=self.source_past_cache or (past_cache and self.source in stores.by_precision),
-        )
+        plan, past_cache = start_reading(stores, reading, settings)
+        settled = dataclasses.replace(self, embeddings_on_disk=reading.embeddings_on_disk, past_cache=past_cache)
         return Opened(settings, stores, experts, with_experts(plan, experts)), settled
 
     def reopen(self, model: Any, settings: Settings) -> Opened:
@@ -70,7 +63,7 @@ class Origin:
         settled = dataclasses.replace(
             settings,
             embeddings="disk" if self.embeddings_on_disk else "memory",
-            reads="direct" if self.past_cache else "cached",  # the checkpoint is open, and others read from it
+            reads="direct" if self.past_cache else "cached",
         )
         with torch.device("cpu"):
             stores, experts = reopen_experts(model, self.source, settled, self.device)

@@ -64,5 +64,5 @@ class StoreOnDisk(ExpertStore, Protocol):
         ...
 
     def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; or say why this filesystem cannot. Called before the first read."""
+        """Read with O_DIRECT from now on; or say why this filesystem cannot. Reads under way end as they began."""
         ...

@@ -85,7 +85,7 @@ class PackedStore:
         return remedy(self._folder, self.format)
 
     def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; or say why this filesystem cannot. Called before the first read."""
+        """Read with O_DIRECT from now on; or say why this filesystem cannot. Reads under way end as they began."""
         return self._files.read_past_cache(self.stretch_bytes)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:

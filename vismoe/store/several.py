@@ -40,7 +40,7 @@ class Stores:
         return [path for store in self.by_precision for path in store.paths]
 
     def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; or say why a filesystem cannot. Called before the first read."""
+        """Read with O_DIRECT from now on; or say why a filesystem cannot. Reads under way end as they began."""
         refusals = [store.read_past_cache() for store in self.by_precision]
         return next((refused for refused in refusals if refused is not None), None)
 

@@ -110,7 +110,7 @@ class Engine:
         self._usual_pruning = usual or pruning_of(settings, None)
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
-        images = ImageCache.of(model, settings.image_cache_bytes, listening) if settings.image_cache_bytes else None
+        images = ImageCache.of(model, settings.image_cache_bytes, listening)
         self._shared = Shared(model, self._runtime, prompts, images)
         self._turns = Turns(self._runtime.plan.context, alone=lambda: self._runtime.recorder is not None)
         self._plans = Plans(model, self._shared, self._turns, settings)

@@ -1,13 +1,15 @@
-"""Images that were encoded already: what the vision tower made of each is kept, within a bound of bytes, and not made again.
+"""An image is encoded by itself: what the vision tower makes of it does not depend on its company. What was made is kept.
 
 Sits where every family's decoder gets its image features, `get_image_features` of the inner model, and is asked for by name:
-`expect` says which images the next call is about. What the tower told a pruner (saliency, grid) is kept with them.
+`expect` says which images the next call is about. Each goes through the tower in a call of its own, unless it was kept from
+before, so a request gets the same bits whatever other images it has and whichever of them were known. A call that nobody expects
+is the model's own. What the tower told a pruner (saliency, grid) is kept with the image.
 """
 
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,33 +20,32 @@ from vismoe.models.encoded import EncodedImage, EncodedImages
 
 __all__ = ["ImageCache"]
 
-Tensors = tuple[torch.Tensor, ...]
+OF_DECODER = ("pooler_output", "deepstack_features")  # what decoders take of a tower's output
+LEVELS = "deepstack_features"  # one value per level that joins the tokens in a deeper layer
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a decoder gets of one image: its tokens `[N, H]`, and what joins them in deeper layers, `[N, H]` each."""
+    """What a decoder gets of one image: fields of the tower's output, tensors in lists or alone."""
 
-    tokens: torch.Tensor
-    deeper: Tensors
+    kind: type[Any]  # of the output
+    fields: dict[str, Any]
     listened: bool  # somebody listened to the tower meanwhile
     encoded: EncodedImage | None  # what it told; None: nothing
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.tokens, *self.deeper))
+        return sum(tensor.numel() * tensor.element_size() for value in self.fields.values() for tensor in _tensors(value))
 
 
 class ImageCache:
-    """Bound to one model. `most_bytes` bounds what is kept; `encoded` counts the images that went through the tower."""
+    """Bound to one model. `most_bytes` bounds what is kept, 0: nothing; `encoded` counts images that went through the tower."""
 
     def __init__(self, inner: nn.Module, most_bytes: int, images: EncodedImages | None):
         self.most_bytes, self.nbytes, self.encoded = most_bytes, 0, 0
         self._inner, self._images = inner, images
         self._kept: OrderedDict[str, Features] = OrderedDict()  # least recently used first
         self._expected: tuple[list[str], Callable[[list[int]], Mapping[str, Any]]] | None = None
-        self._kind: type[Any] | None = None  # of the tower's output
-        self._flat = False  # what joins deeper layers comes in one tensor per layer; one per image otherwise
         self._original = inner.get_image_features
         self._names = list(inspect.signature(self._original).parameters)  # type: ignore[arg-type]
 
@@ -83,17 +84,26 @@ class ImageCache:
         if expected is None:
             return self._original(*args, **kwargs)  # type: ignore[operator]
         names, inputs_of = expected
-        kept = [self._found(name) for name in names]
-        missing = [number for number, features in enumerate(kept) if features is None]
-        if missing:
-            self.encoded += len(missing)
-            output = self._encode(args, kwargs, inputs_of(missing) if len(missing) < len(names) else {})
-            for number, features in zip(missing, self._parts(output, len(missing)), strict=False):
-                kept[number] = features
-                self._keep(names[number], features)
-            if len(missing) == len(names):
-                return output
-        return self._joined([features for features in kept if features is not None])
+        images = []
+        for number, name in enumerate(names):
+            features = self._found(name)
+            if features is None:
+                features = self._alone(args, kwargs, inputs_of([number]) if len(names) > 1 else {})
+                self._keep(name, features)
+            images.append(features)
+        return self._joined(images)
+
+    def _alone(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> Features:
+        """One image through the tower; `inputs`: what the call gets of it, where that is not all of its arguments."""
+        self.encoded += 1
+        listening = self._images is not None and self._images.listening
+        if self._images is not None and listening:
+            self._images.know([])
+        output = self._encode(args, kwargs, inputs)
+        told = self._images.known() if self._images is not None and listening else []
+        names = [name for name in OF_DECODER if output.get(name) is not None] or ["last_hidden_state"]
+        fields = {name: _copied(output[name]) for name in names}
+        return Features(type(output), fields, listening, told[0] if len(told) == 1 else None)
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> Any:
         """The tower's output, with `inputs` in place of the arguments of the same names."""
@@ -105,47 +115,22 @@ class ImageCache:
         positional = tuple(now(name, value) for name, value in zip(self._names, args, strict=False))
         return self._original(*positional, **{name: now(name, value) for name, value in kwargs.items()})  # type: ignore[operator]
 
-    @property
-    def _listening(self) -> bool:
-        return self._images is not None and self._images.listening
-
-    def _parts(self, output: Any, images: int) -> list[Features]:
-        """The output image by image; nothing where this family's does not come apart."""
-        tokens, deeper = getattr(output, "pooler_output", None), getattr(output, "deepstack_features", None) or ()
-        if not isinstance(tokens, list | tuple) or len(tokens) != images:
-            return []
-        counts = [len(part) for part in tokens]
-        self._flat = all(isinstance(level, torch.Tensor) for level in deeper)
-        levels = [level.split(counts) if isinstance(level, torch.Tensor) else level for level in deeper]
-        told = self._images.known() if self._images is not None and self._listening else []
-        self._kind = type(output)
-        return [
-            Features(
-                tokens[number].clone(),
-                tuple(level[number].clone() for level in levels),
-                self._listening,
-                told[number] if len(told) == images else None,
-            )
-            for number in range(images)
-        ]
-
     def _joined(self, images: list[Features]) -> Any:
-        """The output for these images, as a tower call about all of them would have it."""
-        assert self._kind is not None
+        """The tower's output about all of these images."""
         told = [features.encoded for features in images if features.encoded is not None]
-        if self._images is not None and self._listening and len(told) == len(images):
+        if self._images is not None and self._images.listening and len(told) == len(images):
             self._images.know(told)
-        output = self._kind()
-        output["pooler_output"] = [features.tokens for features in images]
-        if images[0].deeper:
-            levels = zip(*(features.deeper for features in images), strict=True)
-            output["deepstack_features"] = [torch.cat(level) if self._flat else level for level in levels]
+        output = images[0].kind()
+        for name in images[0].fields:
+            values = [features.fields[name] for features in images]
+            output[name] = [_join(level) for level in zip(*values, strict=True)] if name == LEVELS else _join(values)
         return output
 
     def _found(self, name: str) -> Features | None:
         """The image, if what is known of it is enough for who listens."""
         features = self._kept.get(name)
-        if features is None or (self._listening and not features.listened):
+        listening = self._images is not None and self._images.listening
+        if features is None or (listening and not features.listened):
             return None
         self._kept.move_to_end(name)
         return features
@@ -159,3 +144,23 @@ class ImageCache:
         self.nbytes += features.nbytes
         while self.nbytes > self.most_bytes:
             self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _join(values: Sequence[Any]) -> Any:
+    """What a call about all images gives, from what a call about each gave: one tensor over all, or a list with one per image."""
+    if isinstance(values[0], torch.Tensor):
+        return torch.cat(list(values)) if len(values) > 1 else values[0]
+    return [part for value in values for part in value]
+
+
+def _copied(value: Any) -> Any:
+    """The same in memory of its own: towers give parts of larger tensors."""
+    return value.clone() if isinstance(value, torch.Tensor) else [_copied(part) for part in value]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for part in value:
+            yield from _tensors(part)

@@ -101,8 +101,8 @@ class ImageCache:
             self._images.know([])
         output = self._encode(args, kwargs, inputs)
         told = self._images.known() if self._images is not None and listening else []
-        names = [name for name in OF_DECODER if output.get(name) is not None] or ["last_hidden_state"]
-        fields = {name: _copied(output[name]) for name in names}
+        names = [name for name in OF_DECODER if getattr(output, name, None) is not None] or ["last_hidden_state"]
+        fields = {name: _copied(getattr(output, name)) for name in names}  # some are attributes that are no items
         return Features(type(output), fields, listening, told[0] if len(told) == 1 else None)
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> Any:

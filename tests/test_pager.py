@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -334,40 +335,60 @@ def serve_three_layers(pager: Pager, phase: Phase) -> None:
                     check(ExpertId(layer, lent.expert), lent.weights)
 
 
+OURS = ("vismoe/paging", "vismoe/memory/host.py", "vismoe/locks.py")
+
+
+@functools.cache
+def lines_with_with(filename: str) -> set[int]:
+    """They are announced again on leaving, where CPython handles no signal before `__exit__` has run."""
+    return {n for n, text in enumerate(linecache.getlines(filename), 1) if text.lstrip().startswith("with ")}
+
+
+def interrupting(moment: int, event: str):
+    """A trace function that raises KeyboardInterrupt before the `moment`-th line or opcode of paging and host tier; not before
+    lines with `with`."""
+    left = moment
+
+    def strike(frame, what, arg):
+        nonlocal left
+        if what == event and (event == "opcode" or frame.f_lineno not in lines_with_with(frame.f_code.co_filename)):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return strike
+
+    def enter(frame, what, arg):
+        if not any(part in frame.f_code.co_filename for part in OURS):
+            return None
+        frame.f_trace_opcodes = event == "opcode"
+        return strike
+
+    return enter
+
+
+def elsewhere(work: Callable[[], None]) -> None:
+    """Run `work` in another thread, and wait for it."""
+    with ThreadPoolExecutor(1) as other:
+        other.submit(work).result()
+
+
 def interrupt_everywhere(
     phase: Phase,
     make: Callable[[], Pager],
     at_least: int,
     serve: Callable[[Pager, Phase], None] = serve_three_layers,
     every: int = 1,
+    event: str = "line",
 ) -> None:
-    """KeyboardInterrupt before the n-th line of paging and host tier that the model's thread runs, for every n there is, or
-    `every` so many. What is run is `serve`, and once more after the interrupt.
-
-    Not before lines with `with`: they are announced again on leaving, where CPython handles no signal before `__exit__` has run.
+    """KeyboardInterrupt before the n-th line (or opcode) of paging and host tier that the model's thread runs, for every n there
+    is, or `every` so many. What is run is `serve`; after the interrupt again, first by another thread, then by this one.
     """
-    ours = ("vismoe/paging", "vismoe/memory/host.py")
-
-    @functools.cache
-    def lines_with_with(filename: str) -> set[int]:
-        return {n for n, text in enumerate(linecache.getlines(filename), 1) if text.lstrip().startswith("with ")}
-
-    def tracer(left: list[int]):
-        def line(frame, event, arg):
-            if event == "line" and frame.f_lineno not in lines_with_with(frame.f_code.co_filename):
-                left[0] -= 1
-                if left[0] == 0:
-                    raise KeyboardInterrupt
-            return line
-
-        return lambda frame, event, arg: line if any(part in frame.f_code.co_filename for part in ours) else None
-
     moment = interrupted = 0
     while True:
         moment += every
         pager = make()
         before = sys.gettrace()
-        sys.settrace(tracer([moment]))
+        sys.settrace(interrupting(moment, event))
         try:
             serve(pager, phase)
             break
@@ -375,11 +396,18 @@ def interrupt_everywhere(
             interrupted += 1
         finally:
             sys.settrace(before)
-        with deadline(20, f"the pager hangs after an interrupt before line {moment}"):
+
+        def go_on(pager: Pager = pager) -> None:
             pager.begin_step(phase)
-            assert pager.host is None or not pager.host._held, f"an interrupt before line {moment} leaves records held"
+            assert pager.host is None or not pager.host._held, f"an interrupt before {event} {moment} leaves records held"
             serve(pager, phase)
             pager.check_integrity()
+            if pager.host is not None:
+                pager.host.check_integrity()
+
+        with deadline(20, f"the pager hangs after an interrupt before {event} {moment}"):
+            elsewhere(go_on)
+            go_on()
             pager.close()
     assert interrupted == moment // every - 1 > at_least
 

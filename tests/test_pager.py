@@ -357,6 +357,8 @@ def interrupting(moment: int, event: str):
                 raise KeyboardInterrupt
         return strike
 
+    sys._getframe().f_trace_opcodes = event == "opcode"  # Python 3.12 asks for it before tracing begins
+
     def enter(frame, what, arg):
         if not any(part in frame.f_code.co_filename for part in OURS):
             return None

@@ -7,7 +7,6 @@ that was interrupted is no longer on its thread's stack.
 """
 
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -17,8 +16,6 @@ __all__ = ["Running", "under"]
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
-SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-MOST_LOOKS = 1000  # at a stack that changes while it is looked at
 
 
 def under(lock: Any, change: Callable[Given, Made], *given: Given.args, **named: Given.kwargs) -> Made:
@@ -41,21 +38,16 @@ class Running(NamedTuple):
 
     @classmethod
     def of(cls, frame: FrameType) -> "Running":
-        """The innermost function of this thread that contains `frame`; generators come and go from the stack."""
-        while frame.f_code.co_flags & SUSPENDABLE and frame.f_back is not None:
+        """The innermost function of this thread that contains `frame`, and is no generator: those come and go."""
+        while frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
             frame = frame.f_back
         return cls(threading.get_ident(), frame)
 
     @property
     def ended(self) -> bool:
-        """It has returned, was left by an exception, or its thread has ended."""
-        for _ in range(MOST_LOOKS):
-            below = sys._current_frames().get(self.thread)
-            last = below
-            while below is not None:
-                if below is self.frame:
-                    return False
-                last, below = below, below.f_back
-            if last is None or not last.f_code.co_flags & SUSPENDABLE:
-                return True  # looked down to where the thread began, and not into a generator that was just left
-        return False
+        """It has returned, or was left by an exception. Then it gives up what it still refers to."""
+        try:
+            self.frame.clear()
+        except RuntimeError:  # it is being executed
+            return False
+        return True

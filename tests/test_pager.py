@@ -364,10 +364,13 @@ class Strike:
     def _enter(self, frame, what, arg):
         if not any(part in frame.f_code.co_filename for part in OURS):
             return None
-        if self._inside and not any(outer.f_code.co_name in self._inside for outer in callers(frame)):
-            return None
         frame.f_trace_opcodes = self._event == "opcode"
+        if self._inside and not any(outer.f_code.co_name in self._inside for outer in callers(frame)):
+            return self._spare  # not None: Python 3.13 would announce no opcode of this function to later calls either
         return self._strike
+
+    def _spare(self, frame, what, arg):
+        return self._spare
 
     def _strike(self, frame, what, arg):
         if what == self._event and (what == "opcode" or frame.f_lineno not in lines_with_with(frame.f_code.co_filename)):
@@ -401,6 +404,9 @@ def interrupt_everywhere(
     """KeyboardInterrupt before the n-th line (or opcode) of paging and host tier that the model's thread runs, for every n there
     is, or `every` so many. What is run is `serve`; after the interrupt again, first by another thread, then by this one.
     """
+    with Strike(sys.maxsize, event, inside):  # Python 3.13 announces opcodes of a function from its second call on
+        serve(warming := make(), phase)
+    warming.close()
     interrupted = swallowed = 0
     for moment in itertools.count(every, every):
         pager = make()

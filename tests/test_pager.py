@@ -5,6 +5,7 @@ With HYPOTHESIS_PROFILE=searching it is 10^5 steps.
 
 import contextlib
 import functools
+import gc
 import itertools
 import linecache
 import os
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FunctionType
 
 import numpy as np
 import pytest
@@ -336,6 +338,7 @@ def serve_three_layers(pager: Pager, phase: Phase) -> None:
                     check(ExpertId(layer, lent.expert), lent.weights)
 
 
+TOOL = 4  # of sys.monitoring, which nobody else takes
 OURS = ("vismoe/paging", "vismoe/memory/host.py", "vismoe/locks.py")
 
 
@@ -347,37 +350,73 @@ def lines_with_with(filename: str) -> set[int]:
 
 class Strike:
     """KeyboardInterrupt before the `moment`-th line or opcode of paging and host tier, where given only inside calls of functions
-    named `inside`; not before lines with `with`. A context manager: of this thread."""
+    named `inside`; not before lines with `with`. A context manager: of this thread.
+
+    Opcodes are watched by sys.monitoring where there is one: from Python 3.12 on a tracer misses some.
+    """
 
     def __init__(self, moment: int, event: str, inside: Collection[str] = ()):
         self.left, self._event, self._inside = moment, event, inside
+        self._thread = threading.get_ident()
+        self._monitoring = getattr(sys, "monitoring", None) if event == "opcode" else None
 
     def __enter__(self) -> "Strike":
-        self._before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = self._event == "opcode"  # Python 3.12 asks for it before tracing begins
-        sys.settrace(self._enter)
+        if self._monitoring:
+            self._monitoring.use_tool_id(TOOL, "interrupts")
+            self._monitoring.register_callback(TOOL, self._monitoring.events.INSTRUCTION, self._watch)
+            self._monitor(self._monitoring.events.INSTRUCTION)
+        else:
+            self._before = sys.gettrace()
+            sys.settrace(self._enter)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
+        if self._monitoring:
+            self._monitor(0)
+            self._monitoring.free_tool_id(TOOL)
+        else:
+            sys.settrace(self._before)
+
+    def _monitor(self, events: int) -> None:
+        for code in our_codes():
+            self._monitoring.set_local_events(TOOL, code, events)
+
+    def _watch(self, code, offset) -> None:
+        if threading.get_ident() == self._thread and self._is_inside(sys._getframe(1)):
+            self._count()
 
     def _enter(self, frame, what, arg):
-        if not any(part in frame.f_code.co_filename for part in OURS):
+        if not is_ours(frame.f_code) or not self._is_inside(frame):
             return None
         frame.f_trace_opcodes = self._event == "opcode"
-        if self._inside and not any(outer.f_code.co_name in self._inside for outer in callers(frame)):
-            return self._spare  # not None: Python 3.13 would announce no opcode of this function to later calls either
         return self._strike
-
-    def _spare(self, frame, what, arg):
-        return self._spare
 
     def _strike(self, frame, what, arg):
         if what == self._event and (what == "opcode" or frame.f_lineno not in lines_with_with(frame.f_code.co_filename)):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
+            self._count()
         return self._strike
+
+    def _is_inside(self, frame) -> bool:
+        return not self._inside or any(outer.f_code.co_name in self._inside for outer in callers(frame))
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def is_ours(code: CodeType) -> bool:
+    return any(part in code.co_filename for part in OURS)
+
+
+@functools.cache
+def our_codes() -> set[CodeType]:
+    """Of all functions of paging and host tier, and of what is inside them."""
+    found, new = set(), {f.__code__ for f in gc.get_objects() if isinstance(f, FunctionType) and is_ours(f.__code__)}
+    while new:
+        found |= new
+        new = {const for code in new for const in code.co_consts if isinstance(const, CodeType)} - found
+    return found
 
 
 def callers(frame):
@@ -404,9 +443,6 @@ def interrupt_everywhere(
     """KeyboardInterrupt before the n-th line (or opcode) of paging and host tier that the model's thread runs, for every n there
     is, or `every` so many. What is run is `serve`; after the interrupt again, first by another thread, then by this one.
     """
-    with Strike(sys.maxsize, event, inside):  # Python 3.13 announces opcodes of a function from its second call on
-        serve(warming := make(), phase)
-    warming.close()
     interrupted = swallowed = 0
     for moment in itertools.count(every, every):
         pager = make()

@@ -412,7 +412,7 @@ def is_ours(code: CodeType) -> bool:
 @functools.cache
 def our_codes() -> set[CodeType]:
     """Of all functions of paging and host tier, and of what is inside them."""
-    found, new = set(), {f.__code__ for f in gc.get_objects() if isinstance(f, FunctionType) and is_ours(f.__code__)}
+    found, new = set(), {f.__code__ for f in gc.get_objects() if type(f) is FunctionType and is_ours(f.__code__)}
     while new:
         found |= new
         new = {const for code in new for const in code.co_consts if isinstance(const, CodeType)} - found

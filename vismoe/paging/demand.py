@@ -56,6 +56,7 @@ class Demand:
         self._todo = list(experts)  # not computed yet, ascending
         self._absent: list[int] = []  # waiting for a slab, ascending
         self._tickets: dict[int, Ticket] = {}  # waiting for a copy
+        self._asked: set[Ticket] = set()  # copies that it asked for itself; only their failure is its own
         self._below = Below(pager, layer)
         self._all_slabs: np.ndarray | None = None  # of the demand, where all of it is resident
         self._counted, self._tokens, self._ways = counted, tokens, ways
@@ -64,7 +65,6 @@ class Demand:
         self._upgrading: set[int] = set()  # there in less precision than demanded, and waited for
         self._borrowed: set[int] = set()  # to be computed from a copy of more precision than their resident one
         self._compute_s = self._stall_s = self._began_s = 0.0
-        self._copies = 0  # that it asked for
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
 
     def __enter__(self) -> "Demand":
@@ -160,13 +160,11 @@ class Demand:
 
     def _borrow(self, expert: int) -> bool:
         """Begin to bring a copy of more precision that is given back afterwards; whether there is room for it."""
-        identity = ExpertId(self._layer, expert)
         slab = self._table.pool.take(HIGH) if self._table.incoming[self._base + expert] < 0 else None
         if slab is None:
             return False
         self._borrowed.add(expert)
-        self._copies += 1
-        self._tickets[expert] = self._pager.start_load(identity, Room(slab, False, None), borrowed=True)
+        self._start_load(expert, Room(slab, False, None), borrowed=True)
         return True
 
     def _late(self) -> list[int]:
@@ -179,9 +177,9 @@ class Demand:
 
     def _settle_stall(self) -> None:
         """What waiting says about the cost of a miss, and about the guess it waited behind."""
-        if self._copies or self._guess is not None:
+        if self._asked or self._guess is not None:
             ended_s = (self._guess.ended_s or time.perf_counter()) if self._guess is not None else 0.0
-            self._pager.ledger.waited(self._stall_s, self._copies, ended_s - self._began_s)
+            self._pager.ledger.waited(self._stall_s, len(self._asked), ended_s - self._began_s)
 
     @property
     def computes_below(self) -> bool:
@@ -361,9 +359,12 @@ class Demand:
                 if len(full) == self._table.pool.formats:
                     return
                 continue
-            self._copies += 1
             self._absent.remove(expert)
-            self._tickets[expert] = pager.start_load(ExpertId(self._layer, expert), room)
+            self._start_load(expert, room)
+
+    def _start_load(self, expert: int, room: Room, borrowed: bool = False) -> None:
+        self._tickets[expert] = ticket = self._pager.start_load(ExpertId(self._layer, expert), room, borrowed)
+        self._asked.add(ticket)
 
     def _give_up_last(self, streaming: bool, precision: int) -> Room | None:
         table = self._table
@@ -380,7 +381,7 @@ class Demand:
 
     def _arrived(self, expert: int, ticket: Ticket) -> None:
         """There is a copy that can be computed; an upgrade may still be wanted, or have failed: then the old copy serves."""
-        failed = ticket.error is not None and not ticket.speculative
+        failed = ticket.error is not None and ticket in self._asked
         if failed:
             self._borrowed.discard(expert)
             self._pager.metrics.add("served_lower", self._pager.phase, self._layer)
@@ -390,7 +391,7 @@ class Demand:
         self._table.demanded[self._table.slab_of[self._base + expert]] = done
         if done:
             self._upgrading.discard(expert)
-        else:  # what was on its way was the other format, or a guess that failed
+        else:  # what was on its way was the other format, or it failed and this demand has not asked for it
             self._absent = sorted([*self._absent, expert])
 
     def _wait(self, tickets: list[Ticket]) -> None:
@@ -431,11 +432,11 @@ class Demand:
                 continue
             if isinstance(ticket.error, ClosedError):
                 raise ticket.error
-            if not ticket.speculative:
+            if ticket in self._asked:
                 raise TransferError(
                     f"expert {expert} of MoE layer {self._layer} could not be brought in: {ticket.error}. "
                     "This request failed; the engine can go on with the next one."
                 ) from ticket.error
-            self._absent.append(expert)  # a failed guess: ask for it properly
+            self._absent.append(expert)  # a failed guess, or a copy that a failed request left behind: ask for it now
             self._absent.sort()
         self._issue()

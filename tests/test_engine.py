@@ -283,11 +283,15 @@ def test_a_file_truncated_while_serving_fails_the_request_and_not_the_process(co
         whole = weights.read_bytes()
         with weights.open("r+b") as file:
             file.truncate(len(whole) // 10)
-        with pytest.raises(TransferError, match=r"model\.safetensors was truncated"):
+        with pytest.raises(TransferError, match=r"model\.safetensors (was truncated|has changed since it was opened: it had)"):
             for question in ("Describe the image.", "Where is the cat?", "Is there a dog?"):
                 list(engine.chat(ask(question), max_tokens=8))
         engine._runtime.pager.check_integrity()
         weights.write_bytes(whole)
+        with pytest.raises(TransferError, match=r"model\.safetensors has changed since it was opened.*Fix: load the model again"):
+            for question in ("Describe the image.", "Where is the cat?", "Is there a dog?"):
+                list(engine.chat(ask(question), max_tokens=8))
+    with vismoe.load(copied_model, memory="25%", device="cpu") as engine:
         assert "".join(engine.chat(ask(), max_tokens=6)) == expected
 
 

@@ -15,14 +15,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_checkpoints import Geometry, files_in, slab_for, small
+from small_checkpoints import Geometry, Small, files_in, slab_for, small
 
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.store import pack as packing
 from vismoe.store import unfinished
+from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.index import Contents, StoredRecord, index_path, read_index
 from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, verify, workers_for
 from vismoe.store.packed import formats_in
+from vismoe.store.safetensors_header import read_header
 from vismoe.types import BLOCK_BYTES, ExpertInventory, Format, MoELayer, RecordLayout
 
 FORMATS = list(Format)
@@ -307,12 +309,20 @@ def test_an_unreadable_checkpoint_names_the_expert(tmp_path):
         pack(checkpoint.source, tmp_path / "store", checkpoint.contents(Format.RAW))
 
 
+def reopened(checkpoint: Small) -> Small:
+    """With its file as it is now."""
+    source = checkpoint.source
+    opened = CheckpointStore([read_header(path) for path in source.paths], source.inventory, source.locators, b"{}")
+    return dataclasses.replace(checkpoint, source=opened)
+
+
 def test_weights_that_no_integer_can_hold_name_the_expert(tmp_path):
     checkpoint = small(tmp_path / "model")
     part = checkpoint.source.locators[1][2][0][0]
     with open(checkpoint.source.paths[0], "r+b") as file:
         file.seek(part.offset_bytes)
         file.write(b"\x80\x7f")  # infinity in bfloat16
+    checkpoint = reopened(checkpoint)
     with pytest.raises(CheckpointError, match=r"expert 2 of MoE layer 1: up_proj: 1 weights are infinite"):
         pack(checkpoint.source, tmp_path / "store", checkpoint.contents(Format.INT8))
 

@@ -40,17 +40,16 @@ NEVER_IN_TIME = Rates(link_bytes_per_s=1e-6, cpu_bytes_per_s=1e18)
 
 
 class Failing:
-    """Which reads fail: of `broken` (expert, format). Who was broken a moment ago may still be failing."""
+    """Which reads fail: of `broken` (expert, format)."""
 
     def __init__(self) -> None:
         self.broken: set[tuple[ExpertId, int]] = set()
-        self._before: set[tuple[ExpertId, int]] = set()
 
     def change(self, broken: set[tuple[ExpertId, int]]) -> None:
-        self._before, self.broken = self.broken, broken
+        self.broken = broken
 
     def may_fail(self, expert: ExpertId, precision: int) -> bool:
-        return (expert, precision) in self.broken | self._before
+        return (expert, precision) in self.broken
 
 
 class FormatStore:

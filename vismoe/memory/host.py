@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vismoe.errors import ClosedError
+from vismoe.locks import under
 from vismoe.memory.pool import SlabPool
 from vismoe.store.expert_store import ExpertStore
 from vismoe.types import ExpertId
@@ -49,7 +50,7 @@ class HostTier:
         """The expert's record, read from the store when it is not here; stays put inside the `with`."""
         geometry = self._geometry(expert)
         pool, slab_of = self.pools[geometry], self._slab_of[geometry]
-        with self._changed:
+        with self._lock:
             while expert in self._loading:
                 self._changed.wait()
             slab = slab_of.get(expert)
@@ -66,17 +67,17 @@ class HostTier:
                 try:
                     disk_bytes = self._store.read(expert, pool.record(slab))
                 except BaseException:
-                    with self._changed:
+                    with self._lock:
                         del slab_of[expert]
                         pool.give_back(slab)
                     raise
                 finally:
-                    with self._changed:
+                    with self._lock:
                         self._loading.discard(expert)
                         self._changed.notify_all()
             yield HostLease(pool, slab, disk_bytes)
         finally:
-            with self._changed:
+            with self._lock:
                 self._leases[expert] -= 1
                 if not self._leases[expert]:
                     del self._leases[expert]
@@ -98,32 +99,37 @@ class HostTier:
 
     def has(self, experts: Iterable[ExpertId]) -> list[bool]:
         """Which of them are here, read completely."""
-        with self._lock:
-            return [self._slab(expert) is not None for expert in experts]
+        return under(self._lock, lambda: [self._slab(expert) is not None for expert in experts])
 
     def hold(self, experts: Iterable[ExpertId]) -> dict[ExpertId, int]:
         """Slabs (in the pool of its geometry) of those that are here; they stay put until `let_go`. For one thread."""
+        return under(self._lock, self._hold, experts)
+
+    def _hold(self, experts: Iterable[ExpertId]) -> dict[ExpertId, int]:
         held = {}
-        with self._lock:
-            for expert in experts:
-                slab = self._slab(expert)
-                if slab is not None:
-                    self._held.add(expert)
-                    self._slab_of[self._geometry(expert)].move_to_end(expert)
-                    held[expert] = slab
+        for expert in experts:
+            slab = self._slab(expert)
+            if slab is not None:
+                self._held.add(expert)
+                self._slab_of[self._geometry(expert)].move_to_end(expert)
+                held[expert] = slab
         return held
 
     def let_go(self) -> None:
-        """Nothing is held any more. May be called at any time by the thread that holds."""
-        with self._lock:
-            self._held.clear()
-            self._changed.notify_all()
+        """Nothing is held any more. May be called at any time by the thread that holds, or that goes on in its place."""
+        under(self._lock, self._let_go)
+
+    def _let_go(self) -> None:
+        self._held.clear()
+        self._changed.notify_all()
 
     def close(self) -> None:
         """Whoever waits for room, now or later, gets a ClosedError."""
-        with self._lock:
-            self._closed = True
-            self._changed.notify_all()
+        under(self._lock, self._close)
+
+    def _close(self) -> None:
+        self._closed = True
+        self._changed.notify_all()
 
     def _geometry(self, expert: ExpertId) -> int:
         return self._store.inventory.layers[expert.layer].geometry
@@ -132,7 +138,7 @@ class HostTier:
         return None if expert in self._loading else self._slab_of[self._geometry(expert)].get(expert)
 
     def check_integrity(self) -> None:
-        with self._changed:
+        with self._lock:
             for pool, slab_of in zip(self.pools, self._slab_of, strict=True):
                 pool.check_integrity()
                 assert len(slab_of) + pool.free == pool.capacity and len(set(slab_of.values())) == len(slab_of)

@@ -60,8 +60,7 @@ class EmbeddingOnDisk(nn.Module):
         files = self._files.hold()
         if len(offsets) > 1:
             files.expect(0, offsets, row_bytes)
-        for offset, row in zip(offsets, rows, strict=True):
-            files.fill(0, offset, [row])
+        files.fill_rows(0, offsets, rows)
 
     def close(self) -> None:
         self._files.close()

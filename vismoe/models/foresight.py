@@ -155,11 +155,13 @@ class Foresight:
 
     def _tell(self, tick: int, layer: int, scores: np.ndarray) -> None:
         """What was found out about the layers after `layer`; too late when another layer was demanded since."""
-        with self._pager.lock:
-            if self._pager.tick == tick:
-                decoding = self._pager.phase is Phase.DECODE
-                high = None if self._critical is None else self._critical(layer, scores, decoding)
-                self._pager.look_ahead(layer, scores, high)
+        self._pager.changes.make(self._tell_now, tick, layer, scores)
+
+    def _tell_now(self, tick: int, layer: int, scores: np.ndarray) -> None:
+        if self._pager.tick == tick:
+            decoding = self._pager.phase is Phase.DECODE
+            high = None if self._critical is None else self._critical(layer, scores, decoding)
+            self._pager.look_ahead(layer, scores, high)
 
     @property
     def memory(self) -> tuple[Any, VisualSummary]:

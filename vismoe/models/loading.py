@@ -33,6 +33,7 @@ from vismoe.models.origin import Opened, Origin, with_experts_of
 from vismoe.models.serving import serve
 from vismoe.models.stripping import own_memory, strip_experts
 from vismoe.models.visual import attach_pruner, fewer_experts
+from vismoe.store.safetensors_header import refuse_changed
 from vismoe.threads import waiting
 
 __all__ = ["VisMoEConfig", "runtime_of"]
@@ -101,6 +102,7 @@ class VisMoEQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
         own_memory(model)
+        refuse_changed(self._origin.source.headers, "loaded", "load the model again, when nobody writes to its files")
         attach(model, self._origin, self._opened, self._calibration)
         return model
 

@@ -11,6 +11,7 @@ Where slabs hold two formats, what is there in more precision than demanded serv
 or taken as it is (upgrades.py).
 """
 
+import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
+from vismoe.locks import Running
 from vismoe.paging.below import Below
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
@@ -54,6 +56,7 @@ class Demand:
         self._todo = list(experts)  # not computed yet, ascending
         self._absent: list[int] = []  # waiting for a slab, ascending
         self._tickets: dict[int, Ticket] = {}  # waiting for a copy
+        self._asked: set[Ticket] = set()  # copies that it asked for itself; only their failure is its own
         self._below = Below(pager, layer)
         self._all_slabs: np.ndarray | None = None  # of the demand, where all of it is resident
         self._counted, self._tokens, self._ways = counted, tokens, ways
@@ -62,57 +65,61 @@ class Demand:
         self._upgrading: set[int] = set()  # there in less precision than demanded, and waited for
         self._borrowed: set[int] = set()  # to be computed from a copy of more precision than their resident one
         self._compute_s = self._stall_s = self._began_s = 0.0
-        self._copies = 0  # that it asked for
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
 
     def __enter__(self) -> "Demand":
-        pager, table = self._pager, self._table
-        with pager.lock:
-            pager.open_demand(self._layer)
-            table.enter_layer(self._layer)
-            if pager.tickets:
-                self._guess, self._began_s = pager.guess_on_the_way(), time.perf_counter()
-            slabs = self._slabs(self._todo)
-            present = slabs >= 0
-            if table.pool.precision is not None:
-                present &= ~self._lacking(slabs, table.pool.precision)
-            if not present.all():
-                self._absent = [expert for expert, here in zip(self._todo, present.tolist()) if not here]
-            here = slabs[present] if self._absent else slabs
-            stays: bool | np.ndarray = True
-            if self._keep is not None:
-                stays = np.array([e in self._keep for e, p in zip(self._todo, present.tolist()) if p], dtype=bool)
-            guesses = table.enter_demand(here, stays)
-            if guesses:
-                pager.ledger.used(guesses, guesses * table.pool.record_bytes[HIGH])
-            late = [] if not pager.tickets else self._late()
-            for expert in late:
-                self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
-            self._count(late)
-            if not (self._absent or late or self._borrowed):
-                self._all_slabs = slabs
-            elif self._ways is not None:
-                self._choose_below(self._ways)
-            if self._absent:
-                pager.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self._absent, self._base)])))
-                self._issue()
+        self._serving = Running.of(sys._getframe(1))
+        self._pager.changes.make(self._open)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Nothing of this demand stays protected; copies under way end as ordinary residents.
+        """Nothing of this demand stays protected; copies under way end as ordinary residents."""
+        self._pager.changes.make(self._close, kind)
 
-        An interrupt (Ctrl-C) may have struck between any two changes: then the books are put in order.
-        """
+    def _open(self) -> None:
+        pager, table = self._pager, self._table
+        pager.open_demand(self._layer, self._serving)
+        table.enter_layer(self._layer)
+        if pager.tickets:
+            self._guess, self._began_s = pager.guess_on_the_way(), time.perf_counter()
+        slabs = self._slabs(self._todo)
+        present = slabs >= 0
+        if table.pool.precision is not None:
+            present &= ~self._lacking(slabs, table.pool.precision)
+        if not present.all():
+            self._absent = [expert for expert, here in zip(self._todo, present.tolist()) if not here]
+        here = slabs[present] if self._absent else slabs
+        stays: bool | np.ndarray = True
+        if self._keep is not None:
+            stays = np.array([e in self._keep for e, p in zip(self._todo, present.tolist()) if p], dtype=bool)
+        guesses = table.enter_demand(here, stays)
+        if guesses:
+            pager.ledger.used(guesses, guesses * table.pool.record_bytes[HIGH])
+        late = [] if not pager.tickets else self._late()
+        for expert in late:
+            self._tickets[expert] = pager.tickets[ExpertId(self._layer, expert)]
+        self._count(late)
+        if not (self._absent or late or self._borrowed):
+            self._all_slabs = slabs
+        elif self._ways is not None:
+            self._choose_below(self._ways)
+        if self._absent:
+            pager.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self._absent, self._base)])))
+            self._issue()
+
+    def _close(self, kind: type[BaseException] | None) -> None:
+        """An interrupt (Ctrl-C) may have struck between any two steps: then the books are put in order."""
         pager = self._pager
-        with pager.lock:
-            if kind is not None and not issubclass(kind, Exception):
-                pager.repair()
-            elif self._todo:  # the loop over the experts was left early
-                self._leave_early()
-            else:
-                self._settle_stall()
-            pager.metrics.add("compute_seconds", pager.phase, self._layer, self._compute_s)
-            pager.close_demand()
+        if not pager.is_open(self._serving):
+            return  # it was interrupted, and another thread has gone on
+        if kind is not None and not issubclass(kind, Exception):
+            pager.repair()
+        elif self._todo:  # the loop over the experts was left early
+            self._leave_early()
+        else:
+            self._settle_stall()
+        pager.metrics.add("compute_seconds", pager.phase, self._layer, self._compute_s)
+        pager.close_demand()
 
     def _lacking(self, slabs: np.ndarray, precision: np.ndarray) -> np.ndarray:
         """Who is demanded in more precision than is there, and waited for: bool `[n]`. Borrowed copies are begun; in `slabs`, who
@@ -153,13 +160,11 @@ class Demand:
 
     def _borrow(self, expert: int) -> bool:
         """Begin to bring a copy of more precision that is given back afterwards; whether there is room for it."""
-        identity = ExpertId(self._layer, expert)
         slab = self._table.pool.take(HIGH) if self._table.incoming[self._base + expert] < 0 else None
         if slab is None:
             return False
         self._borrowed.add(expert)
-        self._copies += 1
-        self._tickets[expert] = self._pager.start_load(identity, Room(slab, False, None), borrowed=True)
+        self._start_load(expert, Room(slab, False, None), borrowed=True)
         return True
 
     def _late(self) -> list[int]:
@@ -172,9 +177,9 @@ class Demand:
 
     def _settle_stall(self) -> None:
         """What waiting says about the cost of a miss, and about the guess it waited behind."""
-        if self._copies or self._guess is not None:
+        if self._asked or self._guess is not None:
             ended_s = (self._guess.ended_s or time.perf_counter()) if self._guess is not None else 0.0
-            self._pager.ledger.waited(self._stall_s, self._copies, ended_s - self._began_s)
+            self._pager.ledger.waited(self._stall_s, len(self._asked), ended_s - self._began_s)
 
     @property
     def computes_below(self) -> bool:
@@ -187,12 +192,7 @@ class Demand:
         Weights and addresses are good until the next group is asked for. A group is never empty.
         """
         while self._todo:
-            with self._pager.lock:
-                group = self._lend(in_order)
-                if not group and self._below.experts:
-                    group = self._lend_below(in_order)
-                if not group and self._absent:
-                    self._issue(must=in_order and self._todo[0] not in self._tickets)
+            group = self._pager.changes.make(self._next_group, in_order)
             if not group:
                 first = self._todo[:1] if in_order else self._todo
                 self._wait([self._tickets[e] for e in first if e in self._tickets])
@@ -207,10 +207,17 @@ class Demand:
         if self._pager.timeline is not None:
             name = f"layer {self._layer}" + (" on host" if group.on_host else "")
             self._pager.timeline.span("compute", name, began_s, ended_s, experts=group.experts)
-        with self._pager.lock:
-            self._take_back(group.experts, group.on_host)
+        self._pager.changes.make(self._take_back, group.experts, group.on_host)
 
-    # -- the books; under the lock
+    # -- in a change
+    def _next_group(self, in_order: bool) -> Group:
+        group = self._lend(in_order)
+        if not group and self._below.experts:
+            group = self._lend_below(in_order)
+        if not group and self._absent:
+            self._issue(must=in_order and self._todo[0] not in self._tickets)
+        return group
+
     def _slabs(self, experts: list[int]) -> np.ndarray:
         """int32 `[n]`: where each expert is or will be, -1 for nowhere."""
         if self._all_slabs is not None:  # then nobody asks for a part of them
@@ -307,7 +314,7 @@ class Demand:
         pager.metrics.add("computed_high", pager.phase, self._layer, int(tokens.sum()) - low)
         pager.metrics.add("computed_low", pager.phase, self._layer, low)
 
-    # -- misses that are computed below the device; under the lock
+    # -- misses that are computed below the device; in a change
     def _choose_below(self, ways: Ways) -> None:
         missing = sorted([*self._absent, *self._tickets])
         tokens = dict(zip(self._todo, self._tokens)) if self._tokens is not None else {}
@@ -325,7 +332,7 @@ class Demand:
                 self._absent = sorted([*self._absent, expert])
         return group
 
-    # -- copies; under the lock
+    # -- copies; in a change
     def _precision(self, expert: int) -> int:
         """In which format an absent expert is brought in."""
         low = self._high is not None and not self._high[expert]
@@ -352,9 +359,12 @@ class Demand:
                 if len(full) == self._table.pool.formats:
                     return
                 continue
-            self._copies += 1
             self._absent.remove(expert)
-            self._tickets[expert] = pager.start_load(ExpertId(self._layer, expert), room)
+            self._start_load(expert, room)
+
+    def _start_load(self, expert: int, room: Room, borrowed: bool = False) -> None:
+        self._tickets[expert] = ticket = self._pager.start_load(ExpertId(self._layer, expert), room, borrowed)
+        self._asked.add(ticket)
 
     def _give_up_last(self, streaming: bool, precision: int) -> Room | None:
         table = self._table
@@ -371,7 +381,7 @@ class Demand:
 
     def _arrived(self, expert: int, ticket: Ticket) -> None:
         """There is a copy that can be computed; an upgrade may still be wanted, or have failed: then the old copy serves."""
-        failed = ticket.error is not None and not ticket.speculative
+        failed = ticket.error is not None and ticket in self._asked
         if failed:
             self._borrowed.discard(expert)
             self._pager.metrics.add("served_lower", self._pager.phase, self._layer)
@@ -381,43 +391,52 @@ class Demand:
         self._table.demanded[self._table.slab_of[self._base + expert]] = done
         if done:
             self._upgrading.discard(expert)
-        else:  # what was on its way was the other format, or a guess that failed
+        else:  # what was on its way was the other format, or it failed and this demand has not asked for it
             self._absent = sorted([*self._absent, expert])
 
     def _wait(self, tickets: list[Ticket]) -> None:
-        """Until one of `tickets`, or if there are none any copy at all, has ended; a failed one raises TransferError."""
+        """Until one of `tickets`, or if there are none any copy at all, has ended; a failed one raises TransferError. Not in a
+        change."""
         pager = self._pager
-        with pager.lock:
-            waiting = tickets or list(pager.tickets.values())
-            if not waiting:  # the last copy ended between two looks; now there is a slab
-                self._issue(must=True)
-                assert self._tickets or self._lend(in_order=False), "no slab can be taken: the pool is too small"
-                return
+        waiting = tickets or pager.changes.make(self._any_copies)
+        if not waiting:
+            return
         began_s = time.perf_counter()
         pager.transfer.wait_any(waiting)
         ended_s = time.perf_counter()
         if pager.timeline is not None:
             pager.timeline.span("stall", f"layer {self._layer}", began_s, ended_s)
-        with pager.lock:
-            self._stall_s += ended_s - began_s
-            pager.metrics.add("stall_seconds", pager.phase, self._layer, ended_s - began_s)
-            for expert, ticket in list(self._tickets.items()):
-                if not ticket.done:
-                    continue
-                del self._tickets[expert]
-                slab = self._table.slab_of[self._base + expert]
-                if slab >= 0 and self._table.state[slab] == RESIDENT:
-                    self._arrived(expert, ticket)
-                    continue
-                if ticket.error is None:
-                    continue
-                if isinstance(ticket.error, ClosedError):
-                    raise ticket.error
-                if not ticket.speculative:
-                    raise TransferError(
-                        f"expert {expert} of MoE layer {self._layer} could not be brought in: {ticket.error}. "
-                        "This request failed; the engine can go on with the next one."
-                    ) from ticket.error
-                self._absent.append(expert)  # a failed guess: ask for it properly
-                self._absent.sort()
-            self._issue()
+        pager.changes.make(self._waited, ended_s - began_s)
+
+    def _any_copies(self) -> list[Ticket]:
+        waiting = list(self._pager.tickets.values())
+        if not waiting:  # the last copy ended between two looks; now there is a slab
+            self._issue(must=True)
+            assert self._tickets or self._lend(in_order=False), "no slab can be taken: the pool is too small"
+        return waiting
+
+    def _waited(self, seconds: float) -> None:
+        """Some copies have ended; the next ones are asked for."""
+        pager = self._pager
+        self._stall_s += seconds
+        pager.metrics.add("stall_seconds", pager.phase, self._layer, seconds)
+        for expert, ticket in list(self._tickets.items()):
+            if not ticket.done:
+                continue
+            del self._tickets[expert]
+            slab = self._table.slab_of[self._base + expert]
+            if slab >= 0 and self._table.state[slab] == RESIDENT:
+                self._arrived(expert, ticket)
+                continue
+            if ticket.error is None:
+                continue
+            if isinstance(ticket.error, ClosedError):
+                raise ticket.error
+            if ticket in self._asked:
+                raise TransferError(
+                    f"expert {expert} of MoE layer {self._layer} could not be brought in: {ticket.error}. "
+                    "This request failed; the engine can go on with the next one."
+                ) from ticket.error
+            self._absent.append(expert)  # a failed guess, or a copy that a failed request left behind: ask for it now
+            self._absent.sort()
+        self._issue()

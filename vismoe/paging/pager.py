@@ -7,17 +7,20 @@ Where slabs hold two formats, experts also move between them (`transitions`).
 
 import itertools
 import logging
+import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
 from vismoe.errors import BusyError, ClosedError
+from vismoe.locks import Running, under
 from vismoe.memory.host import HostTier
 from vismoe.memory.pool import SlabPool
 from vismoe.memory.slabs import Slabs
 from vismoe.metrics import Metrics
+from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, PageTable, Room
@@ -73,28 +76,29 @@ class Pager:
         self.phase, self.running_layer = Phase.PREFILL, -1
         self.misses_this_step = self.misses_last_step = self.misses_this_layer = 0
         self.tickets: dict[ExpertId, Ticket] = {}
-        self._serving: int | None = None  # the thread whose demand is open
+        self._serving: Running | None = None  # who has a demand open
         self._closed = False
         self.transitions = Transitions(self.table_of, self.metrics)
-        self.transfer = Transfer(mover, slabs, threads, self._next_prefetch, self._finished)
-        self.lock = self.transfer.lock
+        self.transfer = Transfer(mover, slabs, threads, self._next_prefetch, self._finished, self.repair)
+        self.changes = self.transfer.changes
+        self.lock = self.changes.lock
 
     # -- what the model's thread calls
+    @whole
     def begin_step(self, phase: Phase, new_sequence: bool = False) -> None:
         """A forward pass over one chunk or one token begins; `new_sequence`: nothing is in its KV cache yet."""
-        with self.lock:
-            self.check_open()
-            self._claim()
-            if new_sequence:
-                self.end_request()
-            self.ledger.begin_step(phase, self._step_ended_s - self._step_began_s)
-            self._step_began_s = self._step_ended_s = time.perf_counter()
-            self.phase, self.running_layer = phase, -1
-            self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
-            self._wanted_ahead.clear()
-            self.tick += 1  # what a lookahead still says about an earlier step is too late
-            for table in self.tables:
-                table.begin_step()
+        self.check_open()
+        self._claim()
+        if new_sequence:
+            self.end_request()
+        self.ledger.begin_step(phase, self._step_ended_s - self._step_began_s)
+        self._step_began_s = self._step_ended_s = time.perf_counter()
+        self.phase, self.running_layer = phase, -1
+        self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
+        self._wanted_ahead.clear()
+        self.tick += 1  # what a lookahead still says about an earlier step is too late
+        for table in self.tables:
+            table.begin_step()
 
     def demand(
         self,
@@ -116,34 +120,34 @@ class Pager:
         """
         return Demand(self, layer, experts, keep, counted, tokens, high, self.ways, first)
 
+    @whole
     def asked(self, seconds: float) -> None:
         """Asking the lookahead has held up the model's thread, or taken a core from it, for so long."""
-        with self.lock:
-            self.ledger.asked(seconds, self.misses_this_layer)
+        self.ledger.asked(seconds, self.misses_this_layer)
 
+    @whole
     def look_ahead(self, layer: int, scores: np.ndarray, high: np.ndarray | None = None) -> None:
         """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted; high: bool
         `[W, E]`, whom they will want in the more precise format (None: everybody). Others are not fetched where `high` is given.
         """
-        with self.lock:
-            distance = min(len(scores), len(self.inventory.layers) - 1 - layer)
-            absent = np.zeros((distance, scores.shape[1]), dtype=bool)
-            for d in range(distance):
-                table, ahead = self.table_of[layer + 1 + d], self.inventory.layers[layer + 1 + d]
-                start, experts = table.base[ahead.index], ahead.num_experts
-                table.scores[start : start + experts] = scores[d, :experts]
-                if table.pool.precision is None:
-                    absent[d, :experts] = table.slab_of[start : start + experts] < 0
-                else:
-                    absent[d, :experts] = table.precisions(ahead.index) != 1 + HIGH
-                if high is not None:
-                    absent[d, :experts] &= high[d, :experts]
-            count = -(-self.ledger.allowance_bytes // self.ledger.unit_bytes)
-            ahead_by, chosen = prefetch_order(scores[:distance], absent, count)
-            best_last = zip(ahead_by[::-1], chosen[::-1], strict=True)
-            self._wanted_ahead = [(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in best_last]
-            if self._wanted_ahead:
-                self.transfer.wake()
+        distance = min(len(scores), len(self.inventory.layers) - 1 - layer)
+        absent = np.zeros((distance, scores.shape[1]), dtype=bool)
+        for d in range(distance):
+            table, ahead = self.table_of[layer + 1 + d], self.inventory.layers[layer + 1 + d]
+            start, experts = table.base[ahead.index], ahead.num_experts
+            table.scores[start : start + experts] = scores[d, :experts]
+            if table.pool.precision is None:
+                absent[d, :experts] = table.slab_of[start : start + experts] < 0
+            else:
+                absent[d, :experts] = table.precisions(ahead.index) != 1 + HIGH
+            if high is not None:
+                absent[d, :experts] &= high[d, :experts]
+        count = -(-self.ledger.allowance_bytes // self.ledger.unit_bytes)
+        ahead_by, chosen = prefetch_order(scores[:distance], absent, count)
+        best_last = zip(ahead_by[::-1], chosen[::-1], strict=True)
+        self._wanted_ahead = [(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in best_last]
+        if self._wanted_ahead:
+            self.transfer.wake()
 
     @property
     def may_guess(self) -> bool:
@@ -153,12 +157,15 @@ class Pager:
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
         for layer in self.inventory.layers[: self.pinned_layers]:
-            table = self.table_of[layer.index]
             for expert in self._bring_in(layer, None):
-                with self.lock:
-                    table.pinned[table.slab_of[table.flat(expert)]] = True
+                self._pin(expert)
                 yield expert
         self._step_ended_s = self._step_began_s  # bringing in the prefix is no step of the model
+
+    @whole
+    def _pin(self, expert: ExpertId) -> None:
+        table = self.table_of[expert.layer]
+        table.pinned[table.slab_of[table.flat(expert)]] = True
 
     def bring_in_all(self, high: np.ndarray) -> Iterator[ExpertId]:
         """Bring in every expert in one format or the other (high bool `[L, E]`), from where they only move between formats."""
@@ -173,6 +180,7 @@ class Pager:
             for lent in itertools.chain.from_iterable(demand.groups(in_order=False)):
                 yield ExpertId(layer.index, lent.expert)
 
+    @whole
     def retarget(
         self,
         high: np.ndarray,
@@ -183,93 +191,86 @@ class Pager:
         """From now on `high` bool `[L, E]` says who belongs in the more precise format. Who is named moves first; `likely`: who
         may be promoted next time.
         """
-        with self.lock:
-            self._claim()
-            self._serving = threading.get_ident()  # an interrupt leaves it, and the next pass puts the books in order
-            self.transitions.retarget(high, promote, demote, likely, self.phase)
-            self._serving = None
-            self.transfer.wake()
+        self._claim()
+        self.transitions.retarget(high, promote, demote, likely, self.phase)
+        self.transfer.wake()
 
     def settle(self) -> None:
         """Make all transitions that can be made, and wait for them. Between passes, by the thread that runs the model."""
-        with self.lock:
-            self.check_open()
-            self._claim()
-            self._serving = threading.get_ident()  # as in `retarget`
-        while True:
-            with self.lock:
-                ticket = self._next_transition()
-                if ticket is not None:
-                    self.transfer.submit(ticket)
-                on_their_way = list(self.tickets.values())
-                if not on_their_way:
-                    self._serving = None
-                    return
+        self.changes.make(self._serve, Running.of(sys._getframe()))
+        while on_their_way := self._moving():
             self.transfer.wait_any(on_their_way)
+
+    @whole
+    def _moving(self) -> list[Ticket]:
+        """What is on its way, with one more transition where one can be made; when that is nothing, moves are settled."""
+        ticket = self._next_transition()
+        if ticket is not None:
+            self.transfer.submit(ticket)
+        elif not self.tickets:
+            self._serving = None
+        return list(self.tickets.values())
 
     def layer_ended(self, phase: Phase, layer: int, began_s: float, tokens: int, choices: int = 0, skipped: int = 0) -> None:
         """The experts function of a layer has returned, or failed. `choices` (a token's of an expert), of which `skipped` were
         not computed; where slabs hold two formats, those that were are counted when they are."""
         ended_s = time.perf_counter()
-        with self.lock:
-            self.metrics.add("layer_seconds", phase, layer, ended_s - began_s)
-            self.metrics.add("skipped", phase, layer, skipped)
-            if self.table_of[layer].pool.precision is None:
-                self.metrics.add("computed_high", phase, layer, choices - skipped)
+        self.changes.make(self._count_layer, phase, layer, ended_s - began_s, choices, skipped)
         if self.timeline is not None:
             self.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=tokens)
 
+    def _count_layer(self, phase: Phase, layer: int, seconds: float, choices: int, skipped: int) -> None:
+        self.metrics.add("layer_seconds", phase, layer, seconds)
+        self.metrics.add("skipped", phase, layer, skipped)
+        if self.table_of[layer].pool.precision is None:
+            self.metrics.add("computed_high", phase, layer, choices - skipped)
+
+    @whole
     def end_request(self) -> None:
         """Guesses nobody used by now were wasted."""
-        with self.lock:
-            self._wanted_ahead.clear()
-            for table in self.tables:
-                for expert in table.give_up_guesses():
-                    self._count_wasted(expert)
+        self._wanted_ahead.clear()
+        for table in self.tables:
+            for expert in table.give_up_guesses():
+                self._count_wasted(expert)
 
     def residency(self) -> np.ndarray:
         """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""
-        shape = self.metrics.demanded.shape
-        found = np.full(shape, NO_EXPERT, np.uint8)
-        with self.lock:
-            for layer in self.inventory.layers:
-                found[layer.index, : layer.num_experts] = self.table_of[layer.index].residency(layer.index, layer.num_experts)
-        return found
+        return under(self.lock, self._of_all, lambda table, layer: table.residency(layer.index, layer.num_experts))
 
     def precisions(self) -> np.ndarray:
         """uint8 `[L, E]`: 0 absent, otherwise 1 + the precision that each expert is resident in; NO_EXPERT as in `residency`."""
+        return under(self.lock, self._of_all, lambda table, layer: table.precisions(layer.index))
+
+    def _of_all(self, read: Callable[[PageTable, MoELayer], np.ndarray]) -> np.ndarray:
         found = np.full(self.metrics.demanded.shape, NO_EXPERT, np.uint8)
-        with self.lock:
-            for layer in self.inventory.layers:
-                found[layer.index, : layer.num_experts] = self.table_of[layer.index].precisions(layer.index)
+        for layer in self.inventory.layers:
+            found[layer.index, : layer.num_experts] = read(self.table_of[layer.index], layer)
         return found
 
     def close(self) -> None:
-        with self.lock:
-            self._closed = True
-            self._wanted_ahead.clear()
+        self._closed = True
         for host in self.hosts:
             host.close()
         self.transfer.close()
 
+    @whole
     def check_integrity(self) -> None:
-        with self.lock:
-            for table in self.tables:
-                table.check_integrity()
-            loading = {(g, int(slab)) for g, table in enumerate(self.tables) for slab in np.flatnonzero(table.state == LOADING)}
-            on_the_way = {(ticket.geometry, ticket.slab) for ticket in self.tickets.values()}
-            assert loading == on_the_way and len(on_the_way) == len(self.tickets), "tickets and loading slabs disagree"
+        for table in self.tables:
+            table.check_integrity()
+        loading = {(g, int(slab)) for g, table in enumerate(self.tables) for slab in np.flatnonzero(table.state == LOADING)}
+        on_the_way = {(ticket.geometry, ticket.slab) for ticket in self.tickets.values()}
+        assert loading == on_the_way and len(on_the_way) == len(self.tickets), "tickets and loading slabs disagree"
 
-    # -- who may serve; under the lock
+    # -- who may serve; in a change
     def check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed; load the model again to go on")
 
     def _claim(self) -> None:
-        """This thread runs the model now. A demand it left open was interrupted (Ctrl-C): put the books in order first."""
+        """This thread runs the model now. A demand that was interrupted (Ctrl-C) is over, whichever thread's it was."""
         if self._serving is None:
             return
-        if self._serving != threading.get_ident():
+        if self._serving.thread != threading.get_ident() and not self._serving.ended:
             raise BusyError(
                 "another thread is in the middle of a forward pass of this model; its experts serve one at a time. "
                 "Fix: use Engine.chat, which queues requests, or put a lock around generate()"
@@ -277,27 +278,37 @@ class Pager:
         self.repair()
         self._serving = None
 
+    def _serve(self, serving: Running) -> None:
+        """From now on that call decides about the slabs, until `_serving` is None again."""
+        self.check_open()
+        self._claim()
+        self._serving = serving
+
     def repair(self) -> None:
-        """After an interrupt: keep what is certain. Called under the lock, by the thread that was interrupted."""
-        running = self.transfer.forget_interrupted(list(self.tickets.values()))
+        """After an interrupt: keep what is certain. In whichever thread makes the next change."""
+        interrupted = self._serving.thread if self._serving is not None else None
+        running = self.transfer.forget_interrupted(list(self.tickets.values()), interrupted)
         self.tickets = {ticket.expert: ticket for ticket in running}
         for geometry, table in enumerate(self.tables):
             table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})
         for host in self.hosts:
             host.let_go()
+        self.transfer.wake()
 
-    def open_demand(self, layer: int) -> None:
-        self.check_open()
-        self._claim()
-        self._serving = threading.get_ident()
+    def open_demand(self, layer: int, serving: Running) -> None:
+        self._serve(serving)
         self.running_layer = layer
         self.tick += 1
+
+    def is_open(self, serving: Running) -> bool:
+        """Whether it is still this call that serves: one that was interrupted is over."""
+        return self._serving is serving
 
     def close_demand(self) -> None:
         self._serving = None
         self._step_ended_s = time.perf_counter()
 
-    # -- slabs and tickets; under the lock
+    # -- slabs and tickets; in a change
     @property
     def host(self) -> HostTier | None:
         """The tier below the device, where there is one and slabs hold one format."""

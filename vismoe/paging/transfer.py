@@ -4,7 +4,7 @@ A ticket is one record on its way into one slab. Demands go first, in the order 
 workers ask the pager for the prefetch that is worth most at that moment, so a guess never waits in a queue and never ages.
 A thread that waits for a demand runs queued demands itself instead of sleeping.
 
-Lock order: one lock (`Transfer.lock`) guards the page tables, the queue and the tickets; it is never held during a copy.
+Page tables, queue and tickets change together (`Changes`), under one lock, which is never held during a copy.
 """
 
 import collections
@@ -20,6 +20,7 @@ import torch
 from vismoe.errors import ClosedError
 from vismoe.memory.host import HostTier
 from vismoe.memory.slabs import Slabs
+from vismoe.paging.changes import Changes, whole
 from vismoe.store.expert_store import ExpertStore
 from vismoe.types import ExpertId
 
@@ -146,8 +147,8 @@ class EmulatedLinkMover:
 class Transfer:
     """Worker threads over one queue.
 
-    `next_prefetch()` (called under the lock) returns a ticket whose slab is taken, or None. `finished(ticket)` (under the lock)
-    settles the page table. Both belong to the pager.
+    `next_prefetch()` returns a ticket whose slab is taken, or None. `finished(ticket)` settles the page table. `repair()` puts
+    the books in order after an interrupt. They belong to the pager, and are called in a change.
     """
 
     def __init__(
@@ -157,9 +158,9 @@ class Transfer:
         threads: int,
         next_prefetch: Callable[[], Ticket | None],
         finished: Callable[[Ticket], None],
+        repair: Callable[[], None],
     ):
-        self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
+        self.changes = Changes(repair)
         self._mover, self._pools = mover, pools
         self._next_prefetch, self._finished = next_prefetch, finished
         self._queue: collections.deque[Ticket] = collections.deque()
@@ -169,69 +170,62 @@ class Transfer:
             thread.start()
 
     def submit(self, ticket: Ticket) -> None:
-        """Queue a demand. Called under the lock."""
+        """Queue a demand. Called in a change."""
         if self._closed:
             raise ClosedError("the engine is closed; load the model again to go on")
         self._queue.append(ticket)
-        self._changed.notify_all()
+        self.changes.wake()
 
     def wake(self) -> None:
-        """There may be something to prefetch. Called under the lock."""
-        self._changed.notify_all()
+        """There may be something to prefetch. Called in a change."""
+        self.changes.wake()
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         self._mover.released(geometry, slabs)
 
     def wait_any(self, tickets: Collection[Ticket]) -> None:
-        """Return when one of `tickets` is done; run queued demands meanwhile. Called without the lock."""
-        while True:
-            try:
-                mine = self._wait_or_take(tickets)
-            except RuntimeError as error:  # of leaving the lock: Ctrl-C struck inside the wait, while the lock was not held
-                interrupt = error.__context__
-                if interrupt is None or isinstance(interrupt, Exception):
-                    raise
-                raise interrupt from None
-            if mine is None:
-                return
-            self._run(mine)
+        """Return when one of `tickets` is done; run queued demands meanwhile. Not called in a change."""
+        while (found := self._done_or_taken(tickets)) is not None:
+            if isinstance(found, Ticket):
+                self._run(found)
+            else:
+                found.acquire()
 
-    def _wait_or_take(self, tickets: Collection[Ticket]) -> Ticket | None:
-        """A queued demand for this thread to run, or None when one of `tickets` is done."""
-        with self.lock:
-            while True:
-                if any(ticket.done for ticket in tickets):
-                    return None
-                if self._closed:
-                    raise ClosedError("the engine was closed while an expert was on its way")
-                if self._queue and self._mover.by_demander:
-                    return self._start(self._queue.popleft())
-                self._changed.wait()
+    @whole
+    def _done_or_taken(self, tickets: Collection[Ticket]) -> "Ticket | threading.Lock | None":
+        """None when one of `tickets` is done; else a queued demand for this thread to run, or what to wait at."""
+        if any(ticket.done for ticket in tickets):
+            return None
+        if self._closed:
+            raise ClosedError("the engine was closed while an expert was on its way")
+        if self._queue and self._mover.by_demander:
+            return self._start(self._queue.popleft())
+        return self.changes.waiter()
 
-    def forget_interrupted(self, tickets: list[Ticket]) -> list[Ticket]:
-        """Those of `tickets` that a worker copies right now. The others, which this thread queued or copied before it was
-        interrupted, are dropped. Called under the lock."""
+    def forget_interrupted(self, tickets: list[Ticket], thread: int | None) -> list[Ticket]:
+        """Those of `tickets` that a worker copies right now. The others, which `thread` queued or copied before it was
+        interrupted, are dropped. Called in a change."""
         self._queue.clear()
-        mine = (None, threading.get_ident())
-        return [ticket for ticket in tickets if ticket.runner not in mine and not ticket.done]
+        return [ticket for ticket in tickets if ticket.runner not in (None, thread) and not ticket.done]
 
     def _start(self, ticket: Ticket) -> Ticket:
         ticket.runner, ticket.began_s = threading.get_ident(), time.perf_counter()
         return ticket
 
-    def _next(self) -> Ticket | None:
+    @whole
+    def _next(self) -> "Ticket | threading.Lock | None":
+        """What a worker runs now, or waits at; None when it shall end."""
+        if self._closed:
+            return None
         ticket = self._queue.popleft() if self._queue else self._next_prefetch()
-        return self._start(ticket) if ticket is not None else None
+        return self._start(ticket) if ticket is not None else self.changes.waiter()
 
     def _work(self) -> None:
-        while True:
-            with self.lock:
-                while not self._closed and (ticket := self._next()) is None:
-                    self._changed.wait()
-                if self._closed:
-                    return
-            assert ticket is not None
-            self._run(ticket)
+        while (found := self._next()) is not None:
+            if isinstance(found, Ticket):
+                self._run(found)
+            else:
+                found.acquire()
 
     def _run(self, ticket: Ticket) -> None:
         """Copy, then settle. An error belongs to the ticket: whoever needs the expert is told, and the thread lives on."""
@@ -243,20 +237,26 @@ class Transfer:
             ticket.error = error
             raise
         finally:
-            with self.lock:
-                ticket.done, ticket.ended_s = True, time.perf_counter()
-                self._finished(ticket)
-                self._changed.notify_all()
+            self._settle(ticket)
+
+    @whole
+    def _settle(self, ticket: Ticket) -> None:
+        ticket.done, ticket.ended_s = True, time.perf_counter()
+        self._finished(ticket)
+        self.changes.wake()
+
+    @whole
+    def _drop_queue(self) -> None:
+        while self._queue:
+            ticket = self._queue.popleft()
+            ticket.error = ClosedError("the engine was closed before the copy began")
+            self._settle(ticket)
+        self.changes.wake()
 
     def close(self) -> None:
         """Drop what is queued, let running copies end, stop the threads. May be called twice."""
-        with self.lock:
-            self._closed = True
-            while self._queue:
-                ticket = self._queue.popleft()
-                ticket.done, ticket.error = True, ClosedError("the engine was closed before the copy began")
-                self._finished(ticket)
-            self._changed.notify_all()
+        self._closed = True
+        self._drop_queue()
         if threading.current_thread() in self._threads:
             return  # a finalizer that ran on a worker: its siblings end by themselves
         for thread in self._threads:

@@ -13,11 +13,14 @@ __all__ = ["ExpertStore", "StoreOnDisk", "naming_expert"]
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
     """The same error, which begins with the expert that was being read."""
-    return CheckpointError(f"expert {expert.expert} of MoE layer {expert.layer}: {error}")
+    return type(error)(f"expert {expert.expert} of MoE layer {expert.layer}: {error}")
 
 
 class ExpertStore(Protocol):
-    """Records. Reading is thread-safe, and a read that is running when the store is closed still ends well."""
+    """Records. Reading is thread-safe, and a read that is running when the store is closed still ends well.
+
+    A file that has changed since it was opened is not read any more: until it is opened anew, every read of it is an error.
+    """
 
     @property
     def inventory(self) -> ExpertInventory:

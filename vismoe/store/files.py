@@ -3,7 +3,8 @@
 Past the page cache, whole blocks go straight into memory that starts on one; for anything else an aligned superset is read into a
 bounce buffer of the reading thread and copied from there: nothing in a checkpoint is aligned as O_DIRECT wants it. That copy is
 cheaper than churning the page cache when the files do not fit it.
-Promises: never mmap (a truncated file is an error, not a dead process); every byte asked for, or CheckpointError.
+Promises: never mmap (a truncated file is an error, not a dead process); every byte asked for, as it was when the file was opened,
+or CheckpointError. So a file is looked at again after each read: a write that came before or between shows then.
 """
 
 import errno
@@ -17,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
+from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import BLOCK_BYTES
 
@@ -38,13 +40,16 @@ def block_buffer(nbytes: int) -> np.ndarray:
 
 
 class FileOnDisk(Protocol):
-    """A file and the size it had when it was examined."""
+    """A file, the size it had when it was examined, and its whole state then (None: it is what it is when it is opened)."""
 
     @property
     def path(self) -> Path: ...
 
     @property
     def file_bytes(self) -> int: ...
+
+    @property
+    def state(self) -> FileState | None: ...
 
 
 class OpenFiles:
@@ -53,21 +58,55 @@ class OpenFiles:
     References count, not locks: a thread that is interrupted at any moment leaves nothing behind.
     """
 
-    def __init__(self, files: Sequence[FileOnDisk], flags: int, bounce_bytes: int = 0, again: str = AGAIN):
+    def __init__(
+        self,
+        files: Sequence[FileOnDisk],
+        flags: int,
+        bounce_bytes: int = 0,
+        again: str = AGAIN,
+        states: Sequence[FileState | None] | None = None,
+    ):
         self.files, self._again = tuple(files), again
         self._bounce_bytes = bounce_bytes  # 0: through the page cache
         self._bounce = threading.local()
         self._descriptors: list[int] = []
         for file in self.files:
             self._descriptors.append(os.open(file.path, flags | os.O_CLOEXEC))
-        self._opened = [self._status(file) for file in range(len(self.files))]
+        found = [examined(descriptor) for descriptor in self._descriptors]
+        known = states or [file.state for file in self.files]
+        self.states = [before or now for before, now in zip(known, found, strict=True)]
+        for number in range(len(self.files)):
+            self.refuse_changed(number)
 
     def __del__(self) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
 
     def fill(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
-        """Read from `offset_bytes` until all `pieces` (uint8, 1-D) are full; returns their bytes."""
+        """Read from `offset_bytes` until all `pieces` (uint8, 1-D) are full; returns their bytes. Raises CheckpointError."""
+        nbytes = self._fill_unseen(file, offset_bytes, pieces)
+        self.refuse_changed(file)
+        return nbytes
+
+    def fill_rows(self, file: int, offsets: Sequence[int], rows: np.ndarray) -> None:
+        """The same for rows uint8 `[n, bytes]` from `offsets`, through the page cache."""
+        for offset, row in zip(offsets, rows, strict=True):
+            self._fill(file, offset, [row])
+        self.refuse_changed(file)
+
+    def refuse_changed(self, file: int) -> None:
+        """Raises FileChangedError for a file that is not what it was when it was opened."""
+        known, status = self.states[file], os.fstat(self._descriptors[file])
+        if (status.st_ctime_ns, status.st_mtime_ns, status.st_size) == (known.ctime_ns, known.mtime_ns, known.file_bytes) and (
+            status.st_ino == known.inode and status.st_dev == known.device
+        ):
+            return
+        raise FileChangedError(
+            f"{self.files[file].path} has changed since it was opened: {known.difference(FileState.of(status))}. It is not read "
+            f"any more. Fix: load the model again; where the file was damaged, first {self._again}"
+        )
+
+    def _fill_unseen(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
         if self._bounce_bytes and not _in_blocks(offset_bytes, pieces):
             return self._fill_past_cache(file, offset_bytes, pieces)
         return self._fill(file, offset_bytes, pieces)
@@ -77,10 +116,6 @@ class OpenFiles:
         if hasattr(os, "posix_fadvise"):
             for offset in offsets:
                 os.posix_fadvise(self._descriptors[file], offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def changed(self, file: int) -> bool:
-        """Whether somebody has written to the file since it was opened."""
-        return self._status(file) != self._opened[file]
 
     def probe(self) -> None:
         """Read a block of every file, unless it is empty; OSError (`NO_DIRECT`) where this way of reading does not work."""
@@ -132,10 +167,6 @@ class OpenFiles:
             buffer = self._bounce.buffer = block_buffer(self._bounce_bytes)
         return buffer
 
-    def _status(self, file: int) -> tuple[int, int]:
-        status = os.fstat(self._descriptors[file])
-        return status.st_size, status.st_mtime_ns
-
     def _read(self, file: int, into: list[memoryview], offset_bytes: int, wanted_bytes: int) -> int:
         """EINTR is retried by Python itself (PEP 475)."""
         try:
@@ -177,6 +208,7 @@ class CheckpointFiles:
             self._open: OpenFiles | None = OpenFiles(files, os.O_RDONLY, again=again)
         except OSError as error:
             raise self._cannot_open(error) from error
+        self._states = self._open.states
 
     def read_past_cache(self, stretch_bytes: int) -> str | None:
         """Read past the page cache from now on, stretches of up to `stretch_bytes`; or say why this filesystem cannot."""
@@ -184,7 +216,7 @@ class CheckpointFiles:
         if flag is None:
             return "this system has no O_DIRECT"
         try:
-            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce_bytes(stretch_bytes), self._again)
+            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce_bytes(stretch_bytes), self._again, self._states)
             direct.probe()
         except OSError as error:
             if error.errno not in NO_DIRECT:

@@ -27,9 +27,10 @@ from vismoe.machine.disk import nearest_folder
 from vismoe.memory.hardware import cores
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import naming_expert
+from vismoe.store.file_state import FileChangedError
 from vismoe.store.index import Contents, files_of, read_index, remedy
 from vismoe.store.packed import PackedStore, formats_in, refuse_other
-from vismoe.store.safetensors_header import AGAIN
+from vismoe.store.safetensors_header import refuse_changed
 from vismoe.store.unfinished import UnfinishedFormat, journal_path
 from vismoe.types import ExpertId
 
@@ -102,12 +103,11 @@ def pack(
             on_bytes(done_bytes[resumed])
             left = contents.experts[resumed:]
             _return_large_blocks()
-            with _one_torch_thread():
+            with _one_torch_thread(), _naming_changes(source, remedy(folder, contents.format)):
                 encoded = _in_order(lambda expert: _encode(source, contents, expert), left, workers or workers_for(contents))
                 for record in encoded:
                     unfinished.append(record)
                     on_bytes(done_bytes[unfinished.done])
-            _refuse_changed(source, remedy(folder, contents.format))
             index = unfinished.finish()
         return Packed(len(index.records), sum(index.file_bytes), resumed)
 
@@ -201,16 +201,15 @@ def _complete(folder: Path, contents: Contents) -> Packed:
     return Packed(len(index.records), sum(index.file_bytes), len(index.records))
 
 
-def _refuse_changed(source: CheckpointStore, again: str) -> None:
+@contextlib.contextmanager
+def _naming_changes(source: CheckpointStore, again: str) -> Iterator[None]:
     """Raises CheckpointError for a checkpoint whose files are not those that were opened; `again` packs the new ones."""
-    for header in source.headers:
-        try:
-            status = os.stat(header.path)
-        except OSError as error:
-            why = f"{header.path} went away while it was being packed: {error.strerror}"
-            raise CheckpointError(f"{why}. Fix: {AGAIN}, then {again}") from error
-        if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
-            raise CheckpointError(f"{header.path} changed while it was being packed. Fix: {again}")
+    try:
+        yield
+    except FileChangedError:
+        refuse_changed(source.headers, "packed", again)
+        raise
+    refuse_changed(source.headers, "packed", again)
 
 
 def _in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:

@@ -1,7 +1,7 @@
 """Experts read from a packed store: one positioned read for each, straight into the slab where the format has a fixed size.
 
 Promises: a store that is not of this checkpoint, is incomplete or was cut off is refused when it is opened; the checksum of a
-record is verified on its first read in this process, and on every read once its file was written to; every byte asked for, or
+record is verified on its first read in this process, and a file that was written to is read no more; every byte asked for, or
 CheckpointError with the expert, the file and the offset.
 """
 
@@ -17,6 +17,7 @@ from vismoe.errors import CheckpointError
 from vismoe.kernels.checksum import crc32c
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import naming_expert
+from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, OpenFiles, block_buffer
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
 from vismoe.types import ExpertId, ExpertInventory, Format
@@ -46,6 +47,7 @@ def contents_of(source: CheckpointStore, format: Format, transposed: tuple[froze
 class _Shard(NamedTuple):
     path: Path
     file_bytes: int
+    state: FileState | None = None  # as it is when it is opened
 
 
 class PackedStore:
@@ -124,15 +126,14 @@ class PackedStore:
 
     def _fetch(self, files: OpenFiles, expert: ExpertId, stored: StoredRecord, into: np.ndarray) -> None:
         files.fill(stored.file, stored.offset_bytes, [into])
-        position, changed = self._index.position(expert), files.changed(stored.file)
-        if self._verified[position] and not changed:
+        position = self._index.position(expert)
+        if self._verified[position]:
             return
         found = crc32c(into)
         if found != stored.checksum:
-            since = " (somebody has written to the file since it was opened)" if changed else ""
             raise CheckpointError(
                 f"{self._shards[stored.file].path}: the {stored.nbytes} bytes at offset {stored.offset_bytes} are not what was "
-                f"packed{since}: their checksum is {found:08x}, the index says {stored.checksum:08x}. Fix: {self._remedy}; "
+                f"packed: their checksum is {found:08x}, the index says {stored.checksum:08x}. Fix: {self._remedy}; "
                 f"vismoe pack --verify {self._folder} checks every record"
             )
         self._verified[position] = True

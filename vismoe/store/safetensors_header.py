@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from vismoe.errors import CheckpointError
+from vismoe.store.file_state import FileState
 
-__all__ = ["SafetensorsHeader", "TensorEntry", "read_header"]
+__all__ = ["SafetensorsHeader", "TensorEntry", "read_header", "refuse_changed"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
@@ -62,6 +64,7 @@ class SafetensorsHeader:
     mtime_ns: int
     tensors: dict[str, TensorEntry]
     sha256: str  # of the header
+    state: FileState | None = None  # of the whole file; None: not known
 
 
 def read_header(path: str | Path) -> SafetensorsHeader:
@@ -69,11 +72,11 @@ def read_header(path: str | Path) -> SafetensorsHeader:
     path = Path(path)
     try:
         with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
+            state = FileState.of(os.fstat(file.fileno()))
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or status.st_size < 8 + length or length > MAX_HEADER_BYTES:
-                raise CheckpointError(_too_short(path, status.st_size, length))
+            if len(prefix) < 8 or state.file_bytes < 8 + length or length > MAX_HEADER_BYTES:
+                raise CheckpointError(_too_short(path, state.file_bytes, length))
             text = file.read(length)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist, but the checkpoint needs it. Fix: {AGAIN}") from error
@@ -82,8 +85,20 @@ def read_header(path: str | Path) -> SafetensorsHeader:
             f"{path} cannot be read: {error.strerror or error}. Fix: check that it is a readable file"
         ) from error
     tensors = _parse(path, text)
-    _check_cover(path, tensors, 8 + length, status.st_size)
-    return SafetensorsHeader(path, status.st_size, status.st_mtime_ns, tensors, hashlib.sha256(text).hexdigest())
+    _check_cover(path, tensors, 8 + length, state.file_bytes)
+    return SafetensorsHeader(path, state.file_bytes, state.mtime_ns, tensors, hashlib.sha256(text).hexdigest(), state)
+
+
+def refuse_changed(headers: Iterable[SafetensorsHeader], doing: str, fix: str) -> None:
+    """Raises CheckpointError unless the files are those whose headers were read; `doing`: what happened to them meanwhile."""
+    for header in headers:
+        try:
+            now = FileState.of(os.stat(header.path))
+        except OSError as error:
+            why = f"{header.path} went away while it was being {doing}: {error.strerror}"
+            raise CheckpointError(f"{why}. Fix: {AGAIN}, then {fix}") from error
+        if header.state is not None and now != header.state:
+            raise CheckpointError(f"{header.path} changed while it was being {doing}. Fix: {fix}")
 
 
 def _too_short(path: Path, file_bytes: int, header_bytes: int) -> str:

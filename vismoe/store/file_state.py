@@ -1,0 +1,59 @@
+"""Whether a file is still what it was: its size and times, of which the time of change (ctime) cannot be set back.
+
+Every write sets it, before its bytes can be read; so do a change of mode, owner or links, and being renamed, replaced or deleted.
+It does not count in reading, nor does the renaming of a folder above. Not seen: writes through a memory mapping that was written
+to before the file was opened, which file systems do not date.
+"""
+
+import os
+import time
+from typing import NamedTuple
+
+from vismoe.errors import CheckpointError
+
+__all__ = ["FileChangedError", "FileState", "examined"]
+
+TICK_S = 0.011  # longer than between two ticks of the clock that dates changes
+
+
+class FileChangedError(CheckpointError):
+    """A file is not what it was when it was opened."""
+
+
+class FileState(NamedTuple):
+    """What a file system says of a file; equal as long as nobody has touched it."""
+
+    file_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FileState":
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+
+    def difference(self, now: "FileState") -> str:
+        """How it differs now, for people."""
+        if (self.device, self.inode) != (now.device, now.inode):
+            return "another file is in its place"
+        if self.file_bytes != now.file_bytes:
+            return f"it had {self.file_bytes} bytes and has {now.file_bytes}"
+        if self.mtime_ns != now.mtime_ns:
+            return f"its {now.file_bytes} bytes were written to {_apart(self.mtime_ns, now.mtime_ns)}"
+        return (
+            f"it was changed {_apart(self.ctime_ns, now.ctime_ns)}, with the time of writing kept or set back: it was written "
+            "to, moved, replaced or deleted, or its mode, owner or links were changed"
+        )
+
+
+def _apart(before_ns: int, now_ns: int) -> str:
+    return f"{abs(now_ns - before_ns) / 1e9:.3f} s {'later' if now_ns > before_ns else 'earlier by its date'}"
+
+
+def examined(descriptor: int) -> FileState:
+    """The state of an open file, from which that after any later write differs: where it was changed just now, waits for that."""
+    age_s = time.time() - os.fstat(descriptor).st_ctime
+    if age_s < TICK_S:
+        time.sleep(min(TICK_S, TICK_S - age_s))
+    return FileState.of(os.fstat(descriptor))

@@ -75,6 +75,7 @@ class Demand:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Nothing of this demand stays protected; copies under way end as ordinary residents."""
         self._pager.changes.make(self._close, kind)
+        del self._serving  # a frame that this demand is a local of: its tensors would live until the garbage collector comes
 
     def _open(self) -> None:
         pager, table = self._pager, self._table

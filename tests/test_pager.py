@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FunctionType
@@ -602,3 +603,24 @@ def test_closing_with_copies_in_flight_ends_them_and_says_so():
     pager.check_integrity()
     with pytest.raises(ClosedError):
         pager.begin_step(Phase.DECODE)
+
+
+def test_a_demand_keeps_nothing_of_its_caller_alive():
+    """Its caller holds a layer's tensors, which must not wait for the garbage collector."""
+
+    class Tensors:
+        pass
+
+    def serve() -> weakref.ref[Tensors]:
+        tensors = Tensors()
+        with pager.demand(0, [0, 1]) as demand:
+            assert list(lent_by(demand, 0)) == [0, 1]
+        return weakref.ref(tensors)
+
+    pager = make_pager(NumberStore([4], [0]), [2])
+    gc.disable()
+    try:
+        assert serve()() is None
+    finally:
+        gc.enable()
+        pager.close()

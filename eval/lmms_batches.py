@@ -3,7 +3,7 @@
 B rows, S tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +78,21 @@ class Row:
         return self.inputs["input_ids"].shape[1] + len(self.continuation)
 
 
-def batches(rows: Iterator[Row], most_rows: int, new_tokens: int, context: int) -> Iterator[list[Row]]:
+Fits = Callable[[int, int], bool]
+
+
+def batches(rows: Iterator[Row], most_rows: int, new_tokens: int, context: int, fits: Fits) -> Iterator[list[Row]]:
     """Rows in their order, as many together as `most_rows` and the context allow: B * (longest prompt + new) <= context.
+
+    `fits(B, longest prompt)`: whether there is memory for the mask of such a padded batch.
 
     A row that does not fit alone is a batch of its own.
     """
     batch: list[Row] = []
     for row in rows:
-        longest = max(other.tokens for other in (*batch, row)) + new_tokens
-        if batch and (len(batch) == most_rows or (len(batch) + 1) * longest > context):
+        longest, together = max(other.tokens for other in (*batch, row)), len(batch) + 1
+        full = together > most_rows or together * (longest + new_tokens) > context or not fits(together, longest)
+        if batch and full:
             yield batch
             batch = []
         batch.append(row)

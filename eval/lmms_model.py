@@ -27,6 +27,7 @@ from transformers import StoppingCriteria
 from vismoe.engine import Engine, load
 from vismoe.errors import ContextError, InputError
 from vismoe.memory.hardware import cores
+from vismoe.memory.needs import mask_bytes
 from vismoe.metrics import Snapshot
 from vismoe.models.images import open_image
 
@@ -184,8 +185,13 @@ class VisMoE(lmms):
         beams: int = 1,
     ) -> Iterator[tuple[Row, Any]]:
         """Every row with what `run(batch, model)` gives for it."""
-        context = self._engine.plan.context // beams
-        for batch in batches(rows, self.batch_size, new_tokens, context):
+        plan = self._engine.plan
+        context = plan.context // beams
+
+        def fits(count: int, tokens: int) -> bool:
+            return mask_bytes(count, tokens, tokens, plan.dtype) <= plan.mask_bytes
+
+        for batch in batches(rows, self.batch_size, new_tokens, context, fits):
             longest, most = max(batch, key=lambda row: row.tokens), min(context, self._positions)
             if longest.tokens >= most:
                 raise ContextError(

@@ -94,6 +94,7 @@ class Settings:
     host_memory: str | int | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
     context: int = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
     image_cache: str | int = 0  # bytes of encoded images that are kept for later requests; 0: none
+    mask_memory: str | int = "16MiB"  # for attention masks, which padded batches and long new parts of known prompts need
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
     policy: PolicyName = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
@@ -129,6 +130,7 @@ class Settings:
             parse_bytes(self.host_memory)
         if str(self.image_cache) != "0":
             parse_bytes(self.image_cache)
+        parse_bytes(self.mask_memory)
         for field in dataclasses.fields(self):
             allowed = getattr(field.type, "__args__", None)
             value = getattr(self, field.name)
@@ -184,6 +186,10 @@ class Settings:
     @property
     def image_cache_bytes(self) -> int:
         return parse_bytes(self.image_cache) if str(self.image_cache) != "0" else 0
+
+    @property
+    def mask_bytes(self) -> int:
+        return parse_bytes(self.mask_memory)
 
     @classmethod
     def of(cls, **values: Any) -> "Settings":

@@ -20,6 +20,7 @@ from transformers import BatchFeature
 from vismoe.errors import ConfigError
 from vismoe.figures import Clock, Figures, Finish, PrecisionInfo
 from vismoe.generate import Reply, TextPieces, TokenLoop
+from vismoe.memory.needs import mask_bytes
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics, Snapshot
 from vismoe.models.cache_beginning import can_go_on
@@ -225,7 +226,11 @@ class Request:
         self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
         if asked.precision is not None and len(self._numbers):  # other formats, other keys and values
             self._numbers[0] += (1 + round(RETENTION_STEPS * asked.precision.retention)) << 32
-        return shared.prefixes.take(self._numbers, room_tokens)
+        prefix = shared.prefixes.take(self._numbers, room_tokens)
+        if prefix is None:
+            return None
+        mask = mask_bytes(1, prompt.tokens - prefix.tokens, prompt.tokens, shared.plan.dtype)  # a whole prompt needs none
+        return prefix if mask <= shared.plan.mask_bytes else None
 
     @contextlib.contextmanager
     def _images_prepared(self, images: list[int]) -> Iterator[None]:

@@ -61,7 +61,7 @@ class Case:
     def fixed_parts(self) -> list[Part]:
         staging = staging_part(self.need, self.io_threads) if self.hardware.device == "cpu" else []
         images = image_cache_part(self.need, self.settings.image_cache_bytes)
-        return [*fixed_parts(self.need, self.settings.context, self.hardware.device), *staging, *images]
+        return [*fixed_parts(self.need, self.settings.context, self.hardware.device, self.settings.mask_bytes), *staging, *images]
 
     @property
     def is_share(self) -> bool:

@@ -6,7 +6,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vismoe.memory.kernel_cache import ENTRIES
 from vismoe.types import ExpertInventory
+
+
+def mask_bytes(rows: int, new: int, all: int, dtype: str) -> int:
+    """An explicit attention mask bool `[rows, 1, new, all]`, and its copy in the model's type: of a padded batch of `new` tokens
+    per row, or of several new tokens behind those that a cache holds, `all` together."""
+    return rows * new * all * (1 + (4 if dtype == "float32" else 2))
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,13 @@ class Footprint:
     prefill: Curve  # of context tokens in one forward: live tensors beyond weights, KV cache and inputs
     decode: Curve  # one token after `context` past ones: live tensors beyond weights and KV cache, the cache's copy included
     encode: Curve  # of image tokens: vision tower, and the features it leaves for the decoder
-    padding: Curve  # what padding adds to prefill: an explicit mask, its copy in the model's dtype, repeated keys and values
+    padding: Curve  # what an explicit mask adds to prefill beside itself: keys and values, repeated for all heads
     logits_bytes: int  # one row kept, with the float32 copy that generation makes
     combine_token_bytes: int  # outputs kept per (token, choice) in decode
     image_token_bytes: int  # held through prefill per image token: its pixels, features and deepstack features
     max_image_tokens: int  # of one request, whatever the context; 0 for text-only models
     scratch_bytes: int  # bounce buffer of one reading thread
+    kernel_entries: int = 2 * ENTRIES  # of torch's caches of generated CPU kernels
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
     workspace_bytes: int = 0  # kept by what computes the experts on the device
     host_workspace_bytes: int = 0  # and by what computes them in host memory below it

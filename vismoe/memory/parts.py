@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from vismoe.config import format_bytes
 from vismoe.memory.apportion import Division, experts_of, prefix_bytes
-from vismoe.memory.kernel_cache import ENTRIES, kernel_cache_bytes
-from vismoe.memory.needs import Footprint
+from vismoe.memory.kernel_cache import kernel_cache_bytes
+from vismoe.memory.needs import Footprint, mask_bytes
 from vismoe.pair import Format, FormatPair
 from vismoe.types import ExpertInventory, RecordLayout
 
 DECODE_ROWS = 8  # sequences of a batch that the combine buffer is planned for
+HEAP_BYTES = 16 * 2**20
 RUNTIME_BYTES = {
     "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
     "cuda": 512 * 2**20,  # not measured yet: context, loaded kernels, cuBLAS workspace
@@ -32,18 +33,25 @@ def total(parts: tuple[Part, ...] | list[Part]) -> int:
     return sum(part.bytes for part in parts if not part.inside)
 
 
-def fixed_parts(need: Footprint, context: int, device: str) -> list[Part]:
-    """Everything on the device but experts and staging, for `context` tokens.
+def mask_room(need: Footprint, context: int, most_bytes: int) -> int:
+    """Bytes that explicit attention masks may take: `most_bytes`, or those of one row of the whole context."""
+    return min(most_bytes, mask_bytes(1, context, context, need.dtype))
 
-    A phase cannot use all that the one before it freed: on the CPU a process measured after prefills of 500 and 2,000 tokens
-    with images held the two largest phases together, not the largest alone. Hence the slack.
+
+def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int) -> list[Part]:
+    """Everything on the device but experts and staging, for `context` tokens and masks of `most_mask_bytes`.
+
+    On the CPU, tensors go back to the system when they are freed (malloc.py), and what stays between small ones is the slack. On
+    a GPU a phase cannot use all that the one before it freed, and the two largest phases are counted.
     """
     images = min(need.max_image_tokens, context)
     held = need.image_token_bytes * images
     combine = need.combine_token_bytes * DECODE_ROWS
     prefill, encode, decode = need.prefill(context) + held, need.encode(images), need.decode(context) + combine
     largest, second, _ = sorted((prefill, encode, decode), reverse=True)
-    padding = max(0, prefill + need.padding(context) - largest)
+    masks = mask_room(need, context, most_mask_bytes)
+    padding = max(0, prefill + need.padding(context) + masks - largest)
+    slack, why = (HEAP_BYTES, "holes between small blocks of the heap") if device == "cpu" else (second, "between the phases")
     copied = max((layer.copy_token_bytes * layer.tokens(context) for layer in need.cache_layers), default=0)
     details = [
         Part("vision", encode, f"{images} image tokens in one request; attention without N x N", "activations"),
@@ -57,8 +65,8 @@ def fixed_parts(need: Footprint, context: int, device: str) -> list[Part]:
         Part("KV cache", need.cache_bytes(context), f"{context} tokens over all sequences"),
         Part("activations", largest, "the largest of these phases"),
         *(detail for detail in details if detail.bytes),
-        Part("padded batches", padding, f"explicit mask of 2 x {max(1, context // 2)} tokens"),
-        Part("allocator slack", second, "what the second largest phase freed and the largest cannot use"),
+        Part("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts of known prompts"),
+        Part("allocator slack", slack, why),
         Part("logits", need.logits_bytes, "one row kept"),
         *workspace_part(need.workspace_bytes),
         *(_of_a_cpu(need) if device == "cpu" else []),
@@ -73,8 +81,11 @@ def workspace_part(nbytes: int) -> list[Part]:
 
 def _of_a_cpu(need: Footprint) -> list[Part]:
     """What is host memory, and so inside the budget only where the CPU is the device."""
-    note = f"generated code for the {ENTRIES} latest shapes of a product"
-    return [Part("kernel caches", kernel_cache_bytes(need.dtype), note), Part("tokenizer", need.tokenizer_bytes)]
+    note = f"generated code for the {need.kernel_entries // 2} latest shapes of a product"
+    return [
+        Part("kernel caches", kernel_cache_bytes(need.dtype, need.kernel_entries), note),
+        Part("tokenizer", need.tokenizer_bytes),
+    ]
 
 
 def staging_part(need: Footprint, io_threads: int) -> list[Part]:

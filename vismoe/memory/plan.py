@@ -15,7 +15,7 @@ from vismoe.memory.apportion import most_pinned, resident_experts
 from vismoe.memory.case import AUTO_SHARE, Case, FittingPair, fitting_pairs
 from vismoe.memory.host_tier import host_tier
 from vismoe.memory.needs import CacheLayer, Curve, Footprint, Hardware
-from vismoe.memory.parts import Part, expert_parts, total
+from vismoe.memory.parts import Part, expert_parts, mask_room, total
 from vismoe.types import ExpertInventory
 
 __all__ = [
@@ -51,6 +51,7 @@ class Plan:
     resident_experts: int  # pinned and slabs together
     total_experts: int
     io_threads: int
+    mask_bytes: int = 0  # what explicit attention masks may take
     low_slabs: tuple[int, ...] = ()  # with a pair, as in Division: `slabs` are the better format's then
     hot_quota: tuple[int, ...] = ()
     transient: tuple[int, ...] = ()
@@ -133,6 +134,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
         resident_experts=resident_experts(inventory, division),
         total_experts=sum(layer.num_experts for layer in inventory.layers),
         io_threads=case.io_threads,
+        mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,
         hot_quota=division.hot_quota,
         transient=division.transient,

@@ -17,9 +17,12 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
+from vismoe.config import format_bytes
 from vismoe.errors import BusyError, ClosedError, ContextError, UnsupportedModelError
 from vismoe.lookahead.lookahead import Lookahead
+from vismoe.memory.needs import mask_bytes
 from vismoe.memory.plan import Plan
+from vismoe.memory.sizes import size_up
 from vismoe.models.chooser import Chooser, Rows
 from vismoe.models.components import is_vision
 from vismoe.models.compute import Arithmetic
@@ -227,6 +230,8 @@ class ExpertRuntime:
         decoding = not self.reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
         phase = Phase.DECODE if decoding else Phase.PREFILL
         padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
+        if new > 1 and (past or padded):
+            self._refuse_large_mask(batch, new, past + new)
         if self.chooser is not None:
             real = kinds != TokenKind.PAD if kinds is not None and padded else None
             self.chooser.begin_step(self.pager, decoding, batch * new, real)
@@ -238,6 +243,16 @@ class ExpertRuntime:
         if self.recorder is not None:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
+
+    def _refuse_large_mask(self, batch: int, new: int, all: int) -> None:
+        nbytes = mask_bytes(batch, new, all, self.plan.dtype)
+        if nbytes > self.plan.mask_bytes:
+            size = size_up(nbytes)
+            raise ContextError(
+                f"attention of {batch} x {new} tokens, some of them padding or behind earlier ones, needs masks of "
+                f"{format_bytes(nbytes)}; memory was planned for {format_bytes(self.plan.mask_bytes)}. Fix: load with "
+                f"mask_memory='{size}' (--mask-memory {size}), or smaller batches"
+            )
 
     def _begin_encode(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A vision tower with routed experts of its own: its rows are patches, of which the tokens are made later."""

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from vismoe.config import Budget, Settings
 from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
+from vismoe.memory.kernel_cache import kernel_cache_entries
 from vismoe.memory.needs import CacheLayer, Curve, Footprint
 from vismoe.models.components import backbone_bytes
 from vismoe.models.families import expert_modules
@@ -69,13 +70,14 @@ def footprint(
         cache_layers=layers,
         prefill=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
         decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
-        padding=Curve(((0, 0), (context, runs[-1].padding_bytes * -(-(context**2) // runs[-1].tokens ** 2)))),
+        padding=curve(lambda run: run.padding_bytes),
         encode=vision.encode,
         image_token_bytes=vision.held_token_bytes,
         max_image_tokens=images if vision.encode.points else 0,
         logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
         combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
         scratch_bytes=scratch_bytes,
+        kernel_entries=kernel_cache_entries(settings.kernels),
         workspace_bytes=workspace_bytes,
         host_workspace_bytes=host_workspace_bytes,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
@@ -104,7 +106,7 @@ def _has_tokenizer(model: Any) -> bool:
 class _Forward:
     """A prefill of `tokens` and one decode step on meta: peaks of live bytes, and what the cache keeps.
 
-    padding_bytes: what two padded rows of half the tokens each add, an explicit boolean mask and all that follows from it.
+    padding_bytes: what an explicit mask adds to the prefill beside itself.
     """
 
     def __init__(self, model: Any, tokens: int):
@@ -113,12 +115,12 @@ class _Forward:
         usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
         cache = DynamicCache(config=model.config.get_text_config()) if usual else None
         replaced, memory = forwards_replaced(experts, one_expert_for_all), LiveMemory()
-        attention = FusedAttention(memory, mask_bytes=2 * (tokens // 2) ** 2)
+        attention = FusedAttention(memory)
         with torch.no_grad(), all_chosen(), memory, attention, replaced:
             ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
             cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             self.prefill_bytes, self.cache_layers = memory.peak_bytes, _cache_layers(cache)
-            self.padding_bytes = attention.mask_bytes + max(0, attention.padded_peak_bytes - self.prefill_bytes)
+            self.padding_bytes = max(0, attention.padded_peak_bytes - self.prefill_bytes)
             memory.peak_bytes = memory.live_bytes
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
             self.decode_bytes = memory.peak_bytes

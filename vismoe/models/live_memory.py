@@ -67,14 +67,12 @@ class LiveMemory(TorchDispatchMode):
 class FusedAttention(TorchFunctionMode):
     """Replaces `scaled_dot_product_attention` by what its fused kernels hold: output, row sums, and a mask in the query's dtype.
 
-    `padded_peak_bytes` is the peak inside attention if the batch were padded: its boolean mask of `mask_bytes` is then copied in
-    the query's dtype, and shared heads are repeated. The boolean mask itself is not in it.
+    `padded_peak_bytes` is the peak inside attention if there were an explicit mask, without that mask: shared heads are repeated.
     """
 
-    def __init__(self, memory: LiveMemory, mask_bytes: int = 0) -> None:
+    def __init__(self, memory: LiveMemory) -> None:
         super().__init__()
-        self.memory, self.mask_bytes = memory, mask_bytes
-        self.padded_peak_bytes = 0
+        self.memory, self.padded_peak_bytes = memory, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -90,8 +88,8 @@ class FusedAttention(TorchFunctionMode):
         if mask is None and query.shape[-2] > 1:
             heads = query.shape[:2].numel() if key.shape[1] != query.shape[1] else 0
             rows = sum(tensor.shape[-2:].numel() for tensor in (key, value))
-            more_bytes = (self.mask_bytes + heads * rows) * query.element_size()
-            self.padded_peak_bytes = max(self.padded_peak_bytes, self.memory.live_bytes + more_bytes)
+            repeated_bytes = heads * rows * query.element_size()
+            self.padded_peak_bytes = max(self.padded_peak_bytes, self.memory.live_bytes + repeated_bytes)
         return output
 
 

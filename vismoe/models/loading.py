@@ -20,6 +20,7 @@ from vismoe.errors import ConfigError, VisMoEError
 from vismoe.lookahead.calibration import Calibration
 from vismoe.memory.hardware import probe, torch_device
 from vismoe.memory.kernel_cache import bound_kernel_caches
+from vismoe.memory.malloc import return_large_blocks
 from vismoe.models.adapters import adapt
 from vismoe.models.attention import group_queries
 from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
@@ -75,7 +76,8 @@ class VisMoEQuantizer(HfQuantizer):
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         settings = self.quantization_config.settings
-        bound_kernel_caches()
+        bound_kernel_caches(settings.kernels)
+        return_large_blocks()
         adapt(model)
         refuse_unsupported(model)
         device = _one_device(device_map)

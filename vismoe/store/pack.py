@@ -6,7 +6,6 @@ complete.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import os
@@ -25,6 +24,7 @@ from vismoe.config import format_bytes
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.machine.disk import nearest_folder
 from vismoe.memory.hardware import cores
+from vismoe.memory.malloc import return_large_blocks
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import naming_expert
 from vismoe.store.file_state import FileChangedError
@@ -41,8 +41,6 @@ EXPERTS_PER_WORKER = 5  # read, encoded, decoded again to compare, rearranged, w
 WORKER_BYTES = 16 * 2**20  # what an encoder uses beside records
 SPARE_BYTES = 64 * 2**20  # what allocators keep
 AHEAD = 2  # encoded records that may wait for their turn, beside one for each worker
-M_MMAP_THRESHOLD = -3  # malloc.h
-LARGE_BLOCK_BYTES = 2**18
 SPARE_DISK_BYTES = 2**28  # left to others
 SAMPLES = 4  # experts that say how large a format without a fixed size will be
 SAMPLE_MARGIN = 1.02
@@ -102,7 +100,7 @@ def pack(
             done_bytes = list(itertools.accumulate(sizes, initial=0))
             on_bytes(done_bytes[resumed])
             left = contents.experts[resumed:]
-            _return_large_blocks()
+            return_large_blocks()
             with _one_torch_thread(), _naming_changes(source, remedy(folder, contents.format)):
                 encoded = _in_order(lambda expert: _encode(source, contents, expert), left, workers or workers_for(contents))
                 for record in encoded:
@@ -226,15 +224,6 @@ def _in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: in
         finally:
             for future in waiting:
                 future.cancel()
-
-
-def _return_large_blocks() -> None:
-    """Let glibc give large blocks back when they are freed. It learns to keep them otherwise: experts of 9 MiB that two threads
-    made and a third one freed left 380 MiB behind. Other allocators have no such switch.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 @contextlib.contextmanager

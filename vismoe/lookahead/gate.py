@@ -5,6 +5,7 @@ layer ahead; we look W). Families whose decoder layers are not `norm -> router` 
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +148,7 @@ class PlainRouters:
     """All routers at once, where each is a linear layer and a softmax behind a root-mean-square norm: a tenth of the calls, which
     matters beside a running model. Made by `of`, which compares with the modules themselves."""
 
-    def __init__(self, norms: torch.Tensor, eps: float, weights: list[torch.Tensor], top_k: int, dtype: torch.dtype):
+    def __init__(self, norms: torch.Tensor, eps: float, weights: Sequence[torch.Tensor], top_k: int, dtype: torch.dtype):
         self._norms, self._eps, self._weights, self._top_k, self._dtype = norms, eps, weights, top_k, dtype
 
     @classmethod

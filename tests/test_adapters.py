@@ -40,3 +40,19 @@ def test_tokens_that_choose_nothing_but_identities_need_no_expert(tmp_path):
             router.e_score_correction_bias[-2:] = 100.0
     inputs = tiny_models.prompt("longcat_flash", batch=2)
     assert torch.equal(reference(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(12, 3), (20, 3), (20, 20), (33, 5), (70, 9)])
+@torch.inference_mode()
+def test_many_llama4_experts_of_a_token_are_added_as_eager_adds_them(tmp_path, monkeypatch, experts, top_k):
+    """Eager sums over all experts, in blocks of 16 rows: where an addend lies decides about its rounding."""
+    overrides = tiny_models.OVERRIDES["llama4"]
+    text = overrides["text_config"] | {"num_local_experts": experts, "num_experts_per_tok": top_k}
+    monkeypatch.setitem(tiny_models.OVERRIDES, "llama4", overrides | {"text_config": text})
+    specimen = Specimen("llama4", tmp_path)
+    reference, model = specimen.reference(torch.float32), specimen.paged(torch.float32)
+    for batch in (1, 2):
+        inputs = tiny_models.prompt("llama4", batch=batch)
+        assert torch.equal(reference(**inputs).logits, model(**inputs).logits)
+        logits = (tiny_models.greedy(which, inputs, 4).logits for which in (reference, model))
+        assert all(torch.equal(*step) for step in zip(*logits, strict=True))

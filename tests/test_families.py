@@ -144,8 +144,12 @@ def test_logits_are_bit_identical_to_the_full_model(specimen, dtype):
         raise
 
 
-def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(specimen, monkeypatch):
-    family, model = specimen.family, specimen.paged(torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(specimen, dtype, monkeypatch):
+    family = specimen.family
+    if family in WITHOUT_LOOKAHEAD and dtype is torch.float16:
+        return  # a third checkpoint would only be made to hear the same reason again
+    model = specimen.paged(dtype)
     runtime = vismoe.runtime_of(model)
     if runtime.lookahead is None:
         assert runtime.backends["lookahead"].startswith("none ("), "a family without a lookahead says why"
@@ -164,12 +168,16 @@ def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(speci
             assert torch.equal(chosen.unique(), index.unique())
         else:
             assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
+        ahead = self.lookahead._layers[layer + 1 : layer + 1 + self.lookahead.window]
+        share, likely = self.lookahead.expected(layer, residual.reshape(-1, residual.shape[-1]), module.num_experts)
+        assert share.sum(1)[: len(ahead)] == pytest.approx([routed.top_k for routed in ahead], rel=1e-3)
+        assert (likely >= 0).all()
         compared += 1
         return run(self, layer, module, hidden, index, factors)
 
     monkeypatch.setattr(ExpertRuntime, "run", checked)
     with torch.inference_mode():
-        model(**tiny_models.prompt(family, batch=2))
+        model(**tiny_models.prompt(family, batch=2, dtype=dtype))
     assert compared == len(runtime.pager.inventory.layers)
 
 

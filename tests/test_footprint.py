@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as T
-from tiny_models import BUILDERS, FAMILIES, WITH_IMAGES, build, image_tokens, prompt, save
+from tiny_models import BUILDERS, FAMILIES, OVERRIDES, WITH_IMAGES, build, image_tokens, prompt, save
 
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError
@@ -47,18 +47,37 @@ def test_every_tensor_of_the_backbone_is_counted_once(family):
     assert dict(backbone_bytes(on_meta(family))) == dict(backbone_bytes(model))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_kv_cache_is_what_generation_really_holds(family):
-    model = build(family)
+def held_by_cache(model: T.PreTrainedModel) -> int:
+    """Bytes that a real prompt of CONTEXT tokens leaves in the cache, from which a token is decoded."""
     ids = torch.randint(5, 490, (1, CONTEXT))
     with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-    real = 0
+        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        cache = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).past_key_values
+    held = 0
     for layer in (*cache.layers, cache):
         for value in vars(layer).values():
             tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            real += sum(nbytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.ndim)
-    assert measured(family).cache_bytes(CONTEXT) == real
+            held += sum(nbytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.ndim)
+    return held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kv_cache_is_what_generation_really_holds(family):
+    assert measured(family).cache_bytes(CONTEXT) == held_by_cache(build(family))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_a_model_of_linear_attention_alone_is_refused_by_name_since_transformers_gives_it_no_cache(family, tmp_path, monkeypatch):
+    own, linear = OVERRIDES.get(family, {}), {"layer_types": ["linear_attention"] * 3}
+    several = "text_config" in own
+    monkeypatch.setitem(OVERRIDES, family, own | ({"text_config": own["text_config"] | linear} if several else linear))
+    with pytest.raises(ValueError, match="get_seq_length"):
+        held_by_cache(build(family))
+    refused = rf"{family}.*: none of its 3 layers has keys and values.*Instead: .* use_cache=False"
+    with pytest.raises(UnsupportedModelError, match=refused):
+        measured(family)
+    with pytest.raises(UnsupportedModelError, match=refused):
+        preview(save(family, tmp_path), Settings(context=CONTEXT), device="cpu")
 
 
 def test_sliding_windows_keep_no_more_than_their_window():

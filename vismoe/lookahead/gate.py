@@ -5,6 +5,7 @@ layer ahead; we look W). Families whose decoder layers are not `norm -> router` 
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class RoutedLayer:
     biases: dict[str, torch.Tensor]  # what some routers take beside the hidden states, e.g. lfm2_moe's expert_bias
     top_k: int
     num_experts: int
+    dtype: torch.dtype  # of the hidden states that the router is given: norms, routers and the residual stream may have others
 
 
 class GateLookahead:
@@ -52,7 +54,7 @@ class GateLookahead:
             layer.norm.register_forward_pre_hook(self._capture(index))
 
     @classmethod
-    def of(cls, model: nn.Module, inventory: ExpertInventory, window: int) -> "GateLookahead | str":
+    def of(cls, model: Any, inventory: ExpertInventory, window: int) -> "GateLookahead | str":
         """The lookahead of a loaded model, or the reason why its family has none."""
         layers = []
         for moe in inventory.layers:
@@ -66,14 +68,16 @@ class GateLookahead:
             routers = [getattr(block, name) for name in ROUTERS if isinstance(getattr(block, name, None), nn.Module)]
             if len(norms) != 1 or len(routers) != 1 or any(hasattr(decoder_layer, name) for name in OTHER_NORMS):
                 return f"{type(decoder_layer).__name__} does not have one norm and one router before its experts"
-            layers.append(RoutedLayer(norms[0], routers[0], _biases(block, routers[0]), moe.top_k, moe.num_experts))
+            biases = _biases(block, routers[0])
+            layers.append(RoutedLayer(norms[0], routers[0], biases, moe.top_k, moe.num_experts, model.dtype))
         if len({id(layer.norm) for layer in layers}) != len(layers):
             return "several experts modules share a decoder layer"
-        try:
-            probe = next(layers[0].norm.parameters())
-            _predict(layers[0], torch.zeros(1, probe.shape[-1], dtype=probe.dtype, device=probe.device))
-        except (RuntimeError, TypeError, ValueError, IndexError, StopIteration) as error:
-            return f"the router of {layers[0].router.__class__.__name__} cannot be asked on its own ({error})"
+        for layer in layers:
+            try:
+                weight = next(layer.norm.parameters())
+                _predict(layer, torch.zeros(1, weight.shape[-1], dtype=layer.dtype, device=weight.device))
+            except (RuntimeError, TypeError, ValueError, IndexError, StopIteration) as error:
+                return f"the router of {layer.router.__class__.__name__} cannot be asked on its own ({error})"
         return cls(layers, window)
 
     def _capture(self, index: int) -> Any:
@@ -144,8 +148,8 @@ class PlainRouters:
     """All routers at once, where each is a linear layer and a softmax behind a root-mean-square norm: a tenth of the calls, which
     matters beside a running model. Made by `of`, which compares with the modules themselves."""
 
-    def __init__(self, norms: torch.Tensor, eps: float, weights: list[torch.Tensor], top_k: int):
-        self._norms, self._eps, self._weights, self._top_k = norms, eps, weights, top_k
+    def __init__(self, norms: torch.Tensor, eps: float, weights: Sequence[torch.Tensor], top_k: int, dtype: torch.dtype):
+        self._norms, self._eps, self._weights, self._top_k, self._dtype = norms, eps, weights, top_k, dtype
 
     @classmethod
     def of(cls, layers: list[RoutedLayer]) -> "PlainRouters | None":
@@ -163,13 +167,15 @@ class PlainRouters:
         if len(shapes) != 1 or weights[0][0].ndim != 2:
             return None
         with torch.no_grad():
-            plain = cls(torch.stack([norm for [norm] in norms])[:, None], eps, [weight for [weight] in weights], layers[0].top_k)
+            stacked, routers = torch.stack([norm for [norm] in norms])[:, None], [weight for [weight] in weights]
+            plain = cls(stacked, eps, routers, layers[0].top_k, layers[0].dtype)
         return plain if plain._agrees(layers) else None
 
     @torch.no_grad()
     def _agrees(self, layers: list[RoutedLayer]) -> bool:
         """Whether every router says the same of some vectors as its modules do."""
-        probe = torch.randn(4, self._norms.shape[-1], generator=torch.Generator().manual_seed(0)).to(self._norms)
+        probe = torch.randn(4, self._norms.shape[-1], generator=torch.Generator().manual_seed(0))
+        probe = probe.to(self._norms.device, self._dtype)
         try:
             chosen, probability = self.ask(0, len(layers), probe)
         except RuntimeError:
@@ -184,9 +190,10 @@ class PlainRouters:
 
     def ask(self, first: int, last: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(1 where the routers of layers first ... last - 1 would choose an expert, its probability), `[W', n, E]` float32."""
-        rows = nn.functional.rms_norm(rows.float(), rows.shape[-1:], eps=self._eps).to(self._norms.dtype)
-        normed = self._norms[first:last] * rows  # [W', n, H]
-        logits = torch.stack([nn.functional.linear(x, weight) for x, weight in zip(normed, self._weights[first:last])])
+        rows = nn.functional.rms_norm(rows.float(), rows.shape[-1:], eps=self._eps).to(self._dtype)
+        normed = (self._norms[first:last] * rows).to(self._dtype)  # [W', n, H]
+        weights = self._weights[first:last]
+        logits = torch.stack([nn.functional.linear(x.to(weight.dtype), weight) for x, weight in zip(normed, weights)])
         probability = logits.float().softmax(-1)
         ids = probability.topk(self._top_k, dim=-1).indices
         return torch.zeros_like(probability).scatter_(-1, ids, 1.0), probability
@@ -204,7 +211,7 @@ def _predict(routed: RoutedLayer, residual: torch.Tensor) -> tuple[torch.Tensor,
     Routers return logits, weights and ids in an order that differs by family; types and shapes tell them apart. The ids are the
     router's own, since some families choose by more than the logits.
     """
-    normed = type(routed.norm).forward(routed.norm, residual)  # past the hooks: nobody else asked for these calls
+    normed = type(routed.norm).forward(routed.norm, residual).to(routed.dtype)  # past the hooks: nobody else asked
     result = type(routed.router).forward(routed.router, normed, **routed.biases)
     tensors = [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
     logits = next((t for t in tensors if t.is_floating_point() and t.shape[-1] == routed.num_experts), None)

@@ -88,8 +88,7 @@ class Llama4TextExperts(OnInterface):
 class Llama4TextMoe:
     """The router's score scales an expert's input, and each expert runs over all tokens, of which it was not chosen for most.
 
-    Those rows are zero and stay zero; the product has them all the same, because its bits depend on how many rows it has. With
-    more than two experts per token (checkpoints have one) the sum over all experts may round in another order than this one.
+    Those rows are zero and stay zero; the product has them all the same, because its bits depend on how many rows it has.
     """
 
     def forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,10 +99,19 @@ class Llama4TextMoe:
         chosen = used.nonzero()[:, 0]
         rows = (hidden * scores[:, chosen].T[..., None]).flatten(0, 1)  # [chosen * T, H]
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
-        routed = self.experts(rows, chosen.repeat_interleave(len(hidden))[:, None], ones)
+        routed = self.experts(rows, chosen.repeat_interleave(len(hidden))[:, None], ones).view(len(chosen), *hidden.shape)
+        del rows  # the sum may need as much
         out = self.shared_expert(hidden)
-        out.add_(routed.view(len(chosen), *hidden.shape).sum(dim=0))
+        out.add_((routed if self.top_k <= 2 else self._of_all(routed, chosen)).sum(dim=0))
         return out, logits
+
+    def _of_all(self: Any, routed: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """`routed` [chosen, T, H] among the zeros of all other experts, `[E, T, H]`: torch adds in blocks of rows, so how many
+        zeros lie between three or more addends decides where their sum is rounded. That of two is rounded once.
+        """
+        if len(chosen) == self.num_experts:
+            return routed
+        return routed.new_zeros(self.num_experts, *routed.shape[1:]).index_copy_(0, chosen, routed)
 
 
 ADAPTERS: dict[str, type] = {

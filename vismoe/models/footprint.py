@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from vismoe.config import Budget, Settings
+from vismoe.errors import UnsupportedModelError, VisMoEError
 from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
 from vismoe.memory.kernel_cache import kernel_cache_entries
 from vismoe.memory.needs import CacheLayer, Curve, Footprint
@@ -28,6 +30,7 @@ __all__ = ["footprint", "with_calibration"]
 FEW_TOKENS = 4
 SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: measured up to here, linear beyond (a chunk has 256)
 TOKENIZER_TOKEN_BYTES = 1100  # measured: a byte-level BPE tokenizer of 151,643 tokens took 156 MiB
+FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)  # of transformers' own code
 GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row per token, [..., tokens, width]
 
 
@@ -42,6 +45,7 @@ def footprint(
 ) -> Footprint:
     """Measure `model` for up to `settings.context` tokens; it must be on meta with its experts' parameters still there.
 
+    Raises UnsupportedModelError for a configuration that transformers does not run with a cache.
     scratch_bytes: the bounce buffer of one reading thread (`store.scratch_bytes`).
     image_tokens: the most image tokens of one request; None: the context may be all images.
     workspace_bytes, host_workspace_bytes: what the experts' arithmetic keeps on the device, and in host memory below it.
@@ -113,10 +117,20 @@ class _Forward:
         self.tokens = tokens
         experts = [module for _, module in expert_modules(model)]
         usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
-        cache = DynamicCache(config=model.config.get_text_config()) if usual else None
-        replaced, memory = forwards_replaced(experts, one_expert_for_all), LiveMemory()
+        cache = None
+        try:
+            cache = DynamicCache(config=model.config.get_text_config()) if usual else None
+            with forwards_replaced(experts, one_expert_for_all):
+                self._run(model, cache)
+        except VisMoEError:
+            raise
+        except FAILURES as error:
+            raise UnsupportedModelError(f"{model.config.model_type}: {_reason(cache, error)}") from error
+
+    def _run(self, model: Any, cache: Any) -> None:
+        memory, tokens = LiveMemory(), self.tokens
         attention = FusedAttention(memory)
-        with torch.no_grad(), all_chosen(), memory, attention, replaced:
+        with torch.no_grad(), all_chosen(), memory, attention:
             ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
             cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             self.prefill_bytes, self.cache_layers = memory.peak_bytes, _cache_layers(cache)
@@ -124,6 +138,19 @@ class _Forward:
             memory.peak_bytes = memory.live_bytes
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
             self.decode_bytes = memory.peak_bytes
+
+
+def _reason(cache: DynamicCache | None, error: Exception) -> str:
+    """Why a model does not run with this cache, and what to do."""
+    if cache is not None and cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return (
+            f"none of its {len(cache.layers)} layers has keys and values, and transformers runs no such model with a cache. "
+            "Instead: load it without VisMoE, with use_cache=False"
+        )
+    return (
+        f"a forward pass as config.json describes it fails in transformers, before any weight is read ({type(error).__name__}: "
+        f"{error}). Fix: take config.json from the model's publisher. Instead, if transformers runs it: load it without VisMoE"
+    )
 
 
 def _cache_layers(cache: Any) -> tuple[CacheLayer, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .questions import KINDS, Conversation, conversation
+from .questions import FORMS, KINDS, Conversation, conversation
 from .scenes import compose
 from .scoring import Accuracy, accuracy, score
 
@@ -69,21 +69,16 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
 
 
 def messages(talk: Conversation) -> list[dict[str, Any]]:
-    """The conversation up to its last question, in chat form, earlier turns with their true answers."""
-    out: list[dict[str, Any]] = []
-    for number, turn in enumerate(talk.turns):
-        pictures = [{"type": "image", "image": compose(scene)} for scene in talk.scenes] if number == 0 else []
-        out.append({"role": "user", "content": [*pictures, {"type": "text", "text": turn.question}]})
-        out.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
-    return out[:-1]
+    """The conversation up to its last question in chat form, with its pictures painted."""
+    return talk.messages(compose)
 
 
 def prompts(processor: Any, talks: Sequence[Conversation]) -> Any:
     """Inputs that ask the last question of each conversation, as one left-padded batch."""
     chats = [messages(talk) for talk in talks]
     text = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    images = [[part["image"] for part in chat[0]["content"] if part["type"] == "image"] for chat in chats]
-    return processor(text=text, images=images, padding=True, padding_side="left", return_tensors="pt")
+    images = [[part["image"] for said in chat for part in said["content"] if part["type"] == "image"] for chat in chats]
+    return processor(text=text, images=images if any(images) else None, padding=True, padding_side="left", return_tensors="pt")
 
 
 @torch.no_grad()
@@ -116,9 +111,9 @@ def evaluate(
     -> {"seed", "n", "kinds": {kind: {"mean", "low", "high", "questions"}}, "routing": [one row per MoE layer],
     "answers": [{"kind", "question", "truth", "answer", "score"}]}. The same seed always gives the same questions.
     """
-    unknown = set(kinds) - set(KINDS)
+    unknown = set(kinds) - set(KINDS + FORMS)
     if unknown:
-        raise ValueError(f"no such kinds of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        raise ValueError(f"no such kinds of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")
     rows: list[dict[str, Any]] = []
     with routing_counted(model) as (use, told):
         for kind in kinds:

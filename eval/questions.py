@@ -3,16 +3,21 @@
 Every kind of KINDS is one function (random generator, scene) -> Turn, or None where the scene offers nothing to ask. A
 `Conversation` is what one user sees: the pictures of the first message, then turns. Kind "turns" ends with a question that only
 makes sense after the ones before ("And the dog?"); kind "compare" shows two pictures.
+The FORMS are ways to talk: a question of any kind before its picture or behind a system prompt, three pictures, and what is no
+question about a picture at all.
 """
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .scenes import WORLD, Difficulty, Scene, Split, random_scene, scene_random
+from .small_talk import ANSWERS, NO_IMAGE, beyond, every_phrase, greeting, system_prompt
 from .world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, plural, with_article
 
 KINDS = ("exists", "what", "where", "count", "choice", "text", "describe", "compare", "turns")
+FORMS = ("text first", "system", "three images", "chat", "beyond", "no image")
 OPTION_LETTERS = "ABCD"
 ATTEMPTS = 63  # scenes tried until one offers the question
 
@@ -50,12 +55,23 @@ ASK_DESCRIBE = (
     "Describe the picture.", "Describe this image.", "What can you see?", "What is shown in the image?",
     "What do you see in the picture?",
 )  # fmt: skip
+ALSO_DESCRIBE = (  # asked in training alone, so that held-out questions stay the same ones
+    "What is this?", "What's this?", "What is this image about?", "What is here?", "Describe it.", "Describe", "What are these?",
+    "What is on the picture?", "What can be seen in the image?", "Tell me about this image.", "Caption this image.",
+    "Look at this.",
+    "Describe the image in one sentence.", "What do we see here?", "Describe what you see.", "What is going on here?",
+)  # fmt: skip
 ASK_WHICH_IMAGE = (
     "Which image has {a}?", "Which picture shows {a}?", "In which image is the {n}?", "Which of the two images contains {a}?",
     "Is the {n} in the first or the second image?",
 )  # fmt: skip
 ASK_BOTH = ("Do both images show {a}?", "Is there {a} in both images?", "Do both pictures contain {a}?")
 ASK_ONE_OF_TWO = ("Is there {a} in the {o} image?", "Does the {o} picture show {a}?", "Do you see {a} in the {o} image?")
+ASK_WHICH_OF_THREE = (
+    "Which image has {a}?", "Which picture shows {a}?", "In which image is the {n}?", "Which of the three images contains {a}?",
+    "Is the {n} in the first, the second or the third image?",
+)  # fmt: skip
+ORDINALS = ("first", "second", "third")
 LETTER_ONLY = ("", "\nAnswer with the option's letter from the given choices directly.", "\nAnswer with the letter.")
 THANKS = (
     ("Hello", "Hello! Show me an image and ask me about it."),
@@ -84,6 +100,20 @@ class Conversation:
     kind: str
     scenes: tuple[Scene, ...]
     turns: tuple[Turn, ...]
+    system: str | None = None  # what comes before everything
+    text_first: bool = False  # the first question comes before its pictures
+
+    def messages(self, picture: Callable[[Scene], Any]) -> list[dict[str, Any]]:
+        """In chat form up to the last question, earlier turns with their true answers; `picture` makes the image of a scene."""
+        said: list[dict[str, Any]] = (
+            [{"role": "system", "content": [{"type": "text", "text": self.system}]}] if self.system else []
+        )
+        for number, turn in enumerate(self.turns):
+            pictures = [{"type": "image", "image": picture(scene)} for scene in self.scenes] if number == 0 else []
+            text = [{"type": "text", "text": turn.question}]
+            said.append({"role": "user", "content": text + pictures if self.text_first else pictures + text})
+            said.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
+        return said[:-1]
 
 
 def ask_exists(rng: random.Random, scene: Scene) -> Turn | None:
@@ -246,6 +276,22 @@ def ask_compare(rng: random.Random, first: Scene, second: Scene) -> Turn:
     return replace(exists_turn("", noun, scene.count(noun) > 0), kind="compare", question=question)
 
 
+def ask_which_of_three(rng: random.Random, scenes: tuple[Scene, ...]) -> Turn | None:
+    """Which of three pictures shows something that the others do not, or whether one of them shows it."""
+    which = rng.randrange(len(scenes))
+    others = scenes[:which] + scenes[which + 1 :]
+    only = [noun for noun in scenes[which].nouns if not any(other.count(noun) for other in others)]
+    if rng.random() < 0.6:
+        if not only:
+            return None
+        noun = rng.choice(only)
+        return Turn("three images", _about(rng.choice(ASK_WHICH_OF_THREE), noun), f"The {ORDINALS[which]} image.")
+    elsewhere = [noun for other in others for noun in other.nouns]
+    noun = rng.choice(scenes[which].nouns if rng.random() < 0.5 else elsewhere)
+    turn = exists_turn("", noun, scenes[which].count(noun) > 0)
+    return replace(turn, kind="three images", question=_about(rng.choice(ASK_ONE_OF_TWO), noun, ORDINALS[which]))
+
+
 def _about(form: str, noun: str, which: str = "") -> str:
     return form.format(a=with_article(noun), n=noun, o=which)
 
@@ -293,8 +339,10 @@ def several_turns(rng: random.Random, scene: Scene) -> tuple[Turn, ...]:
 def conversation(
     kind: str, split: Split, seed: int, size: tuple[int, int] = (256, 256), difficulty: Difficulty = WORLD
 ) -> Conversation:
-    """The conversation of one kind with one seed: a pure function, the unit of the held-out evaluation."""
+    """The conversation of one kind or form with one seed: a pure function, the unit of the held-out evaluation."""
     rng = scene_random(split, seed, f"questions {kind}")
+    if kind in FORMS:
+        return _form(rng, kind, split, seed, size, difficulty)
     if kind == "text":
         difficulty = replace(difficulty, label_share=1.0)
     for attempt in range(ATTEMPTS):
@@ -306,6 +354,31 @@ def conversation(
         if turns and turns[-1] is not None:
             return Conversation(kind, (scene,), turns)
     raise AssertionError(f"no scene in {ATTEMPTS} offers a question of kind {kind}")
+
+
+def _form(rng: random.Random, form: str, split: Split, seed: int, size: tuple[int, int], difficulty: Difficulty) -> Conversation:
+    """One form; "text first" and "system" ask a question of each kind in turn, a third of "chat" and "beyond" shows a picture."""
+    if form in ("text first", "system"):
+        talk = conversation(KINDS[seed % len(KINDS)], split, seed, size, difficulty)
+        system = system_prompt(rng, split) if form == "system" else None
+        return replace(talk, kind=form, system=system, text_first=form == "text first" or rng.random() < 0.5)
+    number = _scene_number(KINDS[0], seed, ATTEMPTS)
+    scenes = tuple(random_scene(split, number + index, size, difficulty) for index in range(3))
+    if form == "three images":
+        turns = (ask_which_of_three(rng, scenes) for _ in range(ATTEMPTS))
+        return Conversation(form, scenes, (next(turn for turn in turns if turn),))
+    seen = form != "no image" and rng.random() < 1 / 3
+    turn = no_image_turn(rng, scenes[0]) if form == "no image" else Turn(form, *TALK[form](rng, split, seen))
+    return Conversation(form, scenes[:1] if seen else (), (turn,), text_first=rng.random() < 0.5)
+
+
+def no_image_turn(rng: random.Random, scene: Scene) -> Turn:
+    """A question about a picture where there is none."""
+    turns = (ASK[rng.choice(("exists", "what", "where", "count", "text", "describe"))](rng, scene) for _ in range(ATTEMPTS))
+    return Turn("no image", next(turn.question for turn in turns if turn), NO_IMAGE)
+
+
+TALK = {"chat": greeting, "beyond": beyond}
 
 
 def _scene_number(kind: str, seed: int, attempt: int) -> int:
@@ -349,8 +422,7 @@ def every_word() -> set[str]:
         "Which of these",
         "And how many",
         "the text",
-        "first",
-        "second",
+        *ORDINALS,
         "animal",
         "animals",
     }
@@ -365,4 +437,5 @@ def every_word() -> set[str]:
         "Yes.",
         "No.",
     }
-    return nouns | places | numbers | set(forms) | extra | answers | {part for pair in THANKS for part in pair} | set(ANIMALS)
+    talk = {part for pair in THANKS for part in pair} | every_phrase() | set(ANSWERS)
+    return nouns | places | numbers | set(forms + ASK_WHICH_OF_THREE + ALSO_DESCRIBE) | extra | answers | talk | set(ANIMALS)

@@ -55,12 +55,7 @@ class Prompt:
         if self.talk is None:
             parts = [{"type": "image", "image": str(path)} for path in self.images]
             return [{"role": "user", "content": [*parts, {"type": "text", "text": self.content}]}]
-        said: list[dict[str, Any]] = []
-        for number, turn in enumerate(self.talk.turns):
-            pictures = [{"type": "image", "image": compose(scene)} for scene in self.talk.scenes] if number == 0 else []
-            said.append({"role": "user", "content": [*pictures, {"type": "text", "text": turn.question}]})
-            said.append({"role": "assistant", "content": turn.answer})
-        return said[:-1]
+        return self.talk.messages(compose)
 
 
 def is_validation(request: str) -> bool:

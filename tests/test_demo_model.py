@@ -104,27 +104,40 @@ def test_two_pictures_are_told_apart(model, processor) -> None:
     assert ask(model, processor, "Which picture shows a car?", *pair) == "The second image."
 
 
-def test_training_and_transformers_compute_the_same_logits(model, monkeypatch) -> None:
+NO_PICTURE = {"no image": 1, "blind chat": 1, "chat": 1}
+MIXTURES = {
+    "two pictures": {"pair_share": 1.0},
+    "three, and none": {"triple_share": 1.0, "preamble_share": 1.0, "kinds": NO_PICTURE},
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES.keys())
+def test_training_and_transformers_compute_the_same_logits(model, monkeypatch, mixture) -> None:
     """The trainer's forward pass (one prefix, many questions) against the model's own, question by question, in float32."""
     monkeypatch.syspath_prepend(str(assets_folder()))
     network = pytest.importorskip("demo_recipe.network", reason="the recipe is not part of the wheel")
     from demo_recipe.batches import Mixture, Writer, attention_mask, make_batch, positions
 
     monkeypatch.setattr(network, "LOW", torch.float32)
-    batch = make_batch(Writer(AutoTokenizer.from_pretrained(DEMO)), Mixture(bins=1, pair_share=1.0), 1, 1)
-    trained, image_token = network.TrainingNetwork(model), model.config.image_token_id
+    batch = make_batch(
+        Writer(AutoTokenizer.from_pretrained(DEMO)), Mixture(**{"bins": 1, **mixture}), 1, 2 if "triple_share" in mixture else 1
+    )
+    trained, image_token, start = network.TrainingNetwork(model), model.config.image_token_id, model.config.vision_start_token_id
     real = torch.cat((batch.segment.new_ones(1, len(batch.prefix)), batch.segment.flatten(1)), dim=1) > 0
     with torch.no_grad():
         features = [feature.flatten(0, 1)[None] for feature in trained.see(batch.pixels)]
-        places = positions(batch, (8, 8), 2, image_token)
-        hidden, _ = trained.read(features, batch.prefix, batch.bins, places, attention_mask(batch), real)
+        places = positions(batch, (8, 8), image_token)
+        hidden, _ = trained.read(features, batch.prefix, batch.bins, places, attention_mask(batch, start), real)
+        patches = network.patches(batch.pixels, 16, 2)[0].reshape(-1, 3, 1, 256).expand(-1, -1, 2, -1).reshape(-1, 1536)
+        grid = torch.tensor([[1, 16, 16]] * len(batch.pixels))
         for number in range(1, int(batch.segment.max()) + 1):
             chosen = batch.segment[0, 0] == number
-            ids = torch.cat((batch.prefix, batch.bins[0, 0, chosen]))[None]
-            patches = network.patches(batch.pixels, 16, 2)[0].reshape(-1, 3, 1, 256).expand(-1, -1, 2, -1).reshape(-1, 1536)
-            grid, kinds = torch.tensor([[1, 16, 16]] * 2), (ids == image_token).int()
-            out = model(input_ids=ids, pixel_values=patches, image_grid_thw=grid, mm_token_type_ids=kinds).logits
-            torch.testing.assert_close(model.lm_head(hidden[0, 0, chosen]), out[0, len(batch.prefix) :], atol=2e-3, rtol=1e-3)
+            blind = bool(batch.blind[0, 0, chosen].any())  # asked as if there were no picture
+            prefix = batch.prefix[: (batch.prefix == start).nonzero()[0, 0]] if blind else batch.prefix
+            ids = torch.cat((prefix, batch.bins[0, 0, chosen]))[None]
+            pictures = {} if blind else {"pixel_values": patches, "image_grid_thw": grid}
+            out = model(input_ids=ids, mm_token_type_ids=(ids == image_token).int(), **pictures).logits
+            torch.testing.assert_close(model.lm_head(hidden[0, 0, chosen]), out[0, len(prefix) :], atol=2e-3, rtol=1e-3)
 
 
 def test_pictures_are_cut_as_the_processor_cuts_them(processor, monkeypatch) -> None:

@@ -105,10 +105,10 @@ def run_scenes(arguments: Namespace) -> int:
 
     from vismoe.cli_print import experts_did, experts_line, print_accuracy
     from vismoe.eval.accuracy import evaluate
-    from vismoe.eval.questions import KINDS
+    from vismoe.eval.questions import FORMS, KINDS
 
-    if unknown := set(arguments.kinds or ()) - set(KINDS):
-        raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    if unknown := set(arguments.kinds or ()) - set(KINDS + FORMS):
+        raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")
 
     with load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=None)
@@ -123,7 +123,7 @@ def run_scenes(arguments: Namespace) -> int:
                 engine.processor,
                 arguments.seed,
                 arguments.n,
-                arguments.kinds or KINDS,
+                arguments.kinds or KINDS + FORMS,
                 batch_size=arguments.batch,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )

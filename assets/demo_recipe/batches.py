@@ -1,4 +1,7 @@
-"""Training batches: scenes with many questions each, as arrays of fixed shape. A batch is a pure function of (stage, number)."""
+"""Training batches: scenes with many questions each, as arrays of fixed shape. A batch is a pure function of (stage, number).
+
+A row is a prefix, which ends with its pictures, and bins of questions about them: each sees the prefix and itself.
+"""
 
 import random
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from vismoe.eval.questions import (
+    ALSO_DESCRIBE,
     ASK,
     ASK_COUNT,
     ASK_EXISTS,
@@ -19,13 +23,16 @@ from vismoe.eval.questions import (
     Turn,
     ask_choice_where,
     ask_compare,
+    ask_which_of_three,
     count_turn,
     exists_turn,
+    no_image_turn,
     several_turns,
     share_a_noun,
     where_turn,
 )
 from vismoe.eval.scenes import BASE_PX, OTHER_SIZES, WORLD, Difficulty, Item, Scene, compose, random_scene, scene_random
+from vismoe.eval.small_talk import beyond, greeting, system_prompt
 from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS
 
 SYMBOLS = LETTERS + DIGITS
@@ -60,6 +67,8 @@ class Mixture:
     bins: int = 4
     pair_share: float = 0.0
     other_size_share: float = 0.0
+    triple_share: float = 0.0
+    preamble_share: float = 0.0  # of the batches: a system prompt, or a greeting and its answer, before everything
 
 
 @dataclass
@@ -68,6 +77,7 @@ class Batch:
 
     pixels: Tensor  # [B*N, height, width, 3] uint8
     prefix: Tensor  # [P]
+    blind: Tensor  # [B, G, L] whether a token sees nothing of the prefix from the first picture on, and stands where that begins
     bins: Tensor  # [B, G, L] token ids
     segment: Tensor  # [B, G, L], 0 = padding
     offset: Tensor  # [B, G, L] position inside the question
@@ -80,15 +90,25 @@ class Batch:
         return Batch(*(getattr(self, name.name).to(device) for name in fields(self)))
 
 
+@dataclass(frozen=True)
+class Segment:
+    """One conversation in a bin: token ids, and the next token inside answers, -100 elsewhere."""
+
+    kind: int
+    ids: list[int]
+    target: list[int]
+    blind: bool = False
+
+
 class Writer:
     """Token ids of turns; repeated sentences are encoded once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.encode = lru_cache(maxsize=100_000)(partial(tokenizer.encode, add_special_tokens=False))
 
-    def prefix(self, images: int, visual_tokens: int) -> list[int]:
+    def prefix(self, images: int, visual_tokens: int, preamble: str = "") -> list[int]:
         picture = "<|vision_start|>" + "<|image_pad|>" * visual_tokens + "<|vision_end|>"
-        return self.encode("<|im_start|>user\n" + picture * images)
+        return self.encode(preamble + "<|im_start|>user\n" + picture * images)
 
     def segment(self, turns: Sequence[Turn]) -> tuple[list[int], list[int]]:
         """Token ids of one conversation after its pictures, and the targets: the next token inside answers, -100 elsewhere."""
@@ -122,18 +142,50 @@ def ask_stranger(rng: random.Random, scene: Scene) -> Turn:
     return count_turn(rng.choice(ASK_COUNT), noun, 0) if draw < 0.8 else where_turn(rng.choice(ASK_WHERE), noun, None)
 
 
-TRAINING_ONLY = {"choice where": ask_choice_where, "stranger": ask_stranger}
+def ask_chat(rng: random.Random, scene: Scene) -> Turn:
+    return Turn("chat", *greeting(rng, "train", seen=True))
+
+
+def ask_beyond(rng: random.Random, scene: Scene) -> Turn:
+    return Turn("beyond", *beyond(rng, "train", seen=True))
+
+
+def ask_describe(rng: random.Random, scene: Scene) -> Turn | None:
+    turn = ASK["describe"](rng, scene)
+    return replace(turn, question=rng.choice(ALSO_DESCRIBE)) if turn and rng.random() < 0.3 else turn
+
+
+TRAINING_ONLY = {"choice where": ask_choice_where, "stranger": ask_stranger, "chat": ask_chat, "beyond": ask_beyond}
+TRAINING_ONLY |= {"describe": ask_describe}
+BLIND = {
+    "blind chat": lambda rng, scene: Turn("chat", *greeting(rng, "train", seen=False)),
+    "blind beyond": lambda rng, scene: Turn("beyond", *beyond(rng, "train", seen=False)),
+    "no image": no_image_turn,
+}
+ANY_PICTURES = ("chat", "beyond", *BLIND)  # asked beside several pictures, too
 
 
 def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Turn, ...]:
     if rng.random() < 0.003:
         return (Turn("chat", *rng.choice(THANKS)),)
-    if len(scenes) == 2:
-        return (ask_compare(rng, *scenes),)
+    if len(scenes) > 1 and (kind not in ANY_PICTURES or rng.random() < 0.5):
+        turn = ask_compare(rng, *scenes) if len(scenes) == 2 else ask_which_of_three(rng, scenes)
+        return (turn,) if turn else ()
     if kind == "turns":
         return several_turns(rng, scenes[0])
-    turn = (ASK | TRAINING_ONLY)[kind](rng, scenes[0])
+    turn = (ASK | TRAINING_ONLY | BLIND)[kind](rng, scenes[0])
     return (turn,) if turn else ()
+
+
+def preamble(rng: random.Random, mixture: Mixture) -> str:
+    """What stands before the first question of a batch: nothing, a system prompt, a greeting and its answer, or both."""
+    if rng.random() >= mixture.preamble_share:
+        return ""
+    said, answer = greeting(rng, "train", seen=False)
+    talk = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    system = f"<|im_start|>system\n{system_prompt(rng, 'train')}<|im_end|>\n"
+    draw = rng.random()
+    return system if draw < 0.75 else talk if draw < 0.9 else system + talk
 
 
 def noun_number(item: Item | None) -> int:
@@ -157,20 +209,24 @@ def visible(scene: Scene) -> np.ndarray:
 
 
 def make_batch(writer: Writer, mixture: Mixture, number: int, rows: int) -> Batch:
-    """Batch `number`: the same arrays every time."""
+    """Batch `number` about `rows` pictures, fewer pairs or triples of them: the same arrays every time."""
     rng = scene_random("train", number, "batch")
     draw = rng.random()
     images = 2 if draw < mixture.pair_share else 1
     other = mixture.pair_share <= draw < mixture.pair_share + mixture.other_size_share
+    if draw > 1 - mixture.triple_share:
+        images, rows = 3, rows // 2
     size = rng.choice(OTHER_SIZES) if other else (BASE_PX, BASE_PX)
-    pictures = [_scenes(rng, mixture.difficulty, number * 1024 + row * 2, images, size) for row in range(rows)]
+    before = preamble(rng, mixture)
+    pictures = [_scenes(rng, mixture.difficulty, number * 1024 + row * max(2, images), images, size) for row in range(rows)]
     filled = [_fill(rng, writer, mixture, scenes) for scenes in pictures]
     flat = [scene for scenes in pictures for scene in scenes]
-    arrays = [torch.tensor(np.stack([row[index] for row in filled])) for index in range(5)]
+    arrays = [torch.tensor(np.stack([row[index] for row in filled])) for index in range(6)]
     return Batch(
         torch.from_numpy(np.stack([np.asarray(compose(scene)) for scene in flat])),
-        torch.tensor(writer.prefix(images, size[0] * size[1] // TOKEN_PX**2)),
-        *arrays,
+        torch.tensor(writer.prefix(images, size[0] * size[1] // TOKEN_PX**2, before)),
+        arrays[5] > 0,
+        *arrays[:5],
         torch.from_numpy(np.stack([visible(scene) for scene in flat])),
         torch.tensor([[noun_number(scene.at(index)) for index in range(len(POSITIONS))] for scene in flat]),
     )
@@ -181,46 +237,53 @@ def _scenes(rng: random.Random, difficulty: Difficulty, number: int, images: int
     if images == 1:
         return (first,)
     second = random_scene("train", number + 1, size, difficulty)
+    if images == 3:
+        return first, second, random_scene("train", number + 2, size, difficulty)
     return first, share_a_noun(rng, first, second) if rng.random() < 0.5 else second
 
 
 def _fill(rng: random.Random, writer: Writer, mixture: Mixture, scenes: tuple[Scene, ...]) -> np.ndarray:
-    """Questions until the bins are full: [5, G, L] of ids, segments, offsets, targets, kinds."""
-    names, weights = list(mixture.kinds), list(mixture.kinds.values())
-    bins: list[list[tuple[int, list[int], list[int]]]] = [[] for _ in range(mixture.bins)]
+    """Questions until the bins are full: [6, G, L] of ids, segments, offsets, targets, kinds, blind."""
+    names = list(mixture.kinds)
+    bins: list[list[Segment]] = [[] for _ in range(mixture.bins)]
     space = [BIN_TOKENS] * mixture.bins
     misses = 0 if bins else 4
     while misses < 4:
-        kind = rng.choices(names, weights)[0]
-        turns = ask(rng, kind, scenes)
-        turns = tuple(replace(turn, question=rough(rng, turn.question)) for turn in turns)
+        kind, turns = _turns(rng, mixture, scenes)
         ids, target = writer.segment(turns)
         index = next((index for index, room in enumerate(space) if len(ids) <= room), None)
         if not ids or index is None:
             misses += 1
             continue
-        bins[index].append((names.index(kind), ids, target))
+        bins[index].append(Segment(names.index(kind), ids, target, kind in BLIND))
         space[index] -= len(ids)
-    return np.stack([_lay_out(segments) for segments in bins], axis=1) if bins else np.zeros((5, 0, BIN_TOKENS), np.int64)
+    return np.stack([_lay_out(segments) for segments in bins], axis=1) if bins else np.zeros((6, 0, BIN_TOKENS), np.int64)
 
 
-def _lay_out(segments: list[tuple[int, list[int], list[int]]]) -> np.ndarray:
-    out = np.zeros((5, BIN_TOKENS), np.int64)
+def _turns(rng: random.Random, mixture: Mixture, scenes: tuple[Scene, ...]) -> tuple[str, tuple[Turn, ...]]:
+    kind = rng.choices(list(mixture.kinds), list(mixture.kinds.values()))[0]
+    return kind, tuple(replace(turn, question=rough(rng, turn.question)) for turn in ask(rng, kind, scenes))
+
+
+def _lay_out(segments: list[Segment]) -> np.ndarray:
+    out = np.zeros((6, BIN_TOKENS), np.int64)
     out[3] = -100
     start = 0
-    for number, (kind, ids, target) in enumerate(segments, start=1):
-        stop = start + len(ids)
-        out[:, start:stop] = ids, [number] * len(ids), range(len(ids)), target, [kind] * len(ids)
-        start = stop
+    for number, segment in enumerate(segments, start=1):
+        length = len(segment.ids)
+        each = [number] * length, range(length), segment.target, [segment.kind] * length, [segment.blind] * length
+        out[:, start : start + length] = segment.ids, *each
+        start += length
     return out
 
 
-def positions(batch: Batch, grid: tuple[int, int], images: int, image_token: int) -> Tensor:
+def positions(batch: Batch, grid: tuple[int, int], image_token: int) -> Tensor:
     """M-RoPE positions [3, B, S]: a picture's tokens share a time; all questions start where the prefix ends."""
-    prefix, start, token = [], 0, 0
+    prefix, start, token, before = [], 0, 0, 0
     ids = batch.prefix.tolist()
     while token < len(ids):
         if ids[token] == image_token:
+            before = before or start - 1  # of <|vision_start|>
             prefix += [(start, start + row, start + column) for row in range(grid[0]) for column in range(grid[1])]
             start, token = start + max(grid), token + grid[0] * grid[1]
         else:
@@ -228,14 +291,15 @@ def positions(batch: Batch, grid: tuple[int, int], images: int, image_token: int
             start, token = start + 1, token + 1
     rows = len(batch.bins)
     first = torch.tensor(prefix, device=batch.offset.device).T[:, None].expand(-1, rows, -1)
-    later = (start + batch.offset).view(1, rows, -1).expand(3, -1, -1)
+    later = (torch.where(batch.blind, before, start) + batch.offset).view(1, rows, -1).expand(3, -1, -1)
     return torch.cat((first, later), dim=2)
 
 
-def attention_mask(batch: Batch) -> Tensor:
-    """Additive mask [B*G, 1, L, P+L]: the prefix, and the same question up to here."""
-    segment = batch.segment.flatten(0, 1)
+def attention_mask(batch: Batch, vision_start: int) -> Tensor:
+    """Additive mask [B*G, 1, L, P+L]: the prefix, as far as a token sees it, and the same question up to here."""
+    segment, blind = batch.segment.flatten(0, 1), batch.blind.flatten(0, 1)
     length = segment.shape[1]
     same = (segment[:, :, None] == segment[:, None]) & torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()
-    allowed = torch.cat((same.new_ones(len(segment), length, len(batch.prefix)), same), dim=2)
+    before = (batch.prefix == vision_start).cumsum(0) == 0  # [P]
+    allowed = torch.cat((before | ~blind[..., None], same), dim=2)
     return torch.zeros(allowed.shape, device=segment.device).masked_fill(~allowed, float("-inf"))[:, None]

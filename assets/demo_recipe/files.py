@@ -22,6 +22,7 @@ SPLIT = (
 )
 CONTEXT_TOKENS = 4096
 
+# As in the templates of LLaVA models, pictures come first, wherever they stand in a message: the model learned no other order.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -33,9 +34,10 @@ CHAT_TEMPLATE = """\
 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
 {%- elif part.type == 'video' or 'video' in part %}
 {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-{%- elif 'text' in part %}
-{{- part.text }}
 {%- endif %}
+{%- endfor %}
+{%- for part in message.content if 'text' in part %}
+{{- part.text }}
 {%- endfor %}
 {%- endif %}
 {{- '<|im_end|>\\n' }}

@@ -23,7 +23,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from vismoe.errors import InputError
 
-__all__ = ["MAX_PIXELS", "ImageSource", "fetch_image", "open_image"]
+__all__ = ["MAX_PIXELS", "ImageSource", "fetch_image", "file_of_url", "open_image"]
 
 ImageSource = str | Path | bytes | Image.Image
 
@@ -102,7 +102,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         raise InputError(f"{source}: images are not downloaded; save the file and give its path")
     path = Path(source)
     try:
-        path = _of_file_url(source) if isinstance(source, str) and source[:7].lower() == "file://" else path.expanduser()
+        path = file_of_url(source) if isinstance(source, str) and source[:7].lower() == "file://" else path.expanduser()
         if not path.exists():
             raise InputError(f"{source}: no such file (looked in {Path.cwd()})")
         if not path.is_file():
@@ -113,7 +113,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         raise InputError(f"{str(source)[:200]}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _of_file_url(url: str) -> Path:
+def file_of_url(url: str) -> Path:
     """The file that a `file://` URL names: as it is written, which is how qwen-vl-utils reads it, or percent-decoded."""
     path = Path(url[7:])
     return path if path.exists() else Path(unquote(url[7:].removeprefix("localhost")))

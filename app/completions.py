@@ -113,7 +113,7 @@ class Completions:
 
     async def _messages(self, request: ChatRequest) -> list[dict[str, Any]]:
         """The conversation in the engine's form, with its images opened."""
-        messages = request.messages
+        messages = request.conversation
         self._check_length(sum(len(part.text or "") for message in messages for part in message.content or ()), "messages")
         try:
             opened = await self._intake.open_all([part.source or "" for part in request.pictures])

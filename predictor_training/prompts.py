@@ -101,7 +101,7 @@ def _scene(name: str, split: Any, number: int) -> Prompt:
 
 def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt]:
     """The prompts of a folder, in a fixed order: lines `{"image": path or list, "prompt": text, "kind": name}` or
-    `{"messages": conversation, "kind": name}` of `*.jsonl` files (image and kind may be left out; paths are relative to the file),
+    `{"messages": conversation, "kind": name}` of `*.jsonl` files (image and kind optional, paths are relative to the file),
     pictures with a default question, text files as they are.
 
     A prompt is held out by the content of its first image, or by its text where it has none, so that adding files moves no

@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from vismoe.errors import ConfigError, InputError
@@ -72,10 +73,11 @@ def asked_size(part: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _pixels(name: str, value: Any) -> int:
-    whole = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MOST and value == int(value)
-    if not whole:
-        raise InputError(f"{name}={str(value)[:40]}: a whole number of pixels, at least 1")
-    return int(value)
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if is_number and 1 <= value <= MOST and value == int(value):
+        return int(value)
+    shown = f"{value:g}" if is_number and abs(value) <= MOST else type(value).__name__
+    raise InputError(f"{name}: a whole number of pixels from 1 to {MOST:,}, not {shown}")
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class QwenImages:
         if not 0 < fitted[0] * fitted[1] <= MAX_PIXELS:
             raise InputError(
                 f"an image of {width} x {height} pixels would get {fitted[1]:,} x {fitted[0]:,}; the least side is {self.side}, "
-                f"and the limit {MAX_PIXELS:,} together. Fix: another max_pixels or min_pixels"
+                f"and the limit {MAX_PIXELS:,} together. Fix: other limits (max_pixels, min_pixels, --image-tokens), or crop it"
             )
         return fitted
 

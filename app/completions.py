@@ -26,7 +26,6 @@ from vismoe.app.schemas import (
     COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
-    Message,
     Part,
     PrecisionRequest,
     Sampling,
@@ -61,7 +60,7 @@ class Completions:
         """POST /v1/chat/completions."""
 
         async def call(request: ChatRequest) -> Call:
-            return partial(self._engine.chat, await self._messages(request.messages), **self._chat_options(request))
+            return partial(self._engine.chat, await self._messages(request), **self._chat_options(request))
 
         return await self._answer(http, ChatRequest, call, ChatAnswer)
 
@@ -112,19 +111,20 @@ class Completions:
             message = f"{characters:,} characters, more than a context of {self._engine.plan.context:,} tokens can hold"
             raise ApiError(400, message, param, "context_length_exceeded")
 
-    async def _messages(self, messages: list[Message]) -> list[dict[str, Any]]:
+    async def _messages(self, request: ChatRequest) -> list[dict[str, Any]]:
         """The conversation in the engine's form, with its images opened."""
+        messages = request.conversation
         self._check_length(sum(len(part.text or "") for message in messages for part in message.content or ()), "messages")
-        urls = [part.image_url.url for message in messages for part in message.content or () if part.image_url]
         try:
-            images = iter(await self._intake.open_all(urls))
+            opened = await self._intake.open_all([part.source or "" for part in request.pictures])
         except InputError as error:
             raise ApiError(400, str(error), "messages", "invalid_image") from error
+        images = iter({"type": "image", "image": image, **size} for image, size in zip(opened, request.sizes))
         return [
             {
                 "role": "system" if message.role == "developer" else message.role,
                 "content": [
-                    {"type": "image", "image": next(images)} if part.image_url else {"type": "text", "text": part.text}
+                    {"type": "text", "text": part.text} if part.source is None else next(images)
                     for part in message.content or [EMPTY]
                 ],
             }

@@ -17,8 +17,8 @@ from PIL import Image
 from vismoe.app.decoding import Decoders
 from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
-from vismoe.app.remote_images import RemoteImages
 from vismoe.errors import InputError
+from vismoe.models.remote_images import RemoteImages
 
 __all__ = ["ImageIntake", "ImageLimits"]
 

@@ -4,6 +4,7 @@ Numbers are numbers and strings are strings (no coercion), unknown fields are re
 here are taken only with the value that means "not used".
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
@@ -12,7 +13,8 @@ from pydantic_core import PydanticCustomError
 
 from vismoe.app.api_errors import ApiError
 from vismoe.config import PolicyName, parse_formats
-from vismoe.errors import ConfigError
+from vismoe.errors import ConfigError, InputError
+from vismoe.models.qwen_images import SIZE_KEYS, asked_size
 
 __all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "parse"]
 
@@ -28,6 +30,28 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
 
+class ImageSize(Strict):
+    """How large an image is to be, for Qwen's models: `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+    @property
+    def size(self) -> dict[str, int]:
+        """What it says."""
+        return {name: value for name in SIZE_KEYS if (value := getattr(self, name)) is not None}
+
+    @model_validator(mode="after")
+    def _is_a_size(self) -> "ImageSize":
+        try:
+            asked_size(self.size)
+        except InputError as error:
+            raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from error
+        return self
+
+
 class ImageUrl(Strict):
     """url: a data URI, http(s) where the server allows it, or a path into its image folder. detail: has no effect here."""
 
@@ -35,17 +59,22 @@ class ImageUrl(Strict):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class Part(Strict):
+class Part(ImageSize):
     """One part of a message: text or an image."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
 
+    @property
+    def source(self) -> str | None:
+        """Where the image is; None: it is text."""
+        return self.image_url.url if self.image_url is not None else None
+
     @model_validator(mode="after")
     def _holds_what_it_says(self) -> "Part":
-        given = {name for name in ("text", "image_url") if getattr(self, name) is not None}
-        if given != {self.type}:
+        given = {name for name in ("text", "image_url", "image") if getattr(self, name, None) is not None}
+        if given != {self.type} or (self.size and self.type == "text"):
             raise PydanticCustomError("part", "a part of type {kind} has the field {kind} and no other", {"kind": self.type})
         return self
 
@@ -64,9 +93,24 @@ class Message(Strict):
     def _has_what_its_role_can_have(self) -> "Message":
         if not self.content and self.role != "assistant":
             raise PydanticCustomError("content", "a {role} message has content", {"role": self.role})
-        if self.role != "user" and any(part.image_url for part in self.content or ()):
+        if self.role != "user" and any(part.source is not None for part in self.content or ()):
             raise PydanticCustomError("content", "images belong to user messages, not to {role} messages", {"role": self.role})
         return self
+
+
+class QwenPart(Part):
+    """A part as Qwen's documentation writes it: an image is named by `image`, and may be in the API's form as well."""
+
+    type: Literal["text", "image_url", "image"]  # type: ignore[assignment]
+    image: str | None = None
+
+    @property
+    def source(self) -> str | None:
+        return self.image if self.image is not None else super().source
+
+
+class QwenMessage(Message):
+    content: Annotated[list[QwenPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None  # type: ignore
 
 
 class StreamOptions(Strict):
@@ -103,12 +147,15 @@ class PrecisionRequest(Strict):
 class VismoeRequest(PrecisionRequest):
     """And what images may cost. keep: share of the visual tokens that deeper layers see; selection: which ones.
 
-    image_tokens: least and most visual tokens of each image.
+    image_tokens: least and most visual tokens of each image. images: the size of each image, null where nothing is said of it.
+    messages: the conversation in the form of Qwen's documentation, in place of the request's own.
     """
 
     keep: float | None = Field(None, gt=0, le=1)
     selection: str | None = None
     image_tokens: list[Annotated[int, Field(ge=1)]] | None = Field(None, min_length=2, max_length=2)
+    images: list[ImageSize | None] | None = Field(None, max_length=MAX_PARTS)
+    messages: list[QwenMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
 
     @model_validator(mode="after")
     def _least_first(self) -> "VismoeRequest":
@@ -170,9 +217,45 @@ class Sampling(Strict):
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
     max_completion_tokens: Tokens | None = None
     vismoe: VismoeRequest | None = None
+
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """The messages, in either form."""
+        return (self.vismoe.messages if self.vismoe else None) or self.messages or ()
+
+    @property
+    def pictures(self) -> list[Part]:
+        """The parts that are images, in order."""
+        return [part for message in self.conversation for part in message.content or () if part.source is not None]
+
+    @property
+    def sizes(self) -> list[dict[str, int]]:
+        """What is said of the size of each image, by its part or in `vismoe`."""
+        ours = self.vismoe.images if self.vismoe else None
+        return [
+            part.size or (size.size if size else {}) for part, size in zip(self.pictures, ours or [None] * len(self.pictures))
+        ]
+
+    @model_validator(mode="after")
+    def _one_conversation(self) -> "ChatRequest":
+        if not self.conversation:
+            raise ApiError(400, "there is no message", "messages")
+        if self.messages and self.vismoe and self.vismoe.messages:
+            raise ApiError(400, "there are messages here and in the request. Fix: leave one out", "vismoe.messages")
+        return self
+
+    @model_validator(mode="after")
+    def _one_size_for_each_image(self) -> "ChatRequest":
+        ours = self.vismoe.images if self.vismoe else None
+        if ours is not None and len(ours) != len(self.pictures):
+            message = f"{len(ours)} sizes for {len(self.pictures)} images. Fix: one for each, null for none"
+            raise ApiError(400, message, "vismoe.images")
+        if any(part.size and size and size.size for part, size in zip(self.pictures, ours or ())):
+            raise ApiError(400, "an image has two sizes, one of them in its part. Fix: leave one out", "vismoe.images")
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> "ChatRequest":

@@ -16,6 +16,9 @@ from typing import Any
 from vismoe.errors import InputError
 from vismoe.eval.questions import KINDS, THANKS, Conversation, conversation
 from vismoe.eval.scenes import compose
+from vismoe.models.images import file_of_url
+from vismoe.models.message_files import placed
+from vismoe.models.qwen_images import image_source
 
 __all__ = ["GROUPS", "Prompt", "folder_prompts", "is_validation", "scene_prompts"]
 
@@ -27,6 +30,9 @@ DEFAULT_QUESTION = "Describe this image."
 HELD_OUT_SHARE = 0.2  # of a user's images, and of the prompts without one
 VALIDATION = 10  # one prompt in so many
 SIDE = 6  # digits
+ELSEWHERE = ("http://", "https://", "data:")
+
+Found = tuple[str, str, tuple[Path | str, ...], tuple[dict[str, Any], ...]]  # kind, text, images, a whole conversation
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,9 @@ class Prompt:
 
     name: str
     content: str
-    images: tuple[Path, ...] = ()
+    images: tuple[Path | str, ...] = ()  # files; a URL or data: URI as it is
     talk: Conversation | None = None  # a generated one
+    said: tuple[dict[str, Any], ...] = ()  # a whole conversation of a user's
 
     @property
     def group(self) -> str:
@@ -48,10 +55,12 @@ class Prompt:
 
     @property
     def has_images(self) -> bool:
-        return bool(self.images or (self.talk and self.talk.scenes))
+        return bool(self.images or (self.talk and self.talk.scenes))  # `images` has those of `said`, too
 
     def messages(self) -> list[dict[str, Any]]:
         """In the form that `Engine.chat` takes."""
+        if self.said:
+            return list(self.said)
         if self.talk is None:
             parts = [{"type": "image", "image": str(path)} for path in self.images]
             return [{"role": "user", "content": [*parts, {"type": "text", "text": self.content}]}]
@@ -86,8 +95,9 @@ def _scene(name: str, split: Any, number: int) -> Prompt:
 
 
 def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt]:
-    """The prompts of a folder, in a fixed order: lines `{"image": path or list, "prompt": text, "kind": name}` of `*.jsonl` files
-    (image and kind may be left out; paths are relative to the file), pictures with a default question, text files as they are.
+    """The prompts of a folder, in a fixed order: lines `{"image": path or list, "prompt": text, "kind": name}` or
+    `{"messages": conversation, "kind": name}` of `*.jsonl` files (image and kind optional, paths are relative to the file),
+    pictures with a default question, text files as they are.
 
     A prompt is held out by the content of its first image, or by its text where it has none, so that adding files moves no
     other. Raises InputError for what cannot be read.
@@ -101,22 +111,24 @@ def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt
     if not found:
         wanted = ", ".join((*IMAGES, *TEXTS, ".jsonl"))
         raise InputError(f"--data {folder}: there is no prompt in it. Fix: put files that end in {wanted} there, or use --scenes")
-    if unseen is not None and unseen not in {kind for kind, _, _ in found}:
-        raise InputError(f"--unseen {unseen}: no prompt is of that kind; there are {', '.join(sorted({k for k, _, _ in found}))}")
+    if unseen is not None and unseen not in {kind for kind, *_ in found}:
+        raise InputError(f"--unseen {unseen}: no prompt is of that kind; there are {', '.join(sorted({k for k, *_ in found}))}")
     prompts: dict[str, Prompt] = {}
     contents: dict[Path, str] = {}
-    for kind, content, images in found:
-        places = [str(path.relative_to(root) if path.is_relative_to(root) else path) for path in images]
+    for kind, content, images, said in found:
+        places = [str(Path(path).relative_to(root) if Path(path).is_relative_to(root) else path) for path in images]
         digest = hashlib.sha256("\0".join([kind, content, *places]).encode()).hexdigest()
         side = (_content(images[0], contents) if images else digest)[:SIDE]
         group = "held-out" if int(side[:2], 16) < HELD_OUT_SHARE * 256 else "train"
         name = f"{'unseen' if kind == unseen else group}/{kind}/{side}-{digest[:12]}"
-        prompts[name] = Prompt(name, content, images)
+        prompts[name] = Prompt(name, content, images, said=said)
     return list(prompts.values())
 
 
-def _content(image: Path, known: dict[Path, str]) -> str:
-    """SHA-256 of an image file."""
+def _content(image: Path | str, known: dict[Path, str]) -> str:
+    """SHA-256 of an image file, or of a URL."""
+    if isinstance(image, str):
+        return hashlib.sha256(image.encode()).hexdigest()
     if image not in known:
         try:
             with image.open("rb") as file:
@@ -128,13 +140,13 @@ def _content(image: Path, known: dict[Path, str]) -> str:
     return known[image]
 
 
-def _prompts_of(path: Path) -> Iterator[tuple[str, str, tuple[Path, ...]]]:
-    """(kind, text, images) of one file."""
+def _prompts_of(path: Path) -> Iterator[Found]:
+    """The prompts of one file."""
     suffix = path.suffix.lower()
     if suffix in IMAGES:
-        yield "image", DEFAULT_QUESTION, (path,)
+        yield "image", DEFAULT_QUESTION, (path,), ()
     elif suffix in TEXTS:
-        yield "text", path.read_text("utf-8", errors="replace").strip(), ()
+        yield "text", path.read_text("utf-8", errors="replace").strip(), (), ()
     elif suffix == ".jsonl":
         try:
             lines = path.read_text("utf-8-sig").splitlines()
@@ -145,15 +157,34 @@ def _prompts_of(path: Path) -> Iterator[tuple[str, str, tuple[Path, ...]]]:
                 yield _line(path, number, line)
 
 
-def _line(path: Path, number: int, line: str) -> tuple[str, str, tuple[Path, ...]]:
+def _line(path: Path, number: int, line: str) -> Found:
+    said: tuple[dict[str, Any], ...] = ()
     try:
         item = json.loads(line)
-        named: Sequence[str] = item.get("image") or ()
-        images = tuple(path.parent / name for name in ([named] if isinstance(named, str) else named))
-        kind, prompt = str(item.get("kind", path.stem)), item["prompt"]
+        kind = str(item.get("kind", path.stem))
+        if "messages" in item:
+            said = tuple(placed(item["messages"], path.parent, f"{path}, line {number}"))
+            prompt, images = json.dumps(item["messages"], sort_keys=True), _images_of(said)
+        else:
+            named: Sequence[str] = item.get("image") or ()
+            images = tuple(path.parent / name for name in ([named] if isinstance(named, str) else named))
+            prompt = item["prompt"]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         wanted = '{"image": "photo.jpg", "prompt": "What is this?"}, the image optional'
         raise InputError(f"{path}, line {number} is no prompt ({error}). Fix: {wanted}") from error
-    if missing := [str(image) for image in images if not image.is_file()]:
+    if missing := [str(image) for image in images if isinstance(image, Path) and not image.is_file()]:
         raise InputError(f"{path}, line {number}: no such image: {', '.join(missing)}")
-    return kind.replace("/", "-").replace("@", "-"), str(prompt), images
+    return kind.replace("/", "-").replace("@", "-"), str(prompt), images, said
+
+
+def _images_of(messages: Sequence[dict[str, Any]]) -> tuple[Path | str, ...]:
+    """Files of a conversation's images; those that are elsewhere as they are named."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    sources = [image_source(part) for part in parts if isinstance(part, dict)]
+    return tuple(_place(str(source)) for source in sources if source is not None)
+
+
+def _place(image: str) -> Path | str:
+    if image.lower().startswith(ELSEWHERE):
+        return image
+    return file_of_url(image) if image.lower().startswith("file://") else Path(image)

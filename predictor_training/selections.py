@@ -16,7 +16,7 @@ import torch
 
 from vismoe.engine import Engine
 from vismoe.errors import InputError
-from vismoe.models.images import open_image
+from vismoe.models.images import fetch_image
 from vismoe.models.loading import runtime_of
 from vismoe.models.prompts import PromptBuilder
 from vismoe.models.visual import UNCALIBRATED_SELECTION, pruning_of
@@ -88,7 +88,7 @@ def scorer(engine: Engine) -> Scorer:
     builder = PromptBuilder(engine.processor, getattr(engine.model.config, "image_token_id", None))
 
     def score(prompt: Prompt) -> Mapping[str, float]:
-        inputs = builder.build(prompt.messages(), open_image).inputs.to(engine.model.device)
+        inputs = builder.build(prompt.messages(), fetch_image).inputs.to(engine.model.device)
         return engine.with_model(lambda model: _scored(model, dict(inputs), engine))
 
     return score

@@ -214,6 +214,26 @@ def test_images_come_before_the_text_as_upright_rgb_pictures(engine, picture):
     }
 
 
+def test_a_conversation_comes_from_a_file(engine, picture, tmp_path, capsys):
+    talk = [
+        {"role": "user", "content": [{"type": "image", "image": "red.png", "max_pixels": 50176}, {"type": "text", "text": "?"}]}
+    ]
+    (tmp_path / "talk.json").write_text(json.dumps({"messages": talk}))
+    assert cli.main(["chat", "./model", "--json", "--messages", str(tmp_path / "talk.json")]) == 0
+    ((message,), _) = engine.calls[0]
+    image, text = message["content"]
+    assert engine.asked["model"] == "./model" and text == {"type": "text", "text": "?"}
+    assert image["max_pixels"] == 50176 and image["image"].size == (32, 16)
+
+
+@pytest.mark.parametrize("more", [["What?"], ["--image", "PICTURE"]])
+def test_a_conversation_in_a_file_is_whole(engine, picture, tmp_path, capsys, more):
+    (tmp_path / "talk.json").write_text('[{"role": "user", "content": "Hello!"}]')
+    flags = ["--messages", str(tmp_path / "talk.json"), *(flag.replace("PICTURE", picture) for flag in more)]
+    assert cli.main(["chat", *flags]) == 2
+    assert "Fix: put the question and its images into the file" in capsys.readouterr().err and not hasattr(engine, "asked")
+
+
 def test_a_map_of_kept_tokens_is_saved_and_said(engine, picture, tmp_path, capsys):
     assert cli.main(["chat", "--image", picture, "What?", "--keep", "0.5", "--kept-map", str(tmp_path / "maps")]) == 0
     out = capsys.readouterr().out

@@ -25,15 +25,16 @@ ROWS = {
     "bench": 7, "cli": 7, "app": 7, "eval": 7, "predictor_training": 7,
 }  # fmt: skip
 FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "predictor_training": "vismoe.predictor_training"}
-# Never needed to import the package: each lives behind an extra, or is a build of torch that a user may lack.
+# Never needed to import the package: each lives behind an extra, or is a build of torch that a user may lack, or of use later.
 OPTIONAL = {
     "torchvision", "gradio", "matplotlib", "lmms_eval", "fastapi", "triton", "uvicorn", "gguf", "llama_cpp", "starlette",
-    "openai", "prometheus_client", "httpx", "httpcore", "pydantic", "ray",
+    "openai", "prometheus_client", "httpx", "httpcore", "pydantic", "ray", "qwen_vl_utils", "requests",
 }  # fmt: skip
 
-# The files that are an extra's own: whoever imports one does so inside a function, or is one of them.
+# The files that are such a package's own: whoever imports one does so inside a function, or is one of them.
 BEHIND_AN_EXTRA = {
-    *(f"app/{name}.py" for name in "ui answers api api_errors callers completions guard remote_images schemas serving".split()),
+    "vismoe/models/remote_images.py",
+    *(f"app/{name}.py" for name in "ui answers api api_errors callers completions guard schemas serving".split()),
     *(f"eval/{name}.py" for name in ("lmms_model", "soak_clients")),
 }
 

@@ -38,7 +38,7 @@ def calibrate_arguments(parser: ArgumentParser) -> None:
         "--data",
         metavar="FOLDER",
         help='your own: *.jsonl with lines {"image": "photo.jpg", "prompt": "What is this?"} (image '
-        "optional, or a list), images, texts",
+        'optional, or a list) or {"messages": [...]}, images, texts',
     )
     data.add_argument("--scenes", action="store_true", help="generated scenes of the demo world")
     data.add_argument(

@@ -12,6 +12,7 @@ from vismoe.cli_conversation import (
     ctrl_c_cancels,
     introduce,
     open_images,
+    open_messages,
     save_kept_maps,
     start_reply,
     user_message,
@@ -33,8 +34,6 @@ from vismoe.config import SERVING_DEFAULTS
 from vismoe.errors import InputError
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from vismoe.engine import Engine
 
 __all__ = ["CHAT", "UI"]
@@ -49,7 +48,12 @@ def chat_arguments(parser: ArgumentParser) -> None:
         "with no question a conversation begins",
     )
     parser.add_argument(
-        "--image", action="append", default=[], metavar="PATH", help="an image to ask about; again for more images"
+        "--image", action="append", default=[], metavar="PATH|URL", help="an image to ask about; again for more images"
+    )
+    parser.add_argument(
+        "--messages",
+        metavar="FILE",
+        help="answer the conversation in this JSON file: messages as Qwen's documentation has them, image paths relative to it",
     )
     add_answer_flags(parser)
     parser.add_argument("--sample", action="store_true", help="sample as the model's generation config says (default: greedy)")
@@ -81,15 +85,19 @@ def run_ui(arguments: Namespace) -> int:
 def run_chat(arguments: Namespace) -> int:
     """One answer or a conversation; the exit code."""
     model, question = model_and_question(arguments.words, arguments.model)
-    if arguments.json and question is None:
+    asked = question is not None or arguments.messages
+    if arguments.messages and (question is not None or arguments.image):
+        raise InputError("--messages is a whole conversation. Fix: put the question and its images into the file")
+    if arguments.json and not asked:
         raise InputError('--json answers one question: vismoe chat --json "What is in the picture?" --image PICTURE')
     given_settings(arguments)
-    if arguments.kept_map and question is None:
+    if arguments.kept_map and not asked:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
     images = open_images(arguments.image)  # before the model is loaded: a wrong path is said at once
+    messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", images)]
     with load_engine(arguments, model) as engine, _recording(engine, arguments.trace):
-        if question is not None:
-            return _answer_once(engine, arguments, question, images)
+        if asked:
+            return _answer_once(engine, arguments, messages)
         return Conversation(engine, arguments, images).run()
 
 
@@ -97,7 +105,7 @@ def _recording(engine: "Engine", path: str | None) -> contextlib.AbstractContext
     return engine.record(path) if path else contextlib.nullcontext()
 
 
-def _answer_once(engine: "Engine", arguments: Namespace, question: str, images: list["Image.Image"]) -> int:
+def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]]) -> int:
     from rich.console import Console
 
     from vismoe.cli_print import print_figures
@@ -105,7 +113,7 @@ def _answer_once(engine: "Engine", arguments: Namespace, question: str, images: 
     console = Console()
     if not arguments.json:
         introduce(console, engine)
-    reply = start_reply(engine, arguments, [user_message(question, images)])
+    reply = start_reply(engine, arguments, messages)
     with ctrl_c_cancels(reply) as stop:
         for piece in reply:
             if not arguments.json:
@@ -129,6 +137,7 @@ CHAT = Command(
   vismoe chat                                                    a conversation with the bundled demo model
   vismoe chat --image a.png --image b.png "What differs?"        one question about two images
   vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
+  vismoe chat --messages talk.json                               a conversation in the form of Qwen's documentation
   vismoe chat --image a.png --keep 0.5 --kept-map maps "What?"   half of the visual tokens, and a picture of which
   vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, figures as JSON
 In a conversation, /help lists the commands; Ctrl-C stops an answer.""",

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from vismoe.engine import Engine
     from vismoe.generate import Figures, Reply
 
-__all__ = ["Conversation", "ctrl_c_cancels", "introduce", "open_images", "save_kept_maps", "start_reply", "user_message"]
+__all__ = [
+    "Conversation",
+    "ctrl_c_cancels",
+    "introduce",
+    "open_images",
+    "open_messages",
+    "save_kept_maps",
+    "start_reply",
+    "user_message",
+]
 
 HELP = """\
 /image PATH   attach an image to the next question (again for several images)
@@ -39,9 +48,18 @@ LEAST_RETENTION = 0.5
 
 
 def open_images(paths: list[str]) -> list["Image.Image"]:
-    from vismoe.models.images import open_image
+    """Upright pictures of paths and URLs."""
+    from vismoe.models.images import fetch_image
 
-    return [open_image(path) for path in paths]
+    return [fetch_image(path) for path in paths]
+
+
+def open_messages(file: str) -> list[dict[str, Any]]:
+    """The conversation in a file, its images opened."""
+    from vismoe.models.images import fetch_image
+    from vismoe.models.message_files import read_messages, with_images
+
+    return with_images(read_messages(file), fetch_image)
 
 
 def user_message(question: str, images: list["Image.Image"]) -> dict[str, Any]:

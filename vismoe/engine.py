@@ -26,7 +26,7 @@ from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
 from vismoe.models.families import refuse_prequantized
 from vismoe.models.image_cache import ImageCache
-from vismoe.models.images import open_image
+from vismoe.models.images import fetch_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
 from vismoe.models.preview import model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
@@ -217,17 +217,19 @@ class Engine:
         """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
-        with a path, bytes, data URI or PIL image. Decoding is greedy unless `sample`, which takes the model's generation config,
-        with `temperature` and `top_p` in its place where given, and is repeatable with a `seed`. stop: the answer ends before the
-        first of these strings. image_tokens: least and most visual tokens per image. keep: share of the visual tokens that deeper
-        layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
+        with a path, file:// or http(s) URL (of a public server), bytes, data URI or PIL image; for Qwen's models also with
+        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them. Decoding is greedy
+        unless `sample`, which takes the model's generation config, with `temperature` and `top_p` in its place where given, and
+        is repeatable with a `seed`. stop: the answer ends before the first of these strings. image_tokens: least and most visual
+        tokens of an image whose part says nothing of its size. keep: share of the visual tokens that deeper layers see, and
+        selection: which ones, both as loaded unless given; they hold for all images of the conversation.
         reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
         policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
         pruning = self._pruning(keep, selection)
         settings = self._plans.asked_for_once(policy, formats, retention)
-        prompt = self.prompts.build(messages, open_image, image_tokens)
+        prompt = self.prompts.build(messages, fetch_image, image_tokens, self.plan.context)
         choice = _choice(sample, temperature, top_p)
         return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse, settings)
 

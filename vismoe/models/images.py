@@ -2,7 +2,8 @@
 
 Promises: the header is read before any pixel is decoded, and a picture above the pixel limit is refused unread; a damaged file
 is an error, never a half-grey picture; EXIF orientation is applied; transparency is laid on white; 16-bit and float pictures are
-scaled to 8 bit. Nothing is fetched over the network, and videos are refused by name.
+scaled to 8 bit. `open_image` fetches nothing over the network, `fetch_image` from public servers only. Videos are refused by
+name.
 Sizes are pixels.
 """
 
@@ -15,13 +16,14 @@ import threading
 import zlib
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import unquote
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from vismoe.errors import InputError
 
-__all__ = ["MAX_PIXELS", "ImageSource", "open_image"]
+__all__ = ["MAX_PIXELS", "ImageSource", "fetch_image", "file_of_url", "open_image"]
 
 ImageSource = str | Path | bytes | Image.Image
 
@@ -67,8 +69,22 @@ UPRIGHT = {
 }  # EXIF orientation -> what makes the picture upright
 
 
+def fetch_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """`open_image`, and in addition pictures at http:// and https:// URLs, which are downloaded from public addresses only."""
+    if not isinstance(source, str) or not source.lower().startswith(("http://", "https://")):
+        return open_image(source, max_pixels)
+    from vismoe.models.remote_images import download  # takes a tenth of a second to import
+
+    name = source[:200]
+    try:
+        body = download(source)
+    except InputError as error:
+        raise InputError(f"{name}: {error}. Fix: a URL of a public server, or save the file and give its path") from error
+    return _decode(io.BytesIO(body), name, max_pixels)
+
+
 def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An upright RGB picture from a path, encoded bytes, a `data:` URI or a Pillow image (which is not changed).
+    """An upright RGB picture from a path or `file://` URL, encoded bytes, a `data:` URI or a Pillow image (which is not changed).
 
     Raises InputError: nothing there, not an image, damaged, empty, a video, or more than `max_pixels`.
     Of an animation or a multi-page file the first frame is used, and a warning on the `vismoe` logger says so; of a Pillow
@@ -86,7 +102,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         raise InputError(f"{source}: images are not downloaded; save the file and give its path")
     path = Path(source)
     try:
-        path = path.expanduser()
+        path = file_of_url(source) if isinstance(source, str) and source[:7].lower() == "file://" else path.expanduser()
         if not path.exists():
             raise InputError(f"{source}: no such file (looked in {Path.cwd()})")
         if not path.is_file():
@@ -95,6 +111,12 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
             return _decode(file, str(source), max_pixels, path.suffix.lower())
     except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
         raise InputError(f"{str(source)[:200]}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def file_of_url(url: str) -> Path:
+    """The file that a `file://` URL names: as it is written, which is how qwen-vl-utils reads it, or percent-decoded."""
+    path = Path(url[7:])
+    return path if path.exists() else Path(unquote(url[7:].removeprefix("localhost")))
 
 
 def _data_uri_bytes(uri: str) -> bytes:

@@ -12,7 +12,13 @@ from typing import Any
 from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-QWEN3_VL_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # their images go through Qwen3VLProcessor
+QWEN3_VL_FAMILIES = (
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen4_exp",
+)  # their images go through Qwen3VLProcessor
 
 
 class ImageOnlyProcessor(Qwen3VLProcessor):

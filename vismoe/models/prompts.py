@@ -10,8 +10,9 @@ from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
 
-from vismoe.errors import InputError
+from vismoe.errors import ContextError, InputError
 from vismoe.models.processor import load_processor
+from vismoe.models.qwen_images import Picture, QwenImages, asked_size, image_source
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token
 TEXT_INPUTS = ("input_ids", "attention_mask", *TOKEN_KINDS)
@@ -110,9 +111,11 @@ class PromptBuilder:
         messages: Sequence[dict[str, Any]],
         open_image: Callable[[Any], Image.Image],
         image_tokens: tuple[int, int] | None = None,
+        context: int | None = None,
     ) -> Prompt:
-        """Inputs for one conversation. Raises InputError for what cannot be answered."""
-        images: list[Image.Image] = []
+        """Inputs for one conversation. Raises InputError for what cannot be answered, and ContextError before pixels are made of
+        images that have more visual tokens than `context`."""
+        images: list[Picture] = []
         plain: list[dict[str, Any]] = [
             {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
         ]
@@ -126,12 +129,12 @@ class PromptBuilder:
             for message in plain:
                 message["content"] = "".join(part["text"] for part in message["content"])
         text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        options: dict[str, Any] = {"images": images, **self._pixel_limits(image_tokens)} if images else {}
+        options = self._image_options(images, image_tokens, context) if images else {}
         try:
             inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
         except ValueError as error:  # e.g. an image two hundred times as wide as it is high
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
-        return self._prompt(inputs, tuple(images), options, text)
+        return self._prompt(inputs, tuple(picture.image for picture in images), options, text)
 
     def build_text(self, text: str) -> Prompt:
         """Inputs that go on from `text` as it is, without a chat template. Raises InputError."""
@@ -149,9 +152,9 @@ class PromptBuilder:
             len(ids),
             len(visual),
             images,
-            tuple(_name(image, settings) for image in images),
+            tuple(_name(image, settings) for image in options.get("images", ())),
             _places(visual, len(images)),
-            lambda numbers: self._image_inputs([images[number] for number in numbers], options),
+            lambda numbers: self._image_inputs([options["images"][number] for number in numbers], options),
             lambda: self.processor(text=[text], return_tensors="pt", **options),
         )
 
@@ -162,15 +165,16 @@ class PromptBuilder:
         return made
 
     def _content(
-        self, message: dict[str, Any], images: list[Image.Image], open_image: Callable[[Any], Image.Image]
+        self, message: dict[str, Any], images: list[Picture], open_image: Callable[[Any], Image.Image]
     ) -> list[dict[str, Any]]:
         """Parts in the template's form; images are opened into `images` in order."""
         content = message.get("content")
         parts = []
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "image" and part.get("image") is not None:
-                images.append(open_image(part["image"]))
+            kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
+            if isinstance(part, dict) and (source := image_source(part)) is not None:
+                size = asked_size(part)
+                images.append(Picture(open_image(source), size))
                 parts.append({"type": "image"})
             elif kind == "text" and isinstance(part.get("text"), str):
                 parts.append({"type": "text", "text": self._without_placeholders(part["text"])})
@@ -189,6 +193,27 @@ class PromptBuilder:
             if token in text:
                 raise InputError(f"the text contains {token}, which stands for an image. Fix: leave it out, and attach the image")
         return text
+
+    def _image_options(
+        self, pictures: list[Picture], image_tokens: tuple[int, int] | None, context: int | None
+    ) -> dict[str, Any]:
+        """Arguments of the processor about the images: themselves, at the size they get where that is for us to say."""
+        limits, qwen = self._pixel_limits(image_tokens), QwenImages.of(self.processor)
+        if qwen is None:
+            if any(picture.size for picture in pictures):
+                family = type(self.processor).__name__
+                raise InputError(f"min_pixels and the like are of Qwen's models; this one has a {family}. Fix: leave them out")
+            return {"images": [picture.image for picture in pictures], **limits}
+        asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
+        tokens = sum(qwen.tokens(picture.image, size) for picture, size in zip(pictures, asked))
+        if context is not None and tokens > context:
+            raise ContextError(
+                f"the conversation's images have {tokens:,} visual tokens, the planned context is {context:,}. "
+                f"Fix: load with context={2 * tokens} (--context), use smaller images (--image-tokens, max_pixels), or start anew"
+            )
+        images = [qwen.resized(picture.image, size) for picture, size in zip(pictures, asked)]
+        resize = {} if qwen.again and not limits else {"images_kwargs": {"do_resize": False}}
+        return {"images": images, **resize}
 
     def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:
         """Arguments that make the family's image processor give between least and most tokens per image."""

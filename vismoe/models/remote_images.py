@@ -23,7 +23,7 @@ import httpx
 
 from vismoe.errors import InputError
 
-__all__ = ["RemoteImages", "is_public"]
+__all__ = ["RemoteImages", "download", "is_public"]
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
@@ -32,6 +32,8 @@ HEADERS = (("User-Agent", "vismoe"), ("Accept", "image/*"), ("Accept-Encoding", 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 4096
+MAX_BYTES = 20 * 2**20  # of an image that `download` gets
+TIMEOUT_S = 10.0  # for it
 MAX_ADDRESSES = 4  # tried one after another
 DOWNLOADS = 16  # at a time
 RESOLVERS = DOWNLOADS  # threads: a name server that never answers holds one of these for a while, and nothing else
@@ -138,6 +140,20 @@ class RemoteImages:
             self._resolvers, lambda: socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         )
         return list(dict.fromkeys(str(place[0]) for *_, place in found))
+
+
+def download(url: str) -> bytes:
+    """The body that a GET of `url` ends at, for callers without an event loop, or in one that this blocks. Raises InputError."""
+
+    async def fetched() -> bytes:
+        remote = RemoteImages()
+        try:
+            return await remote.fetch(url, MAX_BYTES, TIMEOUT_S)
+        finally:
+            remote.close()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="vismoe-download") as thread:
+        return thread.submit(asyncio.run, fetched()).result()
 
 
 class PublicNetwork(httpcore.AsyncNetworkBackend):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.config import ENGINE_DEFAULTS, Settings, check_answer
 from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
 from vismoe.figures import PrecisionInfo
 from vismoe.generate import Reply, refuse_own_loop
@@ -37,8 +37,6 @@ from vismoe.request import Asked, Request, Shared
 from vismoe.simulate.trace import TraceWriter
 from vismoe.turns import Turns
 from vismoe.vision.selection import Pruning
-
-MOST_TEMPERATURE = 2.0
 
 Messages = Sequence[dict[str, Any]]
 Result = TypeVar("Result")
@@ -225,6 +223,8 @@ class Engine:
         policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
+        check_answer(max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse)
+        check_answer(image_tokens=image_tokens, keep=keep, selection=selection)
         pruning = self._pruning(keep, selection)
         settings = self._plans.asked_for_once(policy, formats, retention)
         prompt = self.prompts.build(messages, open_image, image_tokens)
@@ -247,6 +247,7 @@ class Engine:
         retention: float | None = None,
     ) -> Reply:
         """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
+        check_answer(max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse)
         settings = self._plans.asked_for_once(policy, formats, retention)
         prompt = self.prompts.build_text(text)
         return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)
@@ -262,10 +263,6 @@ class Engine:
         reuse: bool,
         settings: Settings,
     ) -> Reply:
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise InputError(f"max_tokens={max_tokens}: a whole number, since an answer has at least one token")
-        if seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
-            raise InputError(f"seed={seed}: a whole number of 64 bits")
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             raise ContextError(
@@ -398,11 +395,9 @@ class Engine:
 def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dict[str, Any]:
     """How tokens are chosen, as options of transformers' generate. Raises InputError."""
     if not sample:
+        if temperature is not None or top_p is not None:
+            raise InputError(f"temperature={temperature}, top_p={top_p} with sample=False, which is greedy. Fix: sample=True")
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature is not None and not 0 < temperature <= MOST_TEMPERATURE:
-        raise InputError(f"temperature={temperature}: above 0 and up to {MOST_TEMPERATURE:g}; sample=False is greedy")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"top_p={top_p}: above 0 and up to 1")
     given = {"temperature": temperature, "top_p": top_p}
     return {"do_sample": True, **{name: float(value) for name, value in given.items() if value is not None}}
 

@@ -24,11 +24,12 @@ from vismoe.generate import Reply, refuse_own_loop
 from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
+from vismoe.models.checked import folder_or_name, reading_checkpoint, refuse_unfit
 from vismoe.models.families import refuse_prequantized
 from vismoe.models.image_cache import ImageCache
 from vismoe.models.images import open_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.preview import model_class, read_config, torch_dtype
+from vismoe.models.preview import checkpoint_files, model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
 from vismoe.models.visual import pruning_of
 from vismoe.paging.pager import Pager
@@ -65,22 +66,25 @@ def load(
     `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
     """
     chosen = Settings.of(**{**ENGINE_DEFAULTS, **settings})
-    name = str(model if model is not None else demo_model())
+    name = str(folder_or_name(model if model is not None else demo_model()))
+    place = str(torch_device(device))
     config = read_config(name, revision=revision)
     refuse_prequantized(config)
-    refuse_own_loop(model_class(config), name)
-    place = str(torch_device(device))
-    try:
-        loaded = model_class(config).from_pretrained(
+    with reading_checkpoint(name):
+        refuse_own_loop(model_class(config), name)
+    with reading_checkpoint(name):
+        checkpoint_files(name, revision=revision)
+        loaded, found = model_class(config).from_pretrained(
             name,
             revision=revision or "main",
-            dtype=dtype if dtype == "auto" else torch_dtype(config, dtype),
+            dtype=dtype if isinstance(dtype, str) and dtype == "auto" else torch_dtype(config, dtype),
             device_map=place if place != "cpu" else None,
             quantization_config=VisMoEConfig(**vars(chosen)),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the names that the library only prints
         )
-    except OSError as error:
-        raise CheckpointError(f"{name} could not be loaded: {error}. Fix: check that all of its files are there") from error
-    return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
+        refuse_unfit(found, name)
+        return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,9 @@ class Engine:
         policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
-        check_answer(max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse)
+        check_answer(
+            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
+        )
         check_answer(image_tokens=image_tokens, keep=keep, selection=selection)
         pruning = self._pruning(keep, selection)
         settings = self._plans.asked_for_once(policy, formats, retention)
@@ -247,7 +253,9 @@ class Engine:
         retention: float | None = None,
     ) -> Reply:
         """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
-        check_answer(max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse)
+        check_answer(
+            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
+        )
         settings = self._plans.asked_for_once(policy, formats, retention)
         prompt = self.prompts.build_text(text)
         return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)

@@ -19,7 +19,8 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from vismoe.errors import InputError
+from vismoe.errors import ConfigError, InputError
+from vismoe.ranges import file_name, shown
 
 __all__ = ["MAX_PIXELS", "ImageSource", "open_image"]
 
@@ -84,17 +85,16 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         raise InputError(f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}")
     if str(source).lower().startswith(("http://", "https://", "ftp://")):
         raise InputError(f"{source}: images are not downloaded; save the file and give its path")
-    path = Path(source)
     try:
-        path = path.expanduser()
+        path = file_name(source).expanduser()
         if not path.exists():
             raise InputError(f"{source}: no such file (looked in {Path.cwd()})")
         if not path.is_file():
             raise InputError(f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file")
         with path.open("rb") as file:
             return _decode(file, str(source), max_pixels, path.suffix.lower())
-    except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
-        raise InputError(f"{str(source)[:200]}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: `~nobody` has no home
+        raise InputError(f"{shown(str(source))}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _data_uri_bytes(uri: str) -> bytes:

@@ -22,6 +22,7 @@ from vismoe.memory.hardware import probe, torch_device
 from vismoe.memory.kernel_cache import bound_kernel_caches
 from vismoe.models.adapters import adapt
 from vismoe.models.attention import group_queries
+from vismoe.models.checked import refuse_routing
 from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
 from vismoe.models.families import refuse_unsupported, unmark_quantized
@@ -77,6 +78,7 @@ class VisMoEQuantizer(HfQuantizer):
         bound_kernel_caches()
         adapt(model)
         refuse_unsupported(model)
+        refuse_routing(model)
         device = _one_device(device_map)
         with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
             source, stores, experts = open_experts(model, checkpoint_files, settings, device)

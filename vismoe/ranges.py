@@ -255,6 +255,10 @@ def file_name(path: str | Path) -> Path:
         raise ConfigError(f"a path that can be encoded ({error})") from error
     if not text or b"\0" in encoded:
         raise ConfigError("a path, which is not empty and has no null character")
+    try:
+        Path(text).expanduser()
+    except RuntimeError as error:  # `~nobody` has no home
+        raise ConfigError(f"a path ({error})") from error
     return Path(text)
 
 

@@ -52,6 +52,8 @@ def reading_checkpoint(model: str | Path) -> Iterator[None]:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise BudgetError(f"{model}: memory ran out while it was read: {first_line(error)}", "a smaller --memory") from error
+    except OSError as error:
+        raise CheckpointError(f"{model} could not be loaded: {error}. Fix: check that all of its files are there") from error
     except Exception as error:  # the boundary to files of others and to libraries that read them
         if isinstance(error, RuntimeError) and "not enough memory" in str(error):  # torch's allocator of host memory
             raise BudgetError(f"{model}: memory ran out while it was read: {first_line(error)}", "a smaller --memory") from error

@@ -6,7 +6,7 @@ states are exact whatever the family.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ __all__ = ["footprint", "with_calibration"]
 
 FEW_TOKENS = 4
 SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: measured up to here, linear beyond (a chunk has 256)
+BETWEEN_TOKENS = tuple(2**power for power in range(13, 24, 2))  # measured below a long context, of which less may be advised
+MEASURED_IMAGE_TOKENS = 2**17  # towers compute positions on the CPU; their memory is linear in the tokens
 TOKENIZER_TOKEN_BYTES = 1100  # measured: a byte-level BPE tokenizer of 151,643 tokens took 156 MiB
 GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row per token, [..., tokens, width]
 
@@ -48,7 +50,8 @@ def footprint(
     context, config = settings.context, model.config.get_text_config()
     runs = [_Forward(model, min(FEW_TOKENS, context))]
     recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
-    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (context,))} - {runs[0].tokens}
+    between = (tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context)
+    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (*between, context))} - {runs[0].tokens}
     runs += [_Forward(model, tokens) for tokens in sorted(more)]
     layers = runs[-1].cache_layers
 
@@ -59,7 +62,7 @@ def footprint(
         return max(0, peak_bytes - sum(layer.nbytes(run.tokens) for layer in layers))
 
     images = min(context, image_tokens or context)
-    vision = vision_memory(model, images)
+    vision = vision_memory(model, min(images, MEASURED_IMAGE_TOKENS))
     item = model.dtype.itemsize
     return Footprint(
         family=model.config.model_type,
@@ -69,7 +72,7 @@ def footprint(
         cache_layers=layers,
         prefill=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
         decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
-        padding=Curve(((0, 0), (context, runs[-1].padding_bytes * -(-(context**2) // runs[-1].tokens ** 2)))),
+        padding=Curve(tuple(_padding(runs, context))),
         encode=vision.encode,
         image_token_bytes=vision.held_token_bytes,
         max_image_tokens=images if vision.encode.points else 0,
@@ -80,6 +83,16 @@ def footprint(
         host_workspace_bytes=host_workspace_bytes,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
     )
+
+
+def _padding(runs: "list[_Forward]", context: int) -> Iterator[tuple[int, int]]:
+    """Points of what padding adds: measured, and beyond the last measured one, with twice the tokens four times as much."""
+    yield 0, 0
+    yield from ((run.tokens, run.padding_bytes) for run in runs)
+    tokens, nbytes = runs[-1].tokens, runs[-1].padding_bytes
+    while tokens < context:
+        tokens, nbytes = 2 * tokens, 4 * nbytes
+        yield tokens, nbytes
 
 
 def with_calibration(needs: Footprint, calibration: Calibration | None, settings: Settings, device: torch.device) -> Footprint:

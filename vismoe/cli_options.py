@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vismoe.config import ANSWERS, ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
-from vismoe.ranges import Rule, shown
+from vismoe.ranges import Rule, file_name, shown
 
 if TYPE_CHECKING:
     from vismoe.engine import Engine
@@ -116,13 +116,20 @@ def model_and_question(words: list[str], model: str | None) -> Words:
         return Words(_expanded(model), words[0] if words else None)
     word = words[0]
     is_question = any(letter.isspace() for letter in word) or "?" in word
-    names_a_model = word.startswith(("/", "./", "../", "~")) or HUB_NAME.fullmatch(word) or Path(word).is_dir()
+    names_a_model = word.startswith(("/", "./", "../", "~")) or HUB_NAME.fullmatch(word) or _is_folder(word)
     return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
 
 
 def _expanded(model: str | None) -> str | None:
-    """A quoted `~/model` as the shell would have expanded it."""
-    return str(Path(model).expanduser()) if model and model.startswith("~") else model
+    """A quoted `~/model` as the shell would have expanded it. Raises ConfigError."""
+    return str(file_name(model).expanduser()) if model and model.startswith("~") else model
+
+
+def _is_folder(word: str) -> bool:
+    try:
+        return Path(word).is_dir()
+    except OSError:  # longer than any name
+        return False
 
 
 def add_model_flags(parser: ArgumentParser) -> None:

@@ -34,6 +34,8 @@ MOST_TOKENS = 2**24  # of a context: more than any model is made for
 MOST_LAYERS = 2**12
 MOST_IO_THREADS = 64  # more than any disk wants
 MOST_STOPS = 4
+MOST_STOP_CHARACTERS = 1000
+MOST_ROWS = 2**12  # of a batch
 
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
 
@@ -116,7 +118,7 @@ Share = Annotated[float, Range(0, 1)]
 Kept = Annotated[float, Range(0, 1, above=True)]
 Tokens = Annotated[int, Range(1, MOST_TOKENS, "tokens")]
 Layers = Annotated[int, Range(0, MOST_LAYERS, "layers")]
-StopText = Annotated[str, Range(1, 1000, "characters")]
+StopText = Annotated[str, Range(1, MOST_STOP_CHARACTERS, "characters")]
 Threads = Annotated[int, Range(1, MOST_IO_THREADS, "threads")]
 Rate = Annotated[float, Range(1, MOST_BYTES, "bytes per second")]
 OneLayer = Annotated[int, Range(1, MOST_LAYERS)]
@@ -212,6 +214,10 @@ class AnswerOptions:
     keep: Kept | None = None
     selection: Selection | None = None
     reuse: bool = False
+    batch_size: Annotated[int, Range(1, MOST_ROWS, "requests")] = 1  # of lmms-eval
+    top_k: Annotated[int, Range(0, MOST_TOKENS)] | None = None  # these are its tasks' alone
+    num_beams: Annotated[int, Range(1, MOST_ROWS)] = 1
+    repetition_penalty: Annotated[float, Range(0, 100, above=True)] = 1.0
 
 
 ANSWERS = rules_of(AnswerOptions)

@@ -115,8 +115,8 @@ class Several:
 
     @property
     def words(self) -> str:
-        count = self.count.low if self.count.low == self.count.high else f"up to {self.count.high}"
-        return f"a tuple of {count}, each {' or '.join(kind.words for kind in self.kinds)}"
+        many = f" of {self.count.low}" if self.count.low == self.count.high else f" of up to {self.count.high}"
+        return f"a tuple{many if self.count != Range() else ''}, each {' or '.join(kind.words for kind in self.kinds)}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class Rule:
     @property
     def range(self) -> Range:
         """Of its numbers."""
-        return next((kind.range for kind in self.kinds if isinstance(kind, Kind) and kind.type in (int, float)), Range())
+        kinds = (one for kind in self.kinds for one in (kind.kinds if isinstance(kind, Several) else (kind,)))
+        return next((kind.range for kind in kinds if kind.type in (int, float)), Range())
 
     @property
     def _numbers(self) -> Any:
@@ -254,7 +255,7 @@ def file_name(path: str | Path) -> Path:
     except UnicodeEncodeError as error:
         raise ConfigError(f"a path that can be encoded ({error})") from error
     if not text or b"\0" in encoded:
-        raise ConfigError("a path, which is not empty and has no null character")
+        raise ConfigError("a path, which is not empty and has no null byte")
     try:
         Path(text).expanduser()
     except RuntimeError as error:  # `~nobody` has no home

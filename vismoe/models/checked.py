@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.models.families import expert_modules, top_k_of
-from vismoe.ranges import file_name, shown
+from vismoe.ranges import file_name, shown, unencodable
 
 __all__ = [
     "check_json_files",
@@ -38,6 +38,7 @@ JSON_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
 )  # fmt: skip
 TOKENIZER = "tokenizer.json"
+ENDS_BYTES = 64
 TYPED = ("image_token_id", "video_token_id")  # what a chat template writes where a picture lies
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # their embeddings are replaced, never looked up
 LISTED = 3  # names in an error
@@ -95,6 +96,19 @@ def check_json_files(folder: Path) -> None:
     """Raises CheckpointError for the first of a checkpoint's small files that is not what it should be."""
     for name in JSON_FILES:
         _refuse_broken(folder / name)
+    if (folder / TOKENIZER).is_file() and not _is_whole(folder / TOKENIZER):
+        read_json(folder / TOKENIZER)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a large JSON object begins and ends as one; what lies between is the library's to read."""
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(ENDS_BYTES)
+            file.seek(max(0, path.stat().st_size - ENDS_BYTES))
+            return begin.lstrip().startswith(b"{") and file.read().rstrip().endswith(b"}")
+    except OSError:
+        return False
 
 
 def folder_or_name(model: str | Path) -> Path:
@@ -102,8 +116,12 @@ def folder_or_name(model: str | Path) -> Path:
     try:
         if not isinstance(model, str | Path):
             raise ConfigError(f"a text or a path, not a {type(model).__name__}")
-        return file_name(model)
-    except ConfigError as error:
+        if unencodable(str(model)):
+            raise ConfigError(f"in UTF-8; {unencodable(str(model))}")
+        path = file_name(model)
+        path.is_dir()  # raises OSError for a name that no file system takes
+        return path
+    except (ConfigError, OSError) as error:
         raise ConfigError(
             f"model={shown(model)}: the folder of a model or its name on the hub is {error}. "
             "Fix: e.g. Qwen/Qwen3-VL-30B-A3B-Instruct, or leave it out for the bundled demo model"

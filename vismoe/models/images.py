@@ -20,7 +20,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from vismoe.errors import ConfigError, InputError
-from vismoe.ranges import file_name, shown
+from vismoe.ranges import file_name
 
 __all__ = ["MAX_PIXELS", "ImageSource", "open_image"]
 
@@ -94,7 +94,8 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         with path.open("rb") as file:
             return _decode(file, str(source), max_pixels, path.suffix.lower())
     except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: `~nobody` has no home
-        raise InputError(f"{shown(str(source))}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        name = str(source)[:200].encode(errors="backslashreplace").decode()
+        raise InputError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _data_uri_bytes(uri: str) -> bytes:

@@ -39,7 +39,7 @@ def locate_experts(
     missing = [name for name, parameter in parameters.items() if not parameter.keys]
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no weights for {len(missing)} of {len(parameters)} expert parameters, first "
+            f"{headers[0].path.parent}: the checkpoint has no weights for {len(missing)} of {len(parameters)} expert parameters, first "
             f"{', '.join(missing[:LISTED])}. Fix: check that all files of the model are there and belong to its config.json"
         )
     parts = {

@@ -140,9 +140,9 @@ class Rule:
                 if kind.takes(value):
                     return None
             except ConfigError as refused:
-                said = refused
+                said = str(refused)  # the error itself would hold this frame, and all that called it
         if said is not None:
-            return str(said) if str(said).startswith(self.name) else f"{self.name}: {said}"
+            return said if said.startswith(self.name) else f"{self.name}: {said}"
         return f"{self.name}={shown(value)}: {self.words}{self._but(value)}"
 
     def read(self, text: str) -> Any:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from vismoe.app.api_errors import ApiError
-from vismoe.config import ANSWERS, MOST_STOP_CHARACTERS, MOST_STOPS, SETTINGS, PolicyName, Selection, parse_formats
+from vismoe.config import ANSWERS, COLDEST, MOST_STOP_CHARACTERS, MOST_STOPS, SETTINGS, PolicyName, Selection, parse_formats
 from vismoe.errors import ConfigError
 from vismoe.ranges import Rule
 
@@ -155,11 +155,13 @@ class Sampling(Strict):
         return self
 
     def sampling(self, model_samples: bool) -> dict[str, Any]:
-        """Arguments of the engine. Temperature 0 is greedy; without temperature and top_p the model's generation config decides.
+        """Arguments of the engine. Temperature 0, or as good as 0, is greedy; without temperature and top_p the model's generation config decides.
 
         model_samples: whether it says `do_sample`.
         """
-        sample = model_samples if self.temperature is self.top_p is None else self.temperature != 0
+        sample = (
+            model_samples if self.temperature is self.top_p is None else self.temperature is None or self.temperature >= COLDEST
+        )
         return {
             "sample": sample,
             "temperature": self.temperature if sample else None,

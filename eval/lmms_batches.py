@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vismoe.config import check_answer
+from vismoe.config import COLDEST, check_answer
 from vismoe.errors import InputError
 from vismoe.ranges import shown, unencodable
 
@@ -49,7 +49,7 @@ class Generation:
             )
         if asked.get("do_sample") not in (None, True, False):
             raise InputError(f"generation_kwargs: do_sample={shown(asked['do_sample'])}: true or false. Fix: do_sample=false")
-        sample = bool(asked.get("do_sample", temperature)) and temperature != 0
+        sample = bool(asked.get("do_sample", temperature)) and (temperature is None or temperature >= COLDEST)
         if unknown := {name for name, value in asked.items() if value is not None} - UNDERSTOOD - FOR_OTHERS:
             raise InputError(
                 f"generation_kwargs: {', '.join(sorted(unknown))} cannot be followed; there are {', '.join(sorted(UNDERSTOOD))}"

@@ -35,6 +35,7 @@ MOST_LAYERS = 2**12
 MOST_IO_THREADS = 64  # more than any disk wants
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 1000
+COLDEST = 1e-9  # of a temperature: logits divided by less than that may be infinite
 MOST_ROWS = 2**12  # of a batch
 
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
@@ -206,7 +207,7 @@ class AnswerOptions:
 
     max_tokens: Annotated[int, Range(1, INT64 - 1, "tokens")] = 256
     sample: bool = False
-    temperature: Annotated[float, Range(0, 2, above=True)] | None = None
+    temperature: Annotated[float, Range(COLDEST, 2)] | None = None
     top_p: Kept | None = None
     seed: Annotated[int, Range(-INT64, INT64 - 1)] | None = None
     stop: StopText | Annotated[Sequence[StopText], Range(0, MOST_STOPS)] = ()

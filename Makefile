@@ -17,7 +17,7 @@ APART := kernels kernels_eval lossless checksum affine_encode formats formats_qu
 	expert_demand pruning_eval suite compare fast exactness lookahead_learned emulated_link turns serve serve_hostile serve_ray \
 	serve_sizes soak prometheus remote_images server_images lmms lmms_requests torchvision_operators \
 	slabs transitions pairs precision_hotness precision_importance precision_schedule precision_controller precision_quality \
-	precision_replay precision_speed controller_cost
+	precision_replay precision_speed controller_cost doors index_fuzz plan_advice
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 
 # The first interpreter that runs and is 3.11 or newer. `make PYTHON=/path/to/python3.12 test` chooses another one.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vismoe.errors import ConfigError
+from vismoe.ranges import check_fields
 
 __all__ = ["ServeOptions", "is_loopback", "served_name"]
 
@@ -49,6 +50,7 @@ class ServeOptions:
     image_tokens: tuple[int, int] | None = None  # least and most for each image, where the request does not say
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: at least {least}")

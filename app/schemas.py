@@ -12,14 +12,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from vismoe.app.api_errors import ApiError
-from vismoe.config import PolicyName, parse_formats
+from vismoe.config import ANSWERS, COLDEST, MOST_STOP_CHARACTERS, MOST_STOPS, SETTINGS, PolicyName, Selection, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.qwen_images import SIZE_KEYS, asked_size
+from vismoe.ranges import Rule
 
 __all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "parse"]
 
-MAX_STOPS = 4
-INT64 = 2**63
 COMPLETION_TOKENS = 16  # what the OpenAI API promises where a completion request does not say
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
@@ -50,6 +49,14 @@ class ImageSize(Strict):
         except InputError as error:
             raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from error
         return self
+
+
+def bounded(rule: Rule) -> Any:
+    """A field of a request that may be left out, with the ends of this option's range."""
+    return Field(None, **rule.range.pydantic)
+
+
+Tokens = Annotated[int, Field(**ANSWERS["image_tokens"].range.pydantic)]
 
 
 class ImageUrl(Strict):
@@ -131,7 +138,7 @@ class PrecisionRequest(Strict):
 
     policy: PolicyName | None = None
     formats: Annotated[str, Field(max_length=32), AfterValidator(_a_pair)] | None = None
-    retention: float | None = Field(None, ge=0.5, le=1)
+    retention: float | None = bounded(SETTINGS["retention"])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -151,9 +158,9 @@ class VismoeRequest(PrecisionRequest):
     messages: the conversation in the form of Qwen's documentation, in place of the request's own.
     """
 
-    keep: float | None = Field(None, gt=0, le=1)
-    selection: str | None = None
-    image_tokens: list[Annotated[int, Field(ge=1)]] | None = Field(None, min_length=2, max_length=2)
+    keep: float | None = bounded(ANSWERS["keep"])
+    selection: Selection | None = None
+    image_tokens: list[Tokens] | None = Field(None, min_length=2, max_length=2)
     images: list[ImageSize | None] | None = Field(None, max_length=MAX_PARTS)
     messages: list[QwenMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
 
@@ -168,19 +175,18 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Tokens = Annotated[int, Field(ge=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 class Sampling(Strict):
     """What both kinds of request have. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` are taken and not used."""
 
     model: str | None = None
-    max_tokens: Tokens | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: Annotated[list[Stop] | None, Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] = None
+    max_tokens: int | None = bounded(ANSWERS["max_tokens"])
+    temperature: float | None = Field(None, ge=0, le=ANSWERS["temperature"].range.high)  # 0: greedy
+    top_p: float | None = bounded(ANSWERS["top_p"])
+    seed: int | None = bounded(ANSWERS["seed"])
+    stop: Annotated[list[Stop] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -196,11 +202,14 @@ class Sampling(Strict):
         return self
 
     def sampling(self, model_samples: bool) -> dict[str, Any]:
-        """Arguments of the engine. Temperature 0 is greedy; without temperature and top_p the model's generation config decides.
+        """Arguments of the engine. Temperature 0, or as good as 0, is greedy; without temperature and top_p the model's generation
+        config decides.
 
         model_samples: whether it says `do_sample`.
         """
-        sample = model_samples if self.temperature is self.top_p is None else self.temperature != 0
+        sample = (
+            model_samples if self.temperature is self.top_p is None else self.temperature is None or self.temperature >= COLDEST
+        )
         return {
             "sample": sample,
             "temperature": self.temperature if sample else None,
@@ -218,7 +227,7 @@ class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: int | None = bounded(ANSWERS["max_tokens"])
     vismoe: VismoeRequest | None = None
 
     @property

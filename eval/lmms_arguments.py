@@ -5,8 +5,8 @@ import typing
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from vismoe.cli_options import add_answer_flags, add_model_flags, add_settings, at_least_one
-from vismoe.config import Settings
+from vismoe.cli_options import add_answer_flags, add_model_flags, add_settings, reader
+from vismoe.config import ANSWERS, Settings
 from vismoe.errors import ConfigError
 
 __all__ = ["MAX_NEW_TOKENS", "model_arguments"]
@@ -42,12 +42,12 @@ def model_arguments(text: str) -> dict[str, Any]:
 
 
 def _reader() -> ArgumentParser:
-    reader = _Reader(add_help=False, allow_abbrev=False, exit_on_error=True)
-    add_model_flags(reader)
-    add_answer_flags(reader)
-    reader.add_argument("--batch-size", type=at_least_one)
-    add_settings(reader)
-    return reader
+    parser = _Reader(add_help=False, allow_abbrev=False, exit_on_error=True)
+    add_model_flags(parser)
+    add_answer_flags(parser)
+    parser.add_argument("--batch-size", type=reader(ANSWERS["batch_size"]))
+    add_settings(parser)
+    return parser
 
 
 def _flags(given: dict[str, str]) -> list[str]:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vismoe.config import COLDEST, check_answer
 from vismoe.errors import InputError
+from vismoe.ranges import shown, unencodable
 
 __all__ = ["Generation", "Row", "batches", "left_padded"]
 
 ADDED_BY_LMMS_EVAL = "\n\n"  # it ends answers at an empty line where a task names no stop string; its own models do not
+HOTTEST = 100  # what a task's temperature may be: theirs are not bounded by ours
 UNDERSTOOD = {
     "until", "stop_sequences", "max_new_tokens", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "num_beams",
     "repetition_penalty",
@@ -40,20 +43,28 @@ class Generation:
     def of(cls, asked: dict[str, Any], usual_tokens: int) -> "Generation":
         """Greedy unless the task asks for sampling, by `do_sample` or a temperature above 0; temperature 0 is always greedy."""
         temperature, until = asked.get("temperature"), asked.get("until") or asked.get("stop_sequences") or ()
-        sample = bool(asked.get("do_sample", temperature)) and temperature != 0
+        if temperature is not None and (type(temperature) not in (int, float) or not 0 <= temperature <= HOTTEST):
+            raise InputError(
+                f"generation_kwargs: temperature={shown(temperature)}: a number from 0 to {HOTTEST}. Fix: temperature=0"
+            )
+        if asked.get("do_sample") not in (None, True, False):
+            raise InputError(f"generation_kwargs: do_sample={shown(asked['do_sample'])}: true or false. Fix: do_sample=false")
+        sample = bool(asked.get("do_sample", temperature)) and (temperature is None or temperature >= COLDEST)
         if unknown := {name for name, value in asked.items() if value is not None} - UNDERSTOOD - FOR_OTHERS:
             raise InputError(
                 f"generation_kwargs: {', '.join(sorted(unknown))} cannot be followed; there are {', '.join(sorted(UNDERSTOOD))}"
             )
+        chosen = {name: asked.get(name) if sample else None for name in ("temperature", "top_p", "top_k")}
+        tokens = asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens
+        beams, penalty = asked.get("num_beams") or 1, asked.get("repetition_penalty") or 1
+        check_answer(max_tokens=tokens, num_beams=beams, repetition_penalty=penalty, top_p=chosen["top_p"], top_k=chosen["top_k"])
         return cls(
-            max_new_tokens=int(asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens),
-            stop=tuple(string for string in ([until] if isinstance(until, str) else until) if string != ADDED_BY_LMMS_EVAL),
+            max_new_tokens=tokens,
+            stop=tuple(string for string in _texts(until) if string != ADDED_BY_LMMS_EVAL),
             sample=sample,
-            temperature=temperature if sample else None,
-            top_p=asked.get("top_p") if sample else None,
-            top_k=asked.get("top_k") if sample else None,
-            beams=int(asked.get("num_beams") or 1),
-            repetition_penalty=float(asked.get("repetition_penalty") or 1),
+            beams=beams,
+            repetition_penalty=float(penalty),
+            **chosen,
         )
 
     def options(self, max_new_tokens: int) -> dict[str, Any]:
@@ -63,6 +74,15 @@ class Generation:
             chosen = {name: value for name, value in chosen.items() if value is not None}
         options = {"max_new_tokens": max_new_tokens, "do_sample": self.sample, "num_beams": self.beams, **chosen}
         return {**options, "repetition_penalty": self.repetition_penalty}
+
+
+def _texts(until: Any) -> list[str]:
+    """Stop strings, one or several. Raises InputError."""
+    texts = [until] if isinstance(until, str) else list(until) if isinstance(until, list | tuple) else [until]
+    for text in texts:
+        if not isinstance(text, str) or not text or unencodable(text):
+            raise InputError(f"generation_kwargs: until={shown(text)}: a text, or several. Fix: until=['\\n']")
+    return texts
 
 
 @dataclass(frozen=True)

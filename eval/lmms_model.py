@@ -24,8 +24,9 @@ from loguru import logger as eval_logger
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
+from vismoe.config import ANSWERS, check_answer
 from vismoe.engine import Engine, load
-from vismoe.errors import ContextError, InputError
+from vismoe.errors import ConfigError, ContextError, InputError
 from vismoe.memory.hardware import cores
 from vismoe.memory.needs import mask_bytes
 from vismoe.metrics import Snapshot
@@ -57,6 +58,7 @@ class VisMoE(lmms):
         image_tokens: tuple[int, int] | None = None,
         closes_engine: bool = False,
     ) -> None:
+        check_answer(batch_size=batch_size, max_tokens=max_new_tokens, image_tokens=image_tokens)
         super().__init__()
         self._engine, self._closes_engine = engine, closes_engine
         self._prompts = engine.prompts
@@ -72,9 +74,11 @@ class VisMoE(lmms):
         """
         given = {"batch_size": 1, **{k: v for k, v in (additional_config or {}).items() if v is not None}}
         given.pop("max_batch_size", None)  # for batch sizes that are found by trying
-        if not str(given["batch_size"]).isdecimal():
-            raise InputError(f"--batch_size {given['batch_size']}: a whole number, e.g. 8")
-        given = {**given, "batch_size": int(given["batch_size"]), **model_arguments(arg_string)}
+        try:
+            given["batch_size"] = ANSWERS["batch_size"].read(str(given["batch_size"]))
+        except ConfigError as error:
+            raise InputError(f"--batch_size {given['batch_size']}: {error}") from error
+        given |= model_arguments(arg_string)
         own = {name: given.pop(name) for name in ("batch_size", "max_new_tokens", "image_tokens") if name in given}
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > 1:

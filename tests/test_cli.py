@@ -141,7 +141,7 @@ def test_flags_and_words_mix_in_any_order(engine, picture):
     [
         ("--memory 8GX", "is not a size"),
         ("--memory 150%", "up to 100%"),
-        ("--context 0", "at least 1"),
+        ("--context 0", "from 1 to 16,777,216"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_before_anything_is_loaded(engine, capsys, flags, message):

@@ -200,7 +200,7 @@ def test_an_answer_ends_before_a_sliding_window_that_dropped_tokens_cannot_leave
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"keep": "0.5"}, "are numbers"), ({"keep": 0.0}, "keep=0.0"), ({"keep": 0.5, "selection": "best"}, "choose one of")],
+    [({"keep": "0.5"}, "a number above 0"), ({"keep": 0.0}, "keep=0.0"), ({"keep": 0.5, "selection": "best"}, "choose one of")],
 )
 def test_a_share_that_cannot_be_is_refused(engine, wrong, says):
     with pytest.raises(InputError, match=says):

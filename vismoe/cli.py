@@ -50,7 +50,7 @@ class CommandParser(ArgumentParser):
     """Refuses arguments as everything else is refused: one message, exit code 2, with `--json` as a JSON object."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. Fix: {self.prog} --help lists what there is")
+        raise ConfigError(message if "Fix: " in message else f"{message}. Fix: {self.prog} --help lists what there is")
 
 
 def command_parser(name: str) -> ArgumentParser:

@@ -29,8 +29,9 @@ from vismoe.cli_options import (
     model_and_question,
     one_model,
     print_json,
+    reader,
 )
-from vismoe.config import SERVING_DEFAULTS
+from vismoe.config import ANSWERS, SERVING_DEFAULTS
 from vismoe.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
     )
     add_answer_flags(parser)
     parser.add_argument("--sample", action="store_true", help="sample as the model's generation config says (default: greedy)")
-    parser.add_argument("--seed", type=int, metavar="S", help="makes --sample repeatable")
+    parser.add_argument("--seed", type=reader(ANSWERS["seed"]), metavar="S", help="makes --sample repeatable")
     parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
     parser.add_argument("--kept-map", metavar="FOLDER", help="save the images with the visual tokens that --keep dropped in grey")
     parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all figures")

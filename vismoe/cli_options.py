@@ -11,16 +11,15 @@ import os
 import re
 import signal
 import sys
-import types
-import typing
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vismoe.config import ENGINE_DEFAULTS, Settings, parse_bytes
+from vismoe.config import ANSWERS, ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
+from vismoe.ranges import Rule, file_name, shown
 
 if TYPE_CHECKING:
     from vismoe.engine import Engine
@@ -41,6 +40,7 @@ __all__ = [
     "model_options",
     "one_model",
     "print_json",
+    "reader",
 ]
 
 
@@ -92,6 +92,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
 NO_FURTHER: Mapping[str, str] = {}
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")
+DIGITS = 18  # of a number that is read: what 64 bits hold
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -116,13 +117,20 @@ def model_and_question(words: list[str], model: str | None) -> Words:
         return Words(_expanded(model), words[0] if words else None)
     word = words[0]
     is_question = any(letter.isspace() for letter in word) or "?" in word
-    names_a_model = word.startswith(("/", "./", "../", "~")) or HUB_NAME.fullmatch(word) or Path(word).is_dir()
+    names_a_model = word.startswith(("/", "./", "../", "~")) or HUB_NAME.fullmatch(word) or _is_folder(word)
     return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
 
 
 def _expanded(model: str | None) -> str | None:
-    """A quoted `~/model` as the shell would have expanded it."""
-    return str(Path(model).expanduser()) if model and model.startswith("~") else model
+    """A quoted `~/model` as the shell would have expanded it. Raises ConfigError."""
+    return str(file_name(model).expanduser()) if model and model.startswith("~") else model
+
+
+def _is_folder(word: str) -> bool:
+    try:
+        return Path(word).is_dir()
+    except OSError:  # longer than any name
+        return False
 
 
 def add_model_flags(parser: ArgumentParser) -> None:
@@ -158,39 +166,41 @@ def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER
     """One flag for each field of Settings, in its order, with its default in the help: `further` holds those that differ."""
     defaults = {**ENGINE_DEFAULTS, **further}
     group = parser.add_argument_group("memory and paging")
-    hints = typing.get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         placeholder, meaning = MEANINGS[field.name]
+        rule = SETTINGS[field.name]
         default = defaults.get(field.name, "none" if field.default is None else field.default)
         options: dict[str, Any] = {"help": f"{meaning} (default: {default})", "default": argparse.SUPPRESS}
-        hint = hints[field.name]
-        if typing.get_origin(hint) is Literal:
-            options["choices"] = typing.get_args(hint)
-        elif hint is bool:
+        if rule.choices:
+            options["choices"] = rule.choices
+        elif field.type is bool:
             options["action"] = "store_true"
         else:
-            options |= {"type": _reader(hint), "metavar": placeholder}
+            options |= {
+                "type": bytes_per_s if field.name == "emulated_link_bytes_per_s" else reader(rule),
+                "metavar": placeholder,
+            }
         group.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 
 def add_answer_flags(parser: ArgumentParser) -> None:
     """How long an answer may be, and what an image may cost."""
-    parser.add_argument("--max-tokens", type=at_least_one, default=256, metavar="N", help="length of an answer (default: 256)")
+    parser.add_argument(
+        "--max-tokens", type=reader(ANSWERS["max_tokens"]), default=256, metavar="N", help="length of an answer (default: 256)"
+    )
     parser.add_argument("--image-tokens", type=image_token_range, metavar="MIN..MAX", help="visual tokens for each image")
 
 
-def _reader(hint: Any) -> Callable[[str], Any]:
-    """How the text of a flag becomes a value of this type; sizes stay text, `Settings` reads those."""
-    alternatives = (
-        typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
-    )
-    if any(typing.get_origin(alternative) is Literal for alternative in alternatives):
-        return count_or_auto
-    if str in alternatives:
-        return str
-    if float in alternatives:
-        return bytes_per_s if type(None) in alternatives else float
-    return int
+def reader(rule: Rule) -> Callable[[str], Any]:
+    """What reads the text of a flag as a value that this option can have; sizes stay text, `Settings` reads those."""
+
+    def read(text: str) -> Any:
+        try:
+            return rule.read(text)
+        except ConfigError as error:
+            raise ArgumentTypeError(str(error)) from error
+
+    return read
 
 
 def bytes_per_s(text: str) -> float:
@@ -209,16 +219,9 @@ def given_settings(arguments: Namespace) -> dict[str, Any]:
 
 def at_least_one(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
+        raise ArgumentTypeError(f"{shown(text)} is not a whole number of at least 1, with at most {DIGITS} digits")
     return int(text)
-
-
-def count_or_auto(text: str) -> int | str:
-    """A whole number, or `auto`; `Settings` knows the least number that can be."""
-    if text != "auto" and not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
-    return text if text == "auto" else int(text)
 
 
 def device_name(text: str) -> str:
@@ -231,9 +234,10 @@ def device_name(text: str) -> str:
 def image_token_range(text: str) -> tuple[int, int]:
     """`64..1024` -> (64, 1024)."""
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ArgumentTypeError(f"{text!r} is not MIN..MAX, e.g. 64..1024 visual tokens for each image")
-    return int(match[1]), int(match[2])
+    least, most = (int(number[:DIGITS]) for number in match.groups()) if match else (0, 0)
+    if not ANSWERS["image_tokens"].holds((least, most)) or least > most:
+        raise ArgumentTypeError(f"{shown(text)} is not MIN..MAX, e.g. 64..1024 visual tokens for each image")
+    return least, most
 
 
 @contextlib.contextmanager

@@ -5,11 +5,15 @@ Sizes are written `8GiB`, `512MiB`, a number of bytes, or `25%` (of all expert b
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from vismoe.errors import ConfigError
+from vismoe.errors import ConfigError, InputError
 from vismoe.pair import BITS, Format, FormatPair
+from vismoe.ranges import Range, Read, check_fields, file_name, rules_of, shown
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
 SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page differ from that
@@ -21,7 +25,18 @@ FORMAT_NAMES: dict[str, Format | None] = {
     "lossless": Format.LOSSLESS, "raw": Format.RAW, "16": Format.RAW, "int8": Format.INT8, "8": Format.INT8,
     "int4": Format.INT4, "4": Format.INT4, "int2": Format.INT2, "2": Format.INT2, "skip": None, "0": None,
 }  # fmt: skip
+LONGEST_SIZE = 64  # characters
 SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
+
+INT64 = 2**63
+MOST_BYTES = 2**60  # of any size: more than any machine has
+MOST_TOKENS = 2**24  # of a context: more than any model is made for
+MOST_LAYERS = 2**12
+MOST_IO_THREADS = 64  # more than any disk wants
+MOST_STOPS = 4
+MOST_STOP_CHARACTERS = 1000
+COLDEST = 1e-9  # of a temperature: logits divided by less than that may be infinite
+MOST_ROWS = 2**12  # of a batch
 
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
 
@@ -42,7 +57,7 @@ class Budget:
             except ValueError:
                 share = 0.0
             if not 0 < share <= 1:
-                raise ConfigError(f"memory={text!r}: a percentage of the experts lies above 0% and up to 100%, e.g. 25%")
+                raise ConfigError(f"{shown(text)}: a percentage of the experts lies above 0% and up to 100%, e.g. 25%")
             return cls(expert_share=share)
         return cls(total_bytes=parse_bytes(text))
 
@@ -56,13 +71,16 @@ class Budget:
 
 def parse_bytes(text: str | int | float) -> int:
     """`"8GiB"` -> 8 * 2**30. Units: B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)."""
-    match = SIZE.match(str(text))
-    unit = (match.group(2) or "b").lower() if match else ""
-    if not match or unit not in UNITS:
-        raise ConfigError(f"{text!r} is not a size; write e.g. 8GiB, 512MiB or a number of bytes")
-    nbytes = int(float(match.group(1)) * UNITS[unit])
-    if nbytes <= 0:
-        raise ConfigError(f"{text!r}: a size must be above zero")
+    if isinstance(text, int) and not isinstance(text, bool):
+        nbytes = text
+    else:
+        match = SIZE.match(str(text)) if len(str(text)) < LONGEST_SIZE else None
+        unit = (match.group(2) or "b").lower() if match else ""
+        if not match or unit not in UNITS:
+            raise ConfigError(f"{shown(text)} is not a size; write e.g. 8GiB, 512MiB or a number of bytes")
+        nbytes = int(Fraction(match.group(1)) * UNITS[unit])
+    if not 0 < nbytes <= MOST_BYTES:
+        raise ConfigError(f"{shown(text)}: a size must be above zero and at most {MOST_BYTES // 2**40:,} TiB, e.g. 8GiB")
     return nbytes
 
 
@@ -70,10 +88,10 @@ def parse_formats(text: str) -> FormatPair:
     """`"4/2"`, `"16/int8"`, `"lossless/int8"`, `"4/0"` or `"int4/skip"`; raises ConfigError otherwise."""
     high, slash, low = (part.strip() for part in text.partition("/"))
     if not slash or high not in FORMAT_NAMES or low not in FORMAT_NAMES:
-        raise ConfigError(f"formats={text!r}: two of {', '.join(FORMAT_NAMES)}, the better one first, e.g. 4/2")
+        raise ConfigError(f"formats={shown(text)}: two of {', '.join(FORMAT_NAMES)}, the better one first, e.g. 4/2")
     first, second = FORMAT_NAMES[high], FORMAT_NAMES[low]
     if first is None or BITS[first] <= BITS[second]:
-        raise ConfigError(f"formats={text!r}: the first one must have more bits than the second, e.g. 4/2")
+        raise ConfigError(f"formats={shown(text)}: the first one must have more bits than the second, e.g. 4/2")
     return FormatPair(first, second)
 
 
@@ -86,77 +104,71 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
+def _image_cache(size: str | int) -> int:
+    return 0 if size in (0, "0") else parse_bytes(size)
+
+
+Auto = Literal["auto"]
+Selection = Literal["affinity", "saliency", "distinct", "visionzip", "uniform", "random"]
+Size = Annotated[str | int, Read(parse_bytes, "a size such as 8GiB")]
+Memory = Annotated[str | int, Read(Budget.parse, "a size such as 8GiB, or a share of the experts such as 25%")]
+Cache = Annotated[str | int, Read(_image_cache, "a size such as 64MiB, or 0")]
+Pair = Annotated[str, Read(parse_formats, "two formats, the better one first, e.g. 4/2")]
+File = Annotated[str | Path, Read(file_name, "a path")]
+Share = Annotated[float, Range(0, 1)]
+Kept = Annotated[float, Range(0, 1, above=True)]
+Tokens = Annotated[int, Range(1, MOST_TOKENS, "tokens")]
+Layers = Annotated[int, Range(0, MOST_LAYERS, "layers")]
+StopText = Annotated[str, Range(1, MOST_STOP_CHARACTERS, "characters")]
+Threads = Annotated[int, Range(1, MOST_IO_THREADS, "threads")]
+Rate = Annotated[float, Range(1, MOST_BYTES, "bytes per second")]
+OneLayer = Annotated[int, Range(1, MOST_LAYERS)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an engine runs. Checked when made; unknown names are refused; `auto` is settled once, at start, and printed."""
+    """How an engine runs. Each value is checked by its hint when this is made, unknown names are refused; `auto` is settled once,
+    at start, and printed."""
 
-    memory: str | int = "auto"  # all we allocate on the device, or a share of the experts; auto: 80% of what is free
-    host_memory: str | int | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
-    context: int = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
-    image_cache: str | int = 0  # bytes of encoded images that are kept for later requests; 0: none
-    mask_memory: str | int = "16MiB"  # for attention masks, which padded batches and long new parts of known prompts need
+    memory: Memory | Auto = "auto"  # all we allocate on the device, or a share of the experts; auto: 80% of what is free
+    host_memory: Size | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
+    context: Tokens = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
+    image_cache: Cache = 0  # bytes of encoded images that are kept for later requests; 0: none
+    mask_memory: Size = "16MiB"  # for attention masks, which padded batches and long new parts of known prompts need
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
     policy: PolicyName = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
-    formats: str = "4/2"  # the pair that another policy chooses from, e.g. 16/4, lossless/int8, 4/0 (0: skip)
-    retention: float = 0.75  # importance: mean share of the demanded experts that keep the better format, 0.5 to 1
-    hotness_decay: float = 0.99  # alpha of hotness, per token
-    hotness_period: int = 16  # T: tokens between two looks at who is hot
+    formats: Pair = "4/2"  # the pair that another policy chooses from, e.g. 16/4, lossless/int8, 4/0 (0: skip)
+    retention: Annotated[float, Range(0.5, 1)] = 0.75  # importance: mean share of the demanded experts in the better format
+    hotness_decay: Annotated[float, Range(0, 1, above=True, below=True)] = 0.99  # alpha of hotness, per token
+    hotness_period: Tokens = 16  # T: tokens between two looks at who is hot
     hotness_ahead: bool = False  # copy experts that are expected to become hot ahead of time; it won nothing in replays
-    hotness_state: str | None = None  # file that hotness begins with, where it is there, and is written to at the end
-    store: str | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
-    keep: float = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact
-    selection: Literal["auto", "affinity", "saliency", "distinct", "visionzip", "uniform", "random"] = "auto"  # of what is kept
-    core_share: float = 0.2  # alpha: share of the visual tokens kept for saliency alone (affinity)
-    expansion_weight: float = 2.0  # lambda: what a token loses for experts that the core does not use (affinity)
-    prune_layer: int | Literal["auto"] = "auto"  # decoder layers from this one on see kept tokens only; auto: as calibrated
-    visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the model says
+    hotness_state: File | None = None  # file that hotness begins with, where it is there, and is written to at the end
+    store: File | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
+    keep: Kept = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact
+    selection: Auto | Selection = "auto"  # of what is kept
+    core_share: Share = 0.2  # alpha: share of the visual tokens kept for saliency alone (affinity)
+    expansion_weight: Annotated[float, Range(0, 10**6)] = 2.0  # lambda: what a token loses for experts the core does not use
+    prune_layer: OneLayer | Auto = "auto"  # decoder layers from this one on see kept tokens only; auto: as calibrated
+    visual_top_k: Annotated[int, Range(1, 2**12, "experts")] | None = None  # of a visual token in prefill; None: the model's own
     lookahead: Literal["auto", "none", "gate", "learned"] = "auto"
-    calibration: str | None = None  # folder that vismoe calibrate made; None: the one beside the checkpoint; "none": do without
-    window: int = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
+    calibration: File | None = None  # folder that vismoe calibrate made; None: the one beside the checkpoint; "none": do without
+    window: Annotated[int, Range(1, MOST_LAYERS, "layers")] = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
     eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class
-    pinned_layers: int | Literal["auto"] = "auto"  # L_pinned: MoE layers whose experts never leave; auto: as calibrated, else 0
+    pinned_layers: Layers | Auto = "auto"  # L_pinned: MoE layers whose experts never leave; auto: as calibrated, else 0
     reads: Literal["auto", "cached", "direct"] = "auto"  # through the page cache, or past it with O_DIRECT
     embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts
-    io_threads: int | Literal["auto"] = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
+    io_threads: Threads | Auto = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
     misses: Literal["auto", "wait", "cpu"] = "auto"  # in host memory: wait for the copy, compute it there, or the sooner
     deterministic: bool = False  # what is computed, and where, follows from bytes and tokens only; when it is fetched does not
-    emulated_link_bytes_per_s: float | None = None  # CPU only: copies complete as if over a link of this rate
+    emulated_link_bytes_per_s: Rate | None = None  # CPU only: copies complete as if over a link of this rate
 
     def __post_init__(self) -> None:
-        if self.memory != "auto":
-            Budget.parse(self.memory)
-        if self.host_memory is not None:
-            parse_bytes(self.host_memory)
-        if str(self.image_cache) != "0":
-            parse_bytes(self.image_cache)
-        parse_bytes(self.mask_memory)
+        check_fields(self)
         for field in dataclasses.fields(self):
-            allowed = getattr(field.type, "__args__", None)
             value = getattr(self, field.name)
-            if getattr(field.type, "__origin__", None) is Literal and value not in allowed:  # type: ignore[operator]
-                raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(map(repr, allowed or ()))}")
-        least_of = {
-            "hotness_period": 1,
-            "context": 1,
-            "window": 1,
-            "io_threads": 1,
-            "pinned_layers": 0,
-            "prune_layer": 1,
-            "visual_top_k": 1,
-        }
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            if value != getattr(type(self), name) and (  # a default may be "auto"
-                not isinstance(value, int) or value < least
-            ):
-                raise ConfigError(f"{name}={value!r}: a whole number of at least {least}")
-        if not 0 < self.keep <= 1 or not 0 <= self.core_share <= 1 or self.expansion_weight < 0:
-            raise ConfigError(
-                f"keep={self.keep}, core_share={self.core_share}, expansion_weight={self.expansion_weight}: keep lies above 0 "
-                "and up to 1, core_share between 0 and 1, expansion_weight is not negative"
-            )
-        parse_formats(self.formats)
+            if isinstance(value, Path):
+                object.__setattr__(self, field.name, str(value))
         pair = self.pair
         if pair is not None and pair.low is None and "hotness" in self.policy:
             raise ConfigError(
@@ -168,15 +180,6 @@ class Settings:
                 f"format={self.format!r} is one format for all experts, policy={self.policy!r} chooses from a pair. "
                 "Fix: formats='4/2' (--formats 4/2), or policy='exact'"
             )
-        if not 0.5 <= self.retention <= 1:
-            raise ConfigError(
-                f"retention={self.retention}: the mean share of critical experts lies between 0.5 and 1, since the cosine "
-                "schedule begins with all of them in the first layer"
-            )
-        if not 0 < self.hotness_decay < 1:
-            raise ConfigError(f"hotness_decay={self.hotness_decay}: alpha lies between 0 and 1")
-        if self.emulated_link_bytes_per_s is not None and self.emulated_link_bytes_per_s <= 0:
-            raise ConfigError(f"emulated_link_bytes_per_s={self.emulated_link_bytes_per_s}: must be above zero")
 
     @property
     def pair(self) -> FormatPair | None:
@@ -185,7 +188,7 @@ class Settings:
 
     @property
     def image_cache_bytes(self) -> int:
-        return parse_bytes(self.image_cache) if str(self.image_cache) != "0" else 0
+        return _image_cache(self.image_cache)
 
     @property
     def mask_bytes(self) -> int:
@@ -198,3 +201,35 @@ class Settings:
         for name in values.keys() - known:
             raise ConfigError(f"unknown setting {name!r}; settings are {', '.join(sorted(known))}")
         return cls(**values)
+
+
+SETTINGS = rules_of(Settings)  # what each can be
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """What a request may ask for beside its policy and formats: checked as settings are, and never kept."""
+
+    max_tokens: Annotated[int, Range(1, INT64 - 1, "tokens")] = 256
+    sample: bool = False
+    temperature: Annotated[float, Range(COLDEST, 2)] | None = None
+    top_p: Kept | None = None
+    seed: Annotated[int, Range(-INT64, INT64 - 1)] | None = None
+    stop: StopText | Annotated[Sequence[StopText], Range(0, MOST_STOPS)] = ()
+    image_tokens: tuple[Tokens, Tokens] | None = None
+    keep: Kept | None = None
+    selection: Selection | None = None
+    reuse: bool = False
+    batch_size: Annotated[int, Range(1, MOST_ROWS, "requests")] = 1  # of lmms-eval
+    top_k: Annotated[int, Range(0, MOST_TOKENS)] | None = None  # these are its tasks' alone
+    num_beams: Annotated[int, Range(1, MOST_ROWS)] = 1
+    repetition_penalty: Annotated[float, Range(0, 100, above=True)] = 1.0
+
+
+ANSWERS = rules_of(AnswerOptions)
+
+
+def check_answer(**options: Any) -> None:
+    """Raises InputError for the first option of a request that it cannot have."""
+    for name, value in options.items():
+        ANSWERS[name].check(value, InputError)

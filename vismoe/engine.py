@@ -17,18 +17,19 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.config import ENGINE_DEFAULTS, Settings, check_answer
 from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
 from vismoe.figures import PrecisionInfo
 from vismoe.generate import Reply, refuse_own_loop
 from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
+from vismoe.models.checked import folder_or_name, reading_checkpoint, refuse_unfit
 from vismoe.models.families import refuse_prequantized
 from vismoe.models.image_cache import ImageCache
 from vismoe.models.images import fetch_image
 from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.preview import model_class, read_config, torch_dtype
+from vismoe.models.preview import checkpoint_files, model_class, read_config, torch_dtype
 from vismoe.models.prompts import Prompt, PromptBuilder
 from vismoe.models.visual import pruning_of
 from vismoe.paging.pager import Pager
@@ -37,8 +38,6 @@ from vismoe.request import Asked, Request, Shared
 from vismoe.simulate.trace import TraceWriter
 from vismoe.turns import Turns
 from vismoe.vision.selection import Pruning
-
-MOST_TEMPERATURE = 2.0
 
 Messages = Sequence[dict[str, Any]]
 Result = TypeVar("Result")
@@ -67,22 +66,25 @@ def load(
     `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
     """
     chosen = Settings.of(**{**ENGINE_DEFAULTS, **settings})
-    name = str(model if model is not None else demo_model())
+    name = str(folder_or_name(model if model is not None else demo_model()))
+    place = str(torch_device(device))
     config = read_config(name, revision=revision)
     refuse_prequantized(config)
-    refuse_own_loop(model_class(config), name)
-    place = str(torch_device(device))
-    try:
-        loaded = model_class(config).from_pretrained(
+    with reading_checkpoint(name):
+        refuse_own_loop(model_class(config), name)
+    with reading_checkpoint(name):
+        checkpoint_files(name, revision=revision)
+        loaded, found = model_class(config).from_pretrained(
             name,
             revision=revision or "main",
-            dtype=dtype if dtype == "auto" else torch_dtype(config, dtype),
+            dtype=dtype if isinstance(dtype, str) and dtype == "auto" else torch_dtype(config, dtype),
             device_map=place if place != "cpu" else None,
             quantization_config=VisMoEConfig(**vars(chosen)),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the names that the library only prints
         )
-    except OSError as error:
-        raise CheckpointError(f"{name} could not be loaded: {error}. Fix: check that all of its files are there") from error
-    return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
+        refuse_unfit(found, name)
+        return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,10 @@ class Engine:
         policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
+        check_answer(
+            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
+        )
+        check_answer(image_tokens=image_tokens, keep=keep, selection=selection)
         pruning = self._pruning(keep, selection)
         settings = self._plans.asked_for_once(policy, formats, retention)
         prompt = self.prompts.build(messages, fetch_image, image_tokens, self.plan.context)
@@ -249,6 +255,9 @@ class Engine:
         retention: float | None = None,
     ) -> Reply:
         """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
+        check_answer(
+            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
+        )
         settings = self._plans.asked_for_once(policy, formats, retention)
         prompt = self.prompts.build_text(text)
         return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)
@@ -264,10 +273,6 @@ class Engine:
         reuse: bool,
         settings: Settings,
     ) -> Reply:
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise InputError(f"max_tokens={max_tokens}: a whole number, since an answer has at least one token")
-        if seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
-            raise InputError(f"seed={seed}: a whole number of 64 bits")
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             raise ContextError(
@@ -400,11 +405,9 @@ class Engine:
 def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dict[str, Any]:
     """How tokens are chosen, as options of transformers' generate. Raises InputError."""
     if not sample:
+        if temperature is not None or top_p is not None:
+            raise InputError(f"temperature={temperature}, top_p={top_p} with sample=False, which is greedy. Fix: sample=True")
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature is not None and not 0 < temperature <= MOST_TEMPERATURE:
-        raise InputError(f"temperature={temperature}: above 0 and up to {MOST_TEMPERATURE:g}; sample=False is greedy")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"top_p={top_p}: above 0 and up to 1")
     given = {"temperature": temperature, "top_p": top_p}
     return {"do_sample": True, **{name: float(value) for name, value in given.items() if value is not None}}
 

@@ -27,6 +27,7 @@ from vismoe.pair import BITS, FormatPair
 
 __all__ = ["AUTO_SHARE", "Case", "FittingPair", "fitting_pairs"]
 
+SHORT_CONTEXT = 512  # tokens: what a machine should be able to serve at least
 AUTO_SHARE = 0.8  # of the free device memory that memory="auto" takes at most
 
 
@@ -115,7 +116,7 @@ class Case:
         """The division, or a refusal."""
         asked, layers = self.prefix, len(self.need.inventory.layers)
         if asked > layers:
-            raise ConfigError(f"pinned_layers={asked}: the model has {layers} MoE layers")
+            raise ConfigError(f"pinned_layers={asked}: the model has {layers} MoE layers. Fix: pinned_layers='auto'")
         self.refuse_prefix()
         if self.expert_bytes < self.least_expert_bytes:
             self.refuse_budget()
@@ -200,7 +201,10 @@ class Case:
             for fit in fitting_pairs(self.need, everything, self.hardware):
                 return flags({"memory": self.everything, "formats": fit.formats})
         device = "GPU " if self.hardware.device == "cuda" else ""
-        return f"a machine with {size_up(self.changed(context=1).minimum_bytes)} of free {device}memory, or a smaller model"
+        context = min(self.settings.context, SHORT_CONTEXT)
+        needed = size_up(self.changed(context=context).minimum_bytes)
+        asked = flags({"memory": needed, "context": context})
+        return f"a machine with {needed} of free {device}memory, and there {asked}, or a smaller model"
 
 
 @dataclass(frozen=True)

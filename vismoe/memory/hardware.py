@@ -9,6 +9,7 @@ import torch
 
 from vismoe.errors import ConfigError
 from vismoe.memory.needs import Hardware
+from vismoe.ranges import shown
 
 CGROUPS = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
@@ -31,14 +32,21 @@ def probe(device: str | torch.device | None = None) -> Hardware:
 
 def torch_device(device: str | torch.device | None) -> torch.device:
     """The device to run on; None takes a GPU where there is one. Raises ConfigError for one that is unknown or not there."""
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    if device is not None and not isinstance(device, str | torch.device):
+        raise ConfigError(f"device={shown(device)} is no device; choose cpu, cuda or e.g. cuda:1. Fix: device={usual!r}")
     try:
-        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"device={str(device)!r} is no device; choose cpu, cuda or e.g. cuda:1") from error
+        kind = torch.device(usual if device is None else device)
+    except (RuntimeError, ValueError) as error:  # ValueError: half a surrogate pair
+        raise ConfigError(
+            f"device={shown(device)} is no device; choose cpu, cuda or e.g. cuda:1. Fix: device={usual!r}"
+        ) from error
     if kind.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={str(device)!r}: choose cpu or cuda")
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={str(device)!r}: torch {torch.__version__} sees no GPU; choose cpu")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs. Fix: device='cuda'")
     return kind
 
 

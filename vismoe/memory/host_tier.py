@@ -56,7 +56,8 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
         message = f"the page-locked host tier needs at least {format_bytes(needed)}, {given}"
         if needed > free:
             raise BudgetError(f"{message}; {format_bytes(free)} of RAM are free", f"a machine with {size_up(needed)} of free RAM")
-        raise BudgetError(message, f"--host-memory {size_up(needed)}")
+        typed = size_up(needed) if parse_bytes(size_up(needed)) <= free else str(needed)
+        raise BudgetError(message, f"--host-memory {typed}")
     if bound > free:
         raise BudgetError(
             f"host_memory={asked} is more than the {format_bytes(free)} of RAM that are free", f"--host-memory {size_down(free)}"

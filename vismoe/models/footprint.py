@@ -29,6 +29,8 @@ __all__ = ["footprint", "with_calibration"]
 
 FEW_TOKENS = 4
 SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: measured up to here, linear beyond (a chunk has 256)
+BETWEEN_TOKENS = tuple(2**power for power in range(13, 24, 2))  # measured below a long context, of which less may be advised
+MEASURED_IMAGE_TOKENS = 2**17  # towers compute positions on the CPU; their memory is linear in the tokens
 TOKENIZER_TOKEN_BYTES = 1100  # measured: a byte-level BPE tokenizer of 151,643 tokens took 156 MiB
 FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)  # of transformers' own code
 GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row per token, [..., tokens, width]
@@ -53,7 +55,8 @@ def footprint(
     context, config = settings.context, model.config.get_text_config()
     runs = [_Forward(model, min(FEW_TOKENS, context))]
     recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
-    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (context,))} - {runs[0].tokens}
+    between = (tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context)
+    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (*between, context))} - {runs[0].tokens}
     runs += [_Forward(model, tokens) for tokens in sorted(more)]
     layers = runs[-1].cache_layers
 
@@ -64,7 +67,7 @@ def footprint(
         return max(0, peak_bytes - sum(layer.nbytes(run.tokens) for layer in layers))
 
     images = min(context, image_tokens or context)
-    vision = vision_memory(model, images)
+    vision = vision_memory(model, min(images, MEASURED_IMAGE_TOKENS))
     item = model.dtype.itemsize
     return Footprint(
         family=model.config.model_type,

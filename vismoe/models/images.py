@@ -21,7 +21,8 @@ from urllib.parse import unquote
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from vismoe.errors import InputError
+from vismoe.errors import ConfigError, InputError
+from vismoe.ranges import file_name
 
 __all__ = ["MAX_PIXELS", "ImageSource", "fetch_image", "file_of_url", "open_image"]
 
@@ -100,23 +101,26 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         raise InputError(f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}")
     if str(source).lower().startswith(("http://", "https://", "ftp://")):
         raise InputError(f"{source}: images are not downloaded; save the file and give its path")
-    path = Path(source)
     try:
-        path = file_of_url(source) if isinstance(source, str) and source[:7].lower() == "file://" else path.expanduser()
+        if isinstance(source, str) and source[:7].lower() == "file://":
+            path = file_of_url(source)
+        else:
+            path = file_name(source).expanduser()
         if not path.exists():
             raise InputError(f"{source}: no such file (looked in {Path.cwd()})")
         if not path.is_file():
             raise InputError(f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file")
         with path.open("rb") as file:
             return _decode(file, str(source), max_pixels, path.suffix.lower())
-    except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
-        raise InputError(f"{str(source)[:200]}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: `~nobody` has no home
+        name = str(source)[:200].encode(errors="backslashreplace").decode()
+        raise InputError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def file_of_url(url: str) -> Path:
     """The file that a `file://` URL names: as it is written, which is how qwen-vl-utils reads it, or percent-decoded."""
-    path = Path(url[7:])
-    return path if path.exists() else Path(unquote(url[7:].removeprefix("localhost")))
+    path = file_name(url[7:])
+    return path if path.exists() else file_name(unquote(url[7:].removeprefix("localhost")))
 
 
 def _data_uri_bytes(uri: str) -> bytes:

@@ -23,6 +23,7 @@ from vismoe.memory.kernel_cache import bound_kernel_caches
 from vismoe.memory.malloc import return_large_blocks
 from vismoe.models.adapters import adapt
 from vismoe.models.attention import group_queries
+from vismoe.models.checked import refuse_routing
 from vismoe.models.embeddings import leave_on_disk, table_bytes, table_of
 from vismoe.models.experts import IMPLEMENTATION, ExpertRuntime
 from vismoe.models.families import refuse_unsupported, unmark_quantized
@@ -80,6 +81,7 @@ class VisMoEQuantizer(HfQuantizer):
         return_large_blocks()
         adapt(model)
         refuse_unsupported(model)
+        refuse_routing(model)
         device = _one_device(device_map)
         with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
             source, stores, experts = open_experts(model, checkpoint_files, settings, device)

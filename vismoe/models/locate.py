@@ -39,8 +39,8 @@ def locate_experts(
     missing = [name for name, parameter in parameters.items() if not parameter.keys]
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no weights for {len(missing)} of {len(parameters)} expert parameters, first "
-            f"{', '.join(missing[:LISTED])}. Fix: check that all files of the model are there and belong to its config.json"
+            f"{headers[0].path.parent}: the checkpoint has no weights for {len(missing)} of {len(parameters)} expert parameters, "
+            f"first {', '.join(missing[:LISTED])}. Fix: check that all files of the model are there and belong to its config.json"
         )
     parts = {
         key: Part(index, entry.offset_bytes, entry.shape, entry.dtype)

@@ -27,7 +27,7 @@ from vismoe.models.forms import forms_of, transposed_sections
 from vismoe.models.heavy_hitters import hitters_bytes
 from vismoe.models.locate import locate_experts
 from vismoe.paging.miss import Ways
-from vismoe.precision.hotness import profile_bytes
+from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import StoreOnDisk
 from vismoe.store.index import command
@@ -96,6 +96,8 @@ def open_experts(
 
 def reopen_experts(model: Any, source: CheckpointStore, settings: Settings, device: torch.device) -> tuple[Stores, Experts]:
     """The same for a checkpoint that is known; the model's experts' parameters may be gone."""
+    if settings.hotness_state is not None:
+        refuse_unwritable(Path(settings.hotness_state).expanduser())
     transposed = transposed_sections(model, source.inventory)
     opened: list[StoreOnDisk] = []
     sayings: list[str] = []

@@ -4,13 +4,13 @@ Only config.json and, where the checkpoint is on this machine, the headers of it
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -20,13 +20,25 @@ from vismoe.lookahead.calibration import Calibration
 from vismoe.memory.hardware import probe
 from vismoe.memory.plan import Plan
 from vismoe.models.adapters import adapt
+from vismoe.models.checked import (
+    check_json_files,
+    config_file,
+    first_line,
+    read_json,
+    reading_checkpoint,
+    refuse_routing,
+    weight_files,
+)
 from vismoe.models.embeddings import table_bytes, table_of
 from vismoe.models.families import refuse_prequantized, refuse_unsupported
 from vismoe.models.footprint import footprint, with_calibration
 from vismoe.models.locate import inventory_of
 from vismoe.models.opening import arrange_experts, open_experts, with_experts
 from vismoe.models.reading import settle_reading
+from vismoe.ranges import shown
 from vismoe.store.files import bounce_bytes
+
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 __all__ = ["describe", "model_class", "preview", "read_config", "torch_dtype"]
 
@@ -43,7 +55,12 @@ def preview(
 
     Raises BudgetError, UnsupportedModelError or CheckpointError, as loading would.
     """
-    described, files = describe(model, revision=revision, dtype=dtype)
+    with reading_checkpoint(model):
+        described, files = describe(model, revision=revision, dtype=dtype)
+        return _preview(described, files, settings, device)
+
+
+def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, device: str | None) -> Plan:
     hardware = probe(device)
     if files:
         calibration = Calibration.find(files[0].parent, settings)
@@ -80,11 +97,13 @@ def describe(
     """(the model on the meta device, its safetensors files); no files where a hub model is not on this machine."""
     config = read_config(model, revision=revision)
     refuse_prequantized(config)
-    cls = model_class(config)
-    with torch.device("meta"):
-        described = cls._from_config(config, dtype=torch_dtype(config, dtype))
-    adapt(described)
+    with reading_checkpoint(model):
+        cls = model_class(config)
+        with torch.device("meta"):
+            described = cls._from_config(config, dtype=torch_dtype(config, dtype))
+        adapt(described)
     refuse_unsupported(described)
+    refuse_routing(described)
     return described.eval(), checkpoint_files(model, revision=revision)
 
 
@@ -93,19 +112,20 @@ def read_config(model: str | Path, *, revision: str | None = None) -> PreTrained
 
     Raises CheckpointError when there is none, UnsupportedModelError for a type that transformers does not know.
     """
-    folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json: it is not the folder of a model. Fix: name the folder that holds it")
+    path = config_file(model, revision)
+    values = read_json(path)
+    check_json_files(path.parent)
     try:
         return AutoConfig.from_pretrained(str(model), revision=revision or "main")
-    except OSError as error:
-        raise CheckpointError(
-            f"{model} is neither a folder here nor a model that could be read from the hub: {_first_line(error)}. "
-            "Fix: check the name; offline, name a folder or download the model first"
-        ) from error
-    except ValueError as error:
+    except Exception as error:  # the boundary to a file of others: values of any type and number
+        if values.get("model_type") in CONFIG_MAPPING:
+            raise CheckpointError(
+                f"{path} has values that no {values['model_type']} can have: {type(error).__name__}: {first_line(error)}. "
+                "Fix: download or copy this file again"
+            ) from error
         raise UnsupportedModelError(
-            f"{model}: transformers {transformers.__version__} does not know this model: {_first_line(error)}. "
+            f"{model}: transformers {transformers.__version__} does not know this model "
+            f"(model_type={shown(values.get('model_type'))}): {first_line(error)}. "
             "Instead: a newer transformers, or another model"
         ) from error
 
@@ -132,11 +152,11 @@ def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[
     index = cached_file(str(model), SAFE_WEIGHTS_INDEX_NAME, **where, _raise_exceptions_for_connection_errors=False)
     names = [SAFE_WEIGHTS_NAME]
     if index is not None:
-        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        names = weight_files(Path(index))
     found = [cached_file(str(model), name, **where, local_files_only=True) for name in names]
     if all(found):
         return [Path(file) for file in found]
-    if local and any(found):
+    if local and (index is not None or any(found)):
         missing = [name for name, file in zip(names, found, strict=True) if not file]
         first = f"{model} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}"
         raise CheckpointError(f"{first}. Fix: download or copy the model again")
@@ -147,11 +167,7 @@ def torch_dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dty
     """`auto` is the checkpoint's own type."""
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype={dtype!r}: choose auto, bfloat16, float16 or float32")
+    found: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in COMPUTED:
+        raise ConfigError(f"dtype={shown(dtype)}: choose auto, bfloat16, float16 or float32. Fix: dtype='auto'")
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
 
 from vismoe.errors import ContextError, InputError
+from vismoe.models.checked import refuse_other_vocabulary
 from vismoe.models.processor import load_processor
 from vismoe.models.qwen_images import Picture, QwenImages, asked_size, image_source
+from vismoe.ranges import shown, unencodable
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token
 TEXT_INPUTS = ("input_ids", "attention_mask", *TOKEN_KINDS)
@@ -93,6 +96,7 @@ class PromptBuilder:
         image_token = getattr(model.config, "image_token_id", None)
         loaded = load_processor(name, **hub) if image_token is not None else AutoTokenizer.from_pretrained(name, **hub)
         tokenizer = getattr(loaded, "tokenizer", loaded)
+        refuse_other_vocabulary(tokenizer, model.config, name)
         ids = [getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")]
         return cls(loaded, image_token, tuple(tokenizer.convert_ids_to_tokens(i) for i in ids if i is not None))
 
@@ -115,6 +119,11 @@ class PromptBuilder:
     ) -> Prompt:
         """Inputs for one conversation. Raises InputError for what cannot be answered, and ContextError before pixels are made of
         images that have more visual tokens than `context`."""
+        if not isinstance(messages, list | tuple):
+            raise InputError(
+                f"a conversation is a list of messages, not {shown(messages)}. "
+                "Fix: [{'role': 'user', 'content': 'What is a cache?'}]"
+            )
         images: list[Picture] = []
         plain: list[dict[str, Any]] = [
             {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
@@ -128,7 +137,7 @@ class PromptBuilder:
         if not isinstance(self.processor, ProcessorMixin):
             for message in plain:
                 message["content"] = "".join(part["text"] for part in message["content"])
-        text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        text = self._in_template(plain)
         options = self._image_options(images, image_tokens, context) if images else {}
         try:
             inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
@@ -136,8 +145,21 @@ class PromptBuilder:
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
         return self._prompt(inputs, tuple(picture.image for picture in images), options, text)
 
+    def _in_template(self, messages: list[dict[str, Any]]) -> str:
+        """The conversation as one text. Raises InputError for one that the model's chat template refuses."""
+        try:
+            text: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (ValueError, TemplateError) as error:  # there is none, or e.g. two questions without an answer between them
+            raise InputError(
+                f"the model's chat template does not take this conversation: {error}. Fix: turns in an order that it knows, "
+                "or text without a template (Engine.complete, /v1/completions)"
+            ) from error
+        return text
+
     def build_text(self, text: str) -> Prompt:
         """Inputs that go on from `text` as it is, without a chat template. Raises InputError."""
+        if not isinstance(text, str):
+            raise InputError(f"a prompt is a text, not {shown(text)}. Fix: engine.complete('Once upon a time')")
         inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
         if not inputs["input_ids"].shape[1]:
             raise InputError("there is nothing to go on from: the prompt is empty")
@@ -169,6 +191,11 @@ class PromptBuilder:
     ) -> list[dict[str, Any]]:
         """Parts in the template's form; images are opened into `images` in order."""
         content = message.get("content")
+        if not isinstance(content, str | list | tuple | None):
+            raise InputError(
+                f"the content of a message is a text or a list of parts, not {shown(content)}. "
+                "Fix: {'role': 'user', 'content': 'What is a cache?'}"
+            )
         parts = []
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
             kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
@@ -180,7 +207,7 @@ class PromptBuilder:
                 parts.append({"type": "text", "text": self._without_placeholders(part["text"])})
             else:
                 raise InputError(
-                    f"a message part of type {kind!r} cannot be used; VisMoE takes {{'type': 'text', 'text': ...}} and "
+                    f"a message part of type {shown(kind)} cannot be used; VisMoE takes {{'type': 'text', 'text': ...}} and "
                     "{'type': 'image', 'image': ...} (no video, no audio)"
                 )
         if not parts:
@@ -188,7 +215,11 @@ class PromptBuilder:
         return parts
 
     def _without_placeholders(self, text: str) -> str:
-        """User text as it is; what stands for an image in the model's own language may not be typed."""
+        """User text as it is; what stands for an image in the model's own language may not be typed, nor what no text has."""
+        if no_text := unencodable(text):
+            raise InputError(
+                f"the text cannot be used: {no_text}. Fix: leave the character out, or decode the text as it was meant"
+            )
         for token in self.placeholders:
             if token in text:
                 raise InputError(f"the text contains {token}, which stands for an image. Fix: leave it out, and attach the image")
@@ -251,6 +282,6 @@ def _places(visual: list[int], images: int) -> tuple[tuple[int, int], ...]:
 
 def _role(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in ("system", "user", "assistant"):
-        raise InputError(f"a message needs a role, one of system, user, assistant; got {role!r}")
+    if not isinstance(role, str) or role not in ("system", "user", "assistant"):
+        raise InputError(f"a message needs a role, one of system, user, assistant; got {shown(role)}")
     return role

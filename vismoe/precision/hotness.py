@@ -4,18 +4,21 @@ L MoE layers, E experts of the layer that has most, T tokens of a forward pass, 
 an id that is no expert of its layer is a sentinel. One thread calls; nothing here knows a clock.
 """
 
+import errno
 import json
 import os
+import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.precision.correlation import Correlation
 
-__all__ = ["Hotness", "profile_bytes"]
+__all__ = ["Hotness", "profile_bytes", "refuse_unwritable"]
 
 STATE_VERSION = 1
 
@@ -132,16 +135,43 @@ class Hotness:
             raise CheckpointError(
                 f"hotness_state: {file} is damaged, or nothing that VisMoE wrote. Fix: delete it, hotness is learned anew"
             )
-        head, _, scores = state.partition(b"\n")
-        found = json.loads(head)
+        head, _, numbers = state.partition(b"\n")
+        found = self._head_of(head, file)
         wanted = {"version": STATE_VERSION, "fingerprint": fingerprint, "shape": list(self.scores.shape)}
         if any(found.get(name) != value for name, value in wanted.items()):
             raise ConfigError(
                 f"hotness_state: {file} belongs to another model or version of VisMoE: it says {found}, this is {wanted}. "
                 "Fix: another file (--hotness-state), or delete this one"
             )
-        self.scores = np.frombuffer(scores, "<f8").reshape(self.scores.shape).copy()
+        scores = np.frombuffer(numbers, "<f8") if len(numbers) == self.scores.nbytes else np.full(1, np.nan)
+        if not (np.isfinite(scores).all() and (scores >= 0).all()) or not isinstance(found.get("warm"), bool):
+            raise CheckpointError(f"hotness_state: {file} holds no scores of {wanted['shape']} experts. Fix: delete it")
+        self.scores = scores.reshape(self.scores.shape).copy()
         self.warm = found["warm"]
+
+    @staticmethod
+    def _head_of(line: bytes, file: Path) -> dict[str, Any]:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise CheckpointError(f"hotness_state: {file} is nothing that VisMoE wrote. Fix: delete it")
+        return found
+
+
+def refuse_unwritable(file: Path) -> None:
+    """Raises ConfigError where `Hotness.save` could not leave a state in `file`: tried with a file beside it."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f"{file.name}."):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"hotness_state: {file} cannot be written: {error.strerror or error}. "
+            "Fix: a file in a folder that is there and can be written to (--hotness-state)"
+        ) from error
 
 
 def _checksum(state: bytes) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vismoe.errors import CheckpointError
+from vismoe.errors import CheckpointError, ConfigError
 from vismoe.formats.codec import Codec, codec_of
 from vismoe.kernels.checksum import crc32c
 from vismoe.types import BLOCK_BYTES, ExpertId, Format, MoELayer, RecordLayout, Section
@@ -28,6 +28,7 @@ __all__ = [
     "Contents",
     "Index",
     "StoredRecord",
+    "checksum_of",
     "files_of",
     "index_path",
     "plausible",
@@ -40,6 +41,8 @@ __all__ = [
 
 SCHEMA = 1  # raised whenever the bytes of an index or of a record would be read differently
 CHECKSUM = "crc32c"
+# What values of other types and sizes than an index has lead to, where they are looked up, counted and laid out.
+IMPOSSIBLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, ConfigError)
 
 
 def index_path(folder: Path, format: Format) -> Path:
@@ -122,6 +125,8 @@ class Contents:
     def from_json(cls, value: dict[str, Any]) -> "Contents":
         """Raises KeyError, TypeError or ValueError for what `to_json` did not write, or another version's codecs did."""
         geometries = value["geometries"]
+        if not all(type(layer["geometry"]) is int and 0 <= layer["geometry"] < len(geometries) for layer in value["layers"]):
+            raise ValueError("a layer has a geometry that is not there")
         contents = cls(
             Format(value["format"]),
             str(value["fingerprint"]),
@@ -129,7 +134,7 @@ class Contents:
             tuple(_layout_from_json(geometry["raw"]) for geometry in geometries),
             tuple(frozenset(geometry["transposed"]) for geometry in geometries),
         )
-        if contents.to_json() != value:
+        if _text(contents.to_json()) != _text(value):  # as text: 1, 1.0 and true are equal otherwise
             raise ValueError("its record layouts are not those of this version")
         return contents
 
@@ -165,9 +170,13 @@ class Index:
         }
 
 
-def _checksum(value: dict[str, Any]) -> int:
+def checksum_of(value: dict[str, Any]) -> int:
     """Of a JSON object, however it is laid out."""
-    return crc32c(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+    return crc32c(_text(value).encode())
+
+
+def _text(value: dict[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -176,7 +185,7 @@ def write_index(folder: Path, index: Index) -> None:
     path = index_path(folder, index.contents.format)
     new = path.with_suffix(".json.partial")
     with open(new, "w") as file:
-        json.dump({**value, CHECKSUM: _checksum(value)}, file)
+        json.dump({**value, CHECKSUM: checksum_of(value)}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
@@ -212,14 +221,18 @@ def read_index(folder: Path, format: Format) -> Index:
         )
     try:
         return _index(value, format)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is corrupt: {error}. Fix: {remedy(folder, format)}") from error
+    except IMPOSSIBLE as error:
+        raise CheckpointError(f"{path} is corrupt: {type(error).__name__}: {error}. Fix: {remedy(folder, format)}") from error
 
 
 def _index(value: dict[str, Any], format: Format) -> Index:
-    if value.pop(CHECKSUM) != _checksum(value):
+    if value.pop(CHECKSUM) != checksum_of(value):
         raise ValueError("its checksum does not fit")
     records = tuple(StoredRecord(*record) for record in value.pop("records"))
+    if not records or not all(type(number) is int and number >= 0 for record in records for number in record):
+        raise ValueError("its records are not where bytes can lie")
+    if sum(layer["num_experts"] for layer in value["layers"]) != len(records):
+        raise ValueError(f"it has {len(records)} records, and layers of another number of experts")
     file_bytes = value.pop("files")
     index = Index(Contents.from_json(value), records)
     whole = plausible(index.contents, records) == len(records) == len(index.contents.experts)

@@ -295,10 +295,11 @@ def running():
     pytest.importorskip("gradio", reason='gradio is missing: pip install "vismoe[serve]"')
     from gradio_client import Client
 
+    from vismoe.app.ui_serving import served
+
     engine = FakeEngine()
-    blocks = ui.build(Page(engine))
-    yield engine, Client(ui.launch(blocks), verbose=False, analytics_enabled=False)
-    blocks.close()
+    with served(Page(engine)) as address:
+        yield engine, Client(address, verbose=False, analytics_enabled=False)
 
 
 def spoken(outputs) -> list[str]:
@@ -360,12 +361,3 @@ def test_a_new_conversation_during_an_answer_starts_empty(running):
     client.predict({"text": "Hello", "files": []}, *SETTINGS, api_name="/ask")
     assert len(engine.calls[-1][0]) == 1
     assert len(engine.replies[-2].said) < 200
-
-
-@needs_gradio
-def test_the_page_listens_on_this_machine_only_and_a_taken_port_is_said(running):
-    _, client = running
-    port = int(client.src.rstrip("/").rsplit(":", 1)[1])
-    assert client.src.startswith("http://127.0.0.1:")
-    with pytest.raises(ConfigError, match=rf"port {port} .*--port {port + 1}"):
-        ui.serve(FakeEngine(), port)

@@ -71,11 +71,14 @@ def ui_arguments(parser: ArgumentParser) -> None:
 
 def run_ui(arguments: Namespace) -> int:
     """Serves the chat page until Ctrl-C."""
-    from vismoe.app.ui import require_gradio, serve
+    from vismoe.app.ui import require_gradio
 
     require_gradio()  # before minutes of loading
+    from vismoe.app.ui_serving import free_port, serve
+
+    port = free_port(arguments.port)
     with load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
-        return serve(engine, arguments.port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
+        return serve(engine, port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
 
 
 def run_chat(arguments: Namespace) -> int:

@@ -1,6 +1,6 @@
 """`vismoe chat`, one question or a conversation, and `vismoe ui`, the same in a browser.
 
-In `--json` mode stdout carries exactly one JSON object; whatever else is printed goes to stderr.
+stdout carries answers and nothing else, in `--json` mode exactly one JSON object; whatever else is printed goes to stderr.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from vismoe.cli_conversation import (
     introduce,
     open_images,
     save_kept_maps,
+    say,
     start_reply,
     user_message,
 )
@@ -57,6 +58,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
     parser.add_argument("--kept-map", metavar="FOLDER", help="save the images with the visual tokens that --keep dropped in grey")
     parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all figures")
+    parser.add_argument("--verbose", action="store_true", help="also the memory plan, what was chosen and why, and all figures")
     add_model_flags(parser)
     add_settings(parser)
 
@@ -90,7 +92,7 @@ def run_chat(arguments: Namespace) -> int:
     if arguments.kept_map and question is None:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
     images = open_images(arguments.image)  # before the model is loaded: a wrong path is said at once
-    with load_engine(arguments, model) as engine, _recording(engine, arguments.trace):
+    with load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
         if question is not None:
             return _answer_once(engine, arguments, question, images)
         return Conversation(engine, arguments, images).run()
@@ -105,9 +107,9 @@ def _answer_once(engine: "Engine", arguments: Namespace, question: str, images: 
 
     from vismoe.cli_print import print_figures
 
-    console = Console()
+    console = Console(stderr=True)
     if not arguments.json:
-        introduce(console, engine)
+        introduce(console, engine, arguments.verbose)
     reply = start_reply(engine, arguments, [user_message(question, images)])
     with ctrl_c_cancels(reply) as stop:
         for piece in reply:
@@ -117,10 +119,11 @@ def _answer_once(engine: "Engine", arguments: Namespace, question: str, images: 
     if arguments.json:
         print_json(arguments, reply.figures.to_json())
     else:
-        print("\n")
-        print_figures(console, reply.figures.to_json())
+        print(flush=True)
+        if arguments.verbose:
+            print_figures(console, reply.figures.to_json())
         for file in maps:
-            print(f"saved {file}")
+            say(f"saved {file}")
     return INTERRUPTED if stop.pressed else 0
 
 
@@ -134,7 +137,9 @@ CHAT = Command(
   vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
   vismoe chat --image a.png --keep 0.5 --kept-map maps "What?"   half of the visual tokens, and a picture of which
   vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, figures as JSON
-In a conversation, /help lists the commands; Ctrl-C stops an answer.""",
+  vismoe chat --verbose "Hello?"                                 with the memory plan, the backends and the figures
+In a conversation, /help lists the commands; Ctrl-C stops an answer; a pasted text is one question.
+The answer goes to stdout, everything else to stderr.""",
 )
 UI = Command(
     "the same in a browser, on this machine only",

@@ -6,6 +6,7 @@ A flag that was not given is not passed on, so that the engine's own defaults ho
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import types
 import typing
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ __all__ = [
     "add_one_model",
     "add_settings",
     "at_least_one",
+    "did_you_mean",
     "error_report",
     "given_settings",
     "load_engine",
@@ -254,13 +256,26 @@ def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def load_engine(arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER) -> "Engine":
-    """The engine these flags ask for; `further` settings hold where they say nothing. torch is imported here and not before."""
+def load_engine(
+    arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER, quiet: bool = False
+) -> "Engine":
+    """The engine these flags ask for; `further` settings hold where they say nothing. torch is imported here and not before.
+
+    `quiet`: without transformers' progress bar, which is about what is not an expert and takes seconds.
+    """
     given = {**further, **given_settings(arguments)}
     with ctrl_c_exits(arguments):
         from vismoe.engine import load
 
+        if quiet and (transformers := sys.modules.get("transformers")):
+            transformers.utils.logging.disable_progress_bar()
         return load(model, **model_options(arguments), **given)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean --memory?` where one of the known words is near."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def print_json(arguments: Namespace, value: dict[str, Any]) -> None:

@@ -98,5 +98,7 @@ class Guard:
         return bounded
 
     def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._options.max_body_bytes:,} bytes. Fix: send smaller images, or fewer"
+        message = (
+            f"the body is larger than {self._options.max_body_bytes:,} bytes. Fix: send less text, or fewer and smaller images"
+        )
         return ApiError(413, message, code="body_too_large")

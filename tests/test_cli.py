@@ -525,7 +525,7 @@ def test_commands_answer_and_unknown_ones_are_refused(engine, type_lines, capsys
         "error: no answer yet, so no figures",
         "error: /image needs a path, e.g. /image photo.jpg",
         f"error: /no/such.png: no such file (looked in {os.getcwd()})",
-        "error: /quti: no such command; did you mean /quit?",
+        "error: /quti: no such command (did you mean /quit?)",
     ]
     assert len(engine.calls) == 1
     assert err.count("/reset  ") == 2 and "experts by MoE layer" in err

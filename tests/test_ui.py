@@ -177,7 +177,11 @@ def test_an_error_in_the_middle_of_an_answer_is_raised():
 
 @pytest.mark.parametrize(
     ("question", "files", "message"),
-    [("", [], "no question"), ("  ", ["red.png"], "beside the picture"), ("What?", ["/no/such.png"], "no such file")],
+    [
+        ("", [], "no question"),
+        ("  ", ["red.png"], "beside the picture"),
+        ("What?", ["/no/such.png"], "^such.png: the picture is not here any more"),
+    ],
 )
 def test_what_cannot_be_asked_is_said(question, files, message):
     with pytest.raises(InputError, match=message):

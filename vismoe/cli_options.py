@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import json
 import os
 import re
@@ -15,10 +16,10 @@ import sys
 import types
 import typing
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from vismoe.config import ENGINE_DEFAULTS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERRUPTED",
     "Command",
+    "SuggestingParser",
     "Words",
     "add_answer_flags",
     "add_model_flags",
@@ -91,6 +93,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
 NO_FURTHER: Mapping[str, str] = {}
+FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -273,9 +276,35 @@ def load_engine(
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean --memory?` where one of the known words is near."""
+    """` (did you mean --memory?)` where one of the known words is near."""
     near = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+class SuggestingParser(ArgumentParser):
+    """Names the flag that was probably meant beside one that there is not, before anything else that is wrong."""
+
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(self.suggesting(message))
+
+    def suggesting(self, message: str) -> str:
+        flags = self._option_string_actions
+        words = (word.partition("=")[0] for word in itertools.takewhile("--".__ne__, self.given) if FLAG.match(word))
+        unknown = [
+            word for word in words if not any(flag.startswith(word) if self.allow_abbrev else flag == word for flag in flags)
+        ]
+        named = " ".join(word + did_you_mean(word, flags) for word in unknown)
+        return f"unrecognized arguments: {named}" if unknown else message
 
 
 def print_json(arguments: Namespace, value: dict[str, Any]) -> None:

@@ -149,11 +149,13 @@ class Settings:
                 not isinstance(value, int) or value < least
             ):
                 raise ConfigError(f"{name}={value!r}: a whole number of at least {least}")
-        if not 0 < self.keep <= 1 or not 0 <= self.core_share <= 1 or self.expansion_weight < 0:
-            raise ConfigError(
-                f"keep={self.keep}, core_share={self.core_share}, expansion_weight={self.expansion_weight}: keep lies above 0 "
-                "and up to 1, core_share between 0 and 1, expansion_weight is not negative"
-            )
+        if not 0 < self.keep <= 1:
+            fix = self.keep / 100 if 1 < self.keep <= 100 else 0.5  # who says 50 means 50%
+            raise ConfigError(f"keep={self.keep:g}: a share above 0 and up to 1. Fix: --keep {fix:g}")
+        if not 0 <= self.core_share <= 1:
+            raise ConfigError(f"core_share={self.core_share:g}: a share from 0 to 1. Fix: --core-share 0.2")
+        if self.expansion_weight < 0:
+            raise ConfigError(f"expansion_weight={self.expansion_weight:g}: not below 0. Fix: --expansion-weight 2")
         parse_formats(self.formats)
         pair = self.pair
         if pair is not None and pair.low is None and "hotness" in self.policy:

@@ -268,9 +268,10 @@ class Engine:
             raise InputError(f"seed={seed}: a whole number of 64 bits")
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
+            visual = f" ({prompt.visual_tokens} of them visual)" if prompt.visual_tokens else ""
+            less = "use smaller images (--image-tokens)" if prompt.visual_tokens else "shorten the text"
             raise ContextError(
-                f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the {whose} {longest}. "
-                f"Fix: {more}use smaller images (--image-tokens), or start anew"
+                f"the conversation has {prompt.tokens} tokens{visual}, the {whose} {longest}. Fix: {more}{less}, or start anew"
             )
         most = min(max_tokens, longest - prompt.tokens)
         asked = Asked(
@@ -302,10 +303,9 @@ class Engine:
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
         """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
         window = self._runtime.pruner.most_tokens if self._runtime.pruner and pruning and prompt.images else None
-        limits = [
-            (self._positions, "model's own limit is", ""),
-            (self.plan.context, "planned context is", f"load with context={2 * prompt.tokens} (--context), "),
-        ]
+        enough = min(2 * prompt.tokens, self._positions)
+        larger = f"load with context={enough} (--context), " if enough > prompt.tokens else ""
+        limits = [(self._positions, "model's own limit is", ""), (self.plan.context, "planned context is", larger)]
         if window is not None:
             limits.append((window, "sliding window, beyond which no visual token can be dropped, is", "keep=1, "))
         return min(limits, key=lambda limit: limit[0])

@@ -96,6 +96,8 @@ def read_config(model: str | Path, *, revision: str | None = None) -> PreTrained
     folder = Path(model)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json: it is not the folder of a model. Fix: name the folder that holds it")
+    if folder.is_dir():
+        _refuse_broken(folder / "config.json")
     try:
         return AutoConfig.from_pretrained(str(model), revision=revision or "main")
     except OSError as error:
@@ -108,6 +110,16 @@ def read_config(model: str | Path, *, revision: str | None = None) -> PreTrained
             f"{model}: transformers {transformers.__version__} does not know this model: {_first_line(error)}. "
             "Instead: a newer transformers, or another model"
         ) from error
+
+
+def _refuse_broken(file: Path) -> None:
+    """Raises CheckpointError for a file that holds no JSON object."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is broken, not JSON: {_first_line(error)}. Fix: download or copy it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is broken: a JSON {type(value).__name__}, not an object. Fix: download or copy it again")
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

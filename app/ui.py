@@ -7,6 +7,7 @@ gradio is imported inside functions only: without it everything but this page wo
 
 import html
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,15 @@ from vismoe.app.memory_view import head
 from vismoe.app.page import Finished, History, Page, Turn, Update, Wishes, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.app.uploads import Uploads
-from vismoe.app.widgets import NOT_YET, chat_tab, examples, machine_tab
+from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab
 from vismoe.errors import BusyError, ConfigError, VisMoEError
 
 if TYPE_CHECKING:
     import gradio as gr
 
 __all__ = ["build", "require_gradio"]
+
+log = logging.getLogger("vismoe")
 
 Values = dict[Any, Any]  # of widgets, by widget
 CONVERSATIONS = 16  # that are answered at once; gradio has 40 threads, and Stop needs one
@@ -58,31 +61,31 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
 
     box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
     drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers", "plan", "head"))]
-    outputs = [box, chatbot, history, *drawn]
+    outputs = [box, chatbot, history, chat["again"], chat["notice"], *drawn]
     inputs = {history, *chat["wishes"].values()}  # a set: handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
     def run(turn: Callable[[], Turn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
-        """Answers `turn()` after the turns `before`; after an error the conversation is what it was."""
+        """Answers `turn()` after the turns `before`; after an error, which is told below it, the conversation is what it was."""
         asked, past, session = None, values[history], str(request.session_hash)
         asking = wishes({name: values[widget] for name, widget in chat["wishes"].items()})
         try:
             asked = turn()
             uploads.use(session, asked.files)
-            box_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True)
+            box_now, again_now, notice_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True), gr.skip(), ""
             for update in page.answer(asked, before, session, asking):
                 if update.finished:
                     past = update.history
                     box_now = _ready(asked if len(past) == len(before) else None)  # stopped before the first word
-                yield [box_now, shown(update.history), past, *_drawn(update)]
-                box_now = gr.skip()
+                    again_now = _again(past)
+                yield [box_now, shown(update.history), past, again_now, notice_now, *_drawn(update)]
+                box_now = notice_now = gr.skip()
         except BusyError as error:
             gr.Info(html.escape(str(error)), title="One at a time")
             yield still
-        except VisMoEError as error:
+        except Exception as error:  # the boundary of every question
             restored = _ready(asked) if asked is not None else gr.skip()
-            yield [restored, shown(past), past, *still[3:]]
-            raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
+            yield [restored, shown(past), past, _again(past), told(error), *still[5:]]
 
     def ask(values: Values, request: gr.Request) -> Iterator[list[Any]]:
         text, files = values[box].get("text") or "", list(values[box].get("files") or [])
@@ -115,7 +118,7 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     def forget(request: gr.Request) -> list[Any]:
         page.leave(str(request.session_hash))
         uploads.forget(str(request.session_hash))
-        return [_ready(), [], (), tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET, gr.skip(), gr.skip()]
+        return [_ready(), [], (), _again(()), "", tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET, gr.skip(), gr.skip()]
 
     answering: dict[str, Any] = {
         "outputs": outputs,
@@ -131,6 +134,12 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     box.stop(stop, queue=False, api_name="stop")
     leaving = [chat["forget"].click, chatbot.clear]
     gr.on(leaving, forget, None, outputs, concurrency_limit=None, show_progress="hidden", api_name="forget")
+
+    def offer(policy: str, chosen: str) -> gr.Dropdown:
+        return formats_of(chat["offers"].get(policy, []), chosen)
+
+    policy, formats = chat["wishes"]["policy"], chat["wishes"]["formats"]
+    policy.input(offer, [policy, formats], formats, queue=False, show_progress="hidden", api_name=False)
 
 
 def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:
@@ -153,6 +162,22 @@ def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:
 def wishes(values: dict[str, Any]) -> Wishes:
     """What the widgets say, by the names of `Wishes`."""
     return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"])})
+
+
+def told(error: Exception) -> str:
+    """An error as HTML, to be read below the conversation. What is our own mistake is written to the log."""
+    message = str(error)
+    if not isinstance(error, VisMoEError):
+        log.error("an error inside the chat page", exc_info=error)
+        message = f"an error inside the chat page ({type(error).__name__}); where vismoe ui was started, its log has more"
+    return f'<p class="vm-error" role="alert">{html.escape(message)}</p>'
+
+
+def _again(history: History) -> "gr.Button":
+    """Active where there is an answer to be repeated."""
+    import gradio as gr
+
+    return gr.Button(interactive=bool(history))
 
 
 def _ready(turn: Turn | None = None) -> "gr.MultimodalTextbox":

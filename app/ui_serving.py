@@ -31,6 +31,7 @@ __all__ = ["free_port", "serve", "served"]
 
 ADDRESS = "127.0.0.1"
 MOST_PORTS = 65535
+MOST_FILE_BYTES = 64 * 2**20
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
 FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
@@ -84,9 +85,9 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
             ssr_mode=False,
             theme=gr.themes.Default(primary_hue="teal", neutral_hue="slate", font=FONTS, font_mono=FIXED_FONTS),
             css_paths=Path(__file__).with_name("ui.css"),
-            head=SAME_ORIGIN,
+            head=f"{SAME_ORIGIN}<script>{Path(__file__).with_name('ui.js').read_text()}</script>",
             footer_links=[],
-            max_file_size="64mb",
+            max_file_size=MOST_FILE_BYTES,
             allowed_paths=[str(pictures_folder())],
             app_kwargs={"middleware": [gate]},
         )

@@ -300,6 +300,10 @@ class Engine:
         self._plans.change(self._plans.asked(policy, formats, retention))
         return self.plan
 
+    def why_not(self, policy: str, formats: str | None = None) -> str | None:
+        """Why `change` would refuse this policy, with these formats (None: as they are); None where it would not."""
+        return self._plans.why_not(policy, formats)
+
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
         """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
         window = self._runtime.pruner.most_tokens if self._runtime.pruner and pruning and prompt.images else None

@@ -13,9 +13,9 @@ OLDEST := $(VENV)/transformers-5.17
 APART := kernels kernels_eval lossless checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
 	store_reads safetensors_header miss route library pager below eviction host_tier speculation pinned replay trace timeline plan \
 	config threads machine doctor control bench_checkpoint bench_cli bench_fairness bench_limits bench_process bench_run gguf \
-	packaging memory_agreement layers cli cli_study cli_demo ui browser scenes images overlay selection lookahead_network calibrate \
-	expert_demand pruning_eval suite compare fast exactness lookahead_learned emulated_link turns serve serve_hostile serve_ray \
-	serve_sizes soak prometheus remote_images server_images lmms lmms_requests torchvision_operators \
+	packaging memory_agreement layers cli cli_paste words cli_study cli_demo ui ui_serving browser scenes images overlay selection \
+	lookahead_network calibrate expert_demand pruning_eval suite compare fast exactness lookahead_learned emulated_link turns serve \
+	serve_hostile serve_ray serve_sizes soak prometheus remote_images server_images lmms lmms_requests torchvision_operators \
 	slabs transitions pairs precision_hotness precision_importance precision_schedule precision_controller precision_quality \
 	precision_replay precision_speed controller_cost doors index_fuzz plan_advice
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
@@ -36,7 +36,7 @@ help: ## this list
 	@echo "  Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the download of the CUDA libraries."
 
 demo: $(BASE) ## ask the bundled model about a picture, with a quarter of its experts in memory
-	@$(BIN)/vismoe chat --memory 25% --image assets/images/demo.png "What is in the picture?"
+	@$(BIN)/vismoe chat --verbose --memory 25% --image assets/images/demo.png "What is in the picture?"
 
 test: $(DEV) ## the test suite
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)

@@ -19,7 +19,8 @@ from vismoe.app.callers import Callers
 from vismoe.app.completions import REQUEST_ID, Completions
 from vismoe.app.guard import Guard
 from vismoe.app.images import ImageIntake, ImageLimits
-from vismoe.app.options import ServeOptions, served_name
+from vismoe.app.known_hosts import KnownHosts
+from vismoe.app.options import ServeOptions, is_loopback, served_name
 from vismoe.app.prometheus import metrics_text
 
 __all__ = ["create_app"]
@@ -47,6 +48,14 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
     app = FastAPI(title="VisMoE", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.callers = callers
     app.add_middleware(Guard, options=options)
+    app.add_middleware(
+        KnownHosts,
+        host=options.host,
+        fix="vismoe serve --allow-host NAME",
+        further=options.allow_hosts,
+        any_name=bool(options.api_keys) and not is_loopback(options.host),
+        any_address=not is_loopback(options.host),
+    )
     if options.allow_origins:  # outside the gate: browsers ask before they send a key, and must be able to read refusals
         app.add_middleware(
             CORSMiddleware,

@@ -1,13 +1,13 @@
 """The gate in front of every route: who may ask, how much they may send and how slowly, and what is written about it.
 
-Host names, keys and sizes are checked before a byte of a body is read. Whatever a route raises becomes one error response.
+Keys and sizes are checked before a byte of a body is read; `known_hosts` stands in front. Whatever a route raises becomes one
+error response.
 """
 
 import asyncio
-import ipaddress
 import logging
 import time
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vismoe.app.api_errors import ApiError, api_error_of, error_response
 from vismoe.app.keys import KeyCheck
-from vismoe.app.options import ServeOptions, is_loopback
+from vismoe.app.known_hosts import MAX_LOGGED_CHARACTERS
+from vismoe.app.options import ServeOptions
 
 __all__ = ["Guard"]
 
@@ -23,7 +24,6 @@ log = logging.getLogger("vismoe.serve")
 
 OPEN = ("/health",)  # without a key: load balancers have none
 CLIENT_LEFT = 499  # what proxies write into their logs for it; nobody reads it
-MAX_LOGGED_CHARACTERS = 120
 
 
 class Guard:
@@ -57,7 +57,6 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        self._check_host(headers.get("host", ""))
         if scope["path"] not in OPEN and not self._keys.allows(headers):
             message = "the API key is missing or wrong. Fix: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -74,20 +73,6 @@ class Guard:
             raise ApiError(400, "Content-Length is not a number", headers={"Connection": "close"})
         if int(length) > self._options.max_body_bytes:
             raise self._too_large()
-
-    def _check_host(self, header: str) -> None:
-        """Raises ApiError where a web page could have made its visitor's browser call us, under a name of its own."""
-        try:
-            name = urlsplit(f"//{header}").hostname or ""
-        except ValueError:
-            name = ""
-        local = name == "localhost" or is_loopback(name) or name == self._options.host.lower()
-        if is_loopback(self._options.host):
-            allowed = local
-        else:
-            allowed = bool(self._options.api_keys) or local or _is_address(name)
-        if not allowed and name not in map(str.lower, self._options.allow_hosts):
-            raise ApiError(421, f"this server is not known as {name[:100]!r}. Fix: vismoe serve --allow-host NAME")
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, as long as the body stays within its limits of size and time."""
@@ -113,14 +98,7 @@ class Guard:
         return bounded
 
     def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._options.max_body_bytes:,} bytes. Fix: send smaller images, or fewer"
+        message = (
+            f"the body is larger than {self._options.max_body_bytes:,} bytes. Fix: send less text, or fewer and smaller images"
+        )
         return ApiError(413, message, code="body_too_large")
-
-
-def _is_address(name: str) -> bool:
-    """Whether a host is given as a number: no name server was asked, so none can have lied."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

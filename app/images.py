@@ -18,6 +18,7 @@ from vismoe.app.decoding import Decoders
 from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
 from vismoe.errors import InputError
+from vismoe.models.image_addresses import address_error, beginning
 from vismoe.models.remote_images import RemoteImages
 
 __all__ = ["ImageIntake", "ImageLimits"]
@@ -102,6 +103,11 @@ class ImageIntake:
         """A data: URI of a bearable size, or the encoded bytes that a URL or path stands for."""
         max_bytes = min(self.limits.max_image_bytes, left.image_bytes)
         scheme = SCHEME.match(url)
+        if wrong := address_error(url):
+            raise InputError(wrong)
+        if scheme is None and self._local is None:
+            what = "neither a data: URI nor an http(s) URL, and this server reads no image files (--image-folder FOLDER)"
+            raise InputError(f"{beginning(url)} is {what}; send a data: URI")
         kind = scheme.group().lower() if scheme else "file:"
         if kind == "data:":
             source: str | bytes = _bounded(url, max_bytes)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vismoe.app.heat_map import heat_map
@@ -75,7 +76,7 @@ class Turn:
         """Opens the pictures; raises InputError for what cannot be asked."""
         if not question.strip():
             raise InputError("there is no question; write one beside the picture" if files else "there is no question")
-        return cls(question, tuple(files), tuple(open_image(file) for file in files))
+        return cls(question, tuple(files), tuple(map(_opened, files)))
 
     def asked_as(self, question: str) -> "Turn":
         """The same pictures with another question, not answered yet; raises InputError for an empty one."""
@@ -87,6 +88,17 @@ class Turn:
         """For the engine; without an answer only the question."""
         answer = [{"role": "assistant", "content": self.answer}] if self.answer else []
         return [user_message(self.question, list(self.images)), *answer]
+
+
+def _opened(file: str) -> Any:
+    """The picture of an uploaded file; its InputError has the name that the visitor knows, and no path of this machine."""
+    name = Path(file).name
+    if not Path(file).exists():
+        raise InputError(f"{name}: the picture is not here any more. Fix: attach it again")
+    try:
+        return open_image(file)
+    except InputError as error:
+        raise InputError(str(error).replace(file, name)) from error
 
 
 History = tuple[Turn, ...]

@@ -202,7 +202,7 @@ class Sampling(Strict):
         return self
 
     def sampling(self, model_samples: bool) -> dict[str, Any]:
-        """Arguments of the engine. Temperature 0, or as good as 0, is greedy; without temperature and top_p the model's generation
+        """Arguments of the engine. Temperature 0, or nearly 0, is greedy; without temperature and top_p the model's generation
         config decides.
 
         model_samples: whether it says `do_sample`.

@@ -1,51 +1,45 @@
 """`vismoe ui`: a chat page on this machine only, with images, streamed answers, and a page that shows the machine at work.
 
-What the widgets (`widgets`) call, and the server; what comes of it is in `page`. A visitor's conversation lives in their own
-session and nowhere else. Nothing is loaded from another machine: fonts are the system's, pictures and styles are ours.
+What the widgets (`widgets`) call; what comes of it is in `page`, the server in `ui_serving`. A visitor's conversation lives in
+their own session and nowhere else. Nothing is loaded from another machine: fonts are the system's, pictures and styles are ours.
 gradio is imported inside functions only: without it everything but this page works.
 """
 
 import html
 import importlib.util
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.memory_view import head
 from vismoe.app.page import Finished, History, Page, Turn, Update, Wishes, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.app.widgets import NOT_YET, chat_tab, examples, machine_tab, pictures_folder
-from vismoe.engine import Engine
+from vismoe.app.uploads import Uploads
+from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab
 from vismoe.errors import BusyError, ConfigError, VisMoEError
 
 if TYPE_CHECKING:
     import gradio as gr
 
-__all__ = ["build", "require_gradio", "serve"]
+__all__ = ["build", "require_gradio"]
+
+log = logging.getLogger("vismoe")
 
 Values = dict[Any, Any]  # of widgets, by widget
-ADDRESS = "127.0.0.1"
 CONVERSATIONS = 16  # that are answered at once; gradio has 40 threads, and Stop needs one
-STYLE = Path(__file__).with_name("ui.css")
-FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
-FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
-SAME_ORIGIN = (  # whatever an answer links to, the browser asks nobody but us
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
-)
 
 
 def require_gradio() -> None:
-    """Raises ConfigError where gradio is missing."""
-    if importlib.util.find_spec("gradio") is None:
+    """Raises ConfigError where gradio is missing, or what refuses requests of other sites."""
+    missing = [name for name in ("gradio", "openai") if importlib.util.find_spec(name) is None]
+    if missing:
         raise ConfigError(
-            'the chat page needs gradio, which is not installed. Fix: pip install "vismoe[serve]", '
+            f'the chat page needs {" and ".join(missing)}, not installed here. Fix: pip install "vismoe[serve]", '
             'in a checkout: .venv/bin/pip install -e ".[serve]"'
         )
 
 
-def build(page: Page) -> "gr.Blocks":
+def build(page: Page, uploads: Uploads) -> "gr.Blocks":
     """The widgets, and which of them calls what."""
     import gradio as gr
 
@@ -56,40 +50,42 @@ def build(page: Page) -> "gr.Blocks":
                 chat = chat_tab(page)
             with gr.Tab("The machine at work", id="machine", render_children=True):
                 machine = machine_tab(page)
-        _connect(page, chat, {**machine, "head": top})
+        _connect(page, uploads, chat, {**machine, "head": top})
+        _visits(page, uploads, blocks)
     return blocks
 
 
-def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
+def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[str, Any]) -> None:
     """Which widget calls what. A question is answered by the same steps whether it is new, an example, repeated or edited."""
     import gradio as gr
 
     box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
     drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers", "plan", "head"))]
-    outputs = [box, chatbot, history, *drawn]
+    outputs = [box, chatbot, history, chat["again"], chat["notice"], *drawn]
     inputs = {history, *chat["wishes"].values()}  # a set: handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
     def run(turn: Callable[[], Turn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
-        """Answers `turn()` after the turns `before`; after an error the conversation is what it was."""
+        """Answers `turn()` after the turns `before`; after an error, which is told below it, the conversation is what it was."""
         asked, past, session = None, values[history], str(request.session_hash)
         asking = wishes({name: values[widget] for name, widget in chat["wishes"].items()})
         try:
             asked = turn()
-            box_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True)
+            uploads.use(session, asked.files)
+            box_now, again_now, notice_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True), gr.skip(), ""
             for update in page.answer(asked, before, session, asking):
                 if update.finished:
                     past = update.history
                     box_now = _ready(asked if len(past) == len(before) else None)  # stopped before the first word
-                yield [box_now, shown(update.history), past, *_drawn(update)]
-                box_now = gr.skip()
+                    again_now = _again(past)
+                yield [box_now, shown(update.history), past, again_now, notice_now, *_drawn(update)]
+                box_now = notice_now = gr.skip()
         except BusyError as error:
             gr.Info(html.escape(str(error)), title="One at a time")
             yield still
-        except VisMoEError as error:
+        except Exception as error:  # the boundary of every question
             restored = _ready(asked) if asked is not None else gr.skip()
-            yield [restored, shown(past), past, *still[3:]]
-            raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
+            yield [restored, shown(past), past, _again(past), told(error), *still[5:]]
 
     def ask(values: Values, request: gr.Request) -> Iterator[list[Any]]:
         text, files = values[box].get("text") or "", list(values[box].get("files") or [])
@@ -121,7 +117,8 @@ def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
 
     def forget(request: gr.Request) -> list[Any]:
         page.leave(str(request.session_hash))
-        return [_ready(), [], (), tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET, gr.skip(), gr.skip()]
+        uploads.forget(str(request.session_hash))
+        return [_ready(), [], (), _again(()), "", tiles(), tiles(), page.heat(), NO_IMAGE, NOT_YET, NOT_YET, gr.skip(), gr.skip()]
 
     answering: dict[str, Any] = {
         "outputs": outputs,
@@ -138,10 +135,49 @@ def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
     leaving = [chat["forget"].click, chatbot.clear]
     gr.on(leaving, forget, None, outputs, concurrency_limit=None, show_progress="hidden", api_name="forget")
 
+    def offer(policy: str, chosen: str) -> gr.Dropdown:
+        return formats_of(chat["offers"].get(policy, []), chosen)
+
+    policy, formats = chat["wishes"]["policy"], chat["wishes"]["formats"]
+    policy.input(offer, [policy, formats], formats, queue=False, show_progress="hidden", api_name=False)
+
+
+def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:
+    """What happens when a page is opened, and when it is closed: nothing of its conversation stays."""
+    import gradio as gr
+
+    def enter(request: gr.Request) -> None:
+        uploads.enter(str(request.session_hash))
+
+    def leave(request: gr.Request) -> None:
+        session = str(request.session_hash)
+        page.leave(session)
+        uploads.leave(session)
+        blocks.state_holder.delete_state(session)  # gradio would keep it for an hour
+
+    blocks.load(enter, None, None, queue=False, show_progress="hidden", api_name=False)
+    blocks.unload(leave)
+
 
 def wishes(values: dict[str, Any]) -> Wishes:
     """What the widgets say, by the names of `Wishes`."""
     return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"])})
+
+
+def told(error: Exception) -> str:
+    """An error as HTML, to be read below the conversation. What is our own mistake is written to the log."""
+    message = str(error)
+    if not isinstance(error, VisMoEError):
+        log.error("an error inside the chat page", exc_info=error)
+        message = f"an error inside the chat page ({type(error).__name__}); where vismoe ui was started, its log has more"
+    return f'<p class="vm-error" role="alert">{html.escape(message)}</p>'
+
+
+def _again(history: History) -> "gr.Button":
+    """Active where there is an answer to be repeated."""
+    import gradio as gr
+
+    return gr.Button(interactive=bool(history))
 
 
 def _ready(turn: Turn | None = None) -> "gr.MultimodalTextbox":
@@ -159,42 +195,3 @@ def _drawn(update: Update) -> list[Any]:
     done = update.finished
     news = [update.heat, *(vars(done).values() if done else [None] * len(Finished.__dataclass_fields__))]
     return [update.tiles, update.tiles, *(gr.skip() if one is None else one for one in news)]
-
-
-def launch(blocks: "gr.Blocks", port: int | None = None) -> str:
-    """Starts the page's server and returns its address; without a port, a free one. Raises ConfigError when the port is taken."""
-    import gradio as gr
-
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks itself whether it is up
-    try:
-        _, address, _ = blocks.launch(
-            server_name=ADDRESS,
-            server_port=port,
-            prevent_thread_lock=True,
-            share=False,
-            quiet=True,
-            ssr_mode=False,
-            theme=gr.themes.Default(primary_hue="teal", neutral_hue="slate", font=FONTS, font_mono=FIXED_FONTS),
-            css_paths=STYLE,
-            head=SAME_ORIGIN,
-            footer_links=[],
-            max_file_size="64mb",
-            allowed_paths=[str(pictures_folder())],
-        )
-    except OSError as error:
-        raise ConfigError(f"port {port} of {ADDRESS} cannot be used ({error}). Fix: --port {(port or 0) + 1}") from error
-    return str(address)
-
-
-def serve(engine: Engine, port: int, *, max_tokens: int = 256, image_tokens: tuple[int, int] | None = None) -> int:
-    """Serves the page on this machine until Ctrl-C; raises ConfigError when the port is taken."""
-    blocks = build(Page(engine, max_tokens, image_tokens))
-    launch(blocks, port)
-    print(f"VisMoE is at http://{ADDRESS}:{port} (this machine only); Ctrl-C stops it", flush=True)
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        print("\nstopped")
-    finally:
-        blocks.close()
-    return 0

@@ -14,7 +14,7 @@ from vismoe.engine import Engine, demo_model
 if TYPE_CHECKING:
     import gradio as gr
 
-__all__ = ["NOT_YET", "chat_tab", "examples", "machine_tab", "pictures_folder"]
+__all__ = ["NOT_YET", "chat_tab", "examples", "formats_of", "machine_tab", "offers", "pictures_folder"]
 
 EXAMPLES = 4
 LEAST_KEEP = 0.1
@@ -56,10 +56,13 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 examples=examples(),
                 elem_id="conversation",
             )
+            widgets["notice"] = gr.HTML("", elem_id="notice")
+            gr.HTML(
+                "", html_template='<div id="refused" class="vm-error" role="alert"></div>', padding=False
+            )  # ui.js writes there
             widgets["box"] = gr.MultimodalTextbox(
                 label="Your question",
                 show_label=False,
-                file_types=["image"],
                 file_count="multiple",
                 placeholder="Paste or drop an image here, and ask",
                 autofocus=True,
@@ -67,18 +70,19 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 elem_id="question",
             )
             with gr.Row():
-                widgets["again"] = gr.Button("Answer again", size="sm", min_width=120, elem_id="again")
+                widgets["again"] = gr.Button("Answer again", size="sm", min_width=120, interactive=False, elem_id="again")
                 widgets["forget"] = gr.Button("New conversation", size="sm", min_width=120, elem_id="forget")
         with gr.Column(scale=1, min_width=280):
             widgets["tiles"] = gr.HTML(tiles())
-            widgets["wishes"] = _settings(page)
+            widgets["offers"] = offers(page.engine)
+            widgets["wishes"] = _settings(page, widgets["offers"])
             gr.Markdown(f"**Memory** {page.engine.plan.memory}, fixed at start: `vismoe ui --memory ...` changes it.")
     return widgets
 
 
-def _settings(page: Page) -> dict[str, Any]:
+def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
     """What holds from the next question on, by the names of `Wishes`."""
-    return {**_of_images(page.engine), **_of_experts(page.engine.settings), **_of_answers(page)}
+    return {**_of_images(page.engine), **_of_experts(page.engine, offered), **_of_answers(page)}
 
 
 def _of_images(engine: Engine) -> dict[str, Any]:
@@ -107,22 +111,43 @@ def _of_images(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _of_experts(settings: Settings) -> dict[str, Any]:
+def offers(engine: Engine) -> dict[str, list[str]]:
+    """The policies that can serve here, each with the pairs of formats that are packed and fit."""
+    pairs = list(dict.fromkeys((*PAIRS, engine.settings.formats)))
+    policies = [policy for policy in typing.get_args(PolicyName) if policy != "exact"]
+    served = {policy: [pair for pair in pairs if engine.why_not(policy, pair) is None] for policy in policies}
+    return {"exact": [], **{policy: pairs for policy, pairs in served.items() if pairs}}
+
+
+def formats_of(pairs: list[str], chosen: str) -> "gr.Dropdown":
+    """What there is to choose from under a policy with these pairs."""
     import gradio as gr
 
+    value = chosen if chosen in pairs or not pairs else pairs[0]
+    return gr.Dropdown(choices=pairs or [chosen], value=value, interactive=bool(pairs))
+
+
+def _of_experts(engine: Engine, offered: dict[str, list[str]]) -> dict[str, Any]:
+    import gradio as gr
+
+    settings = engine.settings
+    why_not = "" if len(offered) > 1 else f" The others cannot serve here: {engine.why_not('importance', settings.formats)}"
     return {
         "policy": gr.Dropdown(
-            list(typing.get_args(PolicyName)),
+            list(offered),
             value=settings.policy,
             label="Who decides the formats of experts",
-            info="exact: nobody. hotness: what is used often has the better one. importance: what a question needs most has it.",
+            info="exact: nobody. hotness: what is used often has the better one. importance: what a question needs most has it."
+            + why_not,
+            interactive=len(offered) > 1,
             elem_id="policy",
         ),
         "formats": gr.Dropdown(
-            list(dict.fromkeys((*PAIRS, settings.formats))),
+            list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)])),
             value=settings.formats,
             label="The two formats",
-            info="In bits, or 0 to leave experts out; both must be packed: vismoe pack MODEL --formats int4,int2.",
+            info="In bits, or 0 to leave experts out: what is packed and fits. For more: vismoe pack MODEL --formats int4,int2.",
+            interactive=bool(offered[settings.policy]),
             elem_id="formats",
         ),
         "retention": gr.Slider(

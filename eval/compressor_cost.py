@@ -6,7 +6,6 @@ random weights). *Selecting* among the tokens of one image, at the routing of Qw
 One thread; mean, median and 99th percentile of wall time. Prints tables, then one JSON object on the last line.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,6 +20,7 @@ from rich.table import Table
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionBlock
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.vision.saliency import MOST_QUERIES, attention_received
 from vismoe.vision.selection import SELECTIONS, Pruning, select
 
@@ -86,7 +86,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="vismoe eval compressor", description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser = SuggestingParser(prog="vismoe eval compressor", description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("--tokens", type=int, nargs="+", default=(256, 1024, 4096), metavar="N", help="visual tokens of an image")
     parser.add_argument("--rounds", type=int, default=30, metavar="R", help="of each selection; listening takes a tenth")
     given = parser.parse_args(arguments)

@@ -6,7 +6,6 @@ kernels take turns in one process; medians. The goal is at most 1% of a token. `
 the machine was doing. Prints a table, then one JSON object on the last line.
 """
 
-import argparse
 import itertools
 import json
 import statistics
@@ -20,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import Settings
 from vismoe.eval.kernels import EXPERTS_OF_A_CALL, FORM, Call, Geometry, our_calls
 from vismoe.formats.codec import codec_of
@@ -149,7 +149,7 @@ def cost(policy: str, took: list[tuple[float, bool]], prompts: list[float], peri
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="vismoe eval controllers", description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser = SuggestingParser(prog="vismoe eval controllers", description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="L", help=f"MoE layers (default: {LAYERS})")
     parser.add_argument("--experts", type=int, default=EXPERTS, metavar="E", help=f"of a layer (default: {EXPERTS})")
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="decoded per policy (default: 1024)")

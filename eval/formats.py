@@ -8,7 +8,6 @@ Answers are kept in a folder, one file per contestant and a line per question, s
 Prints tables, then one JSON object on the last line.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.engine import demo_model
 from vismoe.errors import VisMoEError
 from vismoe.models.processor import load_processor
@@ -138,7 +138,7 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m vismoe.eval.formats", description=__doc__.splitlines()[0])
+    parser = SuggestingParser(prog="python -m vismoe.eval.formats", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--formats", default=",".join(INTEGERS), help="comma-separated (default: int8,int4,int2)")
     parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"in all (default: {QUESTIONS})")

@@ -10,7 +10,6 @@ their format holds them), their share of the memory's rate in the same round, GF
 The last line on stdout is one JSON object; `--json` prints that alone.
 """
 
-import argparse
 import itertools
 import json
 import statistics
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.errors import ConfigError
 from vismoe.formats.codec import codec_of
 from vismoe.kernels import cpu
@@ -267,7 +267,7 @@ HEADER = f"{'weights':10} {'tokens':>6} {'GB/s':>9} {'of DRAM':>8} {'GFLOP/s':>9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m vismoe.eval.kernels", description=(__doc__ or "").split("\n")[0])
+    parser = SuggestingParser(prog="python -m vismoe.eval.kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the last line only")
     parser.add_argument("--isa", default="auto", help="instruction set of ours: " + ", ".join(cpu.available()))
     parser.add_argument("--threads", type=int, help="of both; default: as many as torch takes")

@@ -22,6 +22,7 @@ from typing import Any
 
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import Settings, format_bytes, parse_bytes
 from vismoe.errors import VisMoEError
 from vismoe.simulate.demands import Demands
@@ -157,7 +158,7 @@ def generated(arguments: argparse.Namespace, folder: Path) -> Place:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="vismoe eval ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--places", nargs="+", choices=("link", "disk"), default=["link", "disk"])

@@ -3,13 +3,13 @@
 Both ask one loaded model, in batches of the same size. The last line is one JSON object.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from vismoe.cli_eval import EVAL_BATCH
+from vismoe.cli_options import SuggestingParser
 from vismoe.engine import Engine, load
 
 from .accuracy import evaluate
@@ -65,7 +65,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="vismoe eval agreement", description=__doc__)
+    parser = SuggestingParser(prog="vismoe eval agreement", description=__doc__)
     parser.add_argument("--n", type=int, default=100, metavar="N", help="questions of each kind (default: 100)")
     parser.add_argument("--keep", type=float, nargs="+", default=[1.0, 0.5], metavar="SHARE", help="(default: 1 0.5)")
     given = parser.parse_args(arguments)

@@ -198,9 +198,10 @@ class VisMoE(lmms):
         for batch in batches(rows, self.batch_size, new_tokens, context, fits):
             longest, most = max(batch, key=lambda row: row.tokens), min(context, self._positions)
             if longest.tokens >= most:
+                smaller = ", or smaller images, e.g. image_tokens=64..1024" if "pixel_values" in longest.inputs else ""
                 raise ContextError(
                     f"{_name(requests[longest.number])} has {longest.tokens} tokens, and the context is {most}. "
-                    f"Fix: context={2 * beams * longest.tokens} in --model_args, or smaller images, e.g. image_tokens=64..1024"
+                    f"Fix: context={2 * beams * longest.tokens} in --model_args{smaller}"
                 )
             yield from zip(batch, self._engine.with_model(partial(run, batch)), strict=True)
 

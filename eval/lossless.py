@@ -6,7 +6,6 @@ Speeds are of one core over a working set in DRAM, in bytes of bfloat16 per seco
 compared bit for bit first. The last line on stdout is one JSON object.
 """
 
-import argparse
 import heapq
 import itertools
 import json
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.formats.lossless import content_bytes, packable
 from vismoe.kernels.lossless import FastLossless, available
 from vismoe.types import ExpertId, RecordLayout
@@ -214,7 +214,7 @@ def table(results: dict[str, tuple[Sizes, Speeds]], threads: int) -> Iterator[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser = SuggestingParser(description=__doc__.partition(":")[0])
     parser.add_argument("model", nargs="?", help="a checkpoint in bfloat16; default: the demo model")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a copy, too, is of one core

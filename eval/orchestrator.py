@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import format_bytes, parse_bytes
 from vismoe.engine import demo_model
 from vismoe.errors import InputError
@@ -267,7 +268,7 @@ def _named(text: str) -> tuple[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="vismoe eval orchestrator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", nargs="+", metavar="NAME=FOLDER", help="replay these instead of recording the bundled model")

@@ -29,6 +29,7 @@ from transformers import AutoModelForImageTextToText
 
 import vismoe.precision.depth
 import vismoe.precision.importance
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import parse_formats
 from vismoe.engine import demo_model
 from vismoe.errors import VisMoEError
@@ -193,7 +194,7 @@ def contestants_of(lines: Sequence[tuple[Line, Everywhere]]) -> Iterator[Precisi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="python -m vismoe.eval.precision_quality",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

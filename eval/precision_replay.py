@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import Settings
 from vismoe.memory.pairs import divide, paired
 from vismoe.precision.controller import Precision
@@ -467,7 +468,7 @@ def shift_panel(shifts: Sequence[dict[str, Any]]) -> Panel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="vismoe eval precision-replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES), help="which (default: all)")

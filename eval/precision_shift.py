@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import parse_bytes
 from vismoe.engine import Engine, load
 from vismoe.memory.pairs import TRANSIENT_SLABS
@@ -515,7 +516,7 @@ def draw(shifts: Sequence[dict[str, Any]], file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="vismoe eval precision-shift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shifts", nargs="*", choices=list(SHIFTS), default=list(SHIFTS))

@@ -27,6 +27,7 @@ from rich.progress import Progress
 
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.cli_options import SuggestingParser
 from vismoe.cli_pack import experts_of
 from vismoe.config import format_bytes, parse_bytes, parse_formats
 from vismoe.engine import load
@@ -358,7 +359,7 @@ def draw(found: Sequence[dict[str, Any]], budgets: Sequence[float], file: Path) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="vismoe eval precision-speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))

@@ -9,7 +9,6 @@ Answers are kept in a folder, one file per contestant and a line per question, s
 Prints a table, then one JSON object on the last line.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import vismoe.models.saliency
 import vismoe.models.token_kinds
 import vismoe.vision.saliency
 import vismoe.vision.selection
+from vismoe.cli_options import SuggestingParser
 from vismoe.engine import Engine, demo_model
 from vismoe.errors import ConfigError, VisMoEError
 from vismoe.models.loading import runtime_of
@@ -363,7 +363,7 @@ def run(
     print_summary: Callable[[Console, dict[str, Any]], None],
 ) -> int:
     """The command line of a study: measure, draw, print; -> exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m vismoe.eval.{program}", description=about.splitlines()[0])
+    parser = SuggestingParser(prog=f"python -m vismoe.eval.{program}", description=about.splitlines()[0])
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--study", choices=STUDIES, default="selection", help="what is compared (default: selection)")
     parser.add_argument("--questions", type=int, default=asked, metavar="N", help=f"in all (default: {asked})")

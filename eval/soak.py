@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vismoe.app.options import ServeOptions
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import format_bytes
 from vismoe.engine import Engine, load
 from vismoe.errors import VisMoEError
@@ -203,9 +204,7 @@ def print_table(figures: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(
-        prog="vismoe eval soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = SuggestingParser(prog="vismoe eval soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=32, help="at the same time (default: 32)")
     parser.add_argument("--minutes", type=float, default=3.0, help="(default: 3)")
     parser.add_argument("--memory", default="25%", help="of the engine (default: 25%%)")

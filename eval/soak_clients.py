@@ -20,6 +20,7 @@ from typing import Any
 
 import openai
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.eval.questions import KINDS, conversation
 from vismoe.eval.scenes import compose
 
@@ -179,7 +180,7 @@ async def soak(url: str, clients: int, seconds: float, seed: int) -> Told:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = SuggestingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--clients", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)

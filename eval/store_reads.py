@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.errors import ConfigError, VisMoEError
 from vismoe.machine.choices import choose, format_rate
 from vismoe.machine.profile import load_profile
@@ -32,7 +33,7 @@ GOAL = 0.9
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = SuggestingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a store that vismoe pack made; larger than memory says most")
     parser.add_argument("--format", type=Format, choices=list(Format), help="default: the first that is there")
     parser.add_argument("--threads", type=int, help="default: as many as serving would take")

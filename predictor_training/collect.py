@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.engine import Engine, load
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.models.loading import runtime_of
@@ -141,7 +142,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[Prompt]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="python -m vismoe.predictor_training.collect", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("folder", metavar="FOLDER", help="of the traces; an interrupted collection in it goes on")

@@ -7,7 +7,6 @@ medians. On the demo model, and on a generated model with the routing of Qwen3-V
 GB/s). A network of random weights costs what a trained one does. Prints a table, then one JSON object on the last line.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.config import parse_bytes
 from vismoe.engine import demo_model
 from vismoe.lookahead.features import Sizes
@@ -182,7 +182,7 @@ def routing_of_30b(layers: int = 12) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="python -m vismoe.predictor_training.cost", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"per measurement, in turns (default: {TOKENS})")

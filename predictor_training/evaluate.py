@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.errors import InputError, VisMoEError
 from vismoe.eval.figures import Panel, Series, grid_figure
 from vismoe.eval.paired import Interval, paired_difference
@@ -180,7 +181,7 @@ def _panel(judgement: Judgement, budget: int, names: Sequence[str]) -> Panel:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="vismoe eval predictor", description=__doc__.split("\n\n")[1], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="folders that vismoe calibrate --work, or collect, recorded")

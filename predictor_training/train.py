@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from vismoe.cli_options import SuggestingParser
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.lookahead.features import LARGEST
 from vismoe.lookahead.network import FLOOR, PARTS, Folded, Predictor, Shape, save_folded
@@ -208,7 +209,7 @@ def recipe_of(given: argparse.Namespace) -> Recipe:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = SuggestingParser(
         prog="python -m vismoe.predictor_training.train", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="folders that collect recorded")

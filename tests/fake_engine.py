@@ -128,6 +128,7 @@ class FakeEngine:
     name: str = "a scripted engine"
     can_prune: bool = True
     settings: Settings = field(default_factory=Settings)
+    packed: set = field(default_factory=lambda: {"lossless", "16", "int8", "8", "4", "2", "0"})
 
     def __post_init__(self):
         self.metrics, self.plan = Metrics(LAYERS), PLAN
@@ -164,6 +165,11 @@ class FakeEngine:
         self.settings = changed
         self.metrics.name_formats(self.format_names)
         return self.plan
+
+    def why_not(self, policy, formats=None) -> str | None:
+        if policy == "exact" or set(formats.split("/")) <= self.packed:
+            return None
+        return f"format='{formats}' needs packed experts. Fix: vismoe pack MODEL"
 
     def formats(self) -> np.ndarray:
         """Expert 2 of layer 0 is in the lesser format, where there are two."""

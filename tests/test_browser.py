@@ -35,9 +35,9 @@ PUT = """(box, [event, name, bytes]) => {
     const carried = new DataTransfer();
     carried.items.add(new File([new Uint8Array(bytes)], name, {type: "image/png"}));
     const details = {bubbles: true, cancelable: true};
-    box.dispatchEvent(event === "paste" ? new ClipboardEvent(event, {...details, clipboardData: carried})
-                                        : new DragEvent(event, {...details, dataTransfer: carried}));
-}"""
+    return !box.dispatchEvent(event === "paste" ? new ClipboardEvent(event, {...details, clipboardData: carried})
+                                                : new DragEvent(event, {...details, dataTransfer: carried}));
+}"""  # whether somebody has taken it; else the browser does with it what browsers do
 
 
 @pytest.fixture(scope="module")
@@ -187,11 +187,60 @@ def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_
     assert re.search(r"\d% raw, [\d.]+% int4 \(importance: raw/int4, 75% of", me.machine("experts were computed"))
     assert re.search(r"\d+ in raw, \d+ in int4", me.machine("half as high: in int4, the others in raw"))
 
-    me.choose("formats", "8/4")
+    me.page.locator("#formats input").click()
+    assert [option.strip("\n ✓") for option in me.page.get_by_role("option").all_inner_texts()] == [
+        "16/4",
+        "4/0",
+    ]  # int4 is packed
+    me.page.keyboard.press("Escape")
+
+
+def test_an_error_is_read_below_a_conversation_that_stays(visit):
+    me = visit()
+    assert me.page.get_by_role("button", name="Answer again").is_disabled()
+    me.page.get_by_role("button", name="What does the sign say?").click()
+    assert me.tell(contains="OPEN") == 'It says "OPEN".'
+    assert me.page.get_by_role("button", name="Answer again").is_enabled()
+    long = "word " * 4000
+    me.ask(long)
+    notice = me.page.locator("#notice", has_text="the model's own limit is 4096")
+    notice.wait_for()
+    assert me.box.input_value() == long and me.page.get_by_test_id("bot").count() == 1
+    assert me.page.get_by_test_id("bot").is_visible() and not me.page.locator("#conversation .error").is_visible()
+    below = notice.bounding_box()["y"] >= me.page.locator("#conversation").bounding_box()["y"]
+    assert below and "smaller images" in notice.inner_text(), "the sign is in the conversation"
     me.ask("What does the sign say?")
-    me.page.get_by_text("vismoe pack MODEL --formats int8").wait_for()
-    assert me.box.input_value() == "What does the sign say?"
-    assert me.page.get_by_test_id("bot").count() == 1
+    assert me.tell(number=2) == 'It says "OPEN".' and notice.count() == 0
+
+
+def test_a_picture_dropped_anywhere_is_attached_and_the_browser_stays(visit, address):
+    me = visit()
+    picture = list((IMAGES / "sign.png").read_bytes())
+    for number, where in enumerate(["#conversation", "h1", "#keep", "#max-tokens input", "body"]):
+        for event in ("dragenter", "dragover", "drop"):
+            assert me.page.locator(where).first.evaluate(PUT, [event, "dropped.png", picture]), "the browser would open it"
+        me.page.locator("#question img").nth(number).wait_for()
+    me.page.get_by_role("tab", name="The machine at work").click()
+    me.page.locator(".vm-panel:visible").first.evaluate(PUT, ["drop", "dropped.png", picture])
+    me.page.locator("#question img").nth(5).wait_for()  # where it can be seen
+    me.page.locator("h1").evaluate(
+        "box => box.dispatchEvent(new DragEvent('drop', {bubbles: true, dataTransfer: new DataTransfer()}))"
+    )
+    me.page.get_by_text("what was dropped is no file").wait_for()
+    assert me.page.url == address and me.page.locator("#question img").count() == 6
+
+
+def test_a_file_that_is_refused_is_said_before_any_answer(visit, tmp_path):
+    me = visit()
+    (tmp_path / "large.png").write_bytes(bytes(64 * 2**20 + 1))
+    choose = me.page.locator("#question input[type=file]")
+    choose.set_input_files(tmp_path / "large.png")
+    me.page.get_by_text("Nothing was attached: large.png is larger than 64 MiB").wait_for()
+    choose.set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"hello"})
+    me.page.get_by_text("larger than 64 MiB").wait_for(state="detached")
+    me.ask("What is this?")
+    me.page.get_by_text("notes.txt: not an image that can be read").wait_for()
+    assert me.page.get_by_test_id("bot").count() == 0 and me.box.input_value() == "What is this?"
 
 
 def test_a_long_answer_is_watched_and_stopped(visit):

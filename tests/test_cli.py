@@ -189,13 +189,45 @@ def test_without_a_command_the_overview_is_printed(capsys):
 
 
 # ------------------------------------------------------------------ one question
-def test_one_question_prints_plan_backends_answer_and_figures(engine, picture, capsys):
+def test_one_question_prints_its_answer_and_one_line_beside_it(engine, picture, capsys):
     assert cli.main(["chat", "--image", picture, "What is this?"]) == 0
     out, err = capsys.readouterr()
-    order = [out.index(text) for text in ("the plan", "kernels: torch", "one two", "prefill", "75.0% hits", "2.0 KiB")]
-    assert order == sorted(order)
-    assert err == ""
+    assert out == "one two\n"
+    assert (
+        err
+        == "a scripted engine on the cpu: 8 of 8 experts in memory, 9.8 KiB, context 4096; --verbose shows the plan and figures\n"
+    )
     assert engine.closed
+
+
+def test_verbose_prints_plan_backends_and_figures_beside_the_answer(engine, picture, capsys):
+    assert cli.main(["chat", "--verbose", "--image", picture, "What is this?"]) == 0
+    out, err = capsys.readouterr()
+    order = [err.index(text) for text in ("the plan", "kernels: torch", "prefill", "75.0% hits", "2.0 KiB")]
+    assert order == sorted(order) and out == "one two\n"
+
+
+def test_in_a_conversation_stdout_holds_answers_only(engine, picture, type_lines, capsys):
+    engine.script = [["one"], [press_ctrl_c, "x"], ["two"]]
+    lines = [
+        "Hi",
+        "/help",
+        "/figures",
+        f"/image {picture}",
+        "/nonsense",
+        "Stop",
+        "/retention 0.8",
+        "/policy",
+        "And?",
+        KeyboardInterrupt,
+    ]
+    type_lines(*lines)
+    assert cli.main(["chat"]) == 0
+    out, err = capsys.readouterr()
+    assert out.split("\n") == ["one", "", "two", ""]
+    assert (
+        err.startswith("a scripted engine on the cpu: 8 of 8") and "ask something; /help lists the commands" in err.split("\n")[0]
+    )
 
 
 def test_images_come_before_the_text_as_upright_rgb_pictures(engine, picture):
@@ -236,9 +268,11 @@ def test_a_conversation_in_a_file_is_whole(engine, picture, tmp_path, capsys, mo
 
 def test_a_map_of_kept_tokens_is_saved_and_said(engine, picture, tmp_path, capsys):
     assert cli.main(["chat", "--image", picture, "What?", "--keep", "0.5", "--kept-map", str(tmp_path / "maps")]) == 0
-    out = capsys.readouterr().out
-    assert f"saved {tmp_path / 'maps' / 'kept-1.png'}" in out and (tmp_path / "maps" / "kept-1.png").is_file()
-    assert "16 visual, 8 of them kept" in out
+    out, err = capsys.readouterr()
+    assert f"saved {tmp_path / 'maps' / 'kept-1.png'}" in err and (tmp_path / "maps" / "kept-1.png").is_file()
+    assert out == "one two\n"
+    assert cli.main(["chat", "--verbose", "--image", picture, "What?", "--keep", "0.5"]) == 0
+    assert "16 visual, 8 of them kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -334,7 +368,8 @@ def test_ctrl_c_works_as_usual_after_an_answer(engine):
 def test_our_errors_are_one_message_and_exit_code_2(engine, capsys, error):
     engine.script = [error, error]
     assert cli.main(["chat", "Hi?"]) == 2
-    assert capsys.readouterr().err == f"error: {error}\n"
+    loaded, said = capsys.readouterr().err.split("\n", 1)
+    assert loaded.startswith("a scripted engine") and said == f"error: {error}\n"
     assert cli.main(["chat", "--json", "Hi?"]) == 2
     report = json.loads(capsys.readouterr().out)["error"]
     assert report["type"] == type(error).__name__
@@ -358,8 +393,8 @@ def test_json_without_a_question_is_refused(engine, capsys):
 
 def test_a_reader_that_goes_away_is_no_traceback():
     done = run_program("FakeEngine(script=[['x' * 1000 + '\\n'] * 2000])", "chat", "Hi?", shell="| head -n 1")
-    assert done.stdout.startswith("the plan")
-    assert done.stderr == ""
+    assert done.stdout == "x" * 1000 + "\n"
+    assert "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -407,7 +442,7 @@ def test_a_conversation_has_history_and_images_in_several_turns(engine, picture,
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
     assert second[1]["content"] == "one two"
     assert [part["type"] for part in second[2]["content"]] == ["image", "text"]
-    assert "attached, 32 x 16 pixels" in capsys.readouterr().out
+    assert "attached, 32 x 16 pixels" in capsys.readouterr().err
     assert engine.closed
 
 
@@ -423,8 +458,8 @@ def test_keep_holds_from_there_on_and_its_map_can_be_saved(engine, picture, type
     type_lines("Hi", "/keep 0.5", f"/image {picture}", "What?", save, "/keep 1", "And?", "/keep 2", "/keep")
     assert cli.main(["chat"]) == 0
     assert [options.get("keep") for _, options in engine.calls] == [None, 0.5, 1.0]
-    out, err = capsys.readouterr()
-    assert (tmp_path / "maps" / "kept-1.png").is_file() and "50% of the visual tokens" in out
+    err = capsys.readouterr().err
+    assert (tmp_path / "maps" / "kept-1.png").is_file() and "50% of the visual tokens" in err
     assert err.count("a share above 0 and up to 1") == 2
 
 
@@ -432,13 +467,13 @@ def test_policy_formats_and_retention_are_changed_in_the_course_of_a_conversatio
     type_lines(
         "/policy", "/retention 0.6", "/policy importance", "Hi", "/formats 8/2", "/retention 0.9", "And?", "/policy exact", "So?"
     )
-    assert cli.main(["chat"]) == 0
+    assert cli.main(["chat", "--verbose"]) == 0
     assert engine.changes == [("importance", None, None), (None, "8/2", None), ("exact", None, None)]
     assert [options["retention"] for _, options in engine.calls] == [0.6, 0.9, 0.9]
-    out, err = capsys.readouterr()
-    assert not err and "exact: nobody changes the format of an expert" in out
-    assert "it counts once there is /policy importance" in out and "importance: int8/int2, 75% of the demanded" in out
-    first, second, third = out.split("decode")[1:]
+    err = capsys.readouterr().err
+    assert "error" not in err and "exact: nobody changes the format of an expert" in err
+    assert "it counts once there is /policy importance" in err and "importance: int8/int2, 75% of the demanded" in err
+    first, second, third = err.split("decode")[1:]
     assert "75.0% int4, 25.0% int2" in first and "75.0% int8, 25.0% int2" in second and "computed" not in third
 
 
@@ -454,14 +489,14 @@ def test_a_change_that_cannot_be_is_said_and_leaves_everything_as_it_was(engine,
 
 
 def test_the_formats_of_an_answer_are_printed_under_a_policy_and_always_in_json(engine, capsys):
-    assert cli.main(["chat", "Hi?"]) == 0
-    assert "computed" not in capsys.readouterr().out
+    assert cli.main(["chat", "Hi?", "--verbose"]) == 0
+    assert "computed" not in capsys.readouterr().err
     assert cli.main(["chat", "Hi?", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["formats"] == {"raw": 1.0} and figures["precision"] is None
     policy = ["--policy", "hotness+importance", "--formats", "16/4", "--retention", "0.9"]
-    assert cli.main(["chat", "Hi?", *policy]) == 0
-    assert "75.0% raw, 25.0% int4" in capsys.readouterr().out
+    assert cli.main(["chat", "Hi?", "--verbose", *policy]) == 0
+    assert "75.0% raw, 25.0% int4" in capsys.readouterr().err
     assert cli.main(["chat", "Hi?", "--json", *policy]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["formats"] == {"raw": 0.75, "int4": 0.25}
@@ -472,7 +507,8 @@ def test_ctrl_c_stops_an_answer_but_not_the_conversation(engine, type_lines, cap
     engine.script = [["one", press_ctrl_c, " two"], ["more"]]
     type_lines("Count", "Go on")
     assert cli.main(["chat"]) == 0
-    assert "one [stopped]" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out == "one\nmore\n" and "[stopped]" in err
     assert engine.calls[1][0][1] == {"role": "assistant", "content": "one"}
 
 
@@ -486,7 +522,7 @@ def test_ctrl_c_before_the_first_word_leaves_no_trace(engine, type_lines):
 def test_ctrl_c_at_the_prompt_goes_on_and_ctrl_d_leaves(engine, type_lines, capsys):
     type_lines(KeyboardInterrupt, "Hi")
     assert cli.main(["chat"]) == 0
-    assert "Ctrl-D leaves" in capsys.readouterr().out
+    assert "Ctrl-D leaves" in capsys.readouterr().err
     assert len(engine.calls) == 1
 
 
@@ -504,16 +540,15 @@ def test_commands_answer_and_unknown_ones_are_refused(engine, type_lines, capsys
         "", "/help", "/figures", "/image", "/image /no/such.png", "/quti", "/tmp/a.png is a path, what does it hold?", "/figures"
     )
     assert cli.main(["chat"]) == 0
-    out, err = capsys.readouterr()
-    assert "/reset" in out
+    err = capsys.readouterr().err
     assert [line for line in err.splitlines() if line.startswith("error")] == [
         "error: no answer yet, so no figures",
         "error: /image needs a path, e.g. /image photo.jpg",
         f"error: /no/such.png: no such file (looked in {os.getcwd()})",
-        "error: /quti: no such command",
+        "error: /quti: no such command (did you mean /quit?)",
     ]
     assert len(engine.calls) == 1
-    assert "experts by MoE layer" in out
+    assert err.count("/reset  ") == 2 and "experts by MoE layer" in err
 
 
 def test_piped_questions_are_answered_line_by_line(engine, monkeypatch, capsys):

@@ -196,7 +196,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
 
 
 def test_a_conversation_on_a_terminal(terminal):
-    chat = terminal("--memory", "50%", *LONG)
+    chat = terminal("--memory", "50%", "--verbose", *LONG)
     chat.wait_for("> ")
     chat.type(f"/image {PICTURE}")
     chat.wait_for("attached")

@@ -11,6 +11,9 @@ def test_every_study_has_a_help_of_its_own(name, capsys):
         cli.main(["eval", name, "--help"])
     assert ended.value.code == 0
     assert "usage: " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", name, "--hlep"])
+    assert ended.value.code == 2 and "--hlep (did you mean --help?)" in capsys.readouterr().err
 
 
 def test_flags_go_to_the_study_and_its_exit_code_comes_back(monkeypatch):

@@ -12,7 +12,7 @@ from fake_engine import PLAN, FakeEngine
 from PIL import Image
 
 from vismoe.app import page as page_module
-from vismoe.app import ui
+from vismoe.app import ui, widgets
 from vismoe.app.heat_map import heat_map
 from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, Turn, Wishes, shown, turn_at
@@ -177,7 +177,11 @@ def test_an_error_in_the_middle_of_an_answer_is_raised():
 
 @pytest.mark.parametrize(
     ("question", "files", "message"),
-    [("", [], "no question"), ("  ", ["red.png"], "beside the picture"), ("What?", ["/no/such.png"], "no such file")],
+    [
+        ("", [], "no question"),
+        ("  ", ["red.png"], "beside the picture"),
+        ("What?", ["/no/such.png"], "^such.png: the picture is not here any more"),
+    ],
 )
 def test_what_cannot_be_asked_is_said(question, files, message):
     with pytest.raises(InputError, match=message):
@@ -295,10 +299,11 @@ def running():
     pytest.importorskip("gradio", reason='gradio is missing: pip install "vismoe[serve]"')
     from gradio_client import Client
 
+    from vismoe.app.ui_serving import served
+
     engine = FakeEngine()
-    blocks = ui.build(Page(engine))
-    yield engine, Client(ui.launch(blocks), verbose=False, analytics_enabled=False)
-    blocks.close()
+    with served(Page(engine)) as address:
+        yield engine, Client(address, verbose=False, analytics_enabled=False)
 
 
 def spoken(outputs) -> list[str]:
@@ -337,16 +342,64 @@ def test_the_history_of_a_session_is_kept_and_forgotten(running):
 
 
 @needs_gradio
-@pytest.mark.parametrize("error", [ContextError("5000 tokens, planned for 4096"), TransferError("the disk is gone")])
-def test_our_errors_reach_the_page_as_their_message_and_the_question_is_not_lost(running, error):
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (ContextError("5000 tokens, planned for <4096>"), "5000 tokens, planned for &lt;4096&gt;"),
+        (["some", TransferError("the disk is gone")], "the disk is gone"),
+        (ValueError("a secret of ours"), "an error inside the chat page (ValueError)"),
+    ],
+)
+def test_an_error_is_told_below_a_conversation_that_stays_and_the_question_is_not_lost(running, script, says):
     engine, client = running
     client.predict(api_name="/forget")
-    engine.script = [error]
-    job = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
-    with pytest.raises(Exception, match=str(error)):
-        job.result(timeout=20)
-    restored = job.outputs()[-1]
-    assert "Hi" in str(restored[0]) and restored[1] == []
+    engine.script = [["fine"], script, ["again"]]
+    client.predict({"text": "Hello", "files": []}, *SETTINGS, api_name="/ask")
+    *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
+    box, _, again, notice, *_ = outputs
+    assert "Hi" in str(box) and says in notice and 'role="alert"' in notice and "secret" not in notice
+    assert spoken(outputs) == ["Hello", "fine"] and again["interactive"]
+    first, *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
+    assert first[3] == "" and spoken(outputs) == ["Hello", "fine", "Hi", "again"]
+
+
+@needs_gradio
+def test_a_file_that_is_no_picture_is_named_and_nothing_is_answered(running, tmp_path):
+    from gradio_client import handle_file
+
+    engine, client = running
+    client.predict(api_name="/forget")
+    asked = len(engine.calls)
+    (tmp_path / "notes.txt").write_text("hello")
+    *_, outputs = client.submit(
+        {"text": "What?", "files": [handle_file(str(tmp_path / "notes.txt"))]}, *SETTINGS, api_name="/ask"
+    )
+    assert outputs[3].startswith('<p class="vm-error" role="alert">notes.txt: not an image') and outputs[1] == []
+    assert len(engine.calls) == asked
+
+
+@needs_gradio
+def test_there_is_something_to_answer_again_once_there_is_an_answer(running):
+    engine, client = running
+    assert client.predict(api_name="/forget")[2]["interactive"] is False
+    engine.script = [ContextError("too long")]
+    *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
+    assert outputs[2]["interactive"] is False
+    *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
+    assert outputs[2]["interactive"] is True
+
+
+@needs_gradio
+def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_serve():
+    every = widgets.offers(FakeEngine())
+    assert list(every) == ["exact", "hotness", "importance", "hotness+importance"] and "4/2" in every["importance"]
+    some = widgets.offers(FakeEngine(packed={"16", "4"}))
+    assert some == {"exact": [], **{policy: ["16/4"] for policy in every if policy != "exact"}}
+    assert widgets.formats_of(["16/4"], "4/2").value == "16/4" and widgets.formats_of(["16/4", "4/2"], "4/2").value == "4/2"
+    none = FakeEngine(packed=set())
+    shown_now = widgets._of_experts(none, widgets.offers(none))
+    assert [choice for choice, _ in shown_now["policy"].choices] == ["exact"] and not shown_now["formats"].interactive
+    assert "needs packed experts. Fix: vismoe pack" in shown_now["policy"].info and not shown_now["policy"].interactive
 
 
 @needs_gradio
@@ -360,12 +413,3 @@ def test_a_new_conversation_during_an_answer_starts_empty(running):
     client.predict({"text": "Hello", "files": []}, *SETTINGS, api_name="/ask")
     assert len(engine.calls[-1][0]) == 1
     assert len(engine.replies[-2].said) < 200
-
-
-@needs_gradio
-def test_the_page_listens_on_this_machine_only_and_a_taken_port_is_said(running):
-    _, client = running
-    port = int(client.src.rstrip("/").rsplit(":", 1)[1])
-    assert client.src.startswith("http://127.0.0.1:")
-    with pytest.raises(ConfigError, match=rf"port {port} .*--port {port + 1}"):
-        ui.serve(FakeEngine(), port)

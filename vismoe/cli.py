@@ -18,13 +18,14 @@ from vismoe.cli_chat import CHAT, UI
 from vismoe.cli_doctor import DOCTOR
 from vismoe.cli_eval import EVAL
 from vismoe.cli_measure import PLAN, REPLAY
-from vismoe.cli_options import INTERRUPTED, error_report, print_json
+from vismoe.cli_options import INTERRUPTED, SuggestingParser, did_you_mean, error_report, print_json
 from vismoe.cli_pack import PACK
 from vismoe.cli_serve import SERVE
 from vismoe.cli_study import STUDIES, run_study
 from vismoe.errors import ConfigError, VisMoEError
 
 REFUSED = 2
+EVALUATIONS = ("--scenes", "--lmms", "--suite", "--compare")  # what `vismoe eval` asks of a model
 
 OVERVIEW = """\
 examples:
@@ -46,10 +47,11 @@ COMMANDS = {
 }
 
 
-class CommandParser(ArgumentParser):
+class CommandParser(SuggestingParser):
     """Refuses arguments as everything else is refused: one message, exit code 2, with `--json` as a JSON object."""
 
     def error(self, message: str) -> NoReturn:
+        message = self.suggesting(message)
         raise ConfigError(message if "Fix: " in message else f"{message}. Fix: {self.prog} --help lists what there is")
 
 
@@ -80,6 +82,21 @@ def overview_parser() -> ArgumentParser:
     return parser
 
 
+def refuse_unknown_command(name: str) -> None:
+    """Raises ConfigError, with the nearest one there is."""
+    known = (*COMMANDS, "--help", "--version")
+    if name not in (*known, "-h"):
+        raise ConfigError(f"{name}: no such command{did_you_mean(name, known)}. Fix: one of {', '.join(COMMANDS)}")
+
+
+def refuse_unknown_study(argv: Sequence[str]) -> None:
+    """A word after `vismoe eval` is a model, unless nothing is asked of one and it is nearly a study. Raises ConfigError."""
+    word = argv[0] if argv and not argv[0].startswith("-") else ""
+    asked = any(flag.partition("=")[0] in EVALUATIONS for flag in argv)
+    if not asked and (meant := did_you_mean(word, STUDIES)):
+        raise ConfigError(f"{word}: no such study{meant}. Fix: vismoe eval --help lists what there is")
+
+
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -95,12 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         overview_parser().print_help()
         return REFUSED
-    name = overview_parser().parse_args(argv[:1]).command
     wants_json = "--json" in argv[1:]
     arguments = argparse.Namespace(stdout=sys.stdout)
     try:
+        refuse_unknown_command(argv[0])
+        name = overview_parser().parse_args(argv[:1]).command
         if name == "eval" and argv[1:2] and argv[1] in STUDIES:
             return run_study(argv[1], argv[2:])
+        if name == "eval":
+            refuse_unknown_study(argv[1:])
         command_parser(name).parse_intermixed_args(argv[1:], arguments)
         with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
             return COMMANDS[name].run(arguments)

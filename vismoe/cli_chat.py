@@ -1,6 +1,6 @@
 """`vismoe chat`, one question or a conversation, and `vismoe ui`, the same in a browser.
 
-In `--json` mode stdout carries exactly one JSON object; whatever else is printed goes to stderr.
+stdout carries answers and nothing else, in `--json` mode exactly one JSON object; whatever else is printed goes to stderr.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from vismoe.cli_conversation import (
     open_images,
     open_messages,
     save_kept_maps,
+    say,
     start_reply,
     user_message,
 )
@@ -62,6 +63,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
     parser.add_argument("--kept-map", metavar="FOLDER", help="save the images with the visual tokens that --keep dropped in grey")
     parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all figures")
+    parser.add_argument("--verbose", action="store_true", help="also the memory plan, what was chosen and why, and all figures")
     add_model_flags(parser)
     add_settings(parser)
 
@@ -76,11 +78,14 @@ def ui_arguments(parser: ArgumentParser) -> None:
 
 def run_ui(arguments: Namespace) -> int:
     """Serves the chat page until Ctrl-C."""
-    from vismoe.app.ui import require_gradio, serve
+    from vismoe.app.ui import require_gradio
 
     require_gradio()  # before minutes of loading
+    from vismoe.app.ui_serving import free_port, serve
+
+    port = free_port(arguments.port)
     with load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
-        return serve(engine, arguments.port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
+        return serve(engine, port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
 
 
 def run_chat(arguments: Namespace) -> int:
@@ -96,7 +101,7 @@ def run_chat(arguments: Namespace) -> int:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
     images = open_images(arguments.image)  # before the model is loaded: a wrong path is said at once
     messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", images)]
-    with load_engine(arguments, model) as engine, _recording(engine, arguments.trace):
+    with load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
         if asked:
             return _answer_once(engine, arguments, messages)
         return Conversation(engine, arguments, images).run()
@@ -111,9 +116,9 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
 
     from vismoe.cli_print import print_figures
 
-    console = Console()
+    console = Console(stderr=True)
     if not arguments.json:
-        introduce(console, engine)
+        introduce(console, engine, arguments.verbose)
     reply = start_reply(engine, arguments, messages)
     with ctrl_c_cancels(reply) as stop:
         for piece in reply:
@@ -123,10 +128,11 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
     if arguments.json:
         print_json(arguments, reply.figures.to_json())
     else:
-        print("\n")
-        print_figures(console, reply.figures.to_json())
+        print(flush=True)
+        if arguments.verbose:
+            print_figures(console, reply.figures.to_json())
         for file in maps:
-            print(f"saved {file}")
+            say(f"saved {file}")
     return INTERRUPTED if stop.pressed else 0
 
 
@@ -141,7 +147,9 @@ CHAT = Command(
   vismoe chat --messages talk.json                               a conversation in the form of Qwen's documentation
   vismoe chat --image a.png --keep 0.5 --kept-map maps "What?"   half of the visual tokens, and a picture of which
   vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, figures as JSON
-In a conversation, /help lists the commands; Ctrl-C stops an answer.""",
+  vismoe chat --verbose "Hello?"                                 with the memory plan, the backends and the figures
+In a conversation, /help lists the commands; Ctrl-C stops an answer; a pasted text is one question.
+The answer goes to stdout, everything else to stderr.""",
 )
 UI = Command(
     "the same in a browser, on this machine only",

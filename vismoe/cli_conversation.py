@@ -8,11 +8,13 @@ import shlex
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vismoe.cli_lines import next_input, with_line_editing
+from vismoe.cli_options import did_you_mean
 from vismoe.errors import ClosedError, InputError, VisMoEError
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = [
     "open_images",
     "open_messages",
     "save_kept_maps",
+    "say",
     "start_reply",
     "user_message",
 ]
@@ -45,6 +48,11 @@ HELP = """\
 /help         this list
 /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
 LEAST_RETENTION = 0.5
+
+
+def say(text: str) -> None:
+    """To whoever sits there; stdout holds answers only."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def open_images(paths: list[str]) -> list["Image.Image"]:
@@ -128,13 +136,16 @@ def ctrl_c_cancels(reply: "Reply") -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def introduce(console: "Console", engine: "Engine") -> None:
-    """The plan and the backends, before the first answer."""
-    from vismoe.cli_print import print_backends, print_plan
+def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "") -> None:
+    """One line about the engine, before the first answer, or with `verbose` the plan and the backends."""
+    from vismoe.cli_print import load_line, print_backends, print_plan
 
-    print_plan(console, engine.plan)
-    print_backends(console, engine.backends)
-    console.print()
+    if verbose:
+        print_plan(console, engine.plan)
+        print_backends(console, engine.backends)
+    else:
+        hint = hint or "--verbose shows the plan and figures"
+        console.print(f"{load_line(engine)}; {hint}", soft_wrap=True, highlight=False, markup=False)
 
 
 @dataclass
@@ -152,59 +163,46 @@ class Conversation:
     def run(self) -> int:
         from rich.console import Console
 
-        self.console = Console()
-        introduce(self.console, self.engine)
-        is_terminal = sys.stdin.isatty()
-        if is_terminal:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (gives input() its line editing and history)
-            print("Ask something; /help lists the commands.")
+        self.console = Console(stderr=True)
+        introduce(self.console, self.engine, self.arguments.verbose, "ask something; /help lists the commands")
+        with_line_editing()
         while True:
             try:
-                line = input("> " if is_terminal else "").strip()
+                text = next_input("> ")
             except EOFError:
-                print()
+                say("")
                 return 0
             except KeyboardInterrupt:
-                print("\n/quit or Ctrl-D leaves")
+                say("\n/quit or Ctrl-D leaves")
                 continue
-            if line == "/quit":
-                return 0
-            try:
-                self.turn(line)
-            except ClosedError:
-                raise
-            except VisMoEError as error:
-                print(f"error: {error}", file=sys.stderr)
-            except KeyboardInterrupt:
-                print("\nstopped")
+            for part in commands_and_question(text.strip()):
+                if part == "/quit":
+                    return 0
+                self.take(part)
 
-    def turn(self, line: str) -> None:
-        """One line: a command or a question."""
-        command, _, rest = line.partition(" ")
-        if not line:
-            return
-        if command == "/image":
-            self.attach(rest)
-        elif command == "/reset":
-            self.messages, self.waiting = [], []
-            print("a new conversation")
-        elif command == "/keep":
-            self.set_keep(rest)
-        elif command in ("/policy", "/formats"):
-            self.change(command[1:], rest.strip())
-        elif command == "/retention":
-            self.set_retention(rest)
-        elif command == "/map":
-            self.save_map(rest)
-        elif command == "/figures":
-            self.show_figures()
-        elif command == "/help":
-            print(HELP)
+    def take(self, part: str) -> None:
+        """One command or question; what goes wrong with it is said, and the conversation goes on."""
+        try:
+            self.turn(part)
+        except ClosedError:
+            raise
+        except VisMoEError as error:
+            say(f"error: {error}")
+        except KeyboardInterrupt:
+            say("\nstopped")
+
+    def turn(self, part: str) -> None:
+        command, *rest = part.split(maxsplit=1)
+        if command in COMMANDS:
+            COMMANDS[command](self, "".join(rest))
         elif command.startswith("/") and "/" not in command[1:]:
-            raise InputError(f"{command}: no such command\n{HELP}")
+            raise InputError(f"{command}: no such command{did_you_mean(command, (*COMMANDS, '/quit'))}\n{HELP}")
         else:
-            self.ask(line)
+            self.ask(part)
+
+    def reset(self, _: str) -> None:
+        self.messages, self.waiting = [], []
+        say("a new conversation")
 
     def attach(self, text: str) -> None:
         paths = [text.strip()]
@@ -215,7 +213,7 @@ class Conversation:
             raise InputError("/image needs a path, e.g. /image photo.jpg")
         for image in open_images(paths):
             self.waiting.append(image)
-            print(f"attached, {image.width} x {image.height} pixels; ask about it")
+            say(f"attached, {image.width} x {image.height} pixels; ask about it")
 
     def set_keep(self, text: str) -> None:
         try:
@@ -225,17 +223,21 @@ class Conversation:
         if not 0 < share <= 1:
             raise InputError(f"/keep {text}: a share above 0 and up to 1, e.g. /keep 0.5")
         self.keep = share
-        print("every visual token is kept" if share == 1 else f"{share:.0%} of the visual tokens are kept")
+        say("every visual token is kept" if share == 1 else f"{share:.0%} of the visual tokens are kept")
 
-    def change(self, setting: str, value: str) -> None:
+    def set_policy(self, policy: str) -> None:
+        self.change(policy=policy or None)
+
+    def set_formats(self, formats: str) -> None:
+        self.change(formats=formats or None)
+
+    def change(self, policy: str | None = None, formats: str | None = None) -> None:
         """Who decides formats, or which: memory is divided anew. Without a value it only says what holds."""
         from vismoe.cli_print import precision_words
 
-        if value and setting == "policy":
-            self.engine.change(policy=value)
-        elif value:
-            self.engine.change(formats=value)
-        print(precision_words(self.engine.precision))
+        if policy or formats:
+            self.engine.change(policy=policy, formats=formats)
+        say(precision_words(self.engine.precision))
 
     def set_retention(self, text: str) -> None:
         try:
@@ -247,15 +249,15 @@ class Conversation:
         self.retention = share
         running = self.engine.precision
         waits = "" if running and "importance" in running.policy else "; it counts once there is /policy importance"
-        print(f"{share:.0%} of the demanded experts get the better format{waits}")
+        say(f"{share:.0%} of the demanded experts get the better format{waits}")
 
     def save_map(self, folder: str) -> None:
         if self.last is None or not folder.strip():
             raise InputError("/map needs an answer about an image and a folder, e.g. /map kept")
         for file in save_kept_maps(self.last, folder.strip()):
-            print(f"saved {file}")
+            say(f"saved {file}")
 
-    def show_figures(self) -> None:
+    def show_figures(self, _: str) -> None:
         from vismoe.cli_print import print_figures, print_layers
 
         if self.last is None:
@@ -263,6 +265,9 @@ class Conversation:
         figures = self.last.to_json()
         print_figures(self.console, figures)
         print_layers(self.console, figures)
+
+    def show_help(self, _: str) -> None:
+        say(HELP)
 
     def ask(self, question: str) -> None:
         """Streams the answer. A turn enters the history when it was answered, were it in part; a failed one leaves no trace."""
@@ -273,9 +278,35 @@ class Conversation:
         with ctrl_c_cancels(reply) as stop:
             for piece in reply:
                 print(piece, end="", flush=True)
-        print(" [stopped]" if stop.pressed else "")
+        print(flush=True)
+        if stop.pressed:
+            say("[stopped]")
         self.last = reply.figures
         if reply.answer or not stop.pressed:
             self.messages += [message, {"role": "assistant", "content": reply.answer}]
             self.waiting = []
-        print_figures(self.console, reply.figures.to_json())
+        if self.arguments.verbose:
+            print_figures(self.console, reply.figures.to_json())
+
+
+COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
+    "/image": Conversation.attach,
+    "/keep": Conversation.set_keep,
+    "/policy": Conversation.set_policy,
+    "/formats": Conversation.set_formats,
+    "/retention": Conversation.set_retention,
+    "/map": Conversation.save_map,
+    "/reset": Conversation.reset,
+    "/figures": Conversation.show_figures,
+    "/help": Conversation.show_help,
+}
+
+
+def commands_and_question(text: str) -> Iterator[str]:
+    """Commands are lines of their own; what comes after them, in however many lines, is one question."""
+    while text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in (*COMMANDS, "/quit"):
+        command, _, text = text.partition("\n")
+        yield command.strip()
+        text = text.strip()
+    if text:
+        yield text

@@ -6,16 +6,18 @@ A flag that was not given is not passed on, so that the engine's own defaults ho
 import argparse
 import contextlib
 import dataclasses
+import difflib
+import itertools
 import json
 import os
 import re
 import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from vismoe.config import ANSWERS, ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERRUPTED",
     "Command",
+    "SuggestingParser",
     "Words",
     "add_answer_flags",
     "add_model_flags",
     "add_one_model",
     "add_settings",
     "at_least_one",
+    "did_you_mean",
     "error_report",
     "given_settings",
     "load_engine",
@@ -90,6 +94,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
 }
 NO_FURTHER: Mapping[str, str] = {}
+FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 DTYPES = ("bfloat16", "float16", "float32")
 DIGITS = 18  # of a number that is read: what 64 bits hold
@@ -259,13 +264,52 @@ def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def load_engine(arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER) -> "Engine":
-    """The engine these flags ask for; `further` settings hold where they say nothing. torch is imported here and not before."""
+def load_engine(
+    arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER, quiet: bool = False
+) -> "Engine":
+    """The engine these flags ask for; `further` settings hold where they say nothing. torch is imported here and not before.
+
+    `quiet`: without transformers' progress bar, which is about what is not an expert and takes seconds.
+    """
     given = {**further, **given_settings(arguments)}
     with ctrl_c_exits(arguments):
         from vismoe.engine import load
 
+        if quiet and (transformers := sys.modules.get("transformers")):
+            transformers.utils.logging.disable_progress_bar()
         return load(model, **model_options(arguments), **given)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean --memory?)` where one of the known words is near."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+class SuggestingParser(ArgumentParser):
+    """Names the flag that was probably meant beside one that there is not, before anything else that is wrong."""
+
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(self.suggesting(message))
+
+    def suggesting(self, message: str) -> str:
+        flags = self._option_string_actions
+        words = (word.partition("=")[0] for word in itertools.takewhile("--".__ne__, self.given) if FLAG.match(word))
+        unknown = [
+            word for word in words if not any(flag.startswith(word) if self.allow_abbrev else flag == word for flag in flags)
+        ]
+        named = " ".join(word + did_you_mean(word, flags) for word in unknown)
+        return f"unrecognized arguments: {named}" if unknown else message
 
 
 def print_json(arguments: Namespace, value: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Input is the object of `Figures.to_json()`: seconds, bytes and counts. A rate wh
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from vismoe.metrics import Snapshot
 
 __all__ = [
-    "experts_did", "experts_line", "figure_rows", "hit_rate", "precision_words", "print_accuracy", "print_backends",
+    "experts_did", "experts_line", "figure_rows", "hit_rate", "load_line", "precision_words", "print_accuracy", "print_backends",
     "print_figures", "print_layers", "print_plan", "share_words",
 ]  # fmt: skip
 
@@ -27,6 +28,14 @@ __all__ = [
 def print_plan(console: Console, plan: Any) -> None:
     """The memory plan, as its own table."""
     console.print(Text(plan.table()), soft_wrap=True, highlight=False)
+
+
+def load_line(engine: "Engine") -> str:
+    """What was loaded, in one line: which model, what it takes of which memory, and how many of its experts are there."""
+    plan, name = engine.plan, Path(engine.name).name if Path(engine.name).is_dir() else engine.name
+    resident = f"{plan.resident_experts} of {plan.total_experts} experts in memory"
+    size = " of ".join(dict.fromkeys((format_bytes(plan.total_bytes), format_bytes(plan.budget_bytes))))
+    return f"{name} on the {plan.device}: {resident}, {size}, context {plan.context}"
 
 
 def print_backends(console: Console, backends: dict[str, str]) -> None:

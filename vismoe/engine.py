@@ -275,9 +275,10 @@ class Engine:
     ) -> Reply:
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
+            visual = f" ({prompt.visual_tokens} of them visual)" if prompt.visual_tokens else ""
+            less = "use smaller images (--image-tokens)" if prompt.visual_tokens else "shorten the text"
             raise ContextError(
-                f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the {whose} {longest}. "
-                f"Fix: {more}use smaller images (--image-tokens), or start anew"
+                f"the conversation has {prompt.tokens} tokens{visual}, the {whose} {longest}. Fix: {more}{less}, or start anew"
             )
         most = min(max_tokens, longest - prompt.tokens)
         asked = Asked(
@@ -306,13 +307,16 @@ class Engine:
         self._plans.change(self._plans.asked(policy, formats, retention))
         return self.plan
 
+    def why_not(self, policy: str, formats: str | None = None) -> str | None:
+        """Why `change` would refuse this policy, with these formats (None: as they are); None where it would not."""
+        return self._plans.why_not(policy, formats)
+
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
         """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
         window = self._runtime.pruner.most_tokens if self._runtime.pruner and pruning and prompt.images else None
-        limits = [
-            (self._positions, "model's own limit is", ""),
-            (self.plan.context, "planned context is", f"load with context={2 * prompt.tokens} (--context), "),
-        ]
+        enough = min(2 * prompt.tokens, self._positions)
+        larger = f"load with context={enough} (--context), " if enough > prompt.tokens else ""
+        limits = [(self._positions, "model's own limit is", ""), (self.plan.context, "planned context is", larger)]
         if window is not None:
             limits.append((window, "sliding window, beyond which no visual token can be dropped, is", "keep=1, "))
         return min(limits, key=lambda limit: limit[0])

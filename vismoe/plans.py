@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from vismoe.config import Settings
-from vismoe.errors import ConfigError, InputError
+from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.figures import PrecisionInfo
 from vismoe.models.experts import Serving
 from vismoe.models.loading import runtime_of
@@ -75,6 +75,16 @@ class Plans:
                 "leave it out"
             )
         return settings
+
+    def why_not(self, policy: str, formats: str | None) -> str | None:
+        """Why this policy cannot serve with these formats; None where it can."""
+        try:
+            with self._asking:
+                opened = self._origin.reopen(self._model, self.asked(policy, formats, None))
+        except VisMoEError as error:
+            return str(error)
+        self._origin.close(opened.stores)
+        return None
 
     def behind(self, settings: Settings, ask: Callable[[], Result]) -> Result:
         """What `ask` returns; whoever it queues will find experts served as `settings` say. Raises what planning does."""

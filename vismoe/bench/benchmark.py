@@ -204,10 +204,10 @@ def _job(order: Order, subject: Subject, contestants: Sequence[Contestant]) -> t
     longest = len(ids) + picture_tokens(subject.config, order.picture) + order.new_tokens
     positions = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
     if positions and longest > positions:
-        raise ConfigError(
-            f"prompt and answer have {longest} tokens, the model {positions} positions. "
-            "Fix: fewer --prompt-tokens, fewer --new-tokens, or a smaller --image"
-        )
+        fewer = ["fewer --new-tokens", "a shorter --prompt" if order.prompt else "fewer --prompt-tokens"]
+        fewer += ["a smaller --image"] if order.picture else []
+        message = f"prompt and answer have {longest} tokens, the model {positions} positions. Fix: {', or '.join(fewer)}"
+        raise ConfigError(message)
     settings = {"context": longest, **order.settings}
     if settings["context"] < longest:
         raise ConfigError(f"--context {settings['context']}: prompt and answer have {longest} tokens. Fix: --context {longest}")

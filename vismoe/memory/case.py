@@ -139,6 +139,8 @@ class Case:
     def refuse_budget(self) -> None:
         least, experts = self.least_expert_bytes, self.need.inventory.total_bytes
         enough = {"memory": percent_up(least, experts) if self.is_share and least <= experts else size_up(self.minimum_bytes)}
+        context, longest = self.settings.context, self.need.positions
+        at = f"context {context}" + (f" (the model itself has {longest})" if longest is not None and longest < context else "")
         if self.is_share:
             message = (
                 f"memory={self.settings.memory} of {format_bytes(experts)} of experts is {format_bytes(self.expert_bytes)}, "
@@ -147,7 +149,7 @@ class Case:
         else:
             message = (
                 f"memory={self.settings.memory} ({format_bytes(self.budget_bytes)}) is too small: everything but experts needs "
-                f"{format_bytes(total(self.fixed_parts()))} at context {self.settings.context}, and {self.least_of_all} need "
+                f"{format_bytes(total(self.fixed_parts()))} at {at}, and {self.least_of_all} need "
                 f"{format_bytes(least)}"
             )
         if self.settings.pair is None:
@@ -191,7 +193,10 @@ class Case:
     def fix(self, first: dict[str, Any]) -> str:
         """The first change of settings that works: the given one, then a smaller context, then that with all free memory, last
         another pair of formats with it."""
-        shorter = [2**k for k in range(self.settings.context.bit_length() - 1, -1, -1) if 2**k < self.settings.context]
+        context = self.settings.context
+        limit = min(context, self.need.positions or context)  # more than the model has is nobody's wish
+        shorter = [2**k for k in range(limit.bit_length() - 1, -1, -1) if 2**k < limit]
+        shorter = [limit, *shorter] if limit < context else shorter
         changes = [first, *({"context": c} for c in shorter), *({"memory": self.everything, "context": c} for c in shorter)]
         for change in changes:
             if self.changed(**change).works():

@@ -76,6 +76,7 @@ class Footprint:
     host_workspace_bytes: int = 0  # and by what computes them in host memory below it
     transposed: tuple[frozenset[str], ...] = ()  # per geometry, matrices that the model keeps as [in, out]; empty: none
     pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
+    positions: int | None = None  # the longest context of the model itself, where its configuration says
 
     @property
     def backbone_bytes(self) -> int:

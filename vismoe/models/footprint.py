@@ -88,6 +88,7 @@ def footprint(
         workspace_bytes=workspace_bytes,
         host_workspace_bytes=host_workspace_bytes,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
+        positions=getattr(config, "max_position_embeddings", None),
     )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from vismoe.errors import ConfigError, InputError
+from vismoe.models.image_addresses import address_error
 from vismoe.ranges import file_name
 
 __all__ = ["MAX_PIXELS", "ImageSource", "fetch_image", "file_of_url", "open_image"]
@@ -95,6 +96,8 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         return _upright_rgb(source, "the image", max_pixels, first_frame=False)
     if isinstance(source, str) and source[:5].lower() == "data:":
         source = _data_uri_bytes(source)
+    elif isinstance(source, str) and (wrong := address_error(source)):
+        raise InputError(wrong)
     if isinstance(source, bytes):
         return _decode(io.BytesIO(source), "the image", max_pixels)
     if not isinstance(source, str | Path):

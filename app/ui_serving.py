@@ -1,0 +1,119 @@
+"""The chat page on a socket of this machine, and the signals that end it.
+
+Only pages of this very server may call it, and what was uploaded is gone when it ends (`known_hosts`, `uploads`). gradio brings
+the server; it listens in a thread of its own.
+"""
+
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.middleware import Middleware
+
+from vismoe.app.known_hosts import KnownHosts
+from vismoe.app.page import Page
+from vismoe.app.ui import build
+from vismoe.app.uploads import uploads_folder
+from vismoe.app.widgets import pictures_folder
+from vismoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+    from vismoe.engine import Engine
+
+__all__ = ["free_port", "serve", "served"]
+
+ADDRESS = "127.0.0.1"
+MOST_PORTS = 65535
+MOST_FILE_BYTES = 64 * 2**20
+ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
+FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
+SAME_ORIGIN = (  # whatever an answer links to, the browser asks nobody but us
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
+)
+
+
+def free_port(port: int) -> int:
+    """`port`, or any free one for 0. Raises ConfigError when it cannot be used: best said before minutes of loading."""
+    if not 0 <= port <= MOST_PORTS:
+        raise ConfigError(f"port={port}: from 0 (any free one) to {MOST_PORTS}")
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((ADDRESS, port))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        message = f"{ADDRESS}, port {port}, cannot be used ({error.strerror}). Fix: another --port, or --port 0 for any free one"
+        raise ConfigError(message) from error
+
+
+@contextlib.contextmanager
+def served(page: Page, port: int = 0) -> Iterator[str]:
+    """The address at which `page` is served within; afterwards its answers are stopped and its files gone. Raises ConfigError."""
+    with uploads_folder() as uploads:
+        blocks = build(page, uploads)
+        try:
+            address = _launch(blocks, free_port(port))
+            uploads.keep_what_is_there()
+            yield address
+        finally:
+            for session in list(page.running):
+                page.stop(session)
+            blocks.close(verbose=False)
+
+
+def _launch(blocks: "gr.Blocks", port: int) -> str:
+    """Starts the page's server and returns its address."""
+    import gradio as gr
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks itself whether it is up
+    gate = Middleware(KnownHosts, host=ADDRESS, fix=f"open http://{ADDRESS}:{port}", own_pages_only=True)  # type: ignore[arg-type]
+    try:
+        _, address, _ = blocks.launch(
+            server_name=ADDRESS,
+            server_port=port,
+            prevent_thread_lock=True,
+            share=False,
+            quiet=True,
+            ssr_mode=False,
+            theme=gr.themes.Default(primary_hue="teal", neutral_hue="slate", font=FONTS, font_mono=FIXED_FONTS),
+            css_paths=Path(__file__).with_name("ui.css"),
+            head=f"{SAME_ORIGIN}<script>{Path(__file__).with_name('ui.js').read_text()}</script>",
+            footer_links=[],
+            max_file_size=MOST_FILE_BYTES,
+            allowed_paths=[str(pictures_folder())],
+            app_kwargs={"middleware": [gate]},
+        )
+    except OSError as error:  # taken since it was looked at
+        raise ConfigError(f"{ADDRESS}, port {port}, cannot be used. Fix: another --port, or --port 0 for any free one") from error
+    return str(address)
+
+
+def serve(engine: "Engine", port: int, *, max_tokens: int = 256, image_tokens: tuple[int, int] | None = None) -> int:
+    """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; the exit code."""
+    with _ended_by_signals(), served(Page(engine, max_tokens, image_tokens), port) as address:
+        print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("\nstopped", flush=True)
+    return 0
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Within, every signal that ends a process raises KeyboardInterrupt, so that what is open is closed."""
+    numbers = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -43,6 +43,7 @@ class ServeOptions:
     image_timeout_s: float = 10.0  # for the downloads of one request, and as much for decoding
     fixed_policy: bool = False  # requests change neither policy nor formats
     max_waiting: int = 64  # requests that do not run yet; further ones are sent away
+    memory_timeout_s: float = 30.0  # for a request to wait for memory that others hold
     body_timeout_s: float = 60.0  # for a body to arrive
     drain_s: float = 30.0  # at the end, for answers that are being written
     max_tokens: int = 256  # of an answer, where the request does not say
@@ -54,8 +55,9 @@ class ServeOptions:
                 raise ConfigError(f"{name}={getattr(self, name)}: at least {least}")
         if self.port > 65535:
             raise ConfigError(f"port={self.port}: at most 65535")
-        if self.image_timeout_s <= 0 or self.body_timeout_s <= 0:
-            raise ConfigError(f"image_timeout_s={self.image_timeout_s}, body_timeout_s={self.body_timeout_s}: above zero")
+        for name in ("image_timeout_s", "body_timeout_s", "memory_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: above zero")
         if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
             raise ConfigError("an API key is printable ASCII without blanks around it, and not empty")
         if self.image_folder is not None and not self.image_folder.is_dir():

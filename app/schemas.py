@@ -14,7 +14,7 @@ from vismoe.app.api_errors import ApiError
 from vismoe.config import PolicyName, parse_formats
 from vismoe.errors import ConfigError
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "parse"]
+__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "count_values", "parse"]
 
 MAX_STOPS = 4
 INT64 = 2**63
@@ -232,10 +232,16 @@ UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
 Request = TypeVar("Request", bound=Sampling)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
-    """A checked request. Raises ApiError or pydantic's ValidationError, both without the request's values."""
-    if sum(map(body.count, (b"{", b"[", b","))) > MAX_VALUES:
+def count_values(body: bytes | bytearray) -> int:
+    """How many values a JSON text has at most, before it is parsed. Raises ApiError for too many."""
+    values = sum(map(body.count, (b"{", b"[", b",")))
+    if values > MAX_VALUES:
         raise ApiError(400, f"the body has more than {MAX_VALUES:,} values", code="invalid_json")
+    return values
+
+
+def parse(kind: type[Request], body: bytes | bytearray) -> Request:
+    """A checked request. Raises ApiError or pydantic's ValidationError, both without the request's values."""
     try:
         given = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -109,6 +109,7 @@ class ScriptedEngine:
 
     def __post_init__(self):
         self.plan = SimpleNamespace(context=4096)
+        self.prompts = SimpleNamespace(sight=lambda *sides: None, most_reduction=lambda *sides: 1)
         self.door.set()
 
     @property

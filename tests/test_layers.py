@@ -32,7 +32,12 @@ OPTIONAL = {
 
 # The files that are an extra's own: whoever imports one does so inside a function, or is one of them.
 BEHIND_AN_EXTRA = {
-    *(f"app/{name}.py" for name in "ui answers api api_errors callers completions guard remote_images schemas serving".split()),
+    *(
+        f"app/{name}.py"
+        for name in (
+            "ui answers api api_errors callers completions guard images remote_images request_memory schemas serving"
+        ).split()
+    ),
     *(f"eval/{name}.py" for name in ("lmms_model", "soak_clients")),
 }
 

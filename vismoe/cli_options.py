@@ -60,6 +60,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "host_memory": ("SIZE", "with a GPU: bound of the page-locked host memory between disk and GPU"),
     "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
     "image_cache": ("SIZE", "encoded images that are kept: an image sent again is not encoded again; 0 for none"),
+    "request_memory": ("SIZE", "what requests of vismoe serve may hold beside the model: bodies, pictures, prompts being made"),
     "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
     "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
     "policy": ("NAME", "who decides formats at run time: hotness (DynaExq), importance (DyMoE), both, or exact: nobody"),

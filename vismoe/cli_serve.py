@@ -21,7 +21,7 @@ from vismoe.cli_options import (
     one_model,
 )
 from vismoe.cli_ray import add_ray_flags, ray_options, run_on_ray
-from vismoe.config import SERVING_DEFAULTS, format_bytes, parse_bytes
+from vismoe.config import SERVER_DEFAULTS, format_bytes, parse_bytes
 from vismoe.errors import ConfigError
 
 __all__ = ["SERVE"]
@@ -55,6 +55,7 @@ MEANINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "image_timeout_s": ("SECONDS", float, "longest download of a request's images"),
     "fixed_policy": ("", bool, "refuse requests that ask for another policy or formats, for which all others wait"),
     "max_waiting": ("N", int, "requests that may wait; further ones are told to come back (429)"),
+    "memory_timeout_s": ("SECONDS", float, "longest wait of a request for memory that others hold (--request-memory), then 429"),
     "body_timeout_s": ("SECONDS", float, "longest time for a request to arrive"),
     "drain_s": ("SECONDS", float, "at the end, for answers that are being written"),
 }
@@ -63,6 +64,7 @@ FLAGS = {
     "allow_origins": "--allow-origin",
     "max_body_bytes": "--max-body",
     "image_timeout_s": "--image-timeout",
+    "memory_timeout_s": "--memory-timeout",
     "body_timeout_s": "--body-timeout",
     "drain_s": "--drain-seconds",
 }  # the others are called like their fields
@@ -79,7 +81,7 @@ def serve_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info writes a line a request (default: info)")
     add_answer_flags(parser)
     add_model_flags(parser)
-    add_settings(parser, SERVING_DEFAULTS)
+    add_settings(parser, SERVER_DEFAULTS)
     add_ray_flags(parser)
 
 
@@ -141,7 +143,7 @@ def run_serve(arguments: Namespace) -> int:
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its steps are ours to announce
-    with listening(options) as listener, load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
+    with listening(options) as listener, load_engine(arguments, one_model(arguments), SERVER_DEFAULTS) as engine:
         return serve(engine, options, listener)
 
 

@@ -13,6 +13,7 @@ from vismoe.pair import BITS, Format, FormatPair
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
 SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page differ from that
+SERVER_DEFAULTS = {**SERVING_DEFAULTS, "request_memory": "512MiB"}  # and the server alone
 NO_STORE = "none"  # as a setting: read in place, whatever is packed
 NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
 UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
@@ -94,6 +95,7 @@ class Settings:
     host_memory: str | int | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
     context: int = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
     image_cache: str | int = 0  # bytes of encoded images that are kept for later requests; 0: none
+    request_memory: str | int = 0  # bytes that requests of a server hold beside the model: bodies, pictures, prompts being made
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
     policy: PolicyName = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
@@ -127,8 +129,9 @@ class Settings:
             Budget.parse(self.memory)
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
-        if str(self.image_cache) != "0":
-            parse_bytes(self.image_cache)
+        for size in (self.image_cache, self.request_memory):
+            if str(size) != "0":
+                parse_bytes(size)
         for field in dataclasses.fields(self):
             allowed = getattr(field.type, "__args__", None)
             value = getattr(self, field.name)
@@ -184,6 +187,10 @@ class Settings:
     @property
     def image_cache_bytes(self) -> int:
         return parse_bytes(self.image_cache) if str(self.image_cache) != "0" else 0
+
+    @property
+    def request_memory_bytes(self) -> int:
+        return parse_bytes(self.request_memory) if str(self.request_memory) != "0" else 0
 
     @classmethod
     def of(cls, **values: Any) -> "Settings":

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, Processor
 
 from vismoe.errors import InputError
 from vismoe.models.processor import load_processor
+from vismoe.models.sight import Sight, most_reduction, sight_of
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token
 TEXT_INPUTS = ("input_ids", "attention_mask", *TOKEN_KINDS)
@@ -105,6 +106,24 @@ class PromptBuilder:
                 yield module
                 return
 
+    def sight(self, width: int, height: int, image_tokens: tuple[int, int] | None = None) -> Sight | None:
+        """What the model sees of a picture of this size; None where that follows from more than its sides. Raises InputError."""
+        return sight_of(self._image_processor, width, height, self._area_limits(image_tokens))
+
+    def most_reduction(
+        self, width: int, height: int, possible: Callable[[int], bool], image_tokens: tuple[int, int] | None = None
+    ) -> int:
+        """By how much its sides may be divided before `build` gets it, of the `possible` numbers. Raises InputError."""
+        return most_reduction(self._image_processor, width, height, self._area_limits(image_tokens), possible)
+
+    @property
+    def _image_processor(self) -> Any:
+        return getattr(self.processor, "image_processor", None)
+
+    def _area_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, int] | None:
+        limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
+        return limits
+
     def build(
         self,
         messages: Sequence[dict[str, Any]],
@@ -194,7 +213,7 @@ class PromptBuilder:
         """Arguments that make the family's image processor give between least and most tokens per image."""
         if image_tokens is None:
             return {}
-        images = self.processor.image_processor
+        images = self._image_processor
         side = getattr(images, "patch_size", 0) * getattr(images, "merge_size", 0)
         if not side:
             raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")

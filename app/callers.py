@@ -103,8 +103,12 @@ class Callers:
             caller.memory.let_go()
 
     async def drain(self, timeout_s: float) -> None:
-        """No new callers; waits for those that are here, and sends them away after `timeout_s` if nobody did before."""
+        """No new callers; waits for those that are here, and sends them away after `timeout_s` if nobody did before.
+
+        Meanwhile those nearest to their end go first: all of them by turns would all be late.
+        """
         self.draining = True
+        self._engine.hurry()
         await self._until(lambda: not self._here or self._closed, timeout_s)
         self.send_away()
         await self._until(lambda: not self._here, LAST_WORDS_S)

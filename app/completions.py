@@ -27,7 +27,6 @@ from vismoe.app.images import ImageIntake
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, Kind, Share
 from vismoe.app.schemas import (
-    COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -81,7 +80,7 @@ class Completions:
             self._check_length(len(request.prompt), "prompt")
             await share.grow(Kind.PICTURES, of_text := text_bytes([request.prompt]))
             share.decoded(0, of_text)
-            options = {"max_tokens": request.max_tokens or COMPLETION_TOKENS, **self._options_of_all(request)}
+            options = {"max_tokens": request.max_tokens or self._options.max_tokens, **self._options_of_all(request)}
             return partial(self._engine.complete, request.prompt, **options)
 
         return await self._answer(http, CompletionRequest, call, TextAnswer)

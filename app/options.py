@@ -46,12 +46,12 @@ class ServeOptions:
     memory_timeout_s: float = 30.0  # for a request to wait for memory that others hold
     body_timeout_s: float = 60.0  # for a body to arrive
     drain_s: float = 30.0  # at the end, for answers that are being written
-    max_tokens: int = 256  # of an answer, where the request does not say
+    max_tokens: int | None = None  # of an answer, where the request does not say; None: to the end of the planned context
     image_tokens: tuple[int, int] | None = None  # least and most for each image, where the request does not say
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
-            if getattr(self, name) < least:
+            if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: at least {least}")
         if self.port > 65535:
             raise ConfigError(f"port={self.port}: at most 65535")

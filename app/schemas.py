@@ -18,7 +18,6 @@ __all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequ
 
 MAX_STOPS = 4
 INT64 = 2**63
-COMPLETION_TOKENS = 16  # what the OpenAI API promises where a completion request does not say
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
 MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text

@@ -141,7 +141,7 @@ def _connect(page: Page, chat: dict[str, Any], machine: dict[str, Any]) -> None:
 
 def wishes(values: dict[str, Any]) -> Wishes:
     """What the widgets say, by the names of `Wishes`."""
-    return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"])})
+    return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"]) or None})
 
 
 def _ready(turn: Turn | None = None) -> "gr.MultimodalTextbox":
@@ -186,7 +186,7 @@ def launch(blocks: "gr.Blocks", port: int | None = None) -> str:
     return str(address)
 
 
-def serve(engine: Engine, port: int, *, max_tokens: int = 256, image_tokens: tuple[int, int] | None = None) -> int:
+def serve(engine: Engine, port: int, *, max_tokens: int | None = None, image_tokens: tuple[int, int] | None = None) -> int:
     """Serves the page on this machine until Ctrl-C; raises ConfigError when the port is taken."""
     blocks = build(Page(engine, max_tokens, image_tokens))
     launch(blocks, port)

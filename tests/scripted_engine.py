@@ -143,5 +143,8 @@ class ScriptedEngine:
         self.cancelled += reply.cancelled.is_set()
         self.running.remove(reply)
 
+    def hurry(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True

@@ -175,7 +175,8 @@ def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER
 
 def add_answer_flags(parser: ArgumentParser) -> None:
     """How long an answer may be, and what an image may cost."""
-    parser.add_argument("--max-tokens", type=at_least_one, default=256, metavar="N", help="length of an answer (default: 256)")
+    length = "length of an answer, where nothing else says it (default: to the end of the planned context)"
+    parser.add_argument("--max-tokens", type=at_least_one, metavar="N", help=length)
     parser.add_argument("--image-tokens", type=image_token_range, metavar="MIN..MAX", help="visual tokens for each image")
 
 

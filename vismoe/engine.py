@@ -200,7 +200,7 @@ class Engine:
         self,
         messages: Messages,
         *,
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         sample: bool = False,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -217,10 +217,12 @@ class Engine:
         """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
-        with a path, bytes, data URI or PIL image. Decoding is greedy unless `sample`, which takes the model's generation config,
-        with `temperature` and `top_p` in its place where given, and is repeatable with a `seed`. stop: the answer ends before the
-        first of these strings. image_tokens: least and most visual tokens per image. keep: share of the visual tokens that deeper
-        layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
+        with a path, bytes, data URI or PIL image. max_tokens: of the answer; None: to the end of the planned context, of which it
+        holds a part at a time, so that others run beside it. Decoding is greedy unless `sample`, which takes the model's
+        generation config, with `temperature` and `top_p` in its place where given, and is repeatable with a `seed`. stop: the
+        answer ends before the first of these strings. image_tokens: least and most visual tokens per image. keep: share of the
+        visual tokens that deeper layers see, and selection: which ones, both as loaded unless given; they hold for all images of
+        the conversation.
         reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
         policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
@@ -235,7 +237,7 @@ class Engine:
         self,
         text: str,
         *,
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         sample: bool = False,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -255,14 +257,14 @@ class Engine:
         self,
         prompt: Prompt,
         pruning: Pruning | None,
-        max_tokens: int,
+        max_tokens: int | None,
         choice: dict[str, Any],
         seed: int | None,
         stop: str | Sequence[str],
         reuse: bool,
         settings: Settings,
     ) -> Reply:
-        if not isinstance(max_tokens, int) or max_tokens < 1:
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise InputError(f"max_tokens={max_tokens}: a whole number, since an answer has at least one token")
         if seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
             raise InputError(f"seed={seed}: a whole number of 64 bits")
@@ -272,7 +274,7 @@ class Engine:
                 f"the conversation has {prompt.tokens} tokens ({prompt.visual_tokens} of them visual), the {whose} {longest}. "
                 f"Fix: {more}use smaller images (--image-tokens), or start anew"
             )
-        most = min(max_tokens, longest - prompt.tokens)
+        most = longest - prompt.tokens if max_tokens is None else min(max_tokens, longest - prompt.tokens)
         asked = Asked(
             prompt,
             {"max_new_tokens": most, **choice},
@@ -282,12 +284,21 @@ class Engine:
             (stop,) if isinstance(stop, str) else tuple(stop),
             reuse,
             precision_of(settings),
+            grows=max_tokens is None,
         )
-        if self._turns.running or self._turns.waiting:
-            asked = dataclasses.replace(asked, prompt=prompt.light())
         reply = Reply()
-        self._plans.behind(settings, lambda: self._turns.ask(Request(asked, reply, self._shared, self._others)))
+
+        def ask() -> None:
+            busy = self._turns.running or self._turns.waiting
+            first = dataclasses.replace(asked, prompt=prompt.light()) if busy else asked  # no two hold pixels
+            self._turns.ask(Request(first, reply, self._shared, self._others))
+
+        self._plans.behind(settings, ask)
         return reply
+
+    def hurry(self) -> None:
+        """From now on the request that is nearest to its end goes first: before the engine is closed."""
+        self._turns.hurry()
 
     def change(self, policy: str | None = None, formats: str | None = None, retention: float | None = None) -> Plan:
         """Choose the formats of experts in another way from now on; -> the plan that holds then. None: as it was.

@@ -13,6 +13,7 @@ bands of rows, or an error's text. The process says `READY` when it has started,
 import asyncio
 import base64
 import binascii
+import contextlib
 import ctypes
 import dataclasses
 import io
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, TypeVar
 
-from PIL import AvifImagePlugin, Image
+from PIL import Image
 
 from vismoe.errors import InputError
 from vismoe.models.images import data_uri_payload, look_at, open_image
@@ -191,7 +192,10 @@ def main() -> None:
     """Answers requests from stdin until it is closed."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     Image.init()
-    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each has a stack
+    with contextlib.suppress(ImportError):  # of a Pillow that knows no AVIF
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each has a stack
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda rest: None)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     own_bytes = _virtual_bytes()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vismoe.errors import ConfigError
 
-__all__ = ["ServeOptions", "is_loopback", "served_name"]
+__all__ = ["ServeOptions", "is_api_key", "is_loopback", "served_name"]
 
 LEAST = {
     "port": 0,
@@ -58,7 +58,7 @@ class ServeOptions:
         for name in ("image_timeout_s", "body_timeout_s", "memory_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: above zero")
-        if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
+        if not all(map(is_api_key, self.api_keys)):
             raise ConfigError("an API key is printable ASCII without blanks around it, and not empty")
         if self.image_folder is not None and not self.image_folder.is_dir():
             raise ConfigError(f"image folder {self.image_folder}: not a folder. Fix: name one that exists")
@@ -69,6 +69,11 @@ class ServeOptions:
                 f"host={self.host} serves other machines, and there is no API key. Fix: --api-key-file FILE, or --no-api-key "
                 "where everybody who can reach this machine may use it"
             )
+
+
+def is_api_key(text: str) -> bool:
+    """Whether a header can bring it."""
+    return bool(text) and text.isascii() and text.isprintable() and text == text.strip()
 
 
 def is_loopback(host: str) -> bool:

@@ -54,10 +54,11 @@ def _as_parts(content: Any) -> Any:
 
 
 class Message(Strict):
-    """One turn. Assistant turns may be empty, as clients send them back."""
+    """One turn. Assistant turns may be empty, as clients send them back. name: taken, and not used: templates know roles only."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Part] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None
+    name: str | None = None
 
     @model_validator(mode="after")
     def _has_what_its_role_can_have(self) -> "Message":
@@ -219,7 +220,6 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "text is continued at its end only"),
 }
 UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "name": ((), "chat templates know roles only; put the name into the text"),
     "refusal": ((), ANSWERS_ONLY),
     "annotations": (([],), ANSWERS_ONLY),
     "audio": ((), ANSWERS_ONLY),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vismoe.app.options import ServeOptions
+from vismoe.app.options import ServeOptions, is_api_key
 from vismoe.cli_options import (
     Command,
     add_answer_flags,
@@ -74,7 +74,9 @@ def serve_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="clients must send it; again for more keys")
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="the same, one key a line, hidden from other users")
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="the same, one key a line, # for comments; not seen by others"
+    )
     for field in dataclasses.fields(ServeOptions):
         if field.name in MEANINGS:
             _add_flag(group, field)
@@ -111,13 +113,22 @@ def serve_options(arguments: Namespace) -> ServeOptions:
 
 
 def _keys_in(file: Path) -> list[str]:
+    """One key a line; blank lines and those that begin with # are none. Raises ConfigError, which tells no key."""
     try:
-        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: no API keys can be read from it ({error})") from error
-    if not keys:
+        raise ConfigError(
+            f"{file}: no API keys can be read from it ({getattr(error, 'strerror', None) or 'not text'})"
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
+    for number, key in numbered:
+        if not is_api_key(key) or " " in key:
+            raise ConfigError(
+                f"{file}, line {number}: not an API key. Fix: printable ASCII without blanks, one a line; comments begin with #"
+            )
+    if not numbered:
         raise ConfigError(f"{file}: there is no API key in it; one key a line")
-    return keys
+    return [key for _, key in numbered]
 
 
 def require_packages(*further: str) -> None:

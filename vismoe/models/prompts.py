@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
@@ -130,13 +131,13 @@ class PromptBuilder:
         open_image: Callable[[Any], Image.Image],
         image_tokens: tuple[int, int] | None = None,
     ) -> Prompt:
-        """Inputs for one conversation. Raises InputError for what cannot be answered."""
+        """Inputs for one conversation; a last message of the assistant is gone on with. Raises InputError for what cannot be."""
         images: list[Image.Image] = []
         plain: list[dict[str, Any]] = [
             {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
         ]
-        if not any(m["role"] == "user" for m in plain):
-            raise InputError("there is nothing to answer: the conversation has no user message")
+        if not plain:
+            raise InputError("there is nothing to answer: the conversation has no message")
         if images and self.image_token_id is None:
             raise InputError(
                 "this is a text model, it cannot see images. Fix: ask without --image, or choose a vision-language model"
@@ -144,13 +145,31 @@ class PromptBuilder:
         if not isinstance(self.processor, ProcessorMixin):
             for message in plain:
                 message["content"] = "".join(part["text"] for part in message["content"])
-        text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        text = self._written(plain)
         options: dict[str, Any] = {"images": images, **self._pixel_limits(image_tokens)} if images else {}
         try:
             inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
         except ValueError as error:  # e.g. an image two hundred times as wide as it is high
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
         return self._prompt(inputs, tuple(images), options, text)
+
+    def _written(self, messages: list[dict[str, Any]]) -> str:
+        """The conversation as the family's template writes it, up to where the answer begins. Raises InputError."""
+        *before, last = messages
+        begun = last["role"] == "assistant"
+        if begun and before and not _has_words(last):
+            messages, begun = before, False
+        try:
+            text: str = self.processor.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+            )
+        except TemplateError as error:
+            raise InputError(f"the model's chat template refuses this conversation: {error}") from error
+        except ValueError as error:  # it leaves out, or changes, what the assistant has said
+            raise InputError(
+                "the model's chat template cannot go on with a message of the assistant. Fix: end with a user's"
+            ) from error
+        return text
 
     def build_text(self, text: str) -> Prompt:
         """Inputs that go on from `text` as it is, without a chat template. Raises InputError."""
@@ -241,6 +260,11 @@ def _places(visual: list[int], images: int) -> tuple[tuple[int, int], ...]:
     begins = [place for place in visual if place - 1 not in tokens]
     ends = [place + 1 for place in visual if place + 1 not in tokens]
     return tuple(zip(begins, ends, strict=True)) if len(begins) == images else ()
+
+
+def _has_words(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    return any(part.get("text") for part in content) if isinstance(content, list) else bool(content)
 
 
 def _role(message: Any) -> str:

@@ -48,12 +48,17 @@ def most_reduction(
 ) -> int:
     """By how much a picture's sides may be divided before the processor gets it, of the `possible` numbers; 1 if not known.
 
-    What is left is nowhere smaller than what the processor makes of it, and it makes the same sides and tokens of it.
+    What is left is nowhere smaller than what the processor makes of it, and it makes the same sides and tokens of it. A number
+    that divides both sides is taken before a larger one, by up to a half, that does not and so moves edges a little.
     """
     seen = sight_of(processor, width, height, limits)
     if seen is None:
         return 1
-    for factor in range(min(width // seen.width, height // seen.height), 1, -1):
-        if possible(factor) and sight_of(processor, -(-width // factor), -(-height // factor), limits) == seen:
-            return factor
-    return 1
+    fitting = [
+        factor
+        for factor in range(min(width // seen.width, height // seen.height), 1, -1)
+        if possible(factor) and sight_of(processor, -(-width // factor), -(-height // factor), limits) == seen
+    ]
+    largest = fitting[0] if fitting else 1
+    even = (factor for factor in fitting if width % factor == height % factor == 0 and 3 * factor >= 2 * largest)
+    return next(even, largest)

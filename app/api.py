@@ -22,6 +22,8 @@ from vismoe.app.images import ImageIntake, ImageLimits
 from vismoe.app.known_hosts import KnownHosts
 from vismoe.app.options import ServeOptions, is_loopback, served_name
 from vismoe.app.prometheus import metrics_text
+from vismoe.app.request_memory import RequestMemory
+from vismoe.config import SERVER_DEFAULTS, parse_bytes
 
 __all__ = ["create_app"]
 
@@ -31,10 +33,13 @@ NOT_FOUND = "there is nothing at this address; requests go to /v1/chat/completio
 def create_app(engine: Any, options: ServeOptions) -> FastAPI:
     """The application. Whoever runs it closes the engine afterwards; `app.state.callers.drain` ends it gently.
 
-    Raises ConfigError where `options` name a folder that is not there.
+    What requests hold is bounded by the engine's setting `request_memory`, which is in its plan; by `SERVER_DEFAULTS`, beside the
+    plan, where an engine was loaded without. Raises ConfigError where `options` name a folder that is not there.
     """
     model = served_model(options.served_model_name or served_name(engine.name), engine.plan.context)
-    callers = Callers(engine, options.max_waiting)
+    planned = engine.settings.request_memory_bytes or parse_bytes(SERVER_DEFAULTS["request_memory"])
+    memory = RequestMemory(planned, options.memory_timeout_s)
+    callers = Callers(engine, options.max_waiting, memory)
     intake = ImageIntake(ImageLimits.of(options))
     completions = Completions(engine, options, model.id, callers, intake)
 
@@ -80,11 +85,13 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        return JSONResponse({"status": "closing"}, 503) if callers.draining else JSONResponse({"status": "ok"})
+        held = {"bytes": memory.total_bytes, "used_bytes": memory.used_bytes, "waiting": memory.waiting}
+        status, code = ("closing", 503) if callers.draining else ("ok", 200)
+        return JSONResponse({"status": status, "request_memory": held}, code)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await to_thread.run_sync(metrics_text, engine), media_type=CONTENT_TYPE_LATEST)
+        return Response(await to_thread.run_sync(metrics_text, engine, memory), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

@@ -46,6 +46,11 @@ class ApiError(Exception):
         return cls(429, message, None, "rate_limit_exceeded", "rate_limit_error", {"Retry-After": str(RETRY_S)})
 
     @classmethod
+    def no_memory(cls, waited_s: float) -> "ApiError":
+        message = f"other requests hold the memory for bodies and pictures, for more than {waited_s:.3g} s. Fix: try again later"
+        return cls(429, message, None, "request_memory", "rate_limit_error", {"Retry-After": str(RETRY_S)})
+
+    @classmethod
     def closing(cls) -> "ApiError":
         headers = {"Retry-After": str(RETRY_S), "Connection": "close"}
         return cls(503, "the server is shutting down", None, "shutting_down", "server_error", headers)

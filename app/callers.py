@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from vismoe.app.api_errors import ApiError
+from vismoe.app.request_memory import RequestMemory, Share
 
 __all__ = ["Caller", "Callers"]
 
@@ -23,7 +24,8 @@ LAST_WORDS_S = 5.0  # to tell those who are sent away why
 class Caller:
     """One request from its admission to the last byte of its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Share) -> None:
+        self.memory = memory  # what it holds
         self.sent_away: ApiError | None = None  # why we ended it
         self.left = False
         self.waits = True  # its reply has not been asked for yet
@@ -52,6 +54,7 @@ class Caller:
         watch, self._watch = self._watch, None  # which holds us, and what ended it holds it
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
+        self.memory.stop_waiting(self.sent_away or ClientDisconnect())
         if self._reply is not None:
             self._reply.cancel()
 
@@ -68,8 +71,8 @@ class Caller:
 class Callers:
     """Everybody who is being served. Who waits inside the engine, it says itself (`load`); who has yet to get there, we count."""
 
-    def __init__(self, engine: Any, max_waiting: int):
-        self._engine, self._max_waiting = engine, max_waiting
+    def __init__(self, engine: Any, max_waiting: int, memory: RequestMemory):
+        self._engine, self._max_waiting, self._memory = engine, max_waiting, memory
         self._here: set[Caller] = set()
         self.draining = self._closed = False
 
@@ -87,19 +90,25 @@ class Callers:
             raise ApiError.closing()
         if self.waiting >= self._max_waiting:
             raise ApiError.too_many(self.waiting)
-        caller = Caller()
+        caller = Caller(self._memory.enter())
         self._here.add(caller)
         return caller
 
     def ends(self, caller: Caller) -> None:
-        """The answer is out, or nobody wants it."""
+        """The answer is out, or nobody wants it. What it holds is given back once its reply has ended, too."""
         caller.leave()
         caller.forget()
-        self._here.discard(caller)
+        if caller in self._here:
+            self._here.remove(caller)
+            caller.memory.let_go()
 
     async def drain(self, timeout_s: float) -> None:
-        """No new callers; waits for those that are here, and sends them away after `timeout_s` if nobody did before."""
+        """No new callers; waits for those that are here, and sends them away after `timeout_s` if nobody did before.
+
+        Meanwhile those nearest to their end go first: all of them by turns would all be late.
+        """
         self.draining = True
+        self._engine.hurry()
         await self._until(lambda: not self._here or self._closed, timeout_s)
         self.send_away()
         await self._until(lambda: not self._here, LAST_WORDS_S)

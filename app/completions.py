@@ -8,10 +8,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
+from PIL import Image
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -20,18 +22,21 @@ from starlette.types import Receive, Scope, Send
 from vismoe.app.answers import ChatAnswer, TextAnswer
 from vismoe.app.api_errors import ApiError, api_error_of, error_body
 from vismoe.app.callers import Caller, Callers
+from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes, picture_cost, text_bytes
 from vismoe.app.images import ImageIntake
 from vismoe.app.options import ServeOptions
+from vismoe.app.request_memory import LARGE_BODY_BYTES, Kind, Share
 from vismoe.app.schemas import (
-    COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     Part,
     PrecisionRequest,
     Sampling,
+    count_values,
     parse,
 )
 from vismoe.errors import InputError
+from vismoe.models.rgb import Header
 
 __all__ = ["Completions"]
 
@@ -41,6 +46,7 @@ BEAT = b": still at it\n\n"
 CHARACTERS_OF_A_TOKEN = 256  # at most: runs of blanks are the longest
 EMPTY = Part(type="text", text="")  # what an assistant said who said nothing
 REQUEST_ID = "X-Request-ID"
+STEP_BYTES = 2**20  # by which a body of unknown length grows
 
 Call = Callable[[], Any]  # asks the engine and returns its reply
 Result = TypeVar("Result")
@@ -59,45 +65,67 @@ class Completions:
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
 
-        async def call(request: ChatRequest) -> Call:
-            return partial(self._engine.chat, await self._messages(request), **self._chat_options(request))
+        async def call(request: ChatRequest, share: Share) -> Call:
+            options = self._chat_options(request)
+            messages = await self._messages(request, share, options["image_tokens"])
+            return partial(self._engine.chat, messages, **options)
 
         return await self._answer(http, ChatRequest, call, ChatAnswer)
 
     async def text(self, http: Request) -> Response:
         """POST /v1/completions."""
 
-        async def call(request: CompletionRequest) -> Call:
+        async def call(request: CompletionRequest, share: Share) -> Call:
             self._check_length(len(request.prompt), "prompt")
-            options = {"max_tokens": request.max_tokens or COMPLETION_TOKENS, **self._options_of_all(request)}
+            await share.grow(Kind.PICTURES, of_text := text_bytes([request.prompt]))
+            share.decoded(0, of_text)
+            options = {"max_tokens": request.max_tokens or self._options.max_tokens, **self._options_of_all(request)}
             return partial(self._engine.complete, request.prompt, **options)
 
         return await self._answer(http, CompletionRequest, call, TextAnswer)
 
     async def _answer(
-        self, http: Request, kind: type[Sampling], call_of: Callable[[Any], Awaitable[Call]], form: type[Answer]
+        self, http: Request, kind: type[Sampling], call_of: Callable[[Any, Share], Awaitable[Call]], form: type[Answer]
     ) -> Response:
         caller = self._callers.enter()
         try:
-            request = await self._in_thread(parse, kind, await http.body())
-            self._check_model(request.model)
-            caller.watch(http.receive)
-            call = await call_of(request)
+            call, wish = await self._asked(http, caller, kind, call_of)
+            caller.memory.shrink(Kind.LARGE_BODY, 0)  # the body is gone, and what was parsed of it
+            caller.memory.shrink(Kind.BODY, BASE_BYTES)
             reply = await self._in_thread(unless_left, caller, call)
+            del call  # which holds the pictures
+            said = Said(reply, caller.memory)
+            caller.memory.is_built()
             caller.takes(reply)
-            answer = form(self._model, request.include_usage)
-            if request.stream:
-                pieces = pieces_of(reply, BEAT_S)
-                if request.vismoe and request.vismoe.change:  # which may turn out to be impossible: no head before that is known
+            answer = form(self._model, wish.include_usage)
+            if wish.stream:
+                pieces = said.pieces(BEAT_S)
+                if wish.change:  # which may turn out to be impossible: no head before that is known
                     pieces = await begun(pieces)
                 return EventStream(answer, reply, pieces, caller, partial(self._callers.ends, caller))
-            text = "".join([piece async for piece in pieces_of(reply)])
+            text = "".join([piece async for piece in said.pieces()])
             caller.check()
         except BaseException:
             self._callers.ends(caller)
             raise
         self._callers.ends(caller)
         return JSONResponse(in_json(answer.whole(text, reply.figures)), headers={REQUEST_ID: answer.id})
+
+    async def _asked(
+        self, http: Request, caller: Caller, kind: type[Sampling], call_of: Callable[[Any, Share], Awaitable[Call]]
+    ) -> tuple[Call, "Wish"]:
+        """What a request asks of the engine, and how it wants the answer. Its body and its text are gone when this returns."""
+        share = caller.memory
+        await share.grow(Kind.BODY, BASE_BYTES)
+        body = await body_of(http, share)
+        values = await self._in_thread(count_values, body)
+        await share.grow(Kind.BODY, await self._in_thread(parsing_bytes, body, values))
+        request = await self._in_thread(parse, kind, body)
+        del body
+        self._check_model(request.model)
+        caller.watch(http.receive)
+        change = bool(request.vismoe and request.vismoe.change)
+        return await call_of(request, share), Wish(bool(request.stream), request.include_usage, change)
 
     def _check_model(self, asked: str | None) -> None:
         if asked not in (None, self._model):
@@ -111,15 +139,15 @@ class Completions:
             message = f"{characters:,} characters, more than a context of {self._engine.plan.context:,} tokens can hold"
             raise ApiError(400, message, param, "context_length_exceeded")
 
-    async def _messages(self, request: ChatRequest) -> list[dict[str, Any]]:
+    async def _messages(self, request: ChatRequest, share: Share, image_tokens: tuple[int, int] | None) -> list[dict[str, Any]]:
         """The conversation in the engine's form, with its images opened."""
-        messages = request.conversation
-        self._check_length(sum(len(part.text or "") for message in messages for part in message.content or ()), "messages")
-        try:
-            opened = await self._intake.open_all([part.source or "" for part in request.pictures])
-        except InputError as error:
-            raise ApiError(400, str(error), "messages", "invalid_image") from error
-        images = iter({"type": "image", "image": image, **size} for image, size in zip(opened, request.sizes))
+        messages, sizes = request.conversation, request.sizes
+        texts = [part.text for message in messages for part in message.content or () if part.text]
+        self._check_length(sum(map(len, texts)), "messages")
+        opened = await self._pictures(
+            [part.source or "" for part in request.pictures], sizes, share, image_tokens, text_bytes(texts)
+        )
+        images = iter({"type": "image", "image": image, **size} for image, size in zip(opened, sizes))
         return [
             {
                 "role": "system" if message.role == "developer" else message.role,
@@ -130,6 +158,25 @@ class Completions:
             }
             for message in messages
         ]
+
+    async def _pictures(
+        self, urls: list[str], sizes: list[dict[str, int]], share: Share, image_tokens: tuple[int, int] | None, of_text: int
+    ) -> list[Image.Image]:
+        context, tokens, asked = self._engine.plan.context, 0, iter(sizes)
+
+        def cost_of(header: Header) -> PictureCost:
+            nonlocal tokens
+            cost = picture_cost(header, self._engine.prompts.look(image_tokens, next(asked)))
+            tokens += cost.tokens
+            if tokens >= context:
+                message = f"the images take {tokens:,} tokens or more, the planned context is {context:,}. Fix: smaller images"
+                raise ApiError(400, message, "messages", "context_length_exceeded")
+            return cost
+
+        try:
+            return await self._intake.open_all(urls, share, cost_of, of_text)
+        except InputError as error:
+            raise ApiError(400, str(error), "messages", "invalid_image") from error
 
     def _chat_options(self, request: ChatRequest) -> dict[str, Any]:
         ours = request.vismoe
@@ -198,27 +245,64 @@ def unless_left(caller: Caller, call: Call) -> Any:
     return call()
 
 
-async def pieces_of(reply: Any, beat_s: float | None = None) -> AsyncIterator[str]:
-    """The reply's text as it comes; an empty piece whenever `beat_s` passed without any. Raises the reply's error."""
-    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+@dataclass(frozen=True)
+class Wish:
+    """How an answer is wanted."""
 
-    def put(piece: str | None) -> None:  # on the model's thread
-        with suppress(RuntimeError):  # the loop was closed: nobody reads
-            loop.call_soon_threadsafe(arrived.put_nowait, piece)
+    stream: bool
+    include_usage: bool
+    change: bool  # another policy or other formats
 
-    reply.deliver_to(put)
-    while True:
-        try:
-            async with asyncio.timeout(beat_s):
-                piece = await arrived.get()
-        except TimeoutError:
-            yield ""
-            continue
-        if piece is None:
-            break
-        yield piece
-    if reply.error is not None:
-        raise reply.error
+
+class Said:
+    """A reply's text as it comes. The reply holds `share` together with its caller until it has ended."""
+
+    def __init__(self, reply: Any, share: Share):
+        arrived = asyncio.Queue[str | None]()
+        self._reply, self._arrived = reply, arrived
+        share.users += 1
+        loop = asyncio.get_running_loop()
+
+        def arrive(piece: str | None) -> None:
+            arrived.put_nowait(piece)
+            if piece is None:
+                share.let_go()
+
+        def put(piece: str | None) -> None:  # on the model's thread
+            with suppress(RuntimeError):  # the loop was closed: nobody reads
+                loop.call_soon_threadsafe(arrive, piece)
+
+        reply.deliver_to(put)
+
+    async def pieces(self, beat_s: float | None = None) -> AsyncIterator[str]:
+        """An empty piece whenever `beat_s` passed without any. Raises the reply's error."""
+        while True:
+            try:
+                async with asyncio.timeout(beat_s):
+                    piece = await self._arrived.get()
+            except TimeoutError:
+                yield ""
+                continue
+            if piece is None:
+                break
+            yield piece
+        if self._reply.error is not None:
+            raise self._reply.error
+
+
+async def body_of(http: Request, share: Share) -> bytearray:
+    """The body, once `share` holds it. Raises ApiError."""
+    announced = int(http.headers.get("content-length", 0))  # the gate has looked at it
+    kind = Kind.LARGE_BODY if announced > LARGE_BODY_BYTES or "transfer-encoding" in http.headers else Kind.BODY
+    held = body_bytes(announced)
+    await share.grow(kind, held)
+    body = bytearray()
+    async for chunk in http.stream():
+        if (more := body_bytes(len(body) + len(chunk)) - held) > 0:  # of a length that nobody has announced
+            await share.grow(kind, more + STEP_BYTES)
+            held += more + STEP_BYTES
+        body += chunk
+    return body
 
 
 async def begun(pieces: AsyncIterator[str]) -> AsyncIterator[str]:

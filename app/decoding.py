@@ -2,13 +2,22 @@
 
 A thread cannot be stopped, and a few kilobytes can keep a decoder busy for minutes (a JPEG of thousands of scans over many
 pixels). A process can: one that is late is killed and the next picture gets a new one, so hostile pictures hold a decoder for
-`timeout_s` at most. Its memory is bounded by the pixel limit, and a mistake in a C decoder does not reach the server.
-A process takes 0.2 s to start and 30 MB; it is started with the first picture and then kept.
-Messages, little endian: the process says `READY` once; a request is `REQUEST` and the source's bytes; an answer is `ANSWER` and
-pixels or an error's text.
+`timeout_s` at most. A mistake in a C decoder does not reach the server, and memory is bounded for each picture, before anything
+of it is decoded, by what its header says it takes (`decoding_bytes`): one that takes more has lied, and fails. A picture is made
+smaller in there, so that what comes back is no larger than was asked for.
+A process takes 0.2 s to start and `PROCESS_BYTES`; it is started with the first picture and then kept.
+Messages, little endian: a request is `REQUEST` and the source's bytes; an answer is `ANSWER` and a header in JSON, pixels by
+bands of rows, or an error's text. The process says `READY` when it has started, and when what a picture took is given back.
 """
 
 import asyncio
+import base64
+import binascii
+import contextlib
+import ctypes
+import dataclasses
+import io
+import json
 import os
 import queue
 import resource
@@ -17,34 +26,51 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from typing import IO, TypeVar
 
 from PIL import Image
 
 from vismoe.errors import InputError
-from vismoe.models.images import open_image
+from vismoe.models.images import data_uri_payload, look_at, open_image
+from vismoe.models.rgb import Header, decoding_bytes
 
-__all__ = ["Decoder", "Decoders"]
+__all__ = ["PROCESS_BYTES", "Decoder", "Decoders"]
 
-REQUEST = struct.Struct("<?QQ")  # whether the source is a data: URI, most pixels, bytes that follow
+REQUEST = struct.Struct("<??QQQ")  # whether to look only, is base64, most pixels, division of the sides, bytes that follow
 ANSWER = struct.Struct("<?IIQ")  # whether it worked, width, height, bytes that follow
 READY = b"ready"
-PIXEL_BYTES = 48  # the most that any way to RGB takes at once: float64 copies of 32-bit grey
 LOOK_S = 1.0  # between two looks whether the server is still there
-SLACK_BYTES = 512 * 2**20  # the source, a decoder's tables
+PROCESS_BYTES = 52 * 2**20  # of a process: 28 MiB without a picture, and the slack
+SLACK_BYTES = 24 * 2**20  # that it may have beside what a picture takes: tables of decoders, the allocator's own
+WEBP_CANVAS_BYTES = 8  # a pixel, of addresses that its header makes the decoder set aside and not touch
+PIECE_BYTES = 3 * 2**16  # of what goes through a pipe at a time
+BLANKS = bytes(range(9, 14)) + b" "
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+
+Result = TypeVar("Result")
 
 
 class Decoder:
     """One process that decodes one picture at a time."""
 
-    def __init__(self, max_pixels: int):
-        self._max_pixels = max_pixels
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def decode(self, source: str | bytes, max_pixels: int, timeout_s: float) -> Image.Image:
-        """An upright RGB picture from encoded bytes or a data: URI. Raises InputError, whose sentence is fit for the client."""
-        process = self._running()
+    def look(self, source: str | bytes, max_pixels: int, timeout_s: float) -> Header:
+        """What the header of encoded bytes or a data: URI says. Raises InputError, whose sentence is fit for the client."""
+        answer, _ = self._asked(source, True, max_pixels, 1, timeout_s)
+        return Header(**json.loads(bytes(answer)))
+
+    def decode(self, source: str | bytes, max_pixels: int, timeout_s: float, reduce: int = 1) -> Image.Image:
+        """An upright RGB picture, its sides divided by about `reduce`. Raises InputError, as `look` does."""
+        return self._asked(source, False, max_pixels, reduce, timeout_s)[1]
+
+    def _asked(
+        self, source: str | bytes, only_look: bool, max_pixels: int, reduce: int, timeout_s: float
+    ) -> tuple[bytes, Image.Image]:
+        process = self.running()
         late = threading.Event()
 
         def give_up() -> None:
@@ -54,7 +80,7 @@ class Decoder:
         alarm = threading.Timer(timeout_s, give_up)
         alarm.start()
         try:
-            return _asked(process, source, max_pixels)
+            return _answer(process, source, only_look, max_pixels, reduce)
         except (OSError, EOFError) as error:
             self.close()
             reason = f"not within {timeout_s:.3g} s" if late.is_set() else "it takes too much memory or is damaged"
@@ -65,15 +91,17 @@ class Decoder:
             if late.is_set():  # perhaps only after the answer was there
                 process.wait()
 
-    def _running(self) -> "subprocess.Popen[bytes]":
+    def running(self) -> "subprocess.Popen[bytes]":
+        """The process; starts one where there is none."""
         if self._process is None or self._process.poll() is not None:
             self.close()  # the pipes of one that ended
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vismoe.app.decoding", str(self._max_pixels)],
+                [sys.executable, "-m", "vismoe.app.decoding"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is the server's business
+                env=os.environ | ALLOCATOR,
             )
             assert self._process.stdout is not None
             _exactly(self._process.stdout, len(READY))  # that it has to start is not the picture's fault
@@ -89,22 +117,30 @@ class Decoder:
 class Decoders:
     """`count` decoders, used in order of arrival."""
 
-    def __init__(self, count: int, max_pixels: int):
+    def __init__(self, count: int):
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="vismoe-decoder")
-        self._decoders = [Decoder(max_pixels) for _ in range(count)]
+        self._decoders = [Decoder() for _ in range(count)]
         self._idle: queue.LifoQueue[Decoder] = queue.LifoQueue()
         for decoder in self._decoders:
             self._idle.put(decoder)
 
-    async def decode(self, source: str | bytes, max_pixels: int, timeout_s: float) -> tuple[Image.Image, float]:
-        """(the picture, seconds that decoding took); waiting for a decoder does not count. Raises InputError."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, source, max_pixels, timeout_s)
+    async def look(self, source: str | bytes, max_pixels: int, timeout_s: float) -> tuple[Header, float]:
+        """(what its header says, seconds that took); waiting for a decoder does not count. Raises InputError."""
+        return await self._timed(lambda decoder: decoder.look(source, max_pixels, timeout_s))
 
-    def _decode(self, source: str | bytes, max_pixels: int, timeout_s: float) -> tuple[Image.Image, float]:
+    async def decode(self, source: str | bytes, max_pixels: int, timeout_s: float, reduce: int) -> tuple[Image.Image, float]:
+        """(the picture, seconds that decoding took), as `look`."""
+        return await self._timed(lambda decoder: decoder.decode(source, max_pixels, timeout_s, reduce))
+
+    async def _timed(self, task: Callable[[Decoder], Result]) -> tuple[Result, float]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_one, task)
+
+    def _with_one(self, task: Callable[[Decoder], Result]) -> tuple[Result, float]:
         decoder = self._idle.get()
-        began_s = time.perf_counter()
         try:
-            return decoder.decode(source, max_pixels, timeout_s), time.perf_counter() - began_s
+            decoder.running()
+            began_s = time.perf_counter()
+            return task(decoder), time.perf_counter() - began_s
         finally:
             self._idle.put(decoder)
 
@@ -115,18 +151,33 @@ class Decoders:
             decoder.close()
 
 
-def _asked(process: "subprocess.Popen[bytes]", source: str | bytes, max_pixels: int) -> Image.Image:
-    """What the process makes of the source. Raises OSError or EOFError when it dies."""
+def _answer(
+    process: "subprocess.Popen[bytes]", source: str | bytes, only_look: bool, max_pixels: int, reduce: int
+) -> tuple[bytes, Image.Image]:
+    """(a header, a picture), one of them empty: what the process makes of the source. Raises OSError or EOFError if it dies."""
     assert process.stdin is not None and process.stdout is not None
-    payload = source.encode("ascii", "replace") if isinstance(source, str) else source
-    process.stdin.write(REQUEST.pack(isinstance(source, str), max_pixels, len(payload)))
-    process.stdin.write(payload)
+    is_uri = isinstance(source, str)
+    begin = data_uri_payload(source) if isinstance(source, str) else 0
+    process.stdin.write(REQUEST.pack(only_look, is_uri, max_pixels, reduce, len(source) - begin))
+    for start in range(begin, len(source), PIECE_BYTES):  # never the whole of it once more
+        piece = source[start : start + PIECE_BYTES]
+        process.stdin.write(piece.encode("ascii", "replace") if isinstance(piece, str) else piece)
     process.stdin.flush()
     worked, width, height, size_bytes = ANSWER.unpack(_exactly(process.stdout, ANSWER.size))
-    answer = _exactly(process.stdout, size_bytes)
+    text = _exactly(process.stdout, size_bytes) if only_look or not worked else b""
+    picture = Image.new("RGB", (width, height))
+    for top, rows in _bands(width, height):
+        picture.paste(Image.frombytes("RGB", (width, rows), _exactly(process.stdout, 3 * width * rows)), (0, top))
+    _exactly(process.stdout, len(READY))
     if not worked:
-        raise InputError(answer.decode())
-    return Image.frombytes("RGB", (width, height), answer)
+        raise InputError(text.decode())
+    return text, picture
+
+
+def _bands(width: int, height: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of each piece in which a picture goes through the pipe."""
+    rows = max(1, PIECE_BYTES // (3 * max(1, width)))
+    return ((top, min(rows, height - top)) for top in range(0, height, rows))
 
 
 def _exactly(file: IO[bytes], size_bytes: int) -> bytes:
@@ -136,26 +187,80 @@ def _exactly(file: IO[bytes], size_bytes: int) -> bytes:
     return data
 
 
+# -- the process
 def main() -> None:
-    """The process: answers requests from stdin until it is closed. The argument is the pixel limit to bound memory by."""
-    limit_bytes = _virtual_bytes() + SLACK_BYTES + PIXEL_BYTES * int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    """Answers requests from stdin until it is closed."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    Image.init()
+    with contextlib.suppress(ImportError):  # of a Pillow that knows no AVIF
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each has a stack
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda rest: None)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    own_bytes = _virtual_bytes()
     answers.write(READY)
     answers.flush()
     while header := requests.read(REQUEST.size):
-        is_uri, max_pixels, size_bytes = REQUEST.unpack(header)
-        payload = _exactly(requests, size_bytes)
+        only_look, is_base64, max_pixels, reduce, size_bytes = REQUEST.unpack(header)
         try:
-            image = open_image(payload.decode() if is_uri else payload, max_pixels)
-            answer = ANSWER.pack(True, *image.size, 3 * image.width * image.height), image.tobytes()
+            answers.writelines(_answers(requests, own_bytes, only_look, is_base64, max_pixels, reduce, size_bytes))
         except InputError as error:
             text = str(error).encode()
-            answer = ANSWER.pack(False, 0, 0, len(text)), text
-        answers.writelines(answer)
+            answers.writelines((ANSWER.pack(False, 0, 0, len(text)), text))
+        trim(0)
+        answers.write(READY)
         answers.flush()
-        del payload, answer
+
+
+def _answers(
+    requests: IO[bytes], own_bytes: int, only_look: bool, is_base64: bool, max_pixels: int, reduce: int, size_bytes: int
+) -> Iterator[bytes]:
+    """The answer to a request, the source's bytes still to be read. Raises InputError before its first piece."""
+    data = _of_base64(_pieces(requests, size_bytes)) if is_base64 else _exactly(requests, size_bytes)
+    allowed_bytes = own_bytes + 2 * len(data) + SLACK_BYTES
+    _allow(allowed_bytes + (WEBP_CANVAS_BYTES * max_pixels if data[8:12] == b"WEBP" else 0))
+    found = look_at(data, max_pixels)
+    if only_look:
+        text = json.dumps(dataclasses.asdict(found)).encode()
+        yield ANSWER.pack(True, 0, 0, len(text))
+        yield text
+        return
+    _allow(allowed_bytes + decoding_bytes(found, reduce))
+    image = open_image(data, max_pixels, reduce)
+    yield ANSWER.pack(True, *image.size, 3 * image.width * image.height)
+    for top, rows in _bands(*image.size):
+        yield image.crop((0, top, image.width, top + rows)).tobytes()
+
+
+def _of_base64(pieces: Iterator[bytes]) -> bytes:
+    """What the text stands for, which is never there as a whole. Raises InputError."""
+    data, text = io.BytesIO(), b""
+    try:
+        for piece in pieces:
+            text += piece.translate(None, BLANKS)
+            whole = max(0, len(text) - 1) // 4 * 4  # the last four characters may have padding
+            if b"=" in text[:whole]:
+                raise binascii.Error("padding before the end")
+            data.write(base64.b64decode(text[:whole], validate=True))
+            text = text[whole:]
+        data.write(base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"the data URI is not valid base64: {error}") from error
+    finally:
+        for _ in pieces:  # the next request begins behind them
+            pass
+    return data.getvalue()
+
+
+def _pieces(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
+    for start in range(0, size_bytes, PIECE_BYTES):
+        yield _exactly(file, min(PIECE_BYTES, size_bytes - start))
+
+
+def _allow(nbytes: int) -> None:
+    """From now on the process may have so many bytes of addresses."""
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _end_with(parent: int) -> None:

@@ -76,13 +76,13 @@ class Guard:
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive`, as long as the body stays within its limits of size and time."""
-        deadline_s = asyncio.get_running_loop().time() + self._options.body_timeout_s
-        size_bytes, complete = 0, False
+        size_bytes, complete, deadline_s = 0, False, 0.0
 
         async def bounded() -> Message:
-            nonlocal size_bytes, complete
+            nonlocal size_bytes, complete, deadline_s
             if complete:
                 return await receive()
+            deadline_s = deadline_s or asyncio.get_running_loop().time() + self._options.body_timeout_s  # not while it must wait
             try:
                 async with asyncio.timeout_at(deadline_s):
                     message = await receive()

@@ -6,9 +6,12 @@ even where they stay inside. Only regular files are read, and opening never bloc
 the client reads the same sentence, so that it cannot ask which files there are elsewhere.
 """
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 from urllib.parse import unquote
 
 from vismoe.errors import ConfigError, InputError
@@ -34,14 +37,24 @@ class LocalImages:
 
         Raises InputError: not there (or not ours to show), or larger than `max_bytes`.
         """
+        with self._file(name, max_bytes) as file:
+            return file.read(max_bytes)
+
+    def size(self, name: str, max_bytes: int) -> int:
+        """How many bytes `read` would give. Raises InputError as it does."""
+        with self._file(name, max_bytes) as file:
+            return os.fstat(file.fileno()).st_size
+
+    @contextlib.contextmanager
+    def _file(self, name: str, max_bytes: int) -> Iterator[IO[bytes]]:
         try:
             with open(self._open(self._components(name)), "rb") as file:
                 size_bytes = os.fstat(file.fileno()).st_size
-                if size_bytes <= max_bytes:
-                    return file.read(max_bytes)
+                if size_bytes > max_bytes:
+                    raise InputError(f"the image file has {size_bytes:,} bytes, the limit is {max_bytes:,}; scale it down first")
+                yield file
         except (OSError, ValueError) as error:  # ValueError: a null byte, or text that is not UTF-8
             raise InputError(NOT_THERE) from error
-        raise InputError(f"the image file has {size_bytes:,} bytes, the limit is {max_bytes:,}; scale it down first")
 
     def _components(self, name: str) -> tuple[str, ...]:
         """The names from the folder down to the file."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from vismoe.errors import ConfigError
 from vismoe.ranges import check_fields
 
-__all__ = ["ServeOptions", "is_loopback", "served_name"]
+__all__ = ["ServeOptions", "is_api_key", "is_loopback", "served_name"]
 
 LEAST = {
     "port": 0,
@@ -44,21 +44,23 @@ class ServeOptions:
     image_timeout_s: float = 10.0  # for the downloads of one request, and as much for decoding
     fixed_policy: bool = False  # requests change neither policy nor formats
     max_waiting: int = 64  # requests that do not run yet; further ones are sent away
+    memory_timeout_s: float = 30.0  # for a request to wait for memory that others hold
     body_timeout_s: float = 60.0  # for a body to arrive
     drain_s: float = 30.0  # at the end, for answers that are being written
-    max_tokens: int = 256  # of an answer, where the request does not say
+    max_tokens: int | None = None  # of an answer, where the request does not say; None: to the end of the planned context
     image_tokens: tuple[int, int] | None = None  # least and most for each image, where the request does not say
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name, least in LEAST.items():
-            if getattr(self, name) < least:
+            if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: at least {least}")
         if self.port > 65535:
             raise ConfigError(f"port={self.port}: at most 65535")
-        if self.image_timeout_s <= 0 or self.body_timeout_s <= 0:
-            raise ConfigError(f"image_timeout_s={self.image_timeout_s}, body_timeout_s={self.body_timeout_s}: above zero")
-        if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
+        for name in ("image_timeout_s", "body_timeout_s", "memory_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: above zero")
+        if not all(map(is_api_key, self.api_keys)):
             raise ConfigError("an API key is printable ASCII without blanks around it, and not empty")
         if self.image_folder is not None and not self.image_folder.is_dir():
             raise ConfigError(f"image folder {self.image_folder}: not a folder. Fix: name one that exists")
@@ -69,6 +71,11 @@ class ServeOptions:
                 f"host={self.host} serves other machines, and there is no API key. Fix: --api-key-file FILE, or --no-api-key "
                 "where everybody who can reach this machine may use it"
             )
+
+
+def is_api_key(text: str) -> bool:
+    """Whether a header can bring it."""
+    return bool(text) and text.isascii() and text.isprintable() and text == text.strip()
 
 
 def is_loopback(host: str) -> bool:

@@ -52,7 +52,7 @@ class Wishes:
     policy: str | None = None
     formats: str | None = None  # that the policy chooses from
     retention: float | None = None
-    max_tokens: int = 256
+    max_tokens: int | None = None  # to the end of the planned context
     temperature: float = 0.0  # 0: greedy
 
     @property
@@ -206,7 +206,7 @@ class Page:
     """The page's logic, without a widget in it: what the handlers do with the engine."""
 
     engine: Engine
-    max_tokens: int = 256
+    max_tokens: int | None = None
     image_tokens: tuple[int, int] | None = None
     running: dict[str, Running] = field(default_factory=dict)  # by session
 

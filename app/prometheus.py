@@ -13,6 +13,7 @@ from vismoe.metrics import PHASES
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from vismoe.app.request_memory import RequestMemory
     from vismoe.engine import Engine
 
 __all__ = ["PAGER_COUNTERS", "metrics_text"]
@@ -51,6 +52,11 @@ LOAD_GAUGES = {
     "reusable_tokens": ("vismoe_reusable_tokens", "Tokens of context kept for a later turn"),
     "image_cache_bytes": ("vismoe_image_cache_bytes", "Bytes of encoded images kept for a later turn"),
 }
+MEMORY_GAUGES = {  # of RequestMemory
+    "total_bytes": ("vismoe_request_memory_bytes", "What requests and decoders may hold beside the model"),
+    "used_bytes": ("vismoe_request_memory_used_bytes", "What is promised to them"),
+    "waiting": ("vismoe_requests_waiting_for_memory", "Requests that wait for a promise"),
+}
 PLAN_GAUGES = {
     "budget_bytes": ("vismoe_plan_budget_bytes", "The memory budget"),
     "context": ("vismoe_plan_context_tokens", "Tokens that memory was planned for"),
@@ -59,18 +65,18 @@ PLAN_GAUGES = {
 }
 
 
-def metrics_text(engine: "Engine") -> str:
+def metrics_text(engine: "Engine", memory: "RequestMemory") -> str:
     """The exposition, of content type `prometheus_client.CONTENT_TYPE_LATEST`."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(engine))
+    registry.register(_Families(engine, memory))
     return generate_latest(registry).decode()
 
 
 class _Families:
-    def __init__(self, engine: "Engine"):
-        self._engine = engine
+    def __init__(self, engine: "Engine", memory: "RequestMemory"):
+        self._engine, self._memory = engine, memory
 
     def collect(self) -> Iterator["Metric"]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -102,6 +108,7 @@ class _Families:
         for field, (name, text) in REQUEST_COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(load, field))
         yield from _gauges(GaugeMetricFamily, load, LOAD_GAUGES)
+        yield from _gauges(GaugeMetricFamily, self._memory, MEMORY_GAUGES)
         yield from _gauges(GaugeMetricFamily, engine.plan, PLAN_GAUGES)
         parts = GaugeMetricFamily("vismoe_plan_bytes", "Planned bytes, by tier and part", labels=["tier", "part"])
         for tier, planned in (("device", engine.plan.parts), ("host", engine.plan.host_parts)):

@@ -17,9 +17,8 @@ from vismoe.errors import ConfigError, InputError
 from vismoe.models.qwen_images import SIZE_KEYS, asked_size
 from vismoe.ranges import Rule
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "parse"]
+__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "count_values", "parse"]
 
-COMPLETION_TOKENS = 16  # what the OpenAI API promises where a completion request does not say
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
 MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text
@@ -91,10 +90,11 @@ def _as_parts(content: Any) -> Any:
 
 
 class Message(Strict):
-    """One turn. Assistant turns may be empty, as clients send them back."""
+    """One turn. Assistant turns may be empty, as clients send them back. name: taken, and not used: templates know roles only."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Part] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None
+    name: str | None = None
 
     @model_validator(mode="after")
     def _has_what_its_role_can_have(self) -> "Message":
@@ -312,7 +312,6 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "text is continued at its end only"),
 }
 UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "name": ((), "chat templates know roles only; put the name into the text"),
     "refusal": ((), ANSWERS_ONLY),
     "annotations": (([],), ANSWERS_ONLY),
     "audio": ((), ANSWERS_ONLY),
@@ -324,10 +323,16 @@ UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
 Request = TypeVar("Request", bound=Sampling)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
-    """A checked request. Raises ApiError or pydantic's ValidationError, both without the request's values."""
-    if sum(map(body.count, (b"{", b"[", b","))) > MAX_VALUES:
+def count_values(body: bytes | bytearray) -> int:
+    """How many values a JSON text has at most, before it is parsed. Raises ApiError for too many."""
+    values = sum(map(body.count, (b"{", b"[", b",")))
+    if values > MAX_VALUES:
         raise ApiError(400, f"the body has more than {MAX_VALUES:,} values", code="invalid_json")
+    return values
+
+
+def parse(kind: type[Request], body: bytes | bytearray) -> Request:
+    """A checked request. Raises ApiError or pydantic's ValidationError, both without the request's values."""
     try:
         given = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:

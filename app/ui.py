@@ -161,7 +161,7 @@ def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:
 
 def wishes(values: dict[str, Any]) -> Wishes:
     """What the widgets say, by the names of `Wishes`."""
-    return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"])})
+    return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"]) or None})
 
 
 def told(error: Exception) -> str:

@@ -96,7 +96,7 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     return str(address)
 
 
-def serve(engine: "Engine", port: int, *, max_tokens: int = 256, image_tokens: tuple[int, int] | None = None) -> int:
+def serve(engine: "Engine", port: int, *, max_tokens: int | None = None, image_tokens: tuple[int, int] | None = None) -> int:
     """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; the exit code."""
     with _ended_by_signals(), served(Page(engine, max_tokens, image_tokens), port) as address:
         print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)

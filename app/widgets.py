@@ -167,12 +167,12 @@ def _of_answers(page: Page) -> dict[str, Any]:
 
     return {
         "max_tokens": gr.Slider(
-            1,
-            max(page.max_tokens, min(MOST_TOKENS, page.engine.plan.context)),
-            page.max_tokens,
+            0,
+            max(page.max_tokens or 0, min(MOST_TOKENS, page.engine.plan.context)),
+            page.max_tokens or 0,
             step=1,
             label="Longest answer",
-            info="In tokens, which are words or parts of words.",
+            info="In tokens, which are words or parts of words. 0: to the end of the planned context.",
             elem_id="max-tokens",
         ),
         "temperature": gr.Slider(

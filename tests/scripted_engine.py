@@ -109,6 +109,7 @@ class ScriptedEngine:
 
     def __post_init__(self):
         self.plan = SimpleNamespace(context=4096)
+        self.prompts = SimpleNamespace(look=lambda *asked: lambda *sides: None)
         self.door.set()
 
     @property
@@ -141,6 +142,9 @@ class ScriptedEngine:
     def ended(self, reply: ScriptedReply) -> None:
         self.cancelled += reply.cancelled.is_set()
         self.running.remove(reply)
+
+    def hurry(self) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True

@@ -123,7 +123,7 @@ def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine
         ([{"content": "hello"}], InputError, "needs a role"),
         (["hello"], InputError, "needs a role"),
         (ask("What is <|image_pad|>?"), InputError, "stands for an image"),
-        ([{"role": "assistant", "content": "hello"}], InputError, "no user message"),
+        ([], InputError, "no message"),
         (ask(image=PICTURE.resize((1000, 2))), InputError, "crop or resize"),
         (ask("word " * 9000), ContextError, "the model's own limit is 4096"),
     ],

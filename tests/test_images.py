@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from vismoe.errors import InputError
-from vismoe.models.images import FORMATS, open_image
+from vismoe.models import rgb
+from vismoe.models.images import FORMATS, look_at, open_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)  # [height, width, 3]
 PICTURE = Image.fromarray(PIXELS)
@@ -271,3 +272,31 @@ def test_damaged_bytes_give_a_picture_or_an_input_error(format, data):
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_give_a_picture_or_an_input_error(data):
     open_or_refuse(data)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "L", "P", "1", "CMYK", "YCbCr", "I", "I;16", "F"])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_picture_in_bands_is_the_picture_as_a_whole(mode, factor, monkeypatch):
+    numbers = np.random.default_rng(0).integers(0, 2**16, (37, 41))
+    if mode in ("I", "I;16", "F"):
+        image = Image.fromarray(numbers.astype({"I": np.int32, "I;16": np.uint16, "F": np.float32}[mode]))
+    else:
+        image = Image.fromarray(np.stack([numbers % 256] * 4, -1).astype(np.uint8), "RGBA").convert(mode)
+    whole = rgb.rgb_of(image, factor)
+    assert whole.mode == "RGB" and whole.size == (-(-41 // factor), -(-37 // factor))
+    monkeypatch.setattr(rgb, "BAND_PIXELS", 100)
+    assert np.array_equal(np.asarray(rgb.rgb_of(image, factor)), np.asarray(whole))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9])
+def test_a_picture_is_made_as_small_as_was_announced(kind, most):
+    file = io.BytesIO()
+    Image.radial_gradient("L").resize((641, 403)).convert("RGB").save(file, kind)
+    header = look_at(file.getvalue(), 10**6)
+    reduction = rgb.Reduction.of(kind, most)
+    small = open_image(file.getvalue(), reduce=most)
+    assert (header.width, header.height) == (641, 403) and reduction.total <= most
+    assert small.size == reduction.size(641, 403)
+    mean = np.asarray(open_image(file.getvalue())).astype(float).mean()
+    assert abs(np.asarray(small).astype(float).mean() - mean) < 2

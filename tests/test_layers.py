@@ -34,8 +34,8 @@ OPTIONAL = {
 # The files that are such a package's own: whoever imports one does so inside a function, or is one of them.
 BEHIND_AN_EXTRA = {
     "vismoe/models/remote_images.py",
-    *(f"app/{name}.py" for name in "ui ui_serving answers api api_errors callers completions guard".split()),
-    *(f"app/{name}.py" for name in "known_hosts schemas serving".split()),
+    *(f"app/{name}.py" for name in "ui ui_serving answers api api_errors callers completions guard images".split()),
+    *(f"app/{name}.py" for name in "known_hosts request_memory schemas serving".split()),
     *(f"eval/{name}.py" for name in ("lmms_model", "soak_clients")),
 }
 

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vismoe.app.prometheus import PAGER_COUNTERS, metrics_text
 
+MEMORY = SimpleNamespace(total_bytes=2**29, used_bytes=2**20, waiting=3)
 COMPUTED = {"computed_high", "computed_low", "skipped"}  # which are there by format
 
 
@@ -65,7 +66,7 @@ def test_every_counter_of_the_pager_is_there_per_phase(events):
     metrics = Metrics(3)
     for counter, phase, layer, amount in events:
         metrics.add(counter, phase, layer, amount)
-    found, snapshot = samples(metrics_text(engine(metrics))), metrics.snapshot()
+    found, snapshot = samples(metrics_text(engine(metrics), MEMORY)), metrics.snapshot()
     assert set(COUNTERS) == PAGER_COUNTERS.keys() | COMPUTED
     for counter in PAGER_COUNTERS:
         for phase in PHASES:
@@ -74,7 +75,7 @@ def test_every_counter_of_the_pager_is_there_per_phase(events):
 
 
 def test_every_field_of_the_load_and_every_part_of_the_plan_is_there():
-    found = samples(metrics_text(engine(Metrics(1))))
+    found = samples(metrics_text(engine(Metrics(1)), MEMORY))
     assert {value for value in found.values() if 101 <= value < 150} == {*dataclasses.astuple(engine(Metrics(1)).load)}
     assert found["vismoe_requests_total",] == 106
     assert found["vismoe_requests_running",] == 101
@@ -96,7 +97,7 @@ def test_computations_keep_the_format_they_were_counted_in_when_formats_are_chan
     metrics.add("computed_high", Phase.PREFILL, 1, 5)
     metrics.add("computed_low", Phase.DECODE, 0, 3)
     metrics.add("skipped", Phase.DECODE, 0, 2)
-    found = samples(metrics_text(engine(metrics)))
+    found = samples(metrics_text(engine(metrics), MEMORY))
     counted = {key[1:]: value for key, value in found.items() if key[0] == "vismoe_expert_computations_total"}
     expected = {("prefill", "raw"): 7, ("prefill", "int4"): 5, ("decode", "int2"): 3, ("decode", "skip"): 2}
     assert counted == {(("format", name), ("phase", phase)): count for (phase, name), count in expected.items()}
@@ -108,15 +109,15 @@ def test_the_hit_rate_can_be_derived():
     metrics = Metrics(2)
     metrics.count_demand(Phase.DECODE, 0, hits=3, misses=1, late=0)
     metrics.count_demand(Phase.DECODE, 1, hits=2, misses=2, late=1)
-    found = samples(metrics_text(engine(metrics)))
+    found = samples(metrics_text(engine(metrics), MEMORY))
     hits, misses = (found[f"vismoe_expert_{what}_total", ("phase", "decode")] for what in ("hits", "misses"))
     assert hits / (hits + misses) == metrics.snapshot().hit_rate(Phase.DECODE)
 
 
 def test_scrapes_are_independent_and_names_follow_the_conventions():
     one = engine(Metrics(1))
-    first = metrics_text(one)
-    assert metrics_text(one) == first  # no registry remembers the engine
+    first = metrics_text(one, MEMORY)
+    assert metrics_text(one, MEMORY) == first  # no registry remembers the engine
     for family in text_string_to_metric_families(first):
         assert family.name.startswith("vismoe_")
         assert family.documentation

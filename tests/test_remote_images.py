@@ -20,13 +20,17 @@ LIMIT = 10**6
 TIMEOUT_S = 5.0
 
 
+async def free(nbytes: int) -> None:
+    """Memory for any download."""
+
+
 def fetch(url: str, paths: dict, names: Names | None = None, max_bytes: int = LIMIT, timeout_s: float = TIMEOUT_S):
     """(body or the error's sentence, addresses dialled, requests seen)."""
 
     async def run():
         async with picture_server(paths, names) as (remote, network, seen):
             try:
-                answer = await remote.fetch(url, max_bytes, timeout_s)
+                answer = await remote.fetch(url, max_bytes, timeout_s, free)
             except InputError as error:
                 answer = str(error)
             return answer, network.dialled, seen
@@ -190,7 +194,7 @@ def test_a_resolver_that_hangs_costs_one_time_limit():
         await asyncio.sleep(60)
 
     with pytest.raises(InputError, match=r"within 0\.2 s"):
-        asyncio.run(RemoteImages(resolve=never).fetch("http://pictures.example/", LIMIT, 0.2))
+        asyncio.run(RemoteImages(resolve=never).fetch("http://pictures.example/", LIMIT, 0.2, free))
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch):
@@ -214,7 +218,7 @@ def test_the_next_address_is_tried_when_one_does_not_answer():
 
     network = Deaf()
     with pytest.raises(InputError, match="cannot be reached"):
-        asyncio.run(RemoteImages(resolve=several, network=network).fetch("http://pictures.example/", LIMIT, TIMEOUT_S))
+        asyncio.run(RemoteImages(resolve=several, network=network).fetch("http://pictures.example/", LIMIT, TIMEOUT_S, free))
     assert network.dialled == ["8.8.8.1", "8.8.8.2", "8.8.8.3", "8.8.8.4"]
 
 
@@ -227,7 +231,7 @@ def test_tls_asks_for_the_name_and_not_for_the_address():
         async with picture_server({}) as (remote, network, _):
             network.port = server.sockets[0].getsockname()[1]
             with pytest.raises(InputError, match="cannot be reached"):  # it has no certificate
-                await remote.fetch("https://pictures.example/", LIMIT, TIMEOUT_S)
+                await remote.fetch("https://pictures.example/", LIMIT, TIMEOUT_S, free)
         server.close()
         return names_seen, network.dialled
 

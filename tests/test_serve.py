@@ -608,7 +608,7 @@ def test_with_keys_only_health_is_open():
             server.client(api_key="wrong").chat.completions.create(model=MODEL, messages=HELLO)
         assert refused.value.code == "invalid_api_key" and refused.value.response.headers["www-authenticate"] == "Bearer"
         assert [server.get(path).status_code for path in ("/v1/models", "/metrics", "/nothing")] == [401, 401, 401]
-        assert server.get("/health").json() == {"status": "ok"}
+        assert server.get("/health").json()["status"] == "ok"
 
 
 def test_the_log_has_a_line_a_request_and_no_text_of_it(server, caplog):

@@ -2,21 +2,29 @@
 
 import asyncio
 import os
+import struct
 import time
 
 import numpy as np
 import pytest
-from hostile_images import claiming, data_uri, jpeg_of_many_scans, picture, png_of_long_text
+from hostile_images import claiming, data_uri, jpeg_of_many_scans, picture, png_of, png_of_long_text
 from picture_server import picture_server, with_body
 
+from vismoe.app.costs import picture_cost
 from vismoe.app.decoding import Decoder
 from vismoe.app.images import ImageIntake, ImageLimits
 from vismoe.app.keys import KeyCheck
 from vismoe.app.local_images import LocalImages
+from vismoe.app.request_memory import RequestMemory
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.images import open_image
 
 LIMIT = 10**6
+
+
+def unbounded():
+    """Memory for anything, and pictures as large as they are."""
+    return RequestMemory(2**40, 60).enter(), lambda header: picture_cost(header, lambda *sides: None)
 
 
 # -- files
@@ -98,7 +106,7 @@ def test_an_image_folder_that_is_none_is_refused_at_start(tmp_path):
 # -- decoding
 @pytest.fixture
 def decoder():
-    decoder = Decoder(32 * 10**6)
+    decoder = Decoder()
     yield decoder
     decoder.close()
 
@@ -131,12 +139,17 @@ def test_a_decoder_that_crashes_costs_one_picture(decoder):
     assert sizes[-1:] == [(24, 24)]
 
 
-def test_memory_of_decoding_is_bounded():
-    small = Decoder(1)  # for pictures of one pixel, and asked for one of 169 million
-    with pytest.raises(InputError, match="Memory"):
-        small.decode(claiming("BMP", 13_000, 13_000), 10**9, 60)
-    assert small.decode(picture(), LIMIT, 30).size == (24, 24)
-    small.close()
+def icon_of(data: bytes) -> bytes:
+    """An icon that says it has 16 x 16 pixels, whatever the PNG in it says."""
+    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(data), 22) + data
+
+
+def test_a_picture_that_takes_more_than_its_header_says_fails(decoder):
+    small, large = (icon_of(png_of(side, side, bytes((side + 1) * side))) for side in (1000, 12_000))
+    assert decoder.look(small, LIMIT, 30).width <= 1000
+    with pytest.raises(InputError):  # its decoder has 100 MiB for that where nothing else bounds it
+        decoder.look(large, 10**9, 60)
+    assert decoder.decode(icon_of(picture()), LIMIT, 30).size == (24, 24)
 
 
 def test_comments_that_unpack_to_much_more_are_refused(decoder):
@@ -149,7 +162,7 @@ def opened(limits: ImageLimits, *urls: str):
     async def run():
         intake = ImageIntake(limits)
         try:
-            return await intake.open_all(urls)
+            return await intake.open_all(urls, *unbounded())
         finally:
             intake.close()
 
@@ -165,7 +178,7 @@ def test_all_kinds_of_sources_give_the_same_picture(folder):
     async def run():
         async with picture_server({"/a": text}) as (remote, *_):
             intake = ImageIntake(ImageLimits(allow_remote_images=True, image_folder=folder), remote)
-            images = await intake.open_all(urls)
+            images = await intake.open_all(urls, *unbounded())
             intake.close()
             return images
 
@@ -205,10 +218,11 @@ def test_limits_of_a_request(limits, urls, words):
 def test_hostile_pictures_do_not_keep_the_decoders_from_an_honest_one():
     async def run():
         intake = ImageIntake(ImageLimits(image_timeout_s=1.5))
-        slow = [intake.open_all([data_uri(jpeg_of_many_scans(20_000))]) for _ in range(3)]  # minutes of work for two decoders
-        outcomes = await asyncio.gather(*slow, intake.open_all([data_uri(picture())]), return_exceptions=True)
+        hostile = [data_uri(jpeg_of_many_scans(20_000))]  # minutes of work for two decoders
+        slow = [intake.open_all(hostile, *unbounded()) for _ in range(3)]
+        outcomes = await asyncio.gather(*slow, intake.open_all([data_uri(picture())], *unbounded()), return_exceptions=True)
         if isinstance(outcomes[-1], InputError):  # the machine is so busy that even this one was late
-            outcomes[-1] = await intake.open_all([data_uri(picture())])
+            outcomes[-1] = await intake.open_all([data_uri(picture())], *unbounded())
         intake.close()
         return outcomes
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,7 @@ class Scripted:
     def __init__(self, name, tokens, steps, log, fails_at=None, gate=None):
         self.name, self.tokens, self.left, self.log, self.fails_at, self.gate = name, tokens, steps, log, fails_at, gate
         self.ended, self.unwanted = threading.Event(), False
+        self.grows, self.may_give_up = 0, False
 
     def step(self):
         if self.gate is not None:
@@ -194,4 +195,135 @@ def test_closing_fails_who_is_left():
     assert ("endless", ClosedError) in log and ("waiting", ClosedError) in log
     with pytest.raises(ClosedError):
         task.result(1)
+    turns.close()
+
+
+# -- those that cannot say how long they get
+class Growing(Scripted):
+    """Holds `tokens` of context, one a step, and asks for as many again when they are used up, until `most`."""
+
+    def __init__(self, name, tokens, steps, log, most):
+        super().__init__(name, tokens, steps, log)
+        self.steps, self.most, self.may_give_up, self.done = steps, most, True, 0
+
+    left = property(lambda self: self.tokens - self.done, lambda self, value: None)
+    grows = property(
+        lambda self: min(self.tokens, self.most - self.tokens) if self.done == self.tokens else 0, lambda self, value: None
+    )
+
+    def give_up(self):
+        self.log.append((self.name, "gave up"))
+        self.done = 0
+
+    def step(self):
+        assert self.done < self.tokens, "a step without room"
+        self.log.append(self.name)
+        self.done += 1
+        return self.done < self.steps
+
+
+@given(st.data())
+def test_requests_that_grow_all_end_and_never_hold_more_than_there_is(data):
+    capacity, log, held, requests = data.draw(st.integers(20, 60)), [], [], []
+    turns = Turns(capacity)
+    for number in range(data.draw(st.integers(1, 8))):
+        steps = data.draw(st.integers(1, capacity))
+        if data.draw(st.booleans()):
+            requests.append(Growing(number, data.draw(st.integers(1, 8)), steps, log, capacity))
+        else:
+            requests.append(Scripted(number, steps, steps, log))
+
+        def step(inner=requests[-1].step):
+            held.append(sum(running.tokens for running in turns.running))
+            return inner()
+
+        requests[-1].step = step
+    wanted = [request.steps if isinstance(request, Growing) else request.left for request in requests]
+    if data.draw(st.booleans()):
+        turns.hurry()
+    run_all(turns, requests, log)
+    turns.close()
+    assert max(held) <= capacity
+    for number, steps in enumerate(wanted):
+        before = log[: log.index((number, "finished"))]
+        again = [place for place, entry in enumerate(before) if entry == (number, "gave up")]
+        assert before[again[-1] if again else 0 :].count(number) == steps, "all of its steps, since it began the last time"
+    assert (0, "gave up") not in log, "the earliest goes on"
+
+
+def test_one_that_may_need_everything_lets_others_in():
+    turns, log = Turns(100), []
+    run_all(turns, [Growing("endless", 10, 100, log, most=100), Scripted("short", 20, 3, log)], log)
+    turns.close()
+    assert log.index(("short", "finished")) < log.index(("endless", "finished"))
+
+
+def test_who_came_later_gives_up_its_place_and_is_the_next_to_enter():
+    turns, log = Turns(30), []
+    first, second = (Growing(name, 10, 25, log, most=30) for name in ("first", "second"))
+    run_all(turns, [first, second, Scripted("third", 15, 1, log)], log)
+    turns.close()
+    assert ("second", "gave up") in log and ("first", "gave up") not in log
+    behind = log[log.index(("second", "gave up")) :]
+    assert behind.index(("first", "finished")) < behind.index("second") < behind.index("third")
+
+
+# -- in a hurry
+def ended_after(turns, requests, log):
+    """{name: steps of all that were done when it ended}, where the hurry begins with none of them begun."""
+    turns.hurry()
+    run_all(turns, requests, log)
+    turns.close()
+    steps, ended = 0, {}
+    for entry in log[2:]:
+        if isinstance(entry, int):
+            steps += 1
+        else:
+            ended[entry[0]] = steps
+    return ended
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=10), budget=st.integers(0, 60))
+def test_in_a_hurry_as_many_end_within_a_number_of_steps_as_the_shortest_first_give(lengths, budget):
+    log = []
+    ended = ended_after(Turns(10**6), [Scripted(number, 1, steps, log) for number, steps in enumerate(lengths)], log)
+    shortest_first = accumulate(sorted(lengths))
+    assert sum(steps <= budget for steps in ended.values()) == sum(steps <= budget for steps in shortest_first)
+
+
+def test_in_a_hurry_equal_requests_end_one_after_the_other():
+    log = []
+    ended = ended_after(Turns(1000), [Scripted(number, 10, 5, log) for number in range(24)], log)
+    assert ended == {number: 5 * (number + 1) for number in range(24)}, "and none is late because of the others"
+
+
+def test_a_hurry_may_begin_in_the_middle():
+    turns, log = Turns(100), []
+    reached = threading.Event()
+    lengths = {"a": 40, "b": 10, "c": 20}
+    requests = [Scripted(name, 10, steps, log) for name, steps in lengths.items()]
+
+    def step(inner=requests[0].step):
+        if log.count("a") == 5:
+            turns.hurry()
+            reached.set()
+        return inner()
+
+    requests[0].step = step
+    run_all(turns, requests, log)
+    turns.close()
+    assert reached.is_set() and [entry[0] for entry in log if entry[1:] == ("finished",)][1:] == ["b", "c", "a"]
+
+
+def test_in_a_hurry_who_is_unwanted_leaves_at_once():
+    turns, log = Turns(100), []
+    long, other = Scripted("long", 10, 10**9, log), Scripted("other", 10, 10**9, log)
+    for request in (long, other):
+        request.step = lambda inner=request.step, request=request: not request.unwanted and inner()
+        turns.ask(request)
+    turns.hurry()
+    other.unwanted = True
+    assert other.ended.wait(20) and not long.ended.is_set()
+    long.unwanted = True
+    assert long.ended.wait(20)
     turns.close()

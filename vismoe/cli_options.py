@@ -65,6 +65,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
     "image_cache": ("SIZE", "encoded images that are kept: an image sent again is not encoded again; 0 for none"),
     "mask_memory": ("SIZE", "for attention masks of padded batches, and of long new parts of prompts whose beginning is known"),
+    "request_memory": ("SIZE", "what requests of vismoe serve may hold beside the model: bodies, pictures, prompts being made"),
     "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
     "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
     "policy": ("NAME", "who decides formats at run time: hotness (DynaExq), importance (DyMoE), both, or exact: nobody"),
@@ -190,9 +191,8 @@ def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER
 
 def add_answer_flags(parser: ArgumentParser) -> None:
     """How long an answer may be, and what an image may cost."""
-    parser.add_argument(
-        "--max-tokens", type=reader(ANSWERS["max_tokens"]), default=256, metavar="N", help="length of an answer (default: 256)"
-    )
+    length = "length of an answer, where nothing else says it (default: to the end of the planned context)"
+    parser.add_argument("--max-tokens", type=reader(ANSWERS["max_tokens"]), metavar="N", help=length)
     parser.add_argument("--image-tokens", type=image_token_range, metavar="MIN..MAX", help="visual tokens for each image")
 
 

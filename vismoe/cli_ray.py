@@ -10,7 +10,7 @@ from typing import Any
 from vismoe.app.options import ServeOptions
 from vismoe.app.ray_serving import RayOptions, serve_on_ray
 from vismoe.cli_options import given_settings, model_options, one_model
-from vismoe.config import SERVING_DEFAULTS
+from vismoe.config import SERVER_DEFAULTS
 from vismoe.errors import ConfigError
 
 __all__ = ["add_ray_flags", "ray_options", "run_on_ray"]
@@ -69,7 +69,7 @@ def run_on_ray(arguments: Namespace, options: ServeOptions, on: RayOptions) -> i
         raise ConfigError("Ray shows command lines on its dashboard. Fix: --api-key-file FILE instead of --api-key")
     if not options.port:
         raise ConfigError("port=0: Ray Serve listens at the same port on every node. Fix: --port PORT")
-    loading = {**SERVING_DEFAULTS, **model_options(arguments), **given_settings(arguments), "model": one_model(arguments)}
+    loading = {**SERVER_DEFAULTS, **model_options(arguments), **given_settings(arguments), "model": one_model(arguments)}
     if ":" in loading.get("device", ""):
         raise ConfigError(f"device={loading['device']}: Ray says which GPU is whose. Fix: --device cuda")
     named = {name: Path(loading[name]) for name in FOLDERS if loading.get(name)}

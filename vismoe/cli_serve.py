@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vismoe.app.options import ServeOptions
+from vismoe.app.options import ServeOptions, is_api_key
 from vismoe.cli_options import (
     Command,
     add_answer_flags,
@@ -21,7 +21,7 @@ from vismoe.cli_options import (
     one_model,
 )
 from vismoe.cli_ray import add_ray_flags, ray_options, run_on_ray
-from vismoe.config import SERVING_DEFAULTS, format_bytes, parse_bytes
+from vismoe.config import SERVER_DEFAULTS, format_bytes, parse_bytes
 from vismoe.errors import ConfigError
 
 __all__ = ["SERVE"]
@@ -55,6 +55,7 @@ MEANINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "image_timeout_s": ("SECONDS", float, "longest download of a request's images"),
     "fixed_policy": ("", bool, "refuse requests that ask for another policy or formats, for which all others wait"),
     "max_waiting": ("N", int, "requests that may wait; further ones are told to come back (429)"),
+    "memory_timeout_s": ("SECONDS", float, "longest wait of a request for memory that others hold (--request-memory), then 429"),
     "body_timeout_s": ("SECONDS", float, "longest time for a request to arrive"),
     "drain_s": ("SECONDS", float, "at the end, for answers that are being written"),
 }
@@ -63,6 +64,7 @@ FLAGS = {
     "allow_origins": "--allow-origin",
     "max_body_bytes": "--max-body",
     "image_timeout_s": "--image-timeout",
+    "memory_timeout_s": "--memory-timeout",
     "body_timeout_s": "--body-timeout",
     "drain_s": "--drain-seconds",
 }  # the others are called like their fields
@@ -72,14 +74,16 @@ def serve_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="clients must send it; again for more keys")
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="the same, one key a line, hidden from other users")
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="the same, one key a line, # for comments; not seen by others"
+    )
     for field in dataclasses.fields(ServeOptions):
         if field.name in MEANINGS:
             _add_flag(group, field)
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info writes a line a request (default: info)")
     add_answer_flags(parser)
     add_model_flags(parser)
-    add_settings(parser, SERVING_DEFAULTS)
+    add_settings(parser, SERVER_DEFAULTS)
     add_ray_flags(parser)
 
 
@@ -109,13 +113,22 @@ def serve_options(arguments: Namespace) -> ServeOptions:
 
 
 def _keys_in(file: Path) -> list[str]:
+    """One key a line; blank lines and those that begin with # are none. Raises ConfigError, which tells no key."""
     try:
-        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: no API keys can be read from it ({error})") from error
-    if not keys:
+        raise ConfigError(
+            f"{file}: no API keys can be read from it ({getattr(error, 'strerror', None) or 'not text'})"
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
+    for number, key in numbered:
+        if not is_api_key(key) or " " in key:
+            raise ConfigError(
+                f"{file}, line {number}: not an API key. Fix: printable ASCII without blanks, one a line; comments begin with #"
+            )
+    if not numbered:
         raise ConfigError(f"{file}: there is no API key in it; one key a line")
-    return keys
+    return [key for _, key in numbered]
 
 
 def require_packages(*further: str) -> None:
@@ -141,7 +154,7 @@ def run_serve(arguments: Namespace) -> int:
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its steps are ours to announce
-    with listening(options) as listener, load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
+    with listening(options) as listener, load_engine(arguments, one_model(arguments), SERVER_DEFAULTS) as engine:
         return serve(engine, options, listener)
 
 

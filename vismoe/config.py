@@ -17,6 +17,7 @@ from vismoe.ranges import Range, Read, check_fields, file_name, rules_of, shown
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
 SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page differ from that
+SERVER_DEFAULTS = {**SERVING_DEFAULTS, "request_memory": "512MiB"}  # and the server alone
 NO_STORE = "none"  # as a setting: read in place, whatever is packed
 NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
 UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
@@ -104,7 +105,7 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def _image_cache(size: str | int) -> int:
+def _size_or_none(size: str | int) -> int:
     return 0 if size in (0, "0") else parse_bytes(size)
 
 
@@ -112,7 +113,7 @@ Auto = Literal["auto"]
 Selection = Literal["affinity", "saliency", "distinct", "visionzip", "uniform", "random"]
 Size = Annotated[str | int, Read(parse_bytes, "a size such as 8GiB")]
 Memory = Annotated[str | int, Read(Budget.parse, "a size such as 8GiB, or a share of the experts such as 25%")]
-Cache = Annotated[str | int, Read(_image_cache, "a size such as 64MiB, or 0")]
+Cache = Annotated[str | int, Read(_size_or_none, "a size such as 64MiB, or 0")]
 Pair = Annotated[str, Read(parse_formats, "two formats, the better one first, e.g. 4/2")]
 File = Annotated[str | Path, Read(file_name, "a path")]
 Share = Annotated[float, Range(0, 1)]
@@ -135,6 +136,7 @@ class Settings:
     context: Tokens = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
     image_cache: Cache = 0  # bytes of encoded images that are kept for later requests; 0: none
     mask_memory: Size = "16MiB"  # for attention masks, which padded batches and long new parts of known prompts need
+    request_memory: Cache = 0  # bytes that requests of a server hold beside the model: bodies, pictures, prompts being made
     kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
     policy: PolicyName = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
@@ -188,11 +190,15 @@ class Settings:
 
     @property
     def image_cache_bytes(self) -> int:
-        return _image_cache(self.image_cache)
+        return _size_or_none(self.image_cache)
 
     @property
     def mask_bytes(self) -> int:
         return parse_bytes(self.mask_memory)
+
+    @property
+    def request_memory_bytes(self) -> int:
+        return _size_or_none(self.request_memory)
 
     @classmethod
     def of(cls, **values: Any) -> "Settings":
@@ -210,7 +216,7 @@ SETTINGS = rules_of(Settings)  # what each can be
 class AnswerOptions:
     """What a request may ask for beside its policy and formats: checked as settings are, and never kept."""
 
-    max_tokens: Annotated[int, Range(1, INT64 - 1, "tokens")] = 256
+    max_tokens: Annotated[int, Range(1, INT64 - 1, "tokens")] | None = None
     sample: bool = False
     temperature: Annotated[float, Range(COLDEST, 2)] | None = None
     top_p: Kept | None = None

@@ -202,7 +202,7 @@ class Engine:
         self,
         messages: Messages,
         *,
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         sample: bool = False,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -220,11 +220,12 @@ class Engine:
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
         with a path, file:// or http(s) URL (of a public server), bytes, data URI or PIL image; for Qwen's models also with
-        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them. Decoding is greedy
-        unless `sample`, which takes the model's generation config, with `temperature` and `top_p` in its place where given, and
-        is repeatable with a `seed`. stop: the answer ends before the first of these strings. image_tokens: least and most visual
-        tokens of an image whose part says nothing of its size. keep: share of the visual tokens that deeper layers see, and
-        selection: which ones, both as loaded unless given; they hold for all images of the conversation.
+        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them. max_tokens: of the
+        answer; None: to the end of the planned context, of which it holds a part at a time, so that others run beside it.
+        Decoding is greedy unless `sample`, which takes the model's generation config, with `temperature` and `top_p` in its place
+        where given, and is repeatable with a `seed`. stop: the answer ends before the first of these strings. image_tokens: least
+        and most visual tokens of an image whose part says nothing of its size. keep: share of the visual tokens that deeper
+        layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
         reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
         policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
@@ -243,7 +244,7 @@ class Engine:
         self,
         text: str,
         *,
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         sample: bool = False,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -266,7 +267,7 @@ class Engine:
         self,
         prompt: Prompt,
         pruning: Pruning | None,
-        max_tokens: int,
+        max_tokens: int | None,
         choice: dict[str, Any],
         seed: int | None,
         stop: str | Sequence[str],
@@ -280,7 +281,7 @@ class Engine:
             raise ContextError(
                 f"the conversation has {prompt.tokens} tokens{visual}, the {whose} {longest}. Fix: {more}{less}, or start anew"
             )
-        most = min(max_tokens, longest - prompt.tokens)
+        most = longest - prompt.tokens if max_tokens is None else min(max_tokens, longest - prompt.tokens)
         asked = Asked(
             prompt,
             {"max_new_tokens": most, **choice},
@@ -290,12 +291,21 @@ class Engine:
             (stop,) if isinstance(stop, str) else tuple(stop),
             reuse,
             precision_of(settings),
+            grows=max_tokens is None,
         )
-        if self._turns.running or self._turns.waiting:
-            asked = dataclasses.replace(asked, prompt=prompt.light())
         reply = Reply()
-        self._plans.behind(settings, lambda: self._turns.ask(Request(asked, reply, self._shared, self._others)))
+
+        def ask() -> None:
+            busy = self._turns.running or self._turns.waiting
+            first = dataclasses.replace(asked, prompt=prompt.light()) if busy else asked  # no two hold pixels
+            self._turns.ask(Request(first, reply, self._shared, self._others))
+
+        self._plans.behind(settings, ask)
         return reply
+
+    def hurry(self) -> None:
+        """From now on the request that is nearest to its end goes first: before the engine is closed."""
+        self._turns.hurry()
 
     def change(self, policy: str | None = None, formats: str | None = None, retention: float | None = None) -> Plan:
         """Choose the formats of experts in another way from now on; -> the plan that holds then. None: as it was.

@@ -101,8 +101,8 @@ class TokenLoop:
         ends = self._prepared.generation_config._eos_token_tensor
         return ends is not None and bool((ends == token).any())
 
-    def step(self) -> tuple[int, bool]:
-        """The next token, and whether it is the last one. The first pass takes the whole prompt."""
+    def step(self, said: int | None = None) -> tuple[int, bool]:
+        """The next token, and whether it is the last one. The first pass takes the whole prompt. said: the token, if known."""
         at, model = self._prepared, self._model
         if self._prefilled:
             new = 1 if at.kwargs["use_cache"] else None
@@ -117,6 +117,8 @@ class TokenLoop:
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=at.ids.device)
         scores = at.logits_processor(at.ids, logits)
         token = self._drawn(scores) if at.generation_config.do_sample else torch.argmax(scores, dim=-1)
+        if said is not None:
+            token = torch.full_like(token, said)
         at.ids = torch.cat([at.ids, token[:, None]], dim=-1)
         return int(token), bool(at.stopping_criteria(at.ids, None).all())
 

@@ -35,6 +35,7 @@ from vismoe.vision.selection import Pruning
 
 __all__ = ["Asked", "Request", "Shared"]
 
+FIRST_TOKENS = 256  # of an answer whose length nobody said, that it begins with
 RETENTION_STEPS = 10_000  # that tell two retentions apart
 
 
@@ -50,6 +51,7 @@ class Asked:
     stop: tuple[str, ...] = ()
     reuse: bool = False  # take over keys and values of an earlier request, and leave this one's to a later one
     precision: PrecisionInfo | None = None  # who is to choose formats, and how; None: exact
+    grows: bool = False  # nobody said how long the answer gets: it holds a part of `most_tokens`, and then twice as much
 
 
 @dataclass
@@ -103,6 +105,11 @@ class Shared:
             serving.chooser.precision.retention = asked.retention if asked is not None else self.retention
         self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
 
+    def forget(self, request: "Request") -> None:
+        """It has left in the middle of its answer."""
+        if self._holder is request:
+            self.lend(None)
+
     def forget_what_experts_made(self) -> None:
         """Other formats: what requests have left was computed in those of before."""
         self.prefixes.clear()
@@ -134,7 +141,9 @@ class Request:
 
     def __init__(self, asked: Asked, reply: Reply, shared: Shared, others: Callable[["Request"], int]):
         self.asked, self.reply, self._shared, self._others = asked, reply, shared, others
-        self.tokens = asked.prompt.tokens + asked.most_tokens
+        self.tokens = asked.prompt.tokens + (min(FIRST_TOKENS, asked.most_tokens) if asked.grows else asked.most_tokens)
+        self._said: list[int] = []  # tokens of the answer
+        self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
         self._text = TextPieces(shared.prompts.tokenizer, reply.emit, asked.stop)
         self._loop: TokenLoop | None = None
@@ -149,6 +158,38 @@ class Request:
         """Nobody waits for it any more."""
         return self.reply.flag.is_set()
 
+    @property
+    def left(self) -> int:
+        """Passes to its end at most, or to where it asks for more tokens."""
+        return self._room - self._computed
+
+    @property
+    def grows(self) -> int:
+        """Tokens that it asks for before the next pass: as many again as its answer has had."""
+        return 0 if self.left else min(self._room, self.asked.most_tokens - self._room)
+
+    @property
+    def may_give_up(self) -> bool:
+        return self.asked.grows
+
+    @property
+    def _room(self) -> int:
+        """Tokens of the answer that it holds places for."""
+        return self.tokens - self.asked.prompt.tokens
+
+    @property
+    def _computed(self) -> int:
+        """Tokens of the answer since it began, the last time."""
+        return len(self._said) - self._again
+
+    def give_up(self) -> None:
+        """Leave the model and its places. It will begin anew, and say nothing until it is where it was: each token is computed
+        in a pass of its own as before, so the bits are the same."""
+        self._shared.forget(self)
+        self._loop, self.belongings = None, Belongings()
+        self._again = len(self._said)
+        self._kept = ()
+
     def step(self) -> bool:
         """One forward pass, of the whole prompt or of one token; whether there is a next one."""
         if self.unwanted:
@@ -158,11 +199,13 @@ class Request:
         if prefilling:
             self._shared.refuse_other(self.asked.precision)
             self._shared.begin_request(alone=not self._others(self))
-            self.clock.began_s = began_s
+            self.clock.began_s = self.clock.began_s or began_s
+        if self.asked.grows:  # what waits for others gives way
+            self._shared.prefixes.shrink(self._shared.plan.context - self.tokens - self._others(self))
         going_on = False
         try:
             with torch.inference_mode(), contextlib.suppress(Interrupted):
-                going_on = self._answer(*(self._prefill() if self._loop is None else self._loop.step()))
+                going_on = self._answer(*(self._prefill() if self._loop is None else self._loop.step(self._repeated)))
         finally:
             happened = self._shared.count()
             self._counters = happened if self._counters is None else self._counters + happened
@@ -187,6 +230,11 @@ class Request:
         self.reply.end(error=error)
 
     # -- the passes
+    @property
+    def _repeated(self) -> int | None:
+        """The token that the next pass comes to, where that was said before it had to give up its place."""
+        return self._said[self._computed] if self._again else None
+
     def _prefill(self) -> tuple[int, bool]:
         """The first token, and whether it is the last one."""
         asked, model, prompt = self.asked, self._shared.model, self.asked.prompt
@@ -198,9 +246,9 @@ class Request:
             if prefix is not None:  # generate() had the sizes of all images, for the positions of their tokens, and no pixels
                 loop.take_over(prefix.cache, dict(behind.to(model.device)), prompt.image_input_names)
                 self._kept, self._reused_tokens = prefix.kept, prefix.tokens
-            first = loop.step()
+            first = loop.step(self._repeated)
         self._loop = loop
-        self.asked = replace(asked, prompt=replace(prompt, inputs=BatchFeature()))
+        self.asked = replace(asked, prompt=prompt.light())
         return first
 
     def _beginning(self) -> tuple[Prefix | None, list[int], BatchFeature]:
@@ -209,6 +257,8 @@ class Request:
         Nothing, where not all that the model gets of some images can be told from what it gets of the others.
         """
         prompt, prefix = self.asked.prompt, self._prefix()
+        if self._again and not self._reused_tokens:  # it had none the first time
+            prefix = None
         images = prompt.images_behind(prefix.tokens) if prefix is not None else None
         if images is not None:
             behind = prompt.image_inputs(images) if images else BatchFeature()
@@ -260,6 +310,10 @@ class Request:
     def _answer(self, token: int, last: bool) -> bool:
         """A token of the answer is there; whether another one is wanted."""
         assert self._loop is not None
+        if self._again:
+            self._again -= 1
+            return True
+        self._said.append(token)
         self.clock.token()
         self._text.add(token)
         if self._text.stopped or self._loop.ends_with(token):

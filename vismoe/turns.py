@@ -2,6 +2,13 @@
 
 A request enters when its tokens fit beside those of the requests that run, in the order of arrival: nobody is overtaken, so none
 starves. One request enters per round, since its first step is a whole prompt and the others wait for it.
+
+Who cannot say how long it gets holds a part of what it may need, and asks for more (`grows`). Where there is no more, those who
+grow and came later give up their places, the latest first, and wait in front of everybody to begin again; where only such
+are left as hold all that they need, it waits for them. So the earliest always goes on, and nobody waits for ever.
+
+In a hurry (`hurry`) turns are no longer equal: only the request that is nearest to its end takes steps, so that as many as
+possible end in whatever time is left.
 """
 
 import contextlib
@@ -23,7 +30,22 @@ __all__ = ["Steps", "Turns"]
 class Steps(Protocol):
     """A request, seen by who gives out turns."""
 
-    tokens: int  # of the context that it may take
+    tokens: int  # of the context that it holds
+
+    @property
+    def left(self) -> int:
+        """Steps to its end at most, or to where it asks for more."""
+
+    @property
+    def grows(self) -> int:
+        """Tokens that it asks for beside those it holds, before its next step; 0: none."""
+
+    @property
+    def may_give_up(self) -> bool:
+        """Whether it is one that grows, and so may be asked to begin again."""
+
+    def give_up(self) -> None:
+        """Leave; it takes the steps that it has done once more when it begins again."""
 
     @property
     def unwanted(self) -> bool:
@@ -58,7 +80,9 @@ class Turns:
         self._running: list[Steps] = []
         self._task: Task | None = None  # that runs
         self._in_turn: deque[Steps] = deque()  # who runs, next one first; the model's thread's own
-        self._admitting = self._closed = False
+        self._admitting = self._closed = self._hurried = False
+        self._short: list[Steps] = []  # who ask for more than there is: nobody enters before them
+        self._spare_turns = 0  # queued for requests that were put back
 
     @property
     def running(self) -> tuple[Steps, ...]:
@@ -79,8 +103,14 @@ class Turns:
         self._enqueue(queued)
         return queued.result
 
+    def hurry(self) -> None:
+        """From now on whoever is nearest to its end goes first, alone."""
+        self._hurried = True
+
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no new requests or tasks; whether all have done their last step in time."""
+        """Take no new requests or tasks; whether all have done their last step in time. In a hurry, if there is a time."""
+        if timeout_s is not None:
+            self.hurry()
         with self._changed:
             self._closed = True
             return self._changed.wait_for(lambda: not (self._running or self._waiting or self._task), timeout_s)
@@ -116,6 +146,11 @@ class Turns:
     # -- on the model's thread
     def _admit(self) -> None:
         entered = self._next()
+        while (
+            self._hurried and entered is not None and not isinstance(entered, Task)
+        ):  # all who fit, so that the nearest to its end is found among them
+            self._go_on(entered)
+            entered = self._next()
         if entered is None:
             return
         if isinstance(entered, Task):
@@ -141,9 +176,14 @@ class Turns:
 
     def _fits(self, first: Steps | Task) -> bool:
         """Beside requests that run."""
-        if isinstance(first, Task) or self._alone():
+        if isinstance(first, Task) or self._alone() or self._short:
             return False
-        return first.tokens + sum(request.tokens for request in self._running) <= self.context_tokens
+        return first.tokens <= self._free
+
+    @property
+    def _free(self) -> int:
+        """Tokens that no request holds."""
+        return self.context_tokens - sum(request.tokens for request in self._running)
 
     def _run(self, task: Task) -> None:
         try:
@@ -155,10 +195,16 @@ class Turns:
             self._changed.notify_all()
 
     def _turn(self) -> None:
+        if self._spare_turns:
+            self._spare_turns -= 1
+            return
         self._send_home()
-        request = self._in_turn.popleft()  # no argument: the executor's frame would hold it
+        request = self._next_in_turn()  # no argument: the executor's frame would hold it
         failed = None
         try:
+            if not request.unwanted and not self._has_room(request):
+                self._go_on(request)
+                return
             if request.step():
                 self._go_on(request)
                 return
@@ -167,9 +213,48 @@ class Turns:
         with self._changed:
             self._running.remove(request)
             self._changed.notify_all()
+        self._is_short(request, False)
         self._end(request, failed)
         del request, failed  # the error's traceback holds this frame
         self._open_door()
+
+    def _next_in_turn(self) -> Steps:
+        if not self._hurried:
+            return self._in_turn.popleft()
+        able = [request for request in self._in_turn if request not in self._short] or list(self._in_turn)
+        nearest = min(able, key=lambda request: 0 if request.unwanted else request.left)  # the first of equal ones
+        self._in_turn.remove(nearest)
+        return nearest
+
+    def _has_room(self, request: Steps) -> bool:
+        """Whether it has what its next step needs, if need be from those who came later."""
+        more = request.grows
+        while more > self._free and (later := self._latest_behind(request)) is not None:
+            self._put_back(later)
+        enough = more <= self._free
+        if enough:
+            request.tokens += more
+        self._is_short(request, not enough)
+        return enough
+
+    def _is_short(self, request: Steps, short: bool) -> None:
+        """Note whether it waits for more than there is."""
+        self._short = [other for other in self._short if other is not request] + ([request] if short else [])
+
+    def _latest_behind(self, request: Steps) -> Steps | None:
+        """Of those who run and may begin again, the one that came last, after this one."""
+        behind = self._running[self._running.index(request) + 1 :]
+        return next((later for later in reversed(behind) if later.may_give_up), None)
+
+    def _put_back(self, request: Steps) -> None:
+        """Out of its turn, and in front of all who wait."""
+        request.give_up()
+        self._in_turn.remove(request)
+        self._spare_turns += 1
+        self._is_short(request, False)
+        with self._changed:
+            self._running.remove(request)
+            self._waiting.appendleft(request)
 
     def _send_home(self) -> None:
         """Those who wait and whom nobody waits for leave the queue."""

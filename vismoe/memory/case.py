@@ -21,7 +21,7 @@ from vismoe.memory.apportion import (
     safe_slabs,
 )
 from vismoe.memory.needs import Footprint, Hardware
-from vismoe.memory.parts import Part, fixed_parts, image_cache_part, staging_part, total
+from vismoe.memory.parts import Part, fixed_parts, image_cache_part, request_part, staging_part, total
 from vismoe.memory.sizes import percent_up, size_down, size_up
 from vismoe.pair import BITS, FormatPair
 
@@ -60,7 +60,9 @@ class Case:
         return self.hardware.free_bytes // self.ranks
 
     def fixed_parts(self) -> list[Part]:
-        staging = staging_part(self.need, self.io_threads) if self.hardware.device == "cpu" else []
+        staging = []
+        if self.hardware.device == "cpu":
+            staging = [*staging_part(self.need, self.io_threads), *request_part(self.settings.request_memory_bytes)]
         images = image_cache_part(self.need, self.settings.image_cache_bytes)
         return [*fixed_parts(self.need, self.settings.context, self.hardware.device, self.settings.mask_bytes), *staging, *images]
 

@@ -7,7 +7,7 @@ from vismoe.config import Settings, format_bytes, parse_bytes
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.memory.apportion import LEAST_SLABS, experts_of, hand_out, least_slabs
 from vismoe.memory.needs import Footprint, Hardware
-from vismoe.memory.parts import Part, staging_part, total, workspace_part
+from vismoe.memory.parts import Part, request_part, staging_part, total, workspace_part
 from vismoe.memory.sizes import size_down, size_up
 from vismoe.types import RecordLayout
 
@@ -24,7 +24,7 @@ class HostDivision:
 
 
 def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_threads: int) -> HostDivision:
-    """Records and parts in host memory. `host_memory` bounds records and staging together, for all ranks.
+    """Records and parts in host memory. `host_memory` bounds records, staging and what requests hold together, for all ranks.
 
     With a pair, records of both formats are kept, for the same share of the experts: who changes its format is read in the other
     one, and a byte of either format saves the disk as much. Raises BudgetError below two records per geometry and format, and one
@@ -48,7 +48,7 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
     ranks = hardware.local_world_size
     asked, free = settings.host_memory, hardware.free_host_bytes
     bound = max(0, free - RESERVE_BYTES) if asked is None else parse_bytes(asked)
-    staging = [*staging_part(need, io_threads), *workspace]
+    staging = [*staging_part(need, io_threads), *workspace, *request_part(settings.request_memory_bytes)]
     least = least_slabs(inventory, least=LEAST_SLABS + io_threads) * formats
     needed = (_bytes(layouts, least) + total(staging)) * ranks
     if bound < needed:

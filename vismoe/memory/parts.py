@@ -99,6 +99,11 @@ def image_cache_part(need: Footprint, nbytes: int) -> list[Part]:
     return [Part("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
 
 
+def request_part(nbytes: int) -> list[Part]:
+    """What a server's requests hold beside the model, in host memory."""
+    return [Part("request memory", nbytes, "bodies, pictures and their decoders, prompts being made")] if nbytes else []
+
+
 def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPair | None, emulated: bool) -> list[Part]:
     """Pinned prefix and one pool per geometry and format. With an emulated link the slabs alias the host tier."""
     parts = []

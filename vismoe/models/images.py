@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote
 
-import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.image_addresses import address_error
+from vismoe.models.rgb import Header, Reduction, rgb_of
 from vismoe.ranges import file_name
 
-__all__ = ["MAX_PIXELS", "ImageSource", "fetch_image", "file_of_url", "open_image"]
+__all__ = ["MAX_PIXELS", "ImageSource", "data_uri_payload", "fetch_image", "file_of_url", "look_at", "open_image"]
 
 ImageSource = str | Path | bytes | Image.Image
 
@@ -82,24 +82,25 @@ def fetch_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Imag
         body = download(source)
     except InputError as error:
         raise InputError(f"{name}: {error}. Fix: a URL of a public server, or save the file and give its path") from error
-    return _decode(io.BytesIO(body), name, max_pixels)
+    return _decode(io.BytesIO(body), name, max_pixels, 1)
 
 
-def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 1) -> Image.Image:
     """An upright RGB picture from a path or `file://` URL, encoded bytes, a `data:` URI or a Pillow image (which is not changed).
 
-    Raises InputError: nothing there, not an image, damaged, empty, a video, or more than `max_pixels`.
+    reduce: make it smaller while it is decoded, as `Reduction` says. Raises InputError: nothing there, not an image, damaged,
+    empty, a video, or more than `max_pixels`.
     Of an animation or a multi-page file the first frame is used, and a warning on the `vismoe` logger says so; of a Pillow
     image the frame it stands at.
     """
     if isinstance(source, Image.Image):
-        return _upright_rgb(source, "the image", max_pixels, first_frame=False)
+        return _upright_rgb(source, "the image", max_pixels, reduce, first_frame=False)
     if isinstance(source, str) and source[:5].lower() == "data:":
         source = _data_uri_bytes(source)
     elif isinstance(source, str) and (wrong := address_error(source)):
         raise InputError(wrong)
     if isinstance(source, bytes):
-        return _decode(io.BytesIO(source), "the image", max_pixels)
+        return _decode(io.BytesIO(source), "the image", max_pixels, reduce)
     if not isinstance(source, str | Path):
         raise InputError(f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}")
     if str(source).lower().startswith(("http://", "https://", "ftp://")):
@@ -114,7 +115,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
         if not path.is_file():
             raise InputError(f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file")
         with path.open("rb") as file:
-            return _decode(file, str(source), max_pixels, path.suffix.lower())
+            return _decode(file, str(source), max_pixels, reduce, path.suffix.lower())
     except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: `~nobody` has no home
         name = str(source)[:200].encode(errors="backslashreplace").decode()
         raise InputError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -126,21 +127,41 @@ def file_of_url(url: str) -> Path:
     return path if path.exists() else file_name(unquote(url[7:].removeprefix("localhost")))
 
 
-def _data_uri_bytes(uri: str) -> bytes:
-    """The payload of `data:image/...;base64,...`."""
-    header, comma, payload = uri.partition(",")
-    kind = header[5:].split(";")[0].lower()
+def data_uri_payload(uri: str) -> int:
+    """Where the payload of `data:image/...;base64,...` begins. Raises InputError."""
+    comma = uri.find(",")
+    header = uri[5 : max(comma, 0)].lower()
+    kind = header.split(";")[0]
     if kind.startswith("video/"):
-        raise InputError(f"the data URI holds a video ({kind}); only images can be asked about: send single frames")
-    if not comma or not header.lower().endswith(";base64"):
+        raise InputError(f"the data URI holds a video ({kind[:40]}); only images can be asked about: send single frames")
+    if comma < 0 or not header.endswith(";base64"):
         raise InputError(f"the data URI {uri[:40]!r} is not of the form data:image/png;base64,...")
+    return comma + 1
+
+
+def _data_uri_bytes(uri: str) -> bytes:
+    begin = data_uri_payload(uri)
     try:
-        return base64.b64decode("".join(payload.split()), validate=True)
+        return base64.b64decode("".join(uri[begin:].split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InputError(f"the data URI is not valid base64: {error}") from error
 
 
-def _decode(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Image.Image:
+def _decode(file: BinaryIO, name: str, max_pixels: int, reduce: int, suffix: str = "") -> Image.Image:
+    with _opened(file, name, max_pixels, suffix) as image:
+        return _upright_rgb(image, name, max_pixels, reduce)
+
+
+def look_at(data: bytes, max_pixels: int) -> Header:
+    """What the header of encoded bytes says. Raises InputError as `open_image` does, as far as a header can tell."""
+    with _opened(io.BytesIO(data), "the image", max_pixels) as image:
+        _check_size(image, "the image", max_pixels)
+        scans = "progressive" in image.info or "progression" in image.info
+        return Header(*image.size, image.format or "", image.mode, scans)
+
+
+def _opened(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Image.Image:
+    """A picture whose pixels are still encoded."""
     header = file.read(HEADER_BYTES)
     if not header:
         raise InputError(f"{name}: empty (0 bytes)")
@@ -153,13 +174,11 @@ def _decode(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Ima
     file.seek(0)
     Image.init()
     try:
-        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+        return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputError(f"{name}: more than the limit of {max_pixels:,} pixels; scale it down first ({error})") from error
     except DECODER_ERRORS as error:
         raise InputError(f"{name}: not an image that can be read (one of {', '.join(FORMATS)})") from error
-    with image:
-        return _upright_rgb(image, name, max_pixels)
 
 
 def _is_video(header: bytes) -> bool:
@@ -174,7 +193,7 @@ def _is_video(header: bytes) -> bool:
     )
 
 
-def _upright_rgb(image: Image.Image, name: str, max_pixels: int, first_frame: bool = True) -> Image.Image:
+def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
     width, height = image.size
     if width * height == 0:
         raise InputError(f"{name}: empty ({width} x {height} pixels)")
@@ -182,12 +201,19 @@ def _upright_rgb(image: Image.Image, name: str, max_pixels: int, first_frame: bo
         raise InputError(
             f"{name}: {width} x {height} = {width * height:,} pixels, the limit is {max_pixels:,}; scale it down first"
         )
+
+
+def _upright_rgb(image: Image.Image, name: str, max_pixels: int, reduce: int = 1, first_frame: bool = True) -> Image.Image:
+    _check_size(image, name, max_pixels)
     try:
         frames = getattr(image, "n_frames", 1) if first_frame else 1
         if frames > 1:
             image.seek(0)
+        reduction = Reduction.of(image.format, reduce)
+        if reduction.draft > 1:
+            image.draft(image.mode, (max(1, image.width // reduction.draft), max(1, image.height // reduction.draft)))
         _load_whole(image)
-        rgb = _rgb(image)
+        rgb = rgb_of(image, reduction.factor)
         orientation = UPRIGHT.get(_orientation(image))
     except DECODER_ERRORS as error:
         raise InputError(f"{name}: damaged or cut short ({type(error).__name__}: {error})") from error
@@ -215,30 +241,3 @@ def _orientation(image: Image.Image) -> int:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except DECODER_ERRORS:
         return 1
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB: transparency over white, wider numbers scaled into 8 bits."""
-    if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        return _eight_bit(image).convert("RGB")
-    if image.mode in ("La", "RGBa"):
-        image = image.convert({"La": "LA", "RGBa": "RGBA"}[image.mode])
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
-
-
-def _eight_bit(image: Image.Image) -> Image.Image:
-    """Wide integers and floats as 8-bit grey: white is 1 (floats), 255 or 65535, the least that holds all; else the own range."""
-    values = np.asarray(image).astype(np.float64)
-    finite = values[np.isfinite(values)]
-    if finite.size == 0:
-        raise ValueError("no finite pixel")
-    low, high = finite.min(), finite.max()
-    whites = {"F": (1, 255, 65535), "I": (255, 65535)}.get(image.mode, (65535,))
-    if low >= 0 and high <= whites[-1]:
-        low, high = 0, min(white for white in whites if high <= white)
-    shares = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / max(high - low, 1e-12)
-    return Image.fromarray((shares * 255).round().astype(np.uint8))

@@ -15,6 +15,7 @@ from vismoe.errors import ContextError, InputError
 from vismoe.models.checked import refuse_other_vocabulary
 from vismoe.models.processor import load_processor
 from vismoe.models.qwen_images import Picture, QwenImages, asked_size, image_source
+from vismoe.models.sight import Look, area_look
 from vismoe.ranges import shown, unencodable
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token
@@ -110,6 +111,18 @@ class PromptBuilder:
                 yield module
                 return
 
+    def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, int]) -> Look:
+        """What the model sees of a picture, from its sides; size: what its part says of that. Raises InputError."""
+        qwen = QwenImages.of(self.processor)
+        if qwen is not None:
+            return qwen.look(qwen.asked(size, image_tokens))
+        limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
+        return area_look(self._image_processor, limits)
+
+    @property
+    def _image_processor(self) -> Any:
+        return getattr(self.processor, "image_processor", None)
+
     def build(
         self,
         messages: Sequence[dict[str, Any]],
@@ -117,8 +130,8 @@ class PromptBuilder:
         image_tokens: tuple[int, int] | None = None,
         context: int | None = None,
     ) -> Prompt:
-        """Inputs for one conversation. Raises InputError for what cannot be answered, and ContextError before pixels are made of
-        images that have more visual tokens than `context`."""
+        """Inputs for one conversation; a last message of the assistant is gone on with. Raises InputError for what cannot be
+        answered, and ContextError before pixels are made of images that have more visual tokens than `context`."""
         if not isinstance(messages, list | tuple):
             raise InputError(
                 f"a conversation is a list of messages, not {shown(messages)}. "
@@ -128,8 +141,8 @@ class PromptBuilder:
         plain: list[dict[str, Any]] = [
             {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
         ]
-        if not any(m["role"] == "user" for m in plain):
-            raise InputError("there is nothing to answer: the conversation has no user message")
+        if not plain:
+            raise InputError("there is nothing to answer: the conversation has no message")
         if images and self.image_token_id is None:
             raise InputError(
                 "this is a text model, it cannot see images. Fix: ask without --image, or choose a vision-language model"
@@ -137,7 +150,7 @@ class PromptBuilder:
         if not isinstance(self.processor, ProcessorMixin):
             for message in plain:
                 message["content"] = "".join(part["text"] for part in message["content"])
-        text = self._in_template(plain)
+        text = self._written(plain)
         options = self._image_options(images, image_tokens, context) if images else {}
         try:
             inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
@@ -145,12 +158,22 @@ class PromptBuilder:
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
         return self._prompt(inputs, tuple(picture.image for picture in images), options, text)
 
-    def _in_template(self, messages: list[dict[str, Any]]) -> str:
-        """The conversation as one text. Raises InputError for one that the model's chat template refuses."""
+    def _written(self, messages: list[dict[str, Any]]) -> str:
+        """The conversation as the family's template writes it, up to where the answer begins. Raises InputError."""
+        *before, last = messages
+        begun = last["role"] == "assistant"
+        if begun and before and not _has_words(last):
+            messages, begun = before, False
         try:
-            text: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (ValueError, TemplateError) as error:  # there is none, or e.g. two questions without an answer between them
-            raise InputError(
+            text: str = self.processor.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+            )
+        except (ValueError, TemplateError) as error:
+            if begun and isinstance(error, ValueError):  # it leaves out, or changes, what the assistant has said
+                raise InputError(
+                    "the model's chat template cannot go on with a message of the assistant. Fix: end with a user's"
+                ) from error
+            raise InputError(  # there is none, or e.g. two questions without an answer between them
                 f"the model's chat template does not take this conversation: {error}. Fix: turns in an order that it knows, "
                 "or text without a template (Engine.complete, /v1/completions)"
             ) from error
@@ -250,7 +273,7 @@ class PromptBuilder:
         """Arguments that make the family's image processor give between least and most tokens per image."""
         if image_tokens is None:
             return {}
-        images = self.processor.image_processor
+        images = self._image_processor
         side = getattr(images, "patch_size", 0) * getattr(images, "merge_size", 0)
         if not side:
             raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")
@@ -278,6 +301,11 @@ def _places(visual: list[int], images: int) -> tuple[tuple[int, int], ...]:
     begins = [place for place in visual if place - 1 not in tokens]
     ends = [place + 1 for place in visual if place + 1 not in tokens]
     return tuple(zip(begins, ends, strict=True)) if len(begins) == images else ()
+
+
+def _has_words(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    return any(part.get("text") for part in content) if isinstance(content, list) else bool(content)
 
 
 def _role(message: Any) -> str:

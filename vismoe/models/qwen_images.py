@@ -23,6 +23,7 @@ from PIL import Image
 
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.images import MAX_PIXELS
+from vismoe.models.sight import Look, Sight
 
 __all__ = ["SIZE_KEYS", "Picture", "QwenImages", "asked_size", "image_source"]
 
@@ -125,6 +126,18 @@ class QwenImages:
                 f"and the limit {MAX_PIXELS:,} together. Fix: other limits (max_pixels, min_pixels, --image-tokens), or crop it"
             )
         return fitted
+
+    def look(self, asked: Mapping[str, int]) -> Look:
+        """How an image of this size is seen, from its sides. Raises InputError where no size is possible."""
+        smart_resize = vision_process().smart_resize
+
+        def look(width: int, height: int) -> Sight:
+            high, wide = self.fitted(width, height, asked)
+            again = smart_resize(high, wide, self.side, *self.limits) if self.again else (high, wide)
+            pixels = max(high * wide, again[0] * again[1])
+            return Sight(wide, high, pixels, pixels // self.side**2)
+
+        return look
 
     def tokens(self, image: Image.Image, asked: Mapping[str, int]) -> int:
         """Visual tokens that an image takes at most. Raises InputError."""

@@ -26,6 +26,7 @@ from vismoe.errors import InputError
 __all__ = ["RemoteImages", "download", "is_public"]
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
+Hold = Callable[[int], Awaitable[None]]
 
 PORTS = {"http": 80, "https": 443}
 HEADERS = (("User-Agent", "vismoe"), ("Accept", "image/*"), ("Accept-Encoding", "identity"))
@@ -36,6 +37,7 @@ MAX_BYTES = 20 * 2**20  # of an image that `download` gets
 TIMEOUT_S = 10.0  # for it
 MAX_ADDRESSES = 4  # tried one after another
 DOWNLOADS = 16  # at a time
+STEP_BYTES = 2**20  # by which a body of unknown length grows; chunks are smaller
 RESOLVERS = DOWNLOADS  # threads: a name server that never answers holds one of these for a while, and nothing else
 UNREACHABLE = "the image could not be downloaded: its address cannot be reached or is not allowed"
 
@@ -84,15 +86,16 @@ class RemoteImages:
         self._network = PublicNetwork(resolve or self._addresses, network or httpcore.AnyIOBackend())
         self._slots = asyncio.Semaphore(DOWNLOADS)
 
-    async def fetch(self, url: str, max_bytes: int, timeout_s: float) -> bytes:
+    async def fetch(self, url: str, max_bytes: int, timeout_s: float, hold: Hold) -> bytes:
         """The body that a GET of `url` ends at. Raises InputError, whose sentence is fit for the client.
 
-        timeout_s bounds all of it together: names, connections, redirects and the body.
+        timeout_s bounds all of it together: names, connections, redirects and the body. hold: is told of bytes before they are
+        read, and raises what it likes.
         """
         async with self._slots:
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._follow(_checked(url), max_bytes, timeout_s)
+                    return await self._follow(_checked(url), max_bytes, timeout_s, hold)
             except TimeoutError as error:
                 raise InputError(f"the image could not be downloaded within {timeout_s:.3g} s") from error
             except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
@@ -105,9 +108,9 @@ class RemoteImages:
     def close(self) -> None:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
 
-    async def _follow(self, url: httpx.URL, max_bytes: int, timeout_s: float) -> bytes:
+    async def _follow(self, url: httpx.URL, max_bytes: int, timeout_s: float, hold: Hold) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            answer = await self._get(url, max_bytes, timeout_s)
+            answer = await self._get(url, max_bytes, timeout_s, hold)
             if isinstance(answer, bytes):
                 return answer
             try:
@@ -116,7 +119,7 @@ class RemoteImages:
                 raise InputError(UNREACHABLE) from error
         raise InputError(f"the image could not be downloaded: more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, url: httpx.URL, max_bytes: int, timeout_s: float) -> bytes | str:
+    async def _get(self, url: httpx.URL, max_bytes: int, timeout_s: float, hold: Hold) -> bytes | str:
         """The body, or where to look instead."""
         target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
         headers: list[tuple[bytes | str, bytes | str]] = [("Host", url.netloc), *HEADERS]
@@ -133,7 +136,7 @@ class RemoteImages:
                 raise InputError(f"the image could not be downloaded: the server answered {response.status}")
             if fields.get("content-encoding", "identity").lower() != "identity":
                 raise InputError("the image could not be downloaded: the server sent it compressed, which was not asked for")
-            return await _body(response, fields.get("content-length"), max_bytes)
+            return await _body(response, fields.get("content-length"), max_bytes, hold)
 
     async def _addresses(self, name: str, port: int) -> list[str]:
         found = await asyncio.get_running_loop().run_in_executor(
@@ -145,10 +148,13 @@ class RemoteImages:
 def download(url: str) -> bytes:
     """The body that a GET of `url` ends at, for callers without an event loop, or in one that this blocks. Raises InputError."""
 
+    async def unbounded(nbytes: int) -> None:
+        """MAX_BYTES bounds it."""
+
     async def fetched() -> bytes:
         remote = RemoteImages()
         try:
-            return await remote.fetch(url, MAX_BYTES, TIMEOUT_S)
+            return await remote.fetch(url, MAX_BYTES, TIMEOUT_S, unbounded)
         finally:
             remote.close()
 
@@ -197,14 +203,19 @@ def _checked(text: str) -> httpx.URL:
     return url
 
 
-async def _body(response: httpcore.Response, announced: str | None, max_bytes: int) -> bytes:
+async def _body(response: httpcore.Response, announced: str | None, max_bytes: int, hold: Hold) -> bytes:
     """The body, read no further than the limit."""
     too_large = InputError(f"the image has more bytes than the limit of {max_bytes:,}; scale it down first")
-    if int(announced or 0) > max_bytes:  # h11 has seen that it is a number
+    held = int(announced or 0)  # h11 has seen that it is a number
+    if held > max_bytes:
         raise too_large
+    await hold(held)
     body = bytearray()
     async for chunk in response.aiter_stream():
-        body += chunk
-        if len(body) > max_bytes:
+        if len(body) + len(chunk) > max_bytes:
             raise too_large
+        if len(body) + len(chunk) > held:
+            await hold(STEP_BYTES)
+            held += STEP_BYTES
+        body += chunk
     return bytes(body)

@@ -1,0 +1,73 @@
+"""What a family's processor makes of a picture of some size: known from its sides, before a pixel of it is decoded. Pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from vismoe.errors import InputError
+
+__all__ = ["Look", "Sight", "area_look", "most_reduction"]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A picture as the model sees it: sides in pixels, how many pixels are made of it at most, and the tokens that it takes."""
+
+    width: int
+    height: int
+    pixels: int
+    tokens: int
+
+
+Look = Callable[[int, int], Sight | None]  # (width, height) of a picture to what is seen of it; None: nobody knows
+
+
+def area_look(processor: Any, limits: Mapping[str, int] | None = None) -> Look:
+    """How an image processor sees; its families have a least and a most of pixels, and of others nothing is known.
+
+    limits: `shortest_edge` and `longest_edge` in place of the processor's own; pixels of an area, despite their names.
+    """
+    size = dict(limits or getattr(processor, "size", None) or {})
+    patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    counts = getattr(processor, "get_number_of_image_patches", None)
+
+    def look(width: int, height: int) -> Sight | None:
+        if not (isinstance(patch, int) and isinstance(merge, int) and least and most and counts):
+            return None
+        try:
+            high, wide = smart_resize(height, width, patch * merge, least, most)
+            patches = counts(height, width, {"min_pixels": least, "max_pixels": most, "size": size})
+        except ValueError:  # a shape that the processor refuses
+            return None
+        if patches != (high // patch) * (wide // patch):
+            return None
+        return Sight(wide, high, wide * high, patches // merge**2)
+
+    return look
+
+
+def most_reduction(look: Look, width: int, height: int, possible: Callable[[int], bool] = bool) -> int:
+    """By how much a picture's sides may be divided before the processor gets it, of the `possible` numbers; 1 if not known.
+
+    What is left is nowhere smaller than what the processor makes of it, upright or turned by a quarter, and it makes the same
+    sides and tokens of it. A number that divides both sides is taken before a larger one, by up to a half, that does not and so
+    moves edges a little.
+    """
+    seen, turned = look(width, height), look(height, width)
+    if seen is None or turned is None:
+        return 1
+    most = min(width // seen.width, height // seen.height, height // turned.width, width // turned.height)
+    fitting = [factor for factor in range(most, 1, -1) if possible(factor) and _is_seen_as(seen, look, width, height, factor)]
+    largest = fitting[0] if fitting else 1
+    even = (factor for factor in fitting if width % factor == height % factor == 0 and 3 * factor >= 2 * largest)
+    return next(even, largest)
+
+
+def _is_seen_as(seen: Sight, look: Look, width: int, height: int, factor: int) -> bool:
+    try:
+        return look(-(-width // factor), -(-height // factor)) == seen
+    except InputError:  # a shape that is refused
+        return False

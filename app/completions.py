@@ -198,7 +198,8 @@ class Completions:
         if ours.change and self._options.fixed_policy:
             message = "this server runs one policy with one pair of formats (--fixed-policy). Fix: leave it out"
             raise ApiError(403, message, f"vismoe.{ours.change}", "policy_is_fixed")
-        return {"reuse": True, **ours.options, **request.sampling(self._model_samples)}
+        reuse = ours.reuse is not False and not self._options.no_reuse
+        return {"reuse": reuse, **ours.options, **request.sampling(self._model_samples)}
 
     async def _in_thread(self, task: Callable[..., Result], *arguments: Any) -> Result:
         return await to_thread.run_sync(task, *arguments, limiter=self._threads)

@@ -42,6 +42,7 @@ class ServeOptions:
     max_pixels: int = 32 * 10**6  # of one image
     max_image_bytes: int = 20 * 2**20  # of one image as it was encoded
     image_timeout_s: float = 10.0  # for the downloads of one request, and as much for decoding
+    no_reuse: bool = False  # of keys and values of earlier requests: same bits whatever was asked before
     fixed_policy: bool = False  # requests change neither policy nor formats
     max_waiting: int = 64  # requests that do not run yet; further ones are sent away
     memory_timeout_s: float = 30.0  # for a request to wait for memory that others hold

@@ -134,11 +134,15 @@ def _a_pair(text: str) -> str:
 
 
 class PrecisionRequest(Strict):
-    """Ours: who decides the formats of experts, from which pair, and how large a share of those demanded gets the better one."""
+    """Ours: who decides the formats of experts, from which pair, and how large a share of those demanded gets the better one.
+
+    reuse: whether keys and values of an earlier request are taken over, and left for later ones.
+    """
 
     policy: PolicyName | None = None
     formats: Annotated[str, Field(max_length=32), AfterValidator(_a_pair)] | None = None
     retention: float | None = bounded(SETTINGS["retention"])
+    reuse: bool | None = None
 
     @property
     def options(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.config import PolicyName, Settings
+from vismoe.config import SETTINGS, PolicyName
 from vismoe.engine import Engine, demo_model
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
 def _of_images(engine: Engine) -> dict[str, Any]:
     import gradio as gr
 
-    names = [name for name in typing.get_args(typing.get_type_hints(Settings)["selection"]) if name != "auto"]
+    names = [name for name in SETTINGS["selection"].choices if name != "auto"]
     return {
         "keep": gr.Slider(
             min(LEAST_KEEP, engine.settings.keep),

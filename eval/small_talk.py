@@ -33,36 +33,50 @@ _TO_WHOM = (
     )
 )
 _ENDS = ("", "!", ".", "!!", " :)")
+
+
+def _ways(firsts: str, more: tuple[str, ...], ends: tuple[str, ...], before: tuple[str, ...] = ("",)) -> tuple[str, ...]:
+    """Every beginning with everything that may stand before it and behind it; `firsts`: with a bar between."""
+    return tuple(
+        (start + (first[0].lower() + first[1:] if start and not first.startswith("I ") else first)) + addition + end
+        for first in firsts.split("|") for start in before for addition in more for end in ends
+    )  # fmt: skip
+
+
+_MARKS = ("", "!", ".")
+_ASKING = ("", "So ", "And ", "Tell me, ", "Hey, ")
+_LATER = ("", " then", " now", " today", ", please")
 SAID: dict[str, tuple[str, ...]] = {
     HELLO: tuple(
         opening + whom + ("" if whom.endswith("?") else end) for opening in _OPENINGS for whom in _TO_WHOM for end in _ENDS
     )
-    + ("How are you?", "How are you doing?", "How is it going?", "How do you do?", "What's up?", "Nice to meet you.", "Is anybody there?",
-       "Are you there?", "How are things?", "How are you today?", "Anyone here?", "Hello, is this working?", "Can we talk?", "Ping", "Test",
-       "Testing, testing", "Just a test.", "Are you ready?", "Are you awake?", "Start", "Let us begin."),
-    WELCOME: tuple(
-        first + more + end
-        for first in ("Thank you", "Thanks", "Many thanks", "Thanks a lot", "Thank you so much", "Thx", "Thank you very much", "Cheers")
-        for more in ("", " for your help", ", that was great", ", well done", " for the answer", ", you are right", ", that is right")
-        for end in ("", "!", ".")
+    + _ways("How are you|How are you doing|How is it going|How do you do|What's up|How are things", ("", " today", " there", ", friend"), ("?",), ("", "Hello, ", "Hi, "))
+    + _ways("Is anybody there|Are you there|Anyone here|Is this working|Can we talk|Are you ready|Are you awake", ("", " now", ", please"), ("?",), ("", "Hello, ", "Hi, "))
+    + _ways("Nice to meet you|Ping|Test|Testing, testing|Just a test|Start|Let us begin", ("", " now", ", please", ", model"), _MARKS),
+    WELCOME: _ways(
+        "Thank you|Thanks|Many thanks|Thanks a lot|Thank you so much|Thx|Thank you very much|Cheers",
+        ("", " for your help", ", that was great", ", well done", " for the answer", ", you are right", ", that is right"), _MARKS,
     )
-    + ("Great!", "Well done.", "Good job!", "Very good.", "Perfect!", "That is right.", "Great answer!", "That was helpful.", "Nice work!",
-       "Good answer.", "Correct.", "Excellent!", "Cool!", "Awesome!", "You are great.", "Nice!", "Wonderful!", "Super, thanks!"),
-    GOODBYE: tuple(
-        first + more + end
-        for first in ("Bye", "Goodbye", "Bye bye", "Good night", "See you", "See you later", "See you soon", "Farewell", "Ciao")
-        for more in ("", " for now", " then", ", model", " and thanks")
-        for end in ("", "!", ".")
+    + _ways(
+        "Great|Well done|Good job|Very good|Perfect|That is right|Great answer|That was helpful|Nice work|Good answer|Correct|Excellent|Cool|Awesome|"
+        "You are great|Nice|Wonderful|Super", ("", ", thanks", ", thank you", ", model"), _MARKS,
+    ),
+    GOODBYE: _ways(
+        "Bye|Goodbye|Bye bye|Good night|See you|See you later|See you soon|Farewell|Ciao", ("", " for now", " then", ", model", " and thanks"), _MARKS
     )
-    + ("That is all.", "I have to go.", "I am done.", "That's all for today.", "Until next time!", "Talk to you later."),
-    WHO: ("Who are you?", "What are you?", "Who am I talking to?", "Tell me about yourself.", "What is your name?", "Are you a model?",
-          "Are you a robot?", "Are you human?", "Introduce yourself.", "What kind of model are you?", "Which model are you?",
-          "Are you a person?", "Who is this?", "Who made you?", "Are you ChatGPT?", "Are you an AI?", "what's your name?", "So who are you?",
-          "Please introduce yourself.", "Are you real?", "Say who you are.", "What model is this?", "Who is speaking?", "Describe yourself."),
-    CAN: ("What can you do?", "How can you help me?", "What are you good at?", "Help", "Help me.", "What do you know?", "Can you help me?",
-          "What can I ask you?", "How does this work?", "What are you able to do?", "What should I ask?", "How do I use you?",
-          "What questions can you answer?", "Which questions do you answer?", "What are your skills?", "Tell me what you can do.",
-          "I need help.", "Please help me.", "What can you help with?", "What can I do here?", "What do you do?", "how do I use this?"),
+    + _ways("That is all|I have to go|I am done|That's all for today|Until next time|Talk to you later", ("", ", bye", ", goodbye", ", model"), _MARKS),
+    WHO: _ways(
+        "Who are you|What are you|Who am I talking to|What is your name|Are you a model|Are you a robot|Are you human|What kind of model are you|"
+        "Which model are you|Are you a person|Who is this|Who made you|Are you ChatGPT|Are you an AI|What's your name|Are you real|What model is this|"
+        "Who is speaking", _LATER, ("?", ""), _ASKING,
+    )
+    + _ways("Tell me about yourself|Introduce yourself|Describe yourself|Say who you are", _LATER, (".", ""), ("", "Please ", "So ", "Now ")),
+    CAN: _ways(
+        "What can you do|How can you help me|What are you good at|What do you know|Can you help me|What can I ask you|How does this work|What are you "
+        "able to do|What should I ask|How do I use you|What questions can you answer|Which questions do you answer|What are your skills|What can you help "
+        "with|What can I do here|What do you do|How do I use this", _LATER, ("?", ""), _ASKING,
+    )
+    + _ways("Help|Help me|Tell me what you can do|I need help|I need some help", _LATER, (".", ""), ("", "Please ", "So ", "Now ")),
 }  # fmt: skip
 
 SYSTEM_PROMPTS = (

@@ -4,7 +4,6 @@ tokens, and which.
 
 import argparse
 import sys
-import typing
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from vismoe.cli_options import (
     one_model,
     print_json,
 )
-from vismoe.config import Settings, format_bytes
+from vismoe.config import SETTINGS, format_bytes
 from vismoe.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["CALIBRATE"]
 
 SCENE_PROMPTS = 1000
-NAMES = typing.get_args(typing.get_type_hints(Settings)["selection"])
+NAMES = SETTINGS["selection"].choices
 
 
 def calibrate_arguments(parser: ArgumentParser) -> None:

@@ -53,6 +53,11 @@ MEANINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "max_pixels": ("N", int, "most pixels of an image"),
     "max_image_bytes": ("SIZE", size, "largest image, as it is encoded"),
     "image_timeout_s": ("SECONDS", float, "longest download of a request's images"),
+    "no_reuse": (
+        "",
+        bool,
+        "compute every prompt whole: the same bits whatever was asked before, for more time to the first word",
+    ),
     "fixed_policy": ("", bool, "refuse requests that ask for another policy or formats, for which all others wait"),
     "max_waiting": ("N", int, "requests that may wait; further ones are told to come back (429)"),
     "memory_timeout_s": ("SECONDS", float, "longest wait of a request for memory that others hold (--request-memory), then 429"),

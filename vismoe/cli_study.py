@@ -6,6 +6,10 @@ from collections.abc import Sequence
 __all__ = ["STUDIES", "run_study", "study_list"]
 
 STUDIES = {  # name: (module with a main(arguments), what it shows)
+    "same-bits": (
+        "vismoe.eval.same_bits",
+        "which circumstances change bits of logits: company, threads, known beginnings, chunks",
+    ),
     "pruning": ("vismoe.eval.pruning", "accuracy by share and selection of kept visual tokens"),
     "demand": ("vismoe.eval.expert_demand", "which experts are demanded before and after pruning"),
     "compressor": ("vismoe.eval.compressor_cost", "what listening to a vision tower and selecting tokens take"),

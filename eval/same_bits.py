@@ -59,7 +59,7 @@ def otherwise(
     mask = torch.ones_like(longer)
     mask[0, : padding.shape[1]] = 0
     yield "in a padded batch", last(model(longer, attention_mask=mask))
-    yield "beginning known", last(in_parts(model, ids, draw.randint(1, length - 1), length))
+    yield "with its beginning known", last(in_parts(model, ids, draw.randint(1, length - 1), length))
     yield f"in chunks of {CHUNK_TOKENS}", last(in_parts(model, ids, CHUNK_TOKENS, CHUNK_TOKENS))
     yield "last token by itself", last(in_parts(model, ids, length - 1, 1))
 

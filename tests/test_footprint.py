@@ -10,6 +10,7 @@ from tiny_models import BUILDERS, FAMILIES, OVERRIDES, WITH_IMAGES, build, image
 
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.memory.needs import mask_bytes
 from vismoe.memory.plan import Footprint
 from vismoe.models.adapters import adapt
 from vismoe.models.components import backbone_bytes, component_of
@@ -119,11 +120,11 @@ def test_eager_attention_is_counted_with_its_square():
     assert eager - fused > 4 * 2000 * 2000 * 4  # heads x N x N in float32
 
 
-def test_a_padded_batch_holds_its_mask_as_booleans_and_in_the_models_dtype():
+def test_a_padded_batch_needs_little_beside_its_mask():
     model = on_meta("qwen3_moe")
-    mask_values = 2 * 2000 * 2000
-    padding_bytes = footprint(model, inventory_of(model, model.dtype), Settings(context=4000)).padding(4000)
-    assert 0.9 < padding_bytes / (mask_values * (1 + 4)) < 1.1  # what attention holds beside it is small here
+    needs = footprint(model, inventory_of(model, model.dtype), Settings(context=4000))
+    assert needs.padding(4000) < mask_bytes(2, 2000, 2000, "bfloat16") / 10
+    assert mask_bytes(2, 2000, 2000, "bfloat16") == 2 * 2000 * 2000 * (1 + 2), "booleans, and in the model's type"
 
 
 def test_48_layers_of_128_experts_are_measured_in_seconds():

@@ -231,7 +231,7 @@ def test_the_table_and_the_json_say_the_same_numbers():
     assert numbers["total_bytes"] == sum(part["bytes"] for part in numbers["parts"] if not part["inside"])
     table = made.table()
     details = ("KV cache's copy while it grows", "vision", "combine buffer")
-    for name in (*details, "KV cache", "logits", "padded batches", "staging", "pinned prefix", "expert pool"):
+    for name in (*details, "KV cache", "logits", "attention masks", "staging", "pinned prefix", "expert pool"):
         assert name in table and any(part["name"] == name for part in numbers["parts"])
 
 

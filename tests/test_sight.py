@@ -9,7 +9,8 @@ from transformers import BatchFeature
 
 from vismoe.engine import demo_model
 from vismoe.models.processor import load_processor
-from vismoe.models.sight import area_look, most_reduction
+from vismoe.models.qwen_images import area_look
+from vismoe.models.sight import most_reduction
 
 PROCESSOR = load_processor(demo_model()).image_processor
 SIDES = st.integers(8, 9000)

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, Processor
 from vismoe.errors import ContextError, InputError
 from vismoe.models.checked import refuse_other_vocabulary
 from vismoe.models.processor import load_processor
-from vismoe.models.qwen_images import Picture, QwenImages, asked_size, image_source
-from vismoe.models.sight import Look, area_look
+from vismoe.models.qwen_images import Picture, QwenImages, area_look, asked_size, image_source
+from vismoe.models.sight import Look
 from vismoe.ranges import shown, unencodable
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token

@@ -25,7 +25,7 @@ from vismoe.errors import ConfigError, InputError
 from vismoe.models.images import MAX_PIXELS
 from vismoe.models.sight import Look, Sight
 
-__all__ = ["SIZE_KEYS", "Picture", "QwenImages", "asked_size", "image_source"]
+__all__ = ["SIZE_KEYS", "Picture", "QwenImages", "area_look", "asked_size", "image_source"]
 
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 VIDEO_KEYS = frozenset("nframes fps min_frames max_frames total_pixels video_start video_end sample_fps raw_fps".split())
@@ -151,6 +151,32 @@ class QwenImages:
         side = self.side / package.SPATIAL_MERGE_SIZE
         (picture,), _ = package.process_vision_info([{"role": "user", "content": [part]}], image_patch_size=side)
         return image if picture.size == image.size and image.mode == "RGB" else picture
+
+
+def area_look(processor: Any, limits: Mapping[str, int] | None = None) -> Look:
+    """How an image processor sees; its families have a least and a most of pixels, and of others nothing is known.
+
+    limits: `shortest_edge` and `longest_edge` in place of the processor's own; pixels of an area, despite their names.
+    """
+    size = dict(limits or getattr(processor, "size", None) or {})
+    patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    counts = getattr(processor, "get_number_of_image_patches", None)
+    smart_resize = vision_process().smart_resize
+
+    def look(width: int, height: int) -> Sight | None:
+        if not (isinstance(patch, int) and isinstance(merge, int) and least and most and counts):
+            return None
+        try:
+            high, wide = smart_resize(height, width, patch * merge, least, most)
+            patches = counts(height, width, {"min_pixels": least, "max_pixels": most, "size": size})
+        except ValueError:  # a shape that the processor refuses
+            return None
+        if patches != (high // patch) * (wide // patch):
+            return None
+        return Sight(wide, high, wide * high, patches // merge**2)
+
+    return look
 
 
 _importing = threading.Lock()

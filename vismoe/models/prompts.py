@@ -115,7 +115,7 @@ class PromptBuilder:
         """What the model sees of a picture, from its sides; size: what its part says of that. Raises InputError."""
         qwen = QwenImages.of(self.processor)
         if qwen is not None:
-            return qwen.look(qwen.asked(size, image_tokens))
+            return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens)
         limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
         return area_look(self._image_processor, limits)
 
@@ -259,14 +259,15 @@ class PromptBuilder:
                 raise InputError(f"min_pixels and the like are of Qwen's models; this one has a {family}. Fix: leave them out")
             return {"images": [picture.image for picture in pictures], **limits}
         asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
-        tokens = sum(qwen.tokens(picture.image, size) for picture, size in zip(pictures, asked))
+        again = qwen.again and not image_tokens
+        tokens = sum(qwen.look(size, again)(*picture.image.size).tokens for picture, size in zip(pictures, asked))
         if context is not None and tokens > context:
             raise ContextError(
                 f"the conversation's images have {tokens:,} visual tokens, the planned context is {context:,}. "
                 f"Fix: load with context={2 * tokens} (--context), use smaller images (--image-tokens, max_pixels), or start anew"
             )
         images = [qwen.resized(picture.image, size) for picture, size in zip(pictures, asked)]
-        resize = {} if qwen.again and not limits else {"images_kwargs": {"do_resize": False}}
+        resize = {} if again else {"images_kwargs": {"do_resize": False}}
         return {"images": images, **resize}
 
     def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.images import MAX_PIXELS
@@ -127,22 +128,19 @@ class QwenImages:
             )
         return fitted
 
-    def look(self, asked: Mapping[str, int]) -> Look:
-        """How an image of this size is seen, from its sides. Raises InputError where no size is possible."""
-        smart_resize = vision_process().smart_resize
+    def look(self, asked: Mapping[str, int], again: bool) -> Look:
+        """How an image of this size is seen, from its sides; again: the processor resizes once more, as `again` says of the
+        family, to its own limits. Raises InputError where no size is possible."""
 
         def look(width: int, height: int) -> Sight:
             high, wide = self.fitted(width, height, asked)
-            again = smart_resize(high, wide, self.side, *self.limits) if self.again else (high, wide)
-            pixels = max(high * wide, again[0] * again[1])
-            return Sight(wide, high, pixels, pixels // self.side**2)
+            try:
+                last_high, last_wide = smart_resize(high, wide, self.side, *self.limits) if again else (high, wide)
+            except ValueError as error:  # the first time made it a little wider for its height
+                raise InputError(f"an image of {width} x {height} pixels: {error}. Fix: crop or resize the image") from error
+            return Sight(wide, high, max(high * wide, last_high * last_wide), last_high * last_wide // self.side**2)
 
         return look
-
-    def tokens(self, image: Image.Image, asked: Mapping[str, int]) -> int:
-        """Visual tokens that an image takes at most. Raises InputError."""
-        height, width = self.fitted(*image.size, asked)
-        return height * width // self.side**2
 
     def resized(self, image: Image.Image, asked: Mapping[str, int]) -> Image.Image:
         """The RGB picture at that size; the very same where it has it already."""

@@ -86,15 +86,24 @@ def test_rows_are_padded_on_the_left_and_images_are_concatenated_in_order():
     assert batch["pixels"].tolist() == [[1, 1], [3, 3], [3, 3]]
 
 
-@given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 6), st.integers(0, 30), st.integers(20, 200))
-def test_batches_keep_the_order_and_never_pass_the_context(lengths, most_rows, new_tokens, context):
+@given(
+    st.lists(st.integers(1, 40), max_size=20), st.integers(1, 6), st.integers(0, 30), st.integers(20, 200), st.integers(40, 9000)
+)  # fmt: skip
+def test_batches_keep_the_order_and_never_pass_the_context_nor_the_memory_of_masks(
+    lengths, most_rows, new_tokens, context, most_mask
+):
     rows = [row(tokens, number) for number, tokens in enumerate(lengths)]
-    made = list(batches(iter(rows), most_rows, new_tokens, context))
+
+    def fits(count: int, tokens: int) -> bool:
+        return count * tokens**2 <= most_mask
+
+    made = list(batches(iter(rows), most_rows, new_tokens, context, fits))
     assert [each.number for batch in made for each in batch] == list(range(len(rows)))
     for batch, after in zip(made, [*made[1:], []]):
         cost = [len(some) * (max(each.tokens for each in some) + new_tokens) for some in (batch, [*batch, *after[:1]])]
-        assert len(batch) == 1 or (len(batch) <= most_rows and cost[0] <= context)
-        assert not after or len(batch) == most_rows or cost[1] > context  # nor is one shorter than it must be
+        small = [fits(len(some), max(each.tokens for each in some)) for some in (batch, [*batch, *after[:1]])]
+        assert len(batch) == 1 or (len(batch) <= most_rows and cost[0] <= context and small[0])
+        assert not after or len(batch) == most_rows or cost[1] > context or not small[1], "shorter than it must be"
 
 
 @pytest.mark.parametrize(

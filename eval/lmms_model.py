@@ -78,7 +78,7 @@ class VisMoE(lmms):
         try:
             given["batch_size"] = ANSWERS["batch_size"].read(str(given["batch_size"]))
         except ConfigError as error:
-            raise InputError(f"--batch_size {given['batch_size']}: {error}") from error
+            raise InputError(f"--{error}") from error
         given |= model_arguments(arg_string)
         own = {name: given.pop(name) for name in ("batch_size", "max_new_tokens", "image_tokens") if name in given}
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

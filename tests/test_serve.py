@@ -23,7 +23,7 @@ from scripted_engine import ScriptedEngine
 from served import served, wait_until
 
 from vismoe import cli_serve
-from vismoe.app import completions, serving
+from vismoe.app import completions, guard, serving
 from vismoe.app.options import ServeOptions
 from vismoe.cli_serve import MEANINGS, SERVE, serve_options
 from vismoe.config import Settings
@@ -555,8 +555,10 @@ def test_a_body_is_refused_when_it_is_too_large_before_all_of_it_is_there():
         assert server.post({"messages": HELLO}).status_code == 200
 
 
-def test_a_body_that_trickles_is_given_up():
-    with served(ScriptedEngine(), body_timeout_s=0.2) as server:
+@pytest.mark.parametrize(("whole_s", "pause_s"), [(0.2, 60), (60, 0.2)])
+def test_a_body_that_trickles_or_stands_still_is_given_up(monkeypatch, whole_s, pause_s):
+    monkeypatch.setattr(guard, "PAUSE_S", pause_s)
+    with served(ScriptedEngine(), body_timeout_s=whole_s) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99"
             connection.sendall(f"{head}\r\n\r\n{{".encode())

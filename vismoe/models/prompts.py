@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
 
-from vismoe.errors import ContextError, InputError
+from vismoe.errors import CheckpointError, ContextError, InputError
 from vismoe.models.checked import refuse_other_vocabulary
 from vismoe.models.processor import load_processor
 from vismoe.models.qwen_images import Picture, QwenImages, asked_size, image_source
@@ -142,7 +142,7 @@ class PromptBuilder:
             {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
         ]
         if not plain:
-            raise InputError("there is nothing to answer: the conversation has no message")
+            raise InputError("there is nothing to answer: the conversation has no message. Fix: a message of the user")
         if images and self.image_token_id is None:
             raise InputError(
                 "this is a text model, it cannot see images. Fix: ask without --image, or choose a vision-language model"
@@ -168,6 +168,10 @@ class PromptBuilder:
             text: str = self.processor.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
             )
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the model's chat template cannot be read (line {error.lineno}): {error}. Fix: download or copy it again"
+            ) from error
         except (ValueError, TemplateError) as error:
             if begun and isinstance(error, ValueError):  # it leaves out, or changes, what the assistant has said
                 raise InputError(
@@ -185,7 +189,7 @@ class PromptBuilder:
             raise InputError(f"a prompt is a text, not {shown(text)}. Fix: engine.complete('Once upon a time')")
         inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
         if not inputs["input_ids"].shape[1]:
-            raise InputError("there is nothing to go on from: the prompt is empty")
+            raise InputError("there is nothing to go on from: the prompt is empty. Fix: engine.complete('Once upon a time')")
         return self._prompt(inputs, (), {}, text)
 
     def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any], text: str) -> Prompt:
@@ -230,11 +234,11 @@ class PromptBuilder:
                 parts.append({"type": "text", "text": self._without_placeholders(part["text"])})
             else:
                 raise InputError(
-                    f"a message part of type {shown(kind)} cannot be used; VisMoE takes {{'type': 'text', 'text': ...}} and "
-                    "{'type': 'image', 'image': ...} (no video, no audio)"
+                    f"a message part of type {shown(kind)} cannot be used (no video, no audio). "
+                    "Fix: {'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}"
                 )
         if not parts:
-            raise InputError(f"a {message['role']} message has no content")
+            raise InputError(f"a {message['role']} message has no content. Fix: give it a text, or leave it out")
         return parts
 
     def _without_placeholders(self, text: str) -> str:
@@ -312,5 +316,5 @@ def _has_words(message: dict[str, Any]) -> bool:
 def _role(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ("system", "user", "assistant"):
-        raise InputError(f"a message needs a role, one of system, user, assistant; got {shown(role)}")
+        raise InputError(f"a message needs a role, one of system, user, assistant; got {shown(role)}. Fix: 'role': 'user'")
     return role

@@ -11,7 +11,7 @@ reads no file and asks for no URL. Sizes are pixels, (height, width) in this ord
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -24,7 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.images import MAX_PIXELS
-from vismoe.models.sight import Look, Sight
+from vismoe.models.sight import Sight
 
 __all__ = ["SIZE_KEYS", "Picture", "QwenImages", "asked_size", "image_source"]
 
@@ -128,7 +128,7 @@ class QwenImages:
             )
         return fitted
 
-    def look(self, asked: Mapping[str, int], again: bool) -> Look:
+    def look(self, asked: Mapping[str, int], again: bool) -> Callable[[int, int], Sight]:
         """How an image of this size is seen, from its sides; again: the processor resizes once more, as `again` says of the
         family, to its own limits. Raises InputError where no size is possible."""
 

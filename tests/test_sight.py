@@ -79,7 +79,7 @@ def built(builder, image: Image.Image, part: dict, tokens: tuple[int, int] | Non
 @settings(max_examples=examples(20))
 @given(width=st.integers(1, 700), height=st.integers(1, 700), part=PART, tokens=TOKENS)
 @example(width=560, height=28, part={"max_pixels": 4000}, tokens=None)
-@example(width=100, height=100, part={"resized_height": 28, "resized_width": 28}, tokens=None)  # below the checkpoint's least
+@example(width=100, height=100, part={"min_pixels": 784, "max_pixels": 784}, tokens=None)  # below the checkpoint's least
 @example(width=100, height=100, part={"min_pixels": 28 * 28, "max_pixels": 28 * 28}, tokens=(40, 80))
 def test_what_is_seen_of_a_picture_is_what_a_prompt_is_built_of(family, width, height, part, tokens):
     builder = BUILDERS[family]

@@ -140,7 +140,7 @@ def data_uri_payload(uri: str) -> int:
     if kind.startswith("video/"):
         raise InputError(f"the data URI holds a video ({kind[:40]}); only images can be asked about. Fix: send single frames")
     if comma < 0 or not header.endswith(";base64"):
-        raise InputError(f"the data URI {uri[:40]!r} is not one. Fix: data:image/png;base64,...")
+        raise InputError(f"the data URI {uri[:40]!r} is not of the form that is read. Fix: data:image/png;base64,...")
     return comma + 1
 
 

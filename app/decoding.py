@@ -84,7 +84,7 @@ class Decoder:
         except (OSError, EOFError) as error:
             self.close()
             reason = f"not within {timeout_s:.3g} s" if late.is_set() else "it takes too much memory or is damaged"
-            raise InputError(f"the image could not be decoded: {reason}; send it as a plain PNG or JPEG") from error
+            raise InputError(f"the image could not be decoded: {reason}. Fix: send it as a plain PNG or JPEG") from error
         finally:
             alarm.cancel()
             alarm.join()
@@ -246,7 +246,7 @@ def _of_base64(pieces: Iterator[bytes]) -> bytes:
             text = text[whole:]
         data.write(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
-        raise InputError(f"the data URI is not valid base64: {error}") from error
+        raise InputError(f"the data URI is not valid base64: {error}. Fix: encode the file's bytes again") from error
     finally:
         for _ in pieces:  # the next request begins behind them
             pass

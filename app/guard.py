@@ -23,6 +23,7 @@ __all__ = ["Guard"]
 log = logging.getLogger("vismoe.serve")
 
 OPEN = ("/health",)  # without a key: load balancers have none
+PAUSE_S = 10.0  # between two pieces of a body, at most: one that stands still holds memory that others wait for
 CLIENT_LEFT = 499  # what proxies write into their logs for it; nobody reads it
 
 
@@ -67,10 +68,10 @@ class Guard:
             raise ApiError(415, "the body is JSON. Fix: send the header Content-Type: application/json")
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may believe the one, and we the other
-            message = "a request has Content-Length or Transfer-Encoding, not both"
+            message = "a request has Content-Length and Transfer-Encoding. Fix: send one of them"
             raise ApiError(400, message, headers={"Connection": "close"})
         if not length.isdecimal():
-            raise ApiError(400, "Content-Length is not a number", headers={"Connection": "close"})
+            raise ApiError(400, "Content-Length is not a number. Fix: the bytes of the body", headers={"Connection": "close"})
         if int(length) > self._options.max_body_bytes:
             raise self._too_large()
 
@@ -82,13 +83,14 @@ class Guard:
             nonlocal size_bytes, complete, deadline_s
             if complete:
                 return await receive()
-            deadline_s = deadline_s or asyncio.get_running_loop().time() + self._options.body_timeout_s  # not while it must wait
+            now_s = asyncio.get_running_loop().time()
+            deadline_s = deadline_s or now_s + self._options.body_timeout_s  # not while it must wait
             try:
-                async with asyncio.timeout_at(deadline_s):
+                async with asyncio.timeout_at(min(deadline_s, now_s + PAUSE_S)):
                     message = await receive()
             except TimeoutError as error:
-                text = f"the body did not arrive within {self._options.body_timeout_s:g} s"
-                raise ApiError(408, text, code="body_timeout") from error
+                text = f"the body did not arrive within {self._options.body_timeout_s:g} s, or nothing of it for {PAUSE_S:g} s"
+                raise ApiError(408, f"{text}. Fix: send it at once, or less of it", code="body_timeout") from error
             size_bytes += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if size_bytes > self._options.max_body_bytes:

@@ -31,7 +31,7 @@ __all__ = ["ImageIntake", "ImageLimits"]
 OF_A_REQUEST = 4  # a request's images together may have so many times the bytes and pixels of one
 DATA_URI_HEADER_CHARACTERS = 128
 DOWNLOAD_WAIT_S = 2.0  # for memory, within the time of a download
-TOO_MUCH = "the images of this request are too much together; send fewer or smaller ones"
+TOO_MUCH = "the images of this request are too much together. Fix: send fewer or smaller ones"
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
@@ -85,7 +85,7 @@ class ImageIntake:
         cannot be had, and when all of them together are too much; ApiError where there is no memory for them.
         """
         if len(urls) > self.limits.max_images:
-            raise InputError(f"{len(urls)} images, the limit is {self.limits.max_images} for one request")
+            raise InputError(f"{len(urls)} images, the limit is {self.limits.max_images} for one request. Fix: send fewer")
         allowance = Allowance.of(self.limits)
         sources: list[str | bytes] = []
         costs = []
@@ -131,7 +131,7 @@ class ImageIntake:
             raise InputError(wrong)
         if scheme is None and self._local is None:
             what = "neither a data: URI nor an http(s) URL, and this server reads no image files (--image-folder FOLDER)"
-            raise InputError(f"{beginning(url)} is {what}; send a data: URI")
+            raise InputError(f"{beginning(url)} is {what}. Fix: send a data: URI")
         kind = scheme.group().lower() if scheme else "file:"
         if kind == "data:":
             source: str | bytes = _bounded(url, max_bytes)
@@ -140,13 +140,14 @@ class ImageIntake:
         elif kind == "file:":
             source = await self._read(url, max_bytes, share)
         else:
-            raise InputError("an image is a data: URI, an http:// or https:// URL, or a file in the server's image folder")
+            what = "a data: URI, an http:// or https:// URL, or a file in the server's image folder"
+            raise InputError(f"an image is {what}. Fix: send a data: URI")
         left.image_bytes -= len(source)
         return source
 
     async def _download(self, url: str, max_bytes: int, left: Allowance, share: Share) -> bytes:
         if self._remote is None:
-            raise InputError("this server does not download images (--allow-remote-images); send a data: URI")
+            raise InputError("this server does not download images (--allow-remote-images). Fix: send a data: URI")
 
         async def hold(nbytes: int) -> None:
             await share.grow(Kind.LARGE_BODY, 9 * nbytes // 4, DOWNLOAD_WAIT_S)  # growing, whole, and where it is decoded
@@ -154,12 +155,14 @@ class ImageIntake:
         began_s = asyncio.get_running_loop().time()
         try:
             return await self._remote.fetch(url, max_bytes, left.download_s, hold)
+        except InputError as error:
+            raise InputError(f"{error}. Fix: send a data: URI") from error
         finally:
             left.download_s -= asyncio.get_running_loop().time() - began_s
 
     async def _read(self, name: str, max_bytes: int, share: Share) -> bytes:
         if self._local is None:
-            raise InputError("this server reads no image files (--image-folder FOLDER); send a data: URI")
+            raise InputError("this server reads no image files (--image-folder FOLDER). Fix: send a data: URI")
         size_bytes = await asyncio.to_thread(self._local.size, name, max_bytes)
         await share.grow(Kind.LARGE_BODY, 2 * size_bytes)  # here, and where it is decoded
         return await asyncio.to_thread(self._local.read, name, size_bytes)
@@ -177,5 +180,5 @@ def said_of(number: int, images: int) -> Iterator[None]:
 def _bounded(uri: str, max_bytes: int) -> str:
     """The data: URI, which holds no more than `max_bytes`: base64 makes four characters of three bytes."""
     if len(uri) > DATA_URI_HEADER_CHARACTERS + 4 * -(-max_bytes // 3):
-        raise InputError(f"the data: URI holds more than the limit of {max_bytes:,} bytes; scale the image down first")
+        raise InputError(f"the data: URI holds more than the limit of {max_bytes:,} bytes. Fix: scale the image down")
     return uri

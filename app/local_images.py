@@ -20,7 +20,7 @@ __all__ = ["LocalImages"]
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-NOT_THERE = "there is no image file of this name in the server's image folder"
+NOT_THERE = "there is no image file of this name in the server's image folder. Fix: the name of one, or a data: URI"
 
 
 class LocalImages:
@@ -51,7 +51,7 @@ class LocalImages:
             with open(self._open(self._components(name)), "rb") as file:
                 size_bytes = os.fstat(file.fileno()).st_size
                 if size_bytes > max_bytes:
-                    raise InputError(f"the image file has {size_bytes:,} bytes, the limit is {max_bytes:,}; scale it down first")
+                    raise InputError(f"the image file has {size_bytes:,} bytes, the limit is {max_bytes:,}. Fix: scale it down")
                 yield file
         except (OSError, ValueError) as error:  # ValueError: a null byte, or text that is not UTF-8
             raise InputError(NOT_THERE) from error

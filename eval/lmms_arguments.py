@@ -9,9 +9,8 @@ from vismoe.cli_options import add_answer_flags, add_model_flags, add_settings, 
 from vismoe.config import ANSWERS, Settings
 from vismoe.errors import ConfigError
 
-__all__ = ["MAX_NEW_TOKENS", "model_arguments"]
+__all__ = ["model_arguments"]
 
-MAX_NEW_TOKENS = 256  # of a task that does not say
 SWITCHES = {name for name, hint in typing.get_type_hints(Settings).items() if hint is bool}
 NAMES = ("pretrained", "device", "dtype", "revision", "batch_size", "max_new_tokens", "image_tokens")
 FLAGS = {"pretrained": "model", "max_new_tokens": "max_tokens"}  # where the command line says it otherwise

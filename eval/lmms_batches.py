@@ -30,7 +30,7 @@ FOR_OTHERS = {"image_aspect_ratio", "seed"}  # how other models cut images; lmms
 class Generation:
     """A task's `generation_kwargs`, as far as they decide about an answer."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None  # None: to the end of the planned context
     stop: tuple[str, ...] = ()
     sample: bool = False
     temperature: float | None = None
@@ -40,7 +40,7 @@ class Generation:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of(cls, asked: dict[str, Any], usual_tokens: int) -> "Generation":
+    def of(cls, asked: dict[str, Any], usual_tokens: int | None) -> "Generation":
         """Greedy unless the task asks for sampling, by `do_sample` or a temperature above 0; temperature 0 is always greedy."""
         temperature, until = asked.get("temperature"), asked.get("until") or asked.get("stop_sequences") or ()
         if temperature is not None and (type(temperature) not in (int, float) or not 0 <= temperature <= HOTTEST):

@@ -32,7 +32,7 @@ from vismoe.memory.needs import mask_bytes
 from vismoe.metrics import Snapshot
 from vismoe.models.images import open_image
 
-from .lmms_arguments import MAX_NEW_TOKENS, model_arguments
+from .lmms_arguments import model_arguments
 from .lmms_batches import Generation, Row, batches, left_padded
 
 __all__ = ["VisMoE", "VisMoEChat"]
@@ -43,7 +43,8 @@ Messages = list[dict[str, Any]]
 class VisMoE(lmms):
     """Answers requests of tasks that have `doc_to_visual` and `doc_to_text`.
 
-    `max_new_tokens`: of tasks that do not say. `image_tokens`: least and most visual tokens per image. An engine that
+    `max_new_tokens`: of tasks that do not say; without it their answers go to the end of the planned context, one at a time.
+    `image_tokens`: least and most visual tokens per image. An engine that
     `create_from_arg_string` loaded is closed by `clean`, which the harness calls after the last answer.
     """
 
@@ -54,7 +55,7 @@ class VisMoE(lmms):
         engine: Engine,
         *,
         batch_size: int = 1,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         image_tokens: tuple[int, int] | None = None,
         closes_engine: bool = False,
     ) -> None:
@@ -77,7 +78,7 @@ class VisMoE(lmms):
         try:
             given["batch_size"] = ANSWERS["batch_size"].read(str(given["batch_size"]))
         except ConfigError as error:
-            raise InputError(f"--batch_size {given['batch_size']}: {error}") from error
+            raise InputError(f"--{error}") from error
         given |= model_arguments(arg_string)
         own = {name: given.pop(name) for name in ("batch_size", "max_new_tokens", "image_tokens") if name in given}
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -106,7 +107,11 @@ class VisMoE(lmms):
             for kwargs, numbers in _alike(requests, self._kwargs):
                 how = self._generation(kwargs, requests[numbers[0]])
                 rows = (self._row(number, requests[number]) for number in numbers)
-                for row, answer in self._in_batches(rows, requests, partial(self._generate, how), how.max_new_tokens, how.beams):
+                together = self.batch_size if how.max_new_tokens else 1  # none takes another one's places
+                made = self._in_batches(
+                    rows, requests, partial(self._generate, how), together, how.max_new_tokens or 0, how.beams
+                )
+                for row, answer in made:
                     answers[row.number] = answer
                     self.cache_hook.add_partial("generate_until", (requests[row.number].args[0], kwargs), answer.text)
                     bar.update()
@@ -123,7 +128,7 @@ class VisMoE(lmms):
         answers = []
         rows = (self._row(number, request, self._continuation(request)) for number, request in enumerate(requests))
         with self._bar(len(requests), "likelihoods") as bar:
-            for row, judged in self._in_batches(rows, requests, self._judge):
+            for row, judged in self._in_batches(rows, requests, self._judge, self.batch_size):
                 answers.append(judged)
                 self.cache_hook.add_partial("loglikelihood", requests[row.number].args[:2], judged.text)
                 bar.update()
@@ -173,7 +178,7 @@ class VisMoE(lmms):
     def _generation(self, kwargs: dict[str, Any], request: Instance) -> Generation:
         with _about(request):
             how = Generation.of(kwargs, self._max_new_tokens)
-        if self.batch_size * how.beams * how.max_new_tokens > self._engine.plan.context:
+        if self.batch_size * how.beams * (how.max_new_tokens or 0) > self._engine.plan.context:
             eval_logger.warning(
                 f"{request.task_name}: {self.batch_size} answers of up to {how.max_new_tokens} tokens are more than the context "
                 f"({self._engine.plan.context}); batches will be smaller. Fix: a larger context in --model_args"
@@ -185,6 +190,7 @@ class VisMoE(lmms):
         rows: Iterator[Row],
         requests: Sequence[Instance],
         run: Callable[[Sequence[Row], Any], list[Any]],
+        together: int,
         new_tokens: int = 0,
         beams: int = 1,
     ) -> Iterator[tuple[Row, Any]]:
@@ -195,7 +201,7 @@ class VisMoE(lmms):
         def fits(count: int, tokens: int) -> bool:
             return mask_bytes(count, tokens, tokens, plan.dtype) <= plan.mask_bytes
 
-        for batch in batches(rows, self.batch_size, new_tokens, context, fits):
+        for batch in batches(rows, together, new_tokens, context, fits):
             longest, most = max(batch, key=lambda row: row.tokens), min(context, self._positions)
             if longest.tokens >= most:
                 smaller = ", or smaller images, e.g. image_tokens=64..1024" if "pixel_values" in longest.inputs else ""
@@ -212,7 +218,7 @@ class VisMoE(lmms):
         room = min(self._positions, self._engine.plan.context // (len(batch) * how.beams)) - width
         stops = [Stops(self._prompts.tokenizer, how.stop, width)] if how.stop else []
         with torch.inference_mode():
-            ids = model.generate(**inputs, **how.options(min(how.max_new_tokens, room)), stopping_criteria=stops)
+            ids = model.generate(**inputs, **how.options(min(how.max_new_tokens or room, room)), stopping_criteria=stops)
         return [self._answer(row, new, how) for row, new in zip(batch, ids[:, width:].tolist(), strict=True)]
 
     def _answer(self, row: Row, new: list[int], how: Generation) -> GenerationResult:

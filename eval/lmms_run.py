@@ -19,9 +19,14 @@ LIKELIHOODS = ("multiple_choice", "loglikelihood")  # lmms-eval asks for them in
 
 
 def run_tasks(
-    engine: Engine, names: Sequence[str], limit: int | None = None, offset: int = 0, batch_size: int = 1
+    engine: Engine,
+    names: Sequence[str],
+    limit: int | None = None,
+    offset: int = 0,
+    batch_size: int = 1,
+    max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Asks the first `limit` documents of each task, from `offset` on.
+    """Asks the first `limit` documents of each task, from `offset` on; max_tokens: of answers where a task does not say.
 
     -> {"limit", "offset", "tasks": {task: {metric: value}}, "answers": [{"task", "document", "target", "answer", "score"}]}; a
     score is None where a task judges its answers together; an answer to a scenes task also has "kind", "number" and "question".
@@ -45,7 +50,7 @@ def run_tasks(
             )
         form = VisMoE if any(_output_type(known, name) in LIKELIHOODS for name in names) else VisMoEChat
         found = simple_evaluate(
-            model=form(engine, batch_size=batch_size),
+            model=form(engine, batch_size=batch_size, max_new_tokens=max_tokens),
             tasks=list(names),
             limit=limit,
             offset=offset,

@@ -169,7 +169,7 @@ def test_a_conversation_is_answered_or_refused(engine, asked, messages):
         engine.chat(messages, max_tokens=1)
     except InputError as error:
         str(error).encode()
-        assert len(str(error)) < 1000
+        assert len(str(error)) < 1000 and "Fix: " in str(error), error
 
 
 @pytest.mark.parametrize("text", ODD, ids=map(str, range(len(ODD))))
@@ -178,6 +178,7 @@ def test_a_text_is_gone_on_from_or_refused(engine, asked, text):
         engine.complete(text, max_tokens=1)
     except InputError as error:
         str(error).encode()
+        assert "Fix: " in str(error), error
 
 
 @runs(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])

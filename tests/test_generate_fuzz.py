@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as runs
 from hypothesis import strategies as st
 from odd_values import ANYTHING
+from PIL import Image
 from pydantic import ValidationError
 from searching import examples
 
@@ -21,26 +22,28 @@ from vismoe.app.api_errors import ApiError
 from vismoe.app.schemas import ChatRequest, CompletionRequest, parse
 from vismoe.config import ANSWERS, COLDEST, Settings, check_answer
 from vismoe.errors import InputError, VisMoEError
+from vismoe.figures import Figures
 
 SHARED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 QUESTIONS = ("What is a cache?", "Describe the red circle.", "\n\n", "naïve 图 🙂 \u202e", "a" * 60)
-
-
+PICTURE = {"type": "image", "image": Image.new("RGB", (64, 64), "teal")}
+CONTEXT = 96
 OF_CHAT = sorted(ANSWERS.keys() - {"batch_size", "top_k", "num_beams", "repetition_penalty"})
 
 
 # ------------------------------------------------------------------ the engine
 @pytest.fixture(scope="module")
 def engine():
-    with vismoe.load(memory="25%", device="cpu", context=160) as engine:
+    with vismoe.load(memory="25%", device="cpu", context=CONTEXT) as engine:
         yield engine
         engine.check_integrity()
 
 
 shares = st.floats(0.01, 1)
 ANSWER_OPTIONS = st.fixed_dictionaries(
-    {"max_tokens": st.integers(1, 8), "sample": st.booleans()},
+    {"sample": st.booleans()},
     optional={
+        "max_tokens": st.one_of(st.integers(1, 8), st.integers(1, 8), st.none()),
         "temperature": st.one_of(st.floats(COLDEST, 2), st.just(COLDEST)),
         "top_p": shares,
         "seed": st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, -1, 2**32])),
@@ -55,40 +58,40 @@ ANSWER_OPTIONS = st.fixed_dictionaries(
 )
 
 
-def answer(engine, question: str, options: dict) -> tuple[str, int]:
-    reply = engine.chat([{"role": "user", "content": question}], **options)
-    text = "".join(reply)
-    return text, reply.figures.answer_tokens
+def answer(engine, question: str, options: dict, images: int = 0) -> tuple[str, Figures]:
+    reply = engine.chat([{"role": "user", "content": [PICTURE] * images + [{"type": "text", "text": question}]}], **options)
+    return "".join(reply), reply.figures
 
 
-@runs(max_examples=examples(25), **SHARED)
-@given(st.sampled_from(QUESTIONS), ANSWER_OPTIONS)
-def test_an_answer_keeps_to_its_options_whatever_they_are(engine, question, options):
+@runs(max_examples=examples(8), **SHARED)
+@given(st.sampled_from(QUESTIONS), st.integers(0, 1), ANSWER_OPTIONS)
+def test_an_answer_keeps_to_its_options_whatever_they_are(engine, question, images, options):
     try:
-        text, tokens = answer(engine, question, options)
+        text, figures = answer(engine, question, options, images)
     except InputError as error:
         assert not options["sample"] and options.keys() & {"temperature", "top_p"}, error
         assert "sample=True" in str(error)
         return
-    assert 0 < tokens <= options["max_tokens"]
+    most = CONTEXT - figures.prompt_tokens
+    assert 0 < figures.answer_tokens <= min(options.get("max_tokens") or most, most)
+    if figures.finish == "length":
+        assert figures.answer_tokens == min(options.get("max_tokens") or most, most)
     stops = options.get("stop", ())
     assert not any(stop in text for stop in ([stops] if isinstance(stops, str) else stops))
+    same = {name: options[name] for name in ("keep", "selection", "image_tokens") if name in options}
     if not options["sample"]:
-        longer, _ = answer(engine, question, {"max_tokens": 8})
-        assert longer.startswith(text.rstrip("\ufffd"))
+        other, _ = answer(engine, question, {**same, "max_tokens": 8}, images)
+        shorter, longer = sorted((text.rstrip("\ufffd"), other.rstrip("\ufffd")), key=len)
+        assert longer.startswith(shorter)
     elif "seed" in options:
-        assert answer(engine, question, options)[0] == text
+        assert answer(engine, question, options, images)[0] == text
 
 
 @runs(max_examples=examples(60), **SHARED)
-@given(
-    st.dictionaries(
-        st.sampled_from(sorted(ANSWERS.keys() - {"batch_size", "top_k", "num_beams", "repetition_penalty"})), ANYTHING
-    )
-)
+@given(st.dictionaries(st.sampled_from(OF_CHAT), ANYTHING, min_size=1, max_size=3))
 def test_options_of_any_kind_are_taken_together_or_refused(engine, options):
     try:
-        reply = engine.chat([{"role": "user", "content": "Hi"}], **{**options, "max_tokens": options.get("max_tokens", 1)})
+        reply = engine.chat([{"role": "user", "content": "Hi"}], **{"max_tokens": 1, **options})
     except VisMoEError as error:
         str(error).encode()
         return
@@ -141,6 +144,7 @@ def generated(model, inputs: dict, options: dict):
         return type(error)
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length:UserWarning")
 @runs(max_examples=examples(25), **SHARED)
 @given(GENERATE_OPTIONS, st.integers(1, 2), st.integers(0, 3))
 def test_generate_gives_what_eager_experts_give_whatever_its_options(both, one_thread, options, rows, padding):
@@ -152,16 +156,39 @@ def test_generate_gives_what_eager_experts_give_whatever_its_options(both, one_t
 
 
 # ------------------------------------------------------------------ the schemas
-def one_of_each(**fields) -> st.SearchStrategy[dict]:
-    return st.fixed_dictionaries({}, optional=fields)
-
-
 numbers = st.one_of(st.integers(), st.floats(), st.integers(-1, 4))
 texts = st.one_of(st.text(max_size=4), st.lists(st.text(max_size=3), max_size=5))
-scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
-OURS = one_of_each(keep=scalars, selection=scalars, image_tokens=st.lists(numbers, max_size=3), policy=scalars, retention=scalars)
-SAMPLING = dict.fromkeys(("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "n", "stream"), scalars)
-BODIES = one_of_each(**SAMPLING, logit_bias=st.just({}), vismoe=OURS)
+SCALARS = st.one_of(st.none(), st.booleans(), numbers, texts)
+
+
+def mostly(*usual: st.SearchStrategy) -> st.SearchStrategy:
+    return st.one_of(*usual, *usual, *usual, SCALARS)
+
+
+WHOLE = mostly(st.integers(1, 2**20))
+OURS = st.fixed_dictionaries(
+    {},
+    optional={
+        "keep": mostly(shares),
+        "selection": mostly(st.sampled_from(ANSWERS["selection"].choices)),
+        "image_tokens": st.lists(st.one_of(st.integers(1, 99), numbers), min_size=2, max_size=3),
+        "retention": mostly(st.floats(0.5, 1)),
+    },
+)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": WHOLE,
+        "max_completion_tokens": WHOLE,
+        "temperature": mostly(st.floats(0, 2)),
+        "top_p": mostly(shares),
+        "seed": mostly(st.integers(-(2**63), 2**63 - 1)),
+        "stop": mostly(st.text(min_size=1, max_size=4)),
+        "n": st.just(1),
+        "stream": st.booleans(),
+        "vismoe": OURS,
+    },
+)
 
 
 @runs(max_examples=examples(300))

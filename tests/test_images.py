@@ -181,7 +181,7 @@ def test_a_decompression_bomb_is_refused_from_its_header(width, height, monkeypa
 
 
 def test_the_limit_is_in_the_message_and_can_be_chosen():
-    with pytest.raises(InputError, match=r"40 x 24 = 960 pixels, the limit is 959; scale it down"):
+    with pytest.raises(InputError, match=r"40 x 24 = 960 pixels, the limit is 959. Fix: scale it down"):
         open_image(encoded(PICTURE), max_pixels=959)
     assert open_image(encoded(PICTURE), max_pixels=960).size == (40, 24)
 

@@ -87,23 +87,23 @@ def test_rows_are_padded_on_the_left_and_images_are_concatenated_in_order():
 
 
 @given(
-    st.lists(st.integers(1, 40), max_size=20), st.integers(1, 6), st.integers(0, 30), st.integers(20, 200), st.integers(1, 10**4)
-)
-def test_batches_keep_the_order_and_never_pass_the_context_nor_the_memory_for_masks(
-    lengths, most_rows, new_tokens, context, room
+    st.lists(st.integers(1, 40), max_size=20), st.integers(1, 6), st.integers(0, 30), st.integers(20, 200), st.integers(40, 9000)
+)  # fmt: skip
+def test_batches_keep_the_order_and_never_pass_the_context_nor_the_memory_of_masks(
+    lengths, most_rows, new_tokens, context, most_mask
 ):
     rows = [row(tokens, number) for number, tokens in enumerate(lengths)]
 
-    def fits(many, longest):
-        return many * longest**2 <= room
+    def fits(count: int, tokens: int) -> bool:
+        return count * tokens**2 <= most_mask
 
     made = list(batches(iter(rows), most_rows, new_tokens, context, fits))
     assert [each.number for batch in made for each in batch] == list(range(len(rows)))
     for batch, after in zip(made, [*made[1:], []]):
-        shapes = [(len(some), max(each.tokens for each in some)) for some in (batch, [*batch, *after[:1]])]
-        good = [many * (longest + new_tokens) <= context and fits(many, longest) for many, longest in shapes]
-        assert len(batch) == 1 or (len(batch) <= most_rows and good[0])
-        assert not after or len(batch) == most_rows or not good[1]  # nor is one shorter than it must be
+        cost = [len(some) * (max(each.tokens for each in some) + new_tokens) for some in (batch, [*batch, *after[:1]])]
+        small = [fits(len(some), max(each.tokens for each in some)) for some in (batch, [*batch, *after[:1]])]
+        assert len(batch) == 1 or (len(batch) <= most_rows and cost[0] <= context and small[0])
+        assert not after or len(batch) == most_rows or cost[1] > context or not small[1], "shorter than it must be"
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,19 @@ def test_what_a_plan_advises_works_when_it_is_followed(experts, memory, context,
     raise AssertionError("\n".join(said))
 
 
-@pytest.mark.parametrize("context", [2**17, 2**20, MOST_TOKENS])
-def test_a_context_that_no_machine_holds_gets_advice_that_is_worth_following(context, monkeypatch):
+@pytest.mark.parametrize("positions", [None, 2**15, 4096])
+@pytest.mark.parametrize("context", [2**20, MOST_TOKENS])
+def test_a_context_that_no_machine_holds_gets_advice_that_is_worth_following(context, positions, monkeypatch):
+    """Never four tokens where there are gigabytes: as many as the model has, or as fit."""
     machine = Hardware("cpu", 20 * GIB, 32 * GIB, 20 * GIB, 2)
     monkeypatch.setattr(preview, "probe", lambda device: machine)
+    measured = preview.footprint
+    monkeypatch.setattr(
+        preview, "footprint", lambda *given, **named: dataclasses.replace(measured(*given, **named), positions=positions)
+    )
     settings = Settings(context=context)
     with pytest.raises(BudgetError) as refused:
         preview.preview(demo_model(), settings)
     advised = with_fix(settings, refused.value.fix)
-    assert advised.context >= 2**15, refused.value
+    assert advised.context >= (positions or 2**15), refused.value
     assert preview.preview(demo_model(), advised).total_bytes <= 20 * GIB

@@ -401,6 +401,7 @@ def test_downloads_go_through_the_guard_also_within_an_event_loop(monkeypatch):
     fetched = []
 
     async def fetch(self, url, max_bytes, timeout_s, hold):
+        await hold(len(png()))
         fetched.append((url, max_bytes, timeout_s))
         return png()
 

@@ -23,7 +23,7 @@ from scripted_engine import ScriptedEngine
 from served import served, wait_until
 
 from vismoe import cli_serve
-from vismoe.app import completions, serving
+from vismoe.app import completions, guard, serving
 from vismoe.app.options import ServeOptions
 from vismoe.cli_serve import MEANINGS, SERVE, serve_options
 from vismoe.config import Settings
@@ -147,7 +147,7 @@ def test_completions_whole_and_streamed(server):
     assert answer.choices[0].text == "Hello, world" and answer.object == "text_completion" and answer.id.startswith("cmpl-")
     assert answer.usage.total_tokens == 16 and answer.vismoe["reused_tokens"] == 7
     said, options = server.engine.calls[-1]
-    assert said == "Once upon" and options["max_tokens"] == 16
+    assert said == "Once upon" and options["max_tokens"] is None
     chunks = list(server.client().completions.create(model=MODEL, prompt=["Once upon"], stream=True))
     assert [chunk.choices[0].text for chunk in chunks] == ["Hello", ", ", "world", ""]
     assert chunks[-1].choices[0].finish_reason == "stop" and chunks[-1].vismoe
@@ -178,7 +178,7 @@ GREEDY = {"sample": False, "temperature": None, "top_p": None}
 @pytest.mark.parametrize(
     ("asked", "reaches"),
     [
-        ({}, {"sample": True, "temperature": None, "top_p": None, "seed": None, "stop": (), "max_tokens": 256, "reuse": True}),
+        ({}, {"sample": True, "temperature": None, "top_p": None, "seed": None, "stop": (), "max_tokens": None, "reuse": True}),
         ({"temperature": 0}, GREEDY),
         ({"temperature": 0, "top_p": 0.9}, GREEDY),
         ({"temperature": 0.7}, {"sample": True, "temperature": 0.7, "top_p": None}),
@@ -347,7 +347,7 @@ def test_a_server_with_a_fixed_policy_lets_requests_choose_the_retention_only():
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "long " * 300_000}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [picture("x") | {"image_url": "x"}]}]}, "messages[0].content[0].image_url"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
@@ -555,8 +555,10 @@ def test_a_body_is_refused_when_it_is_too_large_before_all_of_it_is_there():
         assert server.post({"messages": HELLO}).status_code == 200
 
 
-def test_a_body_that_trickles_is_given_up():
-    with served(ScriptedEngine(), body_timeout_s=0.2) as server:
+@pytest.mark.parametrize(("whole_s", "pause_s"), [(0.2, 60), (60, 0.2)])
+def test_a_body_that_trickles_or_stands_still_is_given_up(monkeypatch, whole_s, pause_s):
+    monkeypatch.setattr(guard, "PAUSE_S", pause_s)
+    with served(ScriptedEngine(), body_timeout_s=whole_s) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99"
             connection.sendall(f"{head}\r\n\r\n{{".encode())

@@ -2,15 +2,21 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hostile_images import encoded
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from searching import examples
+from test_qwen_images import BUILDERS
 from transformers import BatchFeature
 
+from vismoe.app.costs import KEPT_BYTES, picture_cost
 from vismoe.engine import demo_model
+from vismoe.errors import InputError
+from vismoe.models.images import look_at, open_image
 from vismoe.models.processor import load_processor
-from vismoe.models.qwen_images import area_look
-from vismoe.models.sight import most_reduction
+from vismoe.models.qwen_images import QwenImages, asked_size
+from vismoe.models.sight import area_look, most_reduction
 
 PROCESSOR = load_processor(demo_model()).image_processor
 SIDES = st.integers(8, 9000)
@@ -51,3 +57,72 @@ def test_a_flat_picture_looks_the_same_however_it_was_made_smaller():
 @pytest.mark.parametrize("processor", [None, object()])
 def test_a_processor_of_another_kind_is_not_guessed_at(processor):
     assert area_look(processor)(100, 100) is None and most_reduction(area_look(processor), 10_000, 10_000) == 1
+
+
+# -- Qwen's families, as the server asks before it decodes: what is seen against what is built
+FAMILIES = ["demo", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"]  # the two in the middle resize once more
+LIMIT = st.integers(1, 300 * 32 * 32)
+PART = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({}, optional={"min_pixels": LIMIT, "max_pixels": LIMIT}),
+    st.fixed_dictionaries({"resized_height": st.integers(1, 500), "resized_width": st.integers(1, 500)}),
+)
+TOKENS = st.none() | st.tuples(st.integers(1, 90), st.integers(1, 300)).map(sorted).map(tuple)
+
+
+def built(builder, image: Image.Image, part: dict, tokens: tuple[int, int] | None):
+    asked = [{"role": "user", "content": [{"type": "image", "image": image, **part}]}]
+    return builder.build(asked, lambda image: image, tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=examples(20))
+@given(width=st.integers(1, 700), height=st.integers(1, 700), part=PART, tokens=TOKENS)
+@example(width=560, height=28, part={"max_pixels": 4000}, tokens=None)
+@example(width=100, height=100, part={"min_pixels": 784, "max_pixels": 784}, tokens=None)  # below the checkpoint's least
+@example(width=100, height=100, part={"min_pixels": 28 * 28, "max_pixels": 28 * 28}, tokens=(40, 80))
+def test_what_is_seen_of_a_picture_is_what_a_prompt_is_built_of(family, width, height, part, tokens):
+    builder = BUILDERS[family]
+    try:
+        prompt = built(builder, Image.new("RGB", (width, height)), part, tokens)
+    except InputError:
+        with pytest.raises(InputError, match="Fix"):
+            asked_size(part)
+            assert builder.look(tokens, part)(width, height).tokens
+        return
+    seen = builder.look(tokens, part)(width, height)
+    _, high, wide = prompt.inputs["image_grid_thw"][0].tolist()
+    patch = builder.processor.image_processor.patch_size
+    assert seen.tokens == prompt.visual_tokens == high * wide // 4
+    assert seen.pixels >= high * wide * patch**2
+    if not (QwenImages.of(builder.processor).again and tokens is None):
+        assert (seen.width, seen.height) == (wide * patch, high * patch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=examples(15))
+@given(
+    width=st.integers(200, 1600), height=st.integers(200, 1600), part=PART, tokens=TOKENS,
+    turned=st.integers(1, 8), kind=st.sampled_from(["PNG", "JPEG"]),
+)  # fmt: skip
+@example(width=1600, height=400, part={"resized_height": 64, "resized_width": 512}, tokens=None, turned=6, kind="JPEG")
+def test_a_picture_that_is_turned_upright_is_never_made_smaller_than_it_is_seen(
+    family, width, height, part, tokens, turned, kind
+):
+    """As the server does: the sides that the file has decide by how much it is reduced, and then it is turned."""
+    builder, exif = BUILDERS[family], Image.Exif()
+    exif[0x0112] = turned
+    data = encoded(Image.new("RGB", (width, height), "teal"), kind, exif=exif)
+    header, whole = look_at(data, 10**9), open_image(data)
+    try:
+        asked_size(part)
+        cost = picture_cost(header, builder.look(tokens, part))
+        wanted = built(builder, whole, part, tokens)
+    except InputError:
+        return
+    small, seen = open_image(data, 10**9, cost.reduce), builder.look(tokens, part)(*whole.size)
+    assert cost.reduce == 1 or (small.width >= seen.width and small.height >= seen.height)
+    found = built(builder, small, part, tokens)
+    assert found.visual_tokens == wanted.visual_tokens == cost.tokens
+    assert found.inputs["image_grid_thw"].tolist() == wanted.inputs["image_grid_thw"].tolist()
+    assert small.width * small.height * KEPT_BYTES <= cost.kept

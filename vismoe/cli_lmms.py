@@ -8,13 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.cli_options import at_least_one, given_settings, load_engine, one_model, print_json
+from vismoe.cli_options import at_least_one, given_settings, load_engine, one_model, print_json, reader
 from vismoe.cli_print import experts_did, experts_line
+from vismoe.config import ANSWERS
 from vismoe.errors import InputError
 
 __all__ = ["LMMS_FLAGS", "add_lmms_arguments", "run_lmms"]
 
-LMMS_FLAGS: dict[str, Any] = {"limit": None, "offset": 0}  # and what holds where they are not given
+LMMS_FLAGS: dict[str, Any] = {"limit": None, "offset": 0, "max_tokens": None}  # and what holds where they are not given
 
 
 def add_lmms_arguments(parser: ArgumentParser) -> None:
@@ -23,6 +24,8 @@ def add_lmms_arguments(parser: ArgumentParser) -> None:
     none = argparse.SUPPRESS
     group.add_argument("--limit", type=at_least_one, default=none, metavar="N", help="only the first N documents of each task")
     group.add_argument("--offset", type=int, default=none, metavar="N", help="leave out the first N documents (default: 0)")
+    length = "length of an answer, where a task does not say it (default: to the end of the planned context)"
+    group.add_argument("--max-tokens", type=reader(ANSWERS["max_tokens"]), default=none, metavar="N", help=length)
 
 
 def run_lmms(arguments: Namespace) -> int:
@@ -38,7 +41,7 @@ def run_lmms(arguments: Namespace) -> int:
 
     with load_engine(arguments, model) as engine:
         before = engine.metrics.snapshot()
-        result = run_tasks(engine, tasks, arguments.limit, arguments.offset, arguments.batch)
+        result = run_tasks(engine, tasks, arguments.limit, arguments.offset, arguments.batch, arguments.max_tokens)
         did = experts_did(engine, engine.metrics.snapshot() - before)
     if arguments.json:
         print_json(arguments, {**result, **did})

@@ -33,6 +33,7 @@ log = logging.getLogger("vismoe")
 
 MAX_PIXELS = 64 * 10**6  # 8000 x 8000; decoded to RGB that is 192 MB
 # Decoders that work on memory alone; EPS would start ghostscript, and the long tail of Pillow's formats is untested ground.
+READABLE = "a PNG or JPEG file that this user may read"
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO")
 VIDEO_SUFFIXES = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .m2ts .mts .wmv .asf .flv .f4v .ogv .3gp .3g2 .vob .rm .rmvb .y4m".split()
@@ -102,23 +103,27 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 
     if isinstance(source, bytes):
         return _decode(io.BytesIO(source), "the image", max_pixels, reduce)
     if not isinstance(source, str | Path):
-        raise InputError(f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}")
+        raise InputError(
+            f"an image is a path, bytes, a data: URI or a Pillow image, not {type(source).__name__}. Fix: one of these"
+        )
     if str(source).lower().startswith(("http://", "https://", "ftp://")):
-        raise InputError(f"{source}: images are not downloaded; save the file and give its path")
+        raise InputError(f"{source}: images are not downloaded. Fix: save the file and give its path")
     try:
         if isinstance(source, str) and source[:7].lower() == "file://":
             path = file_of_url(source)
         else:
             path = file_name(source).expanduser()
         if not path.exists():
-            raise InputError(f"{source}: no such file (looked in {Path.cwd()})")
+            raise InputError(f"{source}: no such file (looked in {Path.cwd()}). Fix: the whole path of a picture")
         if not path.is_file():
-            raise InputError(f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file")
+            raise InputError(
+                f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file. Fix: the path of a picture"
+            )
         with path.open("rb") as file:
             return _decode(file, str(source), max_pixels, reduce, path.suffix.lower())
     except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: `~nobody` has no home
         name = str(source)[:200].encode(errors="backslashreplace").decode()
-        raise InputError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise InputError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}. Fix: {READABLE}") from error
 
 
 def file_of_url(url: str) -> Path:
@@ -133,9 +138,9 @@ def data_uri_payload(uri: str) -> int:
     header = uri[5 : max(comma, 0)].lower()
     kind = header.split(";")[0]
     if kind.startswith("video/"):
-        raise InputError(f"the data URI holds a video ({kind[:40]}); only images can be asked about: send single frames")
+        raise InputError(f"the data URI holds a video ({kind[:40]}); only images can be asked about. Fix: send single frames")
     if comma < 0 or not header.endswith(";base64"):
-        raise InputError(f"the data URI {uri[:40]!r} is not of the form data:image/png;base64,...")
+        raise InputError(f"the data URI {uri[:40]!r} is not of the form that is read. Fix: data:image/png;base64,...")
     return comma + 1
 
 
@@ -144,7 +149,7 @@ def _data_uri_bytes(uri: str) -> bytes:
     try:
         return base64.b64decode("".join(uri[begin:].split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InputError(f"the data URI is not valid base64: {error}") from error
+        raise InputError(f"the data URI is not valid base64: {error}. Fix: encode the file's bytes again") from error
 
 
 def _decode(file: BinaryIO, name: str, max_pixels: int, reduce: int, suffix: str = "") -> Image.Image:
@@ -164,21 +169,21 @@ def _opened(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Ima
     """A picture whose pixels are still encoded."""
     header = file.read(HEADER_BYTES)
     if not header:
-        raise InputError(f"{name}: empty (0 bytes)")
+        raise InputError(f"{name}: empty (0 bytes). Fix: download or copy it again")
     if _is_video(header) or suffix in VIDEO_SUFFIXES:
         raise InputError(
-            f"{name}: a video; only images can be asked about. Give single frames, e.g. ffmpeg -i VIDEO -vf fps=1 %03d.png"
+            f"{name}: a video; only images can be asked about. Fix: single frames, e.g. ffmpeg -i VIDEO -vf fps=1 %03d.png"
         )
     if header[4:8] == b"ftyp" and header[8:12] in HEIC_BRANDS:
-        raise InputError(f"{name}: HEIC cannot be decoded here; convert it to JPEG or PNG first")
+        raise InputError(f"{name}: HEIC cannot be decoded here. Fix: convert it to JPEG or PNG")
     file.seek(0)
     Image.init()
     try:
         return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InputError(f"{name}: more than the limit of {max_pixels:,} pixels; scale it down first ({error})") from error
+        raise InputError(f"{name}: more than the limit of {max_pixels:,} pixels ({error}). Fix: scale it down") from error
     except DECODER_ERRORS as error:
-        raise InputError(f"{name}: not an image that can be read (one of {', '.join(FORMATS)})") from error
+        raise InputError(f"{name}: not an image that can be read (one of {', '.join(FORMATS)}). Fix: {READABLE}") from error
 
 
 def _is_video(header: bytes) -> bool:
@@ -196,10 +201,10 @@ def _is_video(header: bytes) -> bool:
 def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
     width, height = image.size
     if width * height == 0:
-        raise InputError(f"{name}: empty ({width} x {height} pixels)")
+        raise InputError(f"{name}: empty ({width} x {height} pixels). Fix: a picture with pixels")
     if width * height > max_pixels:
         raise InputError(
-            f"{name}: {width} x {height} = {width * height:,} pixels, the limit is {max_pixels:,}; scale it down first"
+            f"{name}: {width} x {height} = {width * height:,} pixels, the limit is {max_pixels:,}. Fix: scale it down"
         )
 
 
@@ -216,7 +221,9 @@ def _upright_rgb(image: Image.Image, name: str, max_pixels: int, reduce: int = 1
         rgb = rgb_of(image, reduction.factor)
         orientation = UPRIGHT.get(_orientation(image))
     except DECODER_ERRORS as error:
-        raise InputError(f"{name}: damaged or cut short ({type(error).__name__}: {error})") from error
+        raise InputError(
+            f"{name}: damaged or cut short ({type(error).__name__}: {error}). Fix: download or save it again"
+        ) from error
     if frames > 1 and image.format != "MPO":  # MPO is what phones call a JPEG with previews
         log.warning("%s has %d frames; only the first one is used", name, frames)
     return rgb if orientation is None else rgb.transpose(orientation)

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
 
-from vismoe.errors import ContextError, InputError
+from vismoe.errors import CheckpointError, ContextError, InputError
 from vismoe.models.checked import refuse_other_vocabulary
 from vismoe.models.processor import load_processor
-from vismoe.models.qwen_images import Picture, QwenImages, area_look, asked_size, image_source
-from vismoe.models.sight import Look
+from vismoe.models.qwen_images import Picture, QwenImages, asked_size, image_source
+from vismoe.models.sight import Look, area_look
 from vismoe.ranges import shown, unencodable
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token
@@ -115,7 +115,7 @@ class PromptBuilder:
         """What the model sees of a picture, from its sides; size: what its part says of that. Raises InputError."""
         qwen = QwenImages.of(self.processor)
         if qwen is not None:
-            return qwen.look(qwen.asked(size, image_tokens))
+            return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens)
         limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
         return area_look(self._image_processor, limits)
 
@@ -142,7 +142,7 @@ class PromptBuilder:
             {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
         ]
         if not plain:
-            raise InputError("there is nothing to answer: the conversation has no message")
+            raise InputError("there is nothing to answer: the conversation has no message. Fix: a message of the user")
         if images and self.image_token_id is None:
             raise InputError(
                 "this is a text model, it cannot see images. Fix: ask without --image, or choose a vision-language model"
@@ -168,6 +168,10 @@ class PromptBuilder:
             text: str = self.processor.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
             )
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the model's chat template cannot be read (line {error.lineno}): {error}. Fix: download or copy it again"
+            ) from error
         except (ValueError, TemplateError) as error:
             if begun and isinstance(error, ValueError):  # it leaves out, or changes, what the assistant has said
                 raise InputError(
@@ -185,7 +189,7 @@ class PromptBuilder:
             raise InputError(f"a prompt is a text, not {shown(text)}. Fix: engine.complete('Once upon a time')")
         inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
         if not inputs["input_ids"].shape[1]:
-            raise InputError("there is nothing to go on from: the prompt is empty")
+            raise InputError("there is nothing to go on from: the prompt is empty. Fix: engine.complete('Once upon a time')")
         return self._prompt(inputs, (), {}, text)
 
     def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any], text: str) -> Prompt:
@@ -230,11 +234,11 @@ class PromptBuilder:
                 parts.append({"type": "text", "text": self._without_placeholders(part["text"])})
             else:
                 raise InputError(
-                    f"a message part of type {shown(kind)} cannot be used; VisMoE takes {{'type': 'text', 'text': ...}} and "
-                    "{'type': 'image', 'image': ...} (no video, no audio)"
+                    f"a message part of type {shown(kind)} cannot be used (no video, no audio). "
+                    "Fix: {'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}"
                 )
         if not parts:
-            raise InputError(f"a {message['role']} message has no content")
+            raise InputError(f"a {message['role']} message has no content. Fix: give it a text, or leave it out")
         return parts
 
     def _without_placeholders(self, text: str) -> str:
@@ -259,14 +263,15 @@ class PromptBuilder:
                 raise InputError(f"min_pixels and the like are of Qwen's models; this one has a {family}. Fix: leave them out")
             return {"images": [picture.image for picture in pictures], **limits}
         asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
-        tokens = sum(qwen.tokens(picture.image, size) for picture, size in zip(pictures, asked))
+        again = qwen.again and not image_tokens
+        tokens = sum(qwen.look(size, again)(*picture.image.size).tokens for picture, size in zip(pictures, asked))
         if context is not None and tokens > context:
             raise ContextError(
                 f"the conversation's images have {tokens:,} visual tokens, the planned context is {context:,}. "
                 f"Fix: load with context={2 * tokens} (--context), use smaller images (--image-tokens, max_pixels), or start anew"
             )
         images = [qwen.resized(picture.image, size) for picture, size in zip(pictures, asked)]
-        resize = {} if qwen.again and not limits else {"images_kwargs": {"do_resize": False}}
+        resize = {} if again else {"images_kwargs": {"do_resize": False}}
         return {"images": images, **resize}
 
     def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:
@@ -311,5 +316,5 @@ def _has_words(message: dict[str, Any]) -> bool:
 def _role(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ("system", "user", "assistant"):
-        raise InputError(f"a message needs a role, one of system, user, assistant; got {shown(role)}")
+        raise InputError(f"a message needs a role, one of system, user, assistant; got {shown(role)}. Fix: 'role': 'user'")
     return role

@@ -11,7 +11,7 @@ reads no file and asks for no URL. Sizes are pixels, (height, width) in this ord
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.images import MAX_PIXELS
-from vismoe.models.sight import Look, Sight
+from vismoe.models.sight import Sight
 
-__all__ = ["SIZE_KEYS", "Picture", "QwenImages", "area_look", "asked_size", "image_source"]
+__all__ = ["SIZE_KEYS", "Picture", "QwenImages", "asked_size", "image_source"]
 
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 VIDEO_KEYS = frozenset("nframes fps min_frames max_frames total_pixels video_start video_end sample_fps raw_fps".split())
@@ -127,22 +128,19 @@ class QwenImages:
             )
         return fitted
 
-    def look(self, asked: Mapping[str, int]) -> Look:
-        """How an image of this size is seen, from its sides. Raises InputError where no size is possible."""
-        smart_resize = vision_process().smart_resize
+    def look(self, asked: Mapping[str, int], again: bool) -> Callable[[int, int], Sight]:
+        """How an image of this size is seen, from its sides; again: the processor resizes once more, as `again` says of the
+        family, to its own limits. Raises InputError where no size is possible."""
 
         def look(width: int, height: int) -> Sight:
             high, wide = self.fitted(width, height, asked)
-            again = smart_resize(high, wide, self.side, *self.limits) if self.again else (high, wide)
-            pixels = max(high * wide, again[0] * again[1])
-            return Sight(wide, high, pixels, pixels // self.side**2)
+            try:
+                last_high, last_wide = smart_resize(high, wide, self.side, *self.limits) if again else (high, wide)
+            except ValueError as error:  # the first time made it a little wider for its height
+                raise InputError(f"an image of {width} x {height} pixels: {error}. Fix: crop or resize the image") from error
+            return Sight(wide, high, max(high * wide, last_high * last_wide), last_high * last_wide // self.side**2)
 
         return look
-
-    def tokens(self, image: Image.Image, asked: Mapping[str, int]) -> int:
-        """Visual tokens that an image takes at most. Raises InputError."""
-        height, width = self.fitted(*image.size, asked)
-        return height * width // self.side**2
 
     def resized(self, image: Image.Image, asked: Mapping[str, int]) -> Image.Image:
         """The RGB picture at that size; the very same where it has it already."""
@@ -151,32 +149,6 @@ class QwenImages:
         side = self.side / package.SPATIAL_MERGE_SIZE
         (picture,), _ = package.process_vision_info([{"role": "user", "content": [part]}], image_patch_size=side)
         return image if picture.size == image.size and image.mode == "RGB" else picture
-
-
-def area_look(processor: Any, limits: Mapping[str, int] | None = None) -> Look:
-    """How an image processor sees; its families have a least and a most of pixels, and of others nothing is known.
-
-    limits: `shortest_edge` and `longest_edge` in place of the processor's own; pixels of an area, despite their names.
-    """
-    size = dict(limits or getattr(processor, "size", None) or {})
-    patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
-    least, most = size.get("shortest_edge"), size.get("longest_edge")
-    counts = getattr(processor, "get_number_of_image_patches", None)
-    smart_resize = vision_process().smart_resize
-
-    def look(width: int, height: int) -> Sight | None:
-        if not (isinstance(patch, int) and isinstance(merge, int) and least and most and counts):
-            return None
-        try:
-            high, wide = smart_resize(height, width, patch * merge, least, most)
-            patches = counts(height, width, {"min_pixels": least, "max_pixels": most, "size": size})
-        except ValueError:  # a shape that the processor refuses
-            return None
-        if patches != (high // patch) * (wide // patch):
-            return None
-        return Sight(wide, high, wide * high, patches // merge**2)
-
-    return look
 
 
 _importing = threading.Lock()

@@ -1,11 +1,14 @@
 """What a family's processor makes of a picture of some size: known from its sides, before a pixel of it is decoded. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from vismoe.errors import InputError
 
-__all__ = ["Look", "Sight", "most_reduction"]
+__all__ = ["Look", "Sight", "area_look", "most_reduction"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,31 @@ class Sight:
 
 
 Look = Callable[[int, int], Sight | None]  # (width, height) of a picture to what is seen of it; None: nobody knows
+
+
+def area_look(processor: Any, limits: Mapping[str, int] | None = None) -> Look:
+    """How an image processor sees; its families have a least and a most of pixels, and of others nothing is known.
+
+    limits: `shortest_edge` and `longest_edge` in place of the processor's own; pixels of an area, despite their names.
+    """
+    size = dict(limits or getattr(processor, "size", None) or {})
+    patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    counts = getattr(processor, "get_number_of_image_patches", None)
+
+    def look(width: int, height: int) -> Sight | None:
+        if not (isinstance(patch, int) and isinstance(merge, int) and least and most and counts):
+            return None
+        try:
+            high, wide = smart_resize(height, width, patch * merge, least, most)
+            patches = counts(height, width, {"min_pixels": least, "max_pixels": most, "size": size})
+        except ValueError:  # a shape that the processor refuses
+            return None
+        if patches != (high // patch) * (wide // patch):
+            return None
+        return Sight(wide, high, wide * high, patches // merge**2)
+
+    return look
 
 
 def most_reduction(look: Look, width: int, height: int, possible: Callable[[int], bool] = bool) -> int:

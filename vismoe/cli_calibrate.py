@@ -4,7 +4,6 @@ tokens, and which.
 
 import argparse
 import sys
-import typing
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from vismoe.cli_options import (
 )
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError, InputError
+from vismoe.ranges import rules_of
 
 if TYPE_CHECKING:
     from vismoe.predictor_training.calibrate import Calibrated
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CALIBRATE"]
 
 SCENE_PROMPTS = 1000
-NAMES = typing.get_args(typing.get_type_hints(Settings)["selection"])
+NAMES = rules_of(Settings)["selection"].choices
 
 
 def calibrate_arguments(parser: ArgumentParser) -> None:

@@ -174,7 +174,7 @@ def test_wrong_answers_lose_points_and_an_odd_number_of_them_is_no_pairs():
     assert scenes.ocr_results(text, ['It says "MEAL".']) == {"ocr_accuracy": 0, "ocr_characters": 0.5}
     right, wrong = (scenes.mme_results(yes, [said])["mme_perception_score"] for said in ("Yes.", "No."))
     assert scenes.mme_score([right, wrong]) == 50  # one of two right: 50 of 100, and no pair
-    with pytest.raises(ValueError, match="even --limit"):
+    with pytest.raises(InputError, match="even --limit"):
         scenes.mme_score([right])
     options = {"A": "cat", "B": "dog", "C": "cow", "D": "pig", "question": "What is at the top?", "category": "what"}
     said = [scenes.mmbench_results({**options, "index": n, "answer": "B"}, [text]) for n, text in enumerate(("B.", "A", "dog"))]

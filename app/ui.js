@@ -1,15 +1,23 @@
 /* Files for the chat page: dropped anywhere they are attached to the question, and none of them makes the browser leave the page.
-   What cannot be attached is said, and stays said until something else is attached. */
+   What cannot be attached is said, and a question is held back until that was read: nothing is answered as if the file had not
+   been there. */
 (() => {
   const MOST_BYTES = 64 * 2 ** 20;  // of one file; the server has the same limit
+  const SETTLED_MS = 3000;  // at most, from an upload's end until its file is in the box
   const filesOf = event => [...((event.dataTransfer || event.clipboardData || event.target).files || [])];
   const inQuestion = event => event.target.closest?.("#question");
   const writesText = event => event.target.closest?.("input, textarea, [contenteditable=true]");
   const carriesFiles = event => [...(event.dataTransfer?.types || [])].includes("Files");
+  let refused = "", uploads = 0, waiting = false;  // why the last file was not attached; how many are on their way; a question for them
 
   function say(text) {
     const place = document.querySelector("#refused");
     if (place) place.textContent = text;
+  }
+
+  function refuse(why) {
+    refused = why;
+    say(why && `Nothing was attached: ${why}`);
   }
 
   /* Before gradio sees them: it would say in passing that a file is too large, and answer without it. */
@@ -17,7 +25,7 @@
     const files = inQuestion(event) ? filesOf(event) : [];
     if (!files.length) return;
     const large = files.filter(file => file.size > MOST_BYTES).map(file => file.name);
-    say(large.length ? `Nothing was attached: ${large.join(", ")} is larger than 64 MiB. Scale it down, and attach again.` : "");
+    refuse(large.length ? `${large.join(", ")} is larger than 64 MiB. Scale it down, and attach again.` : "");
     if (!large.length) return;
     event.preventDefault();
     event.stopImmediatePropagation();
@@ -29,8 +37,8 @@
     if (event.defaultPrevented || (writesText(event) && !carriesFiles(event))) return;
     event.preventDefault();
     const files = filesOf(event), input = document.querySelector("#question input[type=file]");
-    if (!files.length) return say("Nothing was attached: what was dropped is no file. Save the picture, and drop the file.");
-    if (!input) return say("Nothing was attached: the page is not ready yet. Drop it again in a moment.");
+    if (!files.length) return refuse("what was dropped is no file. Save the picture, and drop the file.");
+    if (!input) return refuse("the page is not ready yet. Drop it again in a moment.");
     if (!input.closest("#question").offsetParent) document.querySelector("[role=tab]")?.click();  // where it can be seen
     const carried = new DataTransfer();
     files.forEach(file => carried.items.add(file));
@@ -38,7 +46,52 @@
     input.dispatchEvent(new Event("change", {bubbles: true}));
   }
 
+  function asks(event) {
+    if (event.type === "click") return event.target.closest?.("#question [data-testid=submit-button]");
+    return event.key === "Enter" && !event.shiftKey && event.target.closest?.("#question textarea");
+  }
+
+  function hold(event) {
+    if (event.target.closest?.("#forget")) return refuse("");
+    if (!asks(event)) return;
+    if (!uploads && !refused) return say("");
+    event.preventDefault();
+    event.stopImmediatePropagation();
+    waiting = uploads > 0;
+    say(waiting ? "Asked as soon as the file is attached." : `Not asked, because nothing was attached: ${refused} Asked once more, it is answered without it.`);
+    if (!waiting) refused = "";
+  }
+
+  /* A file is in the box, or never will be: what was held back is asked. */
+  function arrived() {
+    uploads -= 1;
+    if (uploads || !waiting) return;
+    waiting = false;
+    if (!refused) document.querySelector("#question [data-testid=submit-button]")?.click();
+  }
+
+  const attached = () => document.querySelectorAll("#question [role=listitem]").length;
+  const later = (done, since, before) =>
+    setTimeout(() => attached() > before || Date.now() - since > SETTLED_MS ? done() : later(done, since, before), 50);
+  const fetched = window.fetch;
+  window.fetch = async (...request) => {
+    if (!/\/upload(\?|$)/.test(request[0]?.url ?? request[0])) return fetched(...request);
+    const before = attached();
+    uploads += 1;
+    try {
+      const answer = await fetched(...request);
+      if (!answer.ok) refuse(`the page's server did not take it (HTTP ${answer.status}). Attach it again.`);
+      return answer;
+    } catch (error) {
+      refuse("it cannot be read, or the page's server cannot be reached. Attach it again.");
+      throw error;
+    } finally {
+      refused ? arrived() : later(arrived, Date.now(), before);
+    }
+  };
+
   ["drop", "paste", "change"].forEach(name => window.addEventListener(name, refuseLarge, true));
+  ["keypress", "click"].forEach(name => window.addEventListener(name, hold, true));
   ["dragenter", "dragover"].forEach(name => window.addEventListener(name, event => {
     if (carriesFiles(event) || !writesText(event)) event.preventDefault();
   }));

@@ -1,15 +1,15 @@
 """The widgets of the chat page, and what stands in them at first; `ui` says what they do. gradio is imported inside functions."""
 
 import json
-import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
-from vismoe.config import SETTINGS, PolicyName
+from vismoe.config import SETTINGS
 from vismoe.engine import Engine, demo_model
+from vismoe.ranges import rules_of
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -114,7 +114,7 @@ def _of_images(engine: Engine) -> dict[str, Any]:
 def offers(engine: Engine) -> dict[str, list[str]]:
     """The policies that can serve here, each with the pairs of formats that are packed and fit."""
     pairs = list(dict.fromkeys((*PAIRS, engine.settings.formats)))
-    policies = [policy for policy in typing.get_args(PolicyName) if policy != "exact"]
+    policies = [policy for policy in rules_of(Settings)["policy"].choices if policy != "exact"]
     served = {policy: [pair for pair in pairs if engine.why_not(policy, pair) is None] for policy in policies}
     return {"exact": [], **{policy: pairs for policy, pairs in served.items() if pairs}}
 

@@ -235,12 +235,40 @@ def test_a_file_that_is_refused_is_said_before_any_answer(visit, tmp_path):
     (tmp_path / "large.png").write_bytes(bytes(64 * 2**20 + 1))
     choose = me.page.locator("#question input[type=file]")
     choose.set_input_files(tmp_path / "large.png")
-    me.page.get_by_text("Nothing was attached: large.png is larger than 64 MiB").wait_for()
+    refused = me.page.locator("#refused", has_text="large.png is larger than 64 MiB")
+    refused.wait_for()
+    me.ask("What is in the picture?")
+    me.page.locator("#refused", has_text="Not asked, because nothing was attached").wait_for()
+    assert me.page.get_by_test_id("user").count() == 0 and me.box.input_value() == "What is in the picture?"
     choose.set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"hello"})
-    me.page.get_by_text("larger than 64 MiB").wait_for(state="detached")
+    refused.wait_for(state="detached")
     me.ask("What is this?")
     me.page.get_by_text("notes.txt: not an image that can be read").wait_for()
     assert me.page.get_by_test_id("bot").count() == 0 and me.box.input_value() == "What is this?"
+
+
+def test_nothing_is_asked_while_a_file_is_on_its_way_or_after_it_was_lost(visit):
+    me = visit()
+    waiting = []
+    me.page.route("**/upload?*", lambda route: waiting.append(route))
+    me.page.locator("#question input[type=file]").set_input_files(IMAGES / "sign.png")
+    me.ask("What does the sign say?")
+    me.page.locator("#refused", has_text="Asked as soon as the file is attached").wait_for()
+    assert me.page.get_by_test_id("user").count() == 0
+    waiting.pop().continue_()
+    assert me.tell(contains="OPEN") == 'It says "OPEN".'
+
+    me.page.unroute("**/upload?*")
+    me.page.route("**/upload?*", lambda route: route.fulfill(status=507, body="no room"))
+    me.page.locator("#question input[type=file]").set_input_files(IMAGES / "many.png")
+    me.page.locator("#refused", has_text="the page's server did not take it (HTTP 507)").wait_for()
+    me.ask("How many dogs are there?")
+    me.page.locator("#refused", has_text="Not asked, because").wait_for()
+    assert me.page.get_by_test_id("bot").count() == 1
+    me.box.press("Enter")  # who has read it may ask without the file
+    me.tell(number=2)
+    assert me.page.locator("#refused", has_text="Not asked").count() == 0
+    me.complaints[:] = [said for said in me.complaints if "507" not in said]
 
 
 def test_a_long_answer_is_watched_and_stopped(visit):

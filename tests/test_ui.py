@@ -11,6 +11,7 @@ import pytest
 from fake_engine import PLAN, FakeEngine
 from PIL import Image
 
+from vismoe import load
 from vismoe.app import page as page_module
 from vismoe.app import ui, widgets
 from vismoe.app.heat_map import heat_map
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing")  # 
 needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason='gradio is missing: pip install "vismoe[serve]"'
 )
+AGAIN = ui._again
 SETTINGS = (1.0, "", "exact", "4/2", 0.75, 256, 0.0)  # as the page's widgets stand at first
 
 
@@ -356,11 +358,11 @@ def test_an_error_is_told_below_a_conversation_that_stays_and_the_question_is_no
     engine.script = [["fine"], script, ["again"]]
     client.predict({"text": "Hello", "files": []}, *SETTINGS, api_name="/ask")
     *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
-    box, _, again, notice, *_ = outputs
+    box, _, notice, *_ = outputs
     assert "Hi" in str(box) and says in notice and 'role="alert"' in notice and "secret" not in notice
-    assert spoken(outputs) == ["Hello", "fine"] and again["interactive"]
+    assert spoken(outputs) == ["Hello", "fine"]
     first, *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
-    assert first[3] == "" and spoken(outputs) == ["Hello", "fine", "Hi", "again"]
+    assert first[2] == "" and spoken(outputs) == ["Hello", "fine", "Hi", "again"]
 
 
 @needs_gradio
@@ -374,19 +376,27 @@ def test_a_file_that_is_no_picture_is_named_and_nothing_is_answered(running, tmp
     *_, outputs = client.submit(
         {"text": "What?", "files": [handle_file(str(tmp_path / "notes.txt"))]}, *SETTINGS, api_name="/ask"
     )
-    assert outputs[3].startswith('<p class="vm-error" role="alert">notes.txt: not an image') and outputs[1] == []
+    assert outputs[2].startswith('<p class="vm-error" role="alert">notes.txt: not an image') and outputs[1] == []
     assert len(engine.calls) == asked
 
 
 @needs_gradio
-def test_there_is_something_to_answer_again_once_there_is_an_answer(running):
-    engine, client = running
-    assert client.predict(api_name="/forget")[2]["interactive"] is False
-    engine.script = [ContextError("too long")]
-    *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
-    assert outputs[2]["interactive"] is False
-    *_, outputs = client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask")
-    assert outputs[2]["interactive"] is True
+def test_answer_again_is_active_once_there_is_an_answer_and_no_longer_than_it(monkeypatch):
+    """gradio's client does not see buttons: what the handlers give to this one."""
+    given = []
+    monkeypatch.setattr(ui, "_again", lambda history: given.append(len(history)) or AGAIN(history))
+    from gradio_client import Client
+
+    from vismoe.app.ui_serving import served
+
+    engine = FakeEngine(script=[ContextError("too long"), ["fine"], TransferError("the disk is gone")])
+    with served(Page(engine)) as address:
+        client = Client(address, verbose=False, analytics_enabled=False)
+        for _ in range(3):
+            client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask").result()
+        client.predict(api_name="/forget")
+    assert given == [0, 1, 1, 0]
+    assert [AGAIN(history).interactive for history in ((), (Turn("Hi", (), (), "fine"),))] == [False, True]
 
 
 @needs_gradio
@@ -400,6 +410,14 @@ def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_s
     shown_now = widgets._of_experts(none, widgets.offers(none))
     assert [choice for choice, _ in shown_now["policy"].choices] == ["exact"] and not shown_now["formats"].interactive
     assert "needs packed experts. Fix: vismoe pack" in shown_now["policy"].info and not shown_now["policy"].interactive
+
+
+@needs_gradio
+def test_without_packed_experts_no_policy_is_offered():
+    with load(memory="100%", context=256, store="none") as engine:
+        assert widgets.offers(engine) == {"exact": []}
+        names = [value for _, value in widgets._of_images(engine)["selection"].choices]
+    assert names == ["", "affinity", "saliency", "distinct", "visionzip", "uniform", "random"]
 
 
 @needs_gradio

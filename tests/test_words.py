@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import settings as runs
 from hypothesis import strategies as st
 from PIL import Image
-from test_plan import GIB, MIB, footprint, inventories, with_fix
+from test_plan import GIB, MIB, footprint, inventories
+from test_plan_advice import followed
 
 from vismoe import cli, load
 from vismoe.app.page import Turn
@@ -59,7 +60,7 @@ def test_no_context_is_offered_that_the_model_does_not_have(inventory, power, fu
     offered = re.search(r"--context (\d+)", said.value.fix)
     if offered:
         assert int(offered[1]) <= positions
-        plan(need, with_fix(asked, said.value.fix), hardware)
+        plan(need, *followed(asked, hardware, said.value.fix))
 
 
 def test_the_demo_model_offers_its_own_context(capsys):
@@ -72,16 +73,18 @@ def test_the_demo_model_offers_its_own_context(capsys):
     ("flags", "setting", "fix"),
     [
         ("--keep 50", "keep", "0.5"),
-        ("--keep 0", "keep", "0.5"),
-        ("--keep 1000", "keep", "0.5"),
-        ("--core-share 2", "core_share", "0.2"),
-        ("--expansion-weight -1", "expansion_weight", "2"),
+        ("--keep 75", "keep", "0.75"),
+        ("--keep 0", "keep", "1.0"),
+        ("--keep 1000", "keep", "1"),
+        ("--core-share 20", "core_share", "0.2"),
+        ("--core-share -1", "core_share", "0"),
+        ("--expansion-weight -1", "expansion_weight", "0"),
     ],
 )
 def test_a_share_that_cannot_be_names_one_setting_and_a_value_that_can(capsys, flags, setting, fix):
     assert cli.main(["chat", *flags.split(), "Hi?"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{setting}=" in said and re.search(rf"Fix: .*{re.escape(fix)}$", said.strip())
+    assert said.count("\n") == 1 and f"{setting}=" in said and re.search(rf"Fix: {setting}={re.escape(fix)}$", said.strip())
     assert not [other for other in ("keep=", "core_share=", "expansion_weight=") if other in said and other != f"{setting}="]
     Settings(**{setting: float(fix)})
 
@@ -193,3 +196,9 @@ def test_what_is_near_to_nothing_gets_no_guess(capsys):
     assert "xyzzy: no such command. Fix: one of chat, ui" in said
     assert cli.main(["chat", "--xyzzy"]) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+def test_every_choice_of_every_flag_is_a_word_that_can_be_typed():
+    for name in cli.COMMANDS:
+        for action in cli.command_parser(name)._actions:
+            assert all(re.fullmatch(r"[\w+-]+", choice) for choice in action.choices or ()), (name, action.option_strings)

@@ -142,10 +142,10 @@ CHAT = Command(
     run_chat,
     """\
   vismoe chat                                                    a conversation with the bundled demo model
-  vismoe chat --image a.png --image b.png "What differs?"        one question about two images
+  vismoe chat --image a.png --image b.png "Which image shows a dog?"
   vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
   vismoe chat --messages talk.json                               a conversation in the form of Qwen's documentation
-  vismoe chat --image a.png --keep 0.5 --kept-map maps "What?"   half of the visual tokens, and a picture of which
+  vismoe chat --image photo.jpg --keep 0.5 "What is this?"       half of the visual tokens; --kept-map FOLDER shows which
   vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, figures as JSON
   vismoe chat --verbose "Hello?"                                 with the memory plan, the backends and the figures
 In a conversation, /help lists the commands; Ctrl-C stops an answer; a pasted text is one question.

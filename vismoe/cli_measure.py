@@ -186,7 +186,7 @@ REPLAY = Command(
     replay_arguments,
     run_replay,
     """\
-  vismoe chat --trace routing "What is a cache?"                 records the folder routing
+  vismoe chat --image photo.jpg --trace routing "What is this?"  records the folder routing
   vismoe replay routing --slots 32 64 25% --json
   vismoe replay routing --slots 25% --misses --cpu 40GB            the link rate above which copying beats the CPU""",
 )

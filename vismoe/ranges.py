@@ -192,12 +192,13 @@ class Rule:
         return "" if told or type(value) in (int, float, bool, types.NoneType) else f", not a {type(value).__name__}"
 
     def _fix(self, value: Any) -> str:
-        """A value that is taken: what a text says, the end of a range of shares, else the default."""
+        """A value that is taken: what a text says, a percentage as a share, the end of the range, else the default."""
         meant = self._number(value) if isinstance(value, str) else None
-        ends: list[float] = []
+        near: list[float] = []
         if self._numbers is float and type(value) in (int, float) and value == value:
-            ends = [self.range.low if value <= self.range.low else self.range.high]
-        for other in (meant, *ends, self.default):
+            percent = [value / 100] if self.range.high == 1 < value <= 100 else []
+            near = [*percent, self.range.low if value <= self.range.low else self.range.high]
+        for other in (meant, *near, self.default):
             if other is not None and self.why_not(other) is None:
                 return f"{self.name}={other!r}"
         return "leave it out"

@@ -12,6 +12,8 @@ from typing import Any
 
 from PIL import Image
 
+from vismoe.errors import InputError
+
 from ..questions import ASK_EXISTS, ASK_ONE_OF_TWO, OPTION_LETTERS, Conversation, Turn, absent_noun, conversation, exists_turn
 from ..scenes import compose, scene_random
 from ..scoring import character_accuracy, option, printed, words
@@ -162,11 +164,11 @@ def mme_results(document: Document, results: list[str]) -> dict[str, Any]:
 
 
 def mme_score(results: list[dict[str, Any]]) -> float:
-    """Of 200 per category: share of right answers and of pairs that are right twice. Raises ValueError where a pair was cut."""
+    """Of 200 per category: share of right answers and of pairs that are right twice. Raises InputError where a pair was cut."""
     from lmms_eval.tasks.mme.utils import mme_aggregate_results
 
     if len(results) % 2:
-        raise ValueError(f"{len(results)} documents are no pairs. Fix: an even --limit and --offset")
+        raise InputError(f"{len(results)} documents are no pairs. Fix: an even --limit and --offset")
     return mme_aggregate_results(results)
 
 

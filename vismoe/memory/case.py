@@ -208,7 +208,7 @@ class Case:
             for fit in fitting_pairs(self.need, everything, self.hardware):
                 return flags({"memory": self.everything, "formats": fit.formats})
         device = "GPU " if self.hardware.device == "cuda" else ""
-        context = min(self.settings.context, SHORT_CONTEXT)
+        context = min(limit, SHORT_CONTEXT)
         needed = size_up(self.changed(context=context).minimum_bytes)
         asked = flags({"memory": needed, "context": context})
         return f"a machine with {needed} of free {device}memory, and there {asked}, or a smaller model"

@@ -9,7 +9,6 @@ from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.config import SETTINGS
 from vismoe.engine import Engine, demo_model
-from vismoe.ranges import rules_of
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -114,7 +113,7 @@ def _of_images(engine: Engine) -> dict[str, Any]:
 def offers(engine: Engine) -> dict[str, list[str]]:
     """The policies that can serve here, each with the pairs of formats that are packed and fit."""
     pairs = list(dict.fromkeys((*PAIRS, engine.settings.formats)))
-    policies = [policy for policy in rules_of(Settings)["policy"].choices if policy != "exact"]
+    policies = [policy for policy in SETTINGS["policy"].choices if policy != "exact"]
     served = {policy: [pair for pair in pairs if engine.why_not(policy, pair) is None] for policy in policies}
     return {"exact": [], **{policy: pairs for policy, pairs in served.items() if pairs}}
 

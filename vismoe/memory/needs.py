@@ -61,7 +61,7 @@ class Footprint:
     inventory: ExpertInventory
     backbone: tuple[tuple[str, int], ...]  # (component, bytes) of every parameter and buffer that is no routed expert
     cache_layers: tuple[CacheLayer, ...]
-    prefill: Curve  # of context tokens in one forward: live tensors beyond weights, KV cache and inputs
+    prefill: Curve  # of context tokens in one forward: live tensors beyond weights, KV cache and inputs; torch computes experts
     decode: Curve  # one token after `context` past ones: live tensors beyond weights and KV cache, the cache's copy included
     encode: Curve  # of image tokens: vision tower, and the features it leaves for the decoder
     padding: Curve  # what an explicit mask adds to prefill beside itself: keys and values, repeated for all heads
@@ -72,11 +72,18 @@ class Footprint:
     scratch_bytes: int  # bounce buffer of one reading thread
     kernel_entries: int = 2 * ENTRIES  # of torch's caches of generated CPU kernels
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
+    prefill_by_kernels: Curve | None = None  # the same where our kernels compute them, which keep a workspace instead
+    by_kernels: bool = False  # whether they do
     workspace_bytes: int = 0  # kept by what computes the experts on the device
     host_workspace_bytes: int = 0  # and by what computes them in host memory below it
     transposed: tuple[frozenset[str], ...] = ()  # per geometry, matrices that the model keeps as [in, out]; empty: none
     pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
     positions: int | None = None  # the longest context of the model itself, where its configuration says
+
+    def prompt_bytes(self, context: int) -> int:
+        """Of the prefill, by whoever computes the experts."""
+        curve = self.prefill_by_kernels if self.by_kernels else None
+        return (curve or self.prefill)(context)
 
     @property
     def backbone_bytes(self) -> int:

@@ -47,7 +47,7 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
     images = min(need.max_image_tokens, context)
     held = need.image_token_bytes * images
     combine = need.combine_token_bytes * DECODE_ROWS
-    prefill, encode, decode = need.prefill(context) + held, need.encode(images), need.decode(context) + combine
+    prefill, encode, decode = need.prompt_bytes(context) + held, need.encode(images), need.decode(context) + combine
     largest, second, _ = sorted((prefill, encode, decode), reverse=True)
     masks = mask_room(need, context, most_mask_bytes)
     padding = max(0, prefill + need.padding(context) + masks - largest)

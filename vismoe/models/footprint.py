@@ -6,11 +6,12 @@ states are exact whatever the family.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -21,7 +22,7 @@ from vismoe.memory.kernel_cache import kernel_cache_entries
 from vismoe.memory.needs import CacheLayer, Curve, Footprint
 from vismoe.models.components import backbone_bytes
 from vismoe.models.families import expert_modules
-from vismoe.models.live_memory import META, FusedAttention, LiveMemory, all_chosen, forwards_replaced, one_expert_for_all
+from vismoe.models.live_memory import META, ExpertsMemory, FusedAttention, LiveMemory, all_chosen, forwards_replaced
 from vismoe.models.vision_memory import vision_memory
 from vismoe.types import ExpertInventory
 
@@ -42,6 +43,7 @@ def footprint(
     settings: Settings,
     scratch_bytes: int = 0,
     image_tokens: int | None = None,
+    by_kernels: bool = False,
     workspace_bytes: int = 0,
     host_workspace_bytes: int = 0,
 ) -> Footprint:
@@ -50,6 +52,7 @@ def footprint(
     Raises UnsupportedModelError for a configuration that transformers does not run with a cache.
     scratch_bytes: the bounce buffer of one reading thread (`store.scratch_bytes`).
     image_tokens: the most image tokens of one request; None: the context may be all images.
+    by_kernels: whether our kernels compute the experts, and not torch.
     workspace_bytes, host_workspace_bytes: what the experts' arithmetic keeps on the device, and in host memory below it.
     """
     context, config = settings.context, model.config.get_text_config()
@@ -75,7 +78,9 @@ def footprint(
         inventory=inventory,
         backbone=backbone_bytes(model),
         cache_layers=layers,
-        prefill=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
+        prefill=curve(lambda run: beyond_cache(run, max(run.prefill_bytes, run.torch_prefill_bytes))),
+        prefill_by_kernels=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
+        by_kernels=by_kernels,
         decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
         padding=curve(lambda run: run.padding_bytes),
         encode=vision.encode,
@@ -114,7 +119,8 @@ def _has_tokenizer(model: Any) -> bool:
 class _Forward:
     """A prefill of `tokens` and one decode step on meta: peaks of live bytes, and what the cache keeps.
 
-    padding_bytes: what an explicit mask adds to the prefill beside itself.
+    padding_bytes: what an explicit mask adds to the prefill beside itself. prefill_bytes: where our kernels compute the experts;
+    torch_prefill_bytes: while torch does.
     """
 
     def __init__(self, model: Any, tokens: int):
@@ -124,20 +130,20 @@ class _Forward:
         cache = None
         try:
             cache = DynamicCache(config=model.config.get_text_config()) if usual else None
-            with forwards_replaced(experts, one_expert_for_all):
-                self._run(model, cache)
+            self._run(model, cache, experts)
         except VisMoEError:
             raise
         except FAILURES as error:
             raise UnsupportedModelError(f"{model.config.model_type}: {_reason(cache, error)}") from error
 
-    def _run(self, model: Any, cache: Any) -> None:
+    def _run(self, model: Any, cache: Any, experts: Sequence[nn.Module]) -> None:
         memory, tokens = LiveMemory(), self.tokens
-        attention = FusedAttention(memory)
-        with torch.no_grad(), all_chosen(), memory, attention:
+        attention, layers = FusedAttention(memory), ExpertsMemory(memory)
+        with torch.no_grad(), all_chosen(), memory, attention, forwards_replaced(experts, layers.function):
             ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
             cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             self.prefill_bytes, self.cache_layers = memory.peak_bytes, _cache_layers(cache)
+            self.torch_prefill_bytes = layers.torch_peak_bytes
             self.padding_bytes = max(0, attention.padded_peak_bytes - self.prefill_bytes)
             memory.peak_bytes = memory.live_bytes
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -88,6 +88,7 @@ def with_experts_of(needs: Footprint, stores: Stores, experts: Experts) -> Footp
         inventory=experts.inventory,
         transposed=experts.transposed,
         scratch_bytes=stores.scratch_bytes,
+        by_kernels=experts.kernels is not None,
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
     )

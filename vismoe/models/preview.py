@@ -79,6 +79,7 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
         experts.inventory,
         settings,
         scratch_bytes=scratch_bytes,
+        by_kernels=experts.kernels is not None,
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
     )

@@ -10,7 +10,7 @@ from vismoe.pair import Format, FormatPair
 from vismoe.types import ExpertInventory, RecordLayout
 
 DECODE_ROWS = 8  # sequences of a batch that the combine buffer is planned for
-HEAP_BYTES = 16 * 2**20
+HEAP_BYTES = 8 * 2**20
 RUNTIME_BYTES = {
     "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
     "cuda": 512 * 2**20,  # not measured yet: context, loaded kernels, cuBLAS workspace

@@ -194,12 +194,23 @@ GREEDY = {"sample": False, "temperature": None, "top_p": None}
         ({}, {"policy": None, "formats": None, "retention": None}),
         ({"extra_body": {"vismoe": {"policy": "hotness", "formats": "16/4"}}}, {"policy": "hotness", "formats": "16/4"}),
         ({"extra_body": {"vismoe": {"retention": 0.9}}}, {"retention": 0.9, "keep": None}),
+        ({"extra_body": {"vismoe": {"reuse": False}}}, {"reuse": False}),
+        ({"extra_body": {"vismoe": {"reuse": True}}}, {"reuse": True}),
     ],
 )
 def test_parameters_reach_the_engine(server, asked, reaches):
     server.client().chat.completions.create(model=MODEL, messages=HELLO, **asked)
     _, options = server.engine.calls[-1]
     assert {name: options[name] for name in reaches} == reaches
+
+
+def test_a_server_that_reuses_nothing_computes_every_prompt_whole():
+    engine = ScriptedEngine()
+    with served(engine, no_reuse=True) as server:
+        for asked in ({}, {"vismoe": {"reuse": True}}):
+            server.post({"messages": HELLO, **asked})
+            server.post({"prompt": "x", **asked}, "/v1/completions")
+    assert [options["reuse"] for _, options in engine.calls] == [False] * 4
 
 
 def test_a_model_that_decodes_greedily_does_so_unless_it_is_asked_to_sample():

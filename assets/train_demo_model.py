@@ -114,9 +114,11 @@ TALK = replace(FINISH, kinds=TALK_KINDS, pair_share=0.14, other_size_share=0.08,
 # that was learned so slowly (a choice of four stayed at chance) that the chat template puts pictures first instead.
 # The second stage began with more wordings of what is said beside pictures than the first one had.
 GREET = replace(TALK, kinds=TALK_KINDS | {"chat": 1.2, "blind chat": 2})
+FOLLOW = replace(GREET, kinds=GREET.kinds | {"turns": 6})  # questions of any kind after others, which the first two did not have
 TALK_STAGES = (
     Stage("talk", 1000, 12, (7e-4, 2e-5), TALK, frozen_eyes=True),
     Stage("greet", 400, 12, (3e-4, 2e-5), GREET, frozen_eyes=True),
+    Stage("follow", 400, 12, (4e-4, 2e-5), FOLLOW, frozen_eyes=True),
 )
 
 

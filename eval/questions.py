@@ -3,8 +3,8 @@
 Every kind of KINDS is one function (random generator, scene) -> Turn, or None where the scene offers nothing to ask. A
 `Conversation` is what one user sees: the pictures of the first message, then turns. Kind "turns" ends with a question that only
 makes sense after the ones before ("And the dog?"); kind "compare" shows two pictures.
-The FORMS are ways to talk: a question of any kind before its picture or behind a system prompt, three pictures, and what is no
-question about a picture at all.
+The FORMS are ways to talk: a question of any kind before its picture, behind a system prompt or after others, three pictures, and
+what is no question about a picture at all.
 """
 
 import random
@@ -17,7 +17,8 @@ from .small_talk import ANSWERS, NO_IMAGE, beyond, every_phrase, greeting, syste
 from .world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, plural, with_article
 
 KINDS = ("exists", "what", "where", "count", "choice", "text", "describe", "compare", "turns")
-FORMS = ("text first", "system", "three images", "chat", "beyond", "no image")
+FORMS = ("text first", "system", "three images", "follow-up", "chat", "beyond", "no image")
+ASKED_ALONE = KINDS[:7]  # about one picture, and nothing said before
 OPTION_LETTERS = "ABCD"
 ATTEMPTS = 63  # scenes tried until one offers the question
 
@@ -336,6 +337,13 @@ def several_turns(rng: random.Random, scene: Scene) -> tuple[Turn, ...]:
     return ()
 
 
+def unrelated_turns(rng: random.Random, scene: Scene, last: str) -> tuple[Turn, ...]:
+    """Two or three turns about one picture, each of another kind and by itself; the last one of the kind `last`."""
+    kinds = [*rng.sample([kind for kind in ASKED_ALONE if kind != last], rng.randint(1, 2)), last]
+    turns = [ASK[kind](rng, scene) for kind in kinds]
+    return () if turns[-1] is None else tuple(turn for turn in turns if turn)
+
+
 def conversation(
     kind: str, split: Split, seed: int, size: tuple[int, int] = (256, 256), difficulty: Difficulty = WORLD
 ) -> Conversation:
@@ -362,6 +370,14 @@ def _form(rng: random.Random, form: str, split: Split, seed: int, size: tuple[in
         talk = conversation(KINDS[seed % len(KINDS)], split, seed, size, difficulty)
         system = system_prompt(rng, split) if form == "system" else None
         return replace(talk, kind=form, system=system, text_first=form == "text first" or rng.random() < 0.5)
+    if form == "follow-up":
+        last = ASKED_ALONE[seed % len(ASKED_ALONE)]
+        difficulty = replace(difficulty, label_share=1.0) if last == "text" else difficulty
+        for attempt in range(ATTEMPTS):
+            scene = random_scene(split, _scene_number(KINDS[1], seed, attempt), size, difficulty)
+            if turns := unrelated_turns(rng, scene, last):
+                return Conversation(form, (scene,), turns)
+        raise AssertionError(f"no scene in {ATTEMPTS} offers a question of kind {last}")
     number = _scene_number(KINDS[0], seed, ATTEMPTS)
     scenes = tuple(random_scene(split, number + index, size, difficulty) for index in range(3))
     if form == "three images":

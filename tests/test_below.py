@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_pager import NumberStore, check, deadline, interrupt_at_random, interrupt_everywhere, lent_by, random_walk
+from test_pager import EVERY, NumberStore, check, deadline, interrupt_at_random, interrupt_everywhere, lent_by, random_walk
 
 from vismoe.errors import ClosedError
 from vismoe.memory.host import HostTier
@@ -378,7 +378,7 @@ def test_ctrl_c_at_every_line_lets_go_of_host_memory(phase, policy):
         warm(pager)
         return pager
 
-    interrupt_everywhere(phase, make, at_least=300)
+    interrupt_everywhere(phase, make, 300 // EVERY, every=EVERY)
 
 
 def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():

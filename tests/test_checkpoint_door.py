@@ -24,6 +24,7 @@ from vismoe.models.preview import preview
 from vismoe.precision.hotness import Hotness
 
 CONFIG = json.loads((demo_model() / "config.json").read_text())
+VOCABULARY = CONFIG["text_config"]["vocab_size"]
 BROKEN = {"empty": "", "cut": '{"a": [1, ', "a list": "[]", "null": "null", "bytes": "\x00\x01", "deep": "[" * 100_000}
 FILES = ["config.json", "generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json"]
 INDEX = "model.safetensors.index.json"
@@ -103,8 +104,12 @@ def test_an_index_that_leads_nowhere_is_refused(folder, index, says):
     ("path", "value", "says"),
     [
         ("text_config.num_experts_per_tok", 33, "a token uses 33 experts at .*experts, and there are 32"),
-        ("text_config.vocab_size", 1 << 20, r"embed_tokens.weight has the shape \(1048576, 192\) by it, and \(1152, 192\)"),
-        ("text_config.vocab_size", 1110, "."),
+        (
+            "text_config.vocab_size",
+            1 << 20,
+            rf"embed_tokens.weight has the shape \(1048576, 192\) by it, and \({VOCABULARY}, 192\)",
+        ),
+        ("text_config.vocab_size", VOCABULARY - 42, "."),
         ("text_config.num_attention_heads", 3, "has the shape .* by it, and .* in the files of weights"),
         ("text_config.num_hidden_layers", 9, "."),
         ("text_config.hidden_act", "nope", "nope"),
@@ -130,10 +135,12 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(folder):
     tokenizer = json.loads((demo_model() / "tokenizer.json").read_text())
     last = max(tokenizer["added_tokens"], key=lambda token: token["id"])
     tokenizer["added_tokens"] += [
-        {**last, "id": last["id"] + more, "content": f"<one more {more}>"} for more in range(1, 1152 - last["id"] + 3)
+        {**last, "id": last["id"] + more, "content": f"<one more {more}>"} for more in range(1, VOCABULARY - last["id"] + 3)
     ]
     file = put(folder, "tokenizer.json", tokenizer)
-    with pytest.raises(CheckpointError, match=r"has the id 1152 \('<one more .*embeddings for 1,152 ids.*Fix: ") as refused:
+    with pytest.raises(
+        CheckpointError, match=rf"has the id {VOCABULARY} \('<one more .*embeddings for {VOCABULARY:,} ids.*Fix: "
+    ) as refused:
         load(folder)
     assert str(file) in str(refused.value)
 

@@ -122,15 +122,15 @@ def test_a_refused_load_gives_its_files_back(folder):
 
 
 def test_the_model_thread_is_free_again_when_a_model_is_dropped(folder):
-    before = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     model = load(folder)
-    assert {thread.name for thread in threading.enumerate()} > before or "vismoe-transfer-0" in before
-    alive = [thread for thread in threading.enumerate() if thread.name.startswith("vismoe-transfer")]
+    mine = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("vismoe-transfer")]
+    assert mine
     del model
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s and sum(t.is_alive() for t in alive) > len(alive) - 2:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s and any(thread.is_alive() for thread in mine):
         time.sleep(0.01)
-    assert sum(t.is_alive() for t in alive) <= len(alive) - 2
+    assert not any(thread.is_alive() for thread in mine)
 
 
 def test_drafts_being_verified_count_as_decode_and_a_prompt_as_prefill(folder):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pager import interrupt_at_random, interrupt_everywhere
+from test_pager import EVERY, interrupt_at_random, interrupt_everywhere
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.memory.pool import SlabPool
@@ -34,7 +34,6 @@ from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, MoELayer, Phase, 
 
 MORE = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "searching" else 1
 NUMBERS = ((6, 4), (8, 5))  # in a record, by geometry and format
-EVERY = 1 if MORE > 1 else 3  # interrupts strike before every so many lines
 FREE_OF_CHARGE = Rates(link_bytes_per_s=1e18, cpu_bytes_per_s=1.0)  # whatever is copied is there before anything is computed
 NEVER_IN_TIME = Rates(link_bytes_per_s=1e-6, cpu_bytes_per_s=1e18)
 

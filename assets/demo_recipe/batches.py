@@ -19,6 +19,7 @@ from vismoe.eval.questions import (
     ASK_COUNT,
     ASK_EXISTS,
     ASK_WHERE,
+    ASKED_ALONE,
     THANKS,
     Turn,
     ask_choice_where,
@@ -29,6 +30,7 @@ from vismoe.eval.questions import (
     no_image_turn,
     several_turns,
     share_a_noun,
+    unrelated_turns,
     where_turn,
 )
 from vismoe.eval.scenes import BASE_PX, OTHER_SIZES, WORLD, Difficulty, Item, Scene, compose, random_scene, scene_random
@@ -172,7 +174,8 @@ def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Turn,
         turn = ask_compare(rng, *scenes) if len(scenes) == 2 else ask_which_of_three(rng, scenes)
         return (turn,) if turn else ()
     if kind == "turns":
-        return several_turns(rng, scenes[0])
+        asked = several_turns(rng, scenes[0]) if rng.random() < 0.4 else ()
+        return asked or unrelated_turns(rng, scenes[0], rng.choice(ASKED_ALONE))
     turn = (ASK | TRAINING_ONLY | BLIND)[kind](rng, scenes[0])
     return (turn,) if turn else ()
 

@@ -39,7 +39,7 @@ class ModelSize:
 
 
 EXAMPLES = (  # in bfloat16, by their published configurations
-    ModelSize.of("demo model", expert_bytes=3 * 192 * 64 * 2, layers=8, experts=32, top_k=4, dense_bytes=2_121_216),
+    ModelSize.of("demo model", expert_bytes=3 * 192 * 64 * 2, layers=8, experts=32, top_k=4, dense_bytes=2_637_312),
     ModelSize.of("Qwen3-30B-A3B", expert_bytes=3 * 2048 * 768 * 2, layers=48, experts=128, top_k=8, dense_bytes=2_459_992_064),
     ModelSize.of("Mixtral-8x7B", expert_bytes=3 * 4096 * 14336 * 2, layers=32, experts=8, top_k=2, dense_bytes=2_948_603_904),
 )

@@ -112,9 +112,10 @@ TALK = replace(FINISH, kinds=TALK_KINDS, pair_share=0.14, other_size_share=0.08,
 # Afterwards, from the file of the stages above (`--talk`): about several pictures, none, and what people say beside. The vision
 # tower rests. When the committed file was made, the question stood before its picture in 45% of the first 500 steps' batches;
 # that was learned so slowly (a choice of four stayed at chance) that the chat template puts pictures first instead.
-# The second stage began with more wordings of what is said beside pictures than the first one had.
+# The committed file was made by a run for each stage. The second one was the first with the present wordings of what is said
+# beside pictures; the third was the first that asked questions of any kind after others.
 GREET = replace(TALK, kinds=TALK_KINDS | {"chat": 1.2, "blind chat": 2})
-FOLLOW = replace(GREET, kinds=GREET.kinds | {"turns": 6})  # questions of any kind after others, which the first two did not have
+FOLLOW = replace(GREET, kinds=GREET.kinds | {"turns": 6})
 TALK_STAGES = (
     Stage("talk", 1000, 12, (7e-4, 2e-5), TALK, frozen_eyes=True),
     Stage("greet", 400, 12, (3e-4, 2e-5), GREET, frozen_eyes=True),

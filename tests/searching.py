@@ -1,9 +1,13 @@
-"""How many examples a fuzzer tries: few in the suite, many where somebody searches (HYPOTHESIS_PROFILE=searching)."""
+"""What the suite tries, and what more where somebody searches (HYPOTHESIS_PROFILE=searching): examples of fuzzers, long tests."""
 
 import os
 
+import pytest
+
 MORE = 20
+SEARCHING = os.environ.get("HYPOTHESIS_PROFILE") == "searching"
+long = pytest.mark.skipif(not SEARCHING, reason="takes long: HYPOTHESIS_PROFILE=searching")
 
 
 def examples(usual: int) -> int:
-    return usual * MORE if os.environ.get("HYPOTHESIS_PROFILE") == "searching" else usual
+    return usual * MORE if SEARCHING else usual

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 from PIL import Image
+from searching import long
 
 import vismoe
 from vismoe.cli import main
@@ -411,6 +412,7 @@ sys.exit(rank == 0 and os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
+@long
 def test_two_processes_share_the_documents_and_gather_the_answers(tmp_path):
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     arguments = ["--model", "vismoe", "--model_args", "memory=100%,device=cpu", "--tasks", "scenes_pope", "--limit", "5"]

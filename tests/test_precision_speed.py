@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from searching import long
 
 from vismoe.config import Settings
 from vismoe.eval import precision_shift, precision_speed
@@ -56,6 +57,7 @@ def test_figures_of_a_row_are_medians_of_its_turns_share_by_share():
     assert medians_of(turns) == {"token_s": 2.0, "decode_hits": 0.0, "decode_shares": {"high": 2.0}}
 
 
+@long
 def test_loading_on_demand_never_finds_what_an_earlier_layer_left_and_other_rows_do(tmp_path, capsys, monkeypatch):
     rows = precision_speed.rows
     monkeypatch.setattr(precision_speed, "rows", lambda *of: {name: rows(*of)[name] for name in (CACHE, DYNAMIC)})
@@ -117,6 +119,7 @@ def test_other_icons_are_others(monkeypatch):
     assert all(len(nouns) > 5 for nouns in shown) and not shown[0] & shown[1]
 
 
+@long
 def test_a_change_of_workload_is_followed_and_timed_against_its_rivals(tmp_path, capsys):
     arguments = ["--shifts", "text", "--formats", "16/4", "--requests", "2", "--tokens", "4", "--rounds", "1", "--link", "100GB"]
     assert precision_shift.main([*arguments, "--keep-in", str(tmp_path)]) == 0

@@ -39,7 +39,6 @@ from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS
 
 SYMBOLS = LETTERS + DIGITS
 TOKEN_PX = 32
-BIN_TOKENS = 64
 STRANGERS = tuple(
     "lion zebra person man woman table chair phone horse bird mouse tiger bear monkey snake shoe hat cup book door window river "
     "mountain road truck plane computer bottle knife spoon pen robot child baby duck sheep goat wolf shark whale spider potato "
@@ -51,7 +50,11 @@ NEXT_USER = "\n<|im_start|>user\n"
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a stage trains on: the scenes, weights of the kinds of question, bins of them per picture, shares of rare batches."""
+    """What a stage trains on: the scenes, weights of the kinds of question, bins of them per picture, shares of rare batches.
+
+    A conversation of more than `bin_tokens` is never asked: half of those that ask two or three questions of any kind have more
+    than 64, and nearly all fit 128.
+    """
 
     difficulty: Difficulty = WORLD
     kinds: dict[str, float] = field(
@@ -67,6 +70,7 @@ class Mixture:
         }
     )
     bins: int = 4
+    bin_tokens: int = 64
     pair_share: float = 0.0
     other_size_share: float = 0.0
     triple_share: float = 0.0
@@ -164,6 +168,7 @@ BLIND = {
     "blind beyond": lambda rng, scene: Turn("beyond", *beyond(rng, "train", seen=False)),
     "no image": no_image_turn,
 }
+HARD_AFTER_OTHERS = ("choice", "count")  # asked twice as often
 ANY_PICTURES = ("chat", "beyond", *BLIND)  # asked beside several pictures, too
 
 
@@ -175,7 +180,7 @@ def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Turn,
         return (turn,) if turn else ()
     if kind == "turns":
         asked = several_turns(rng, scenes[0]) if rng.random() < 0.4 else ()
-        return asked or unrelated_turns(rng, scenes[0], rng.choice(ASKED_ALONE))
+        return asked or unrelated_turns(rng, scenes[0], rng.choice((*ASKED_ALONE, *HARD_AFTER_OTHERS)))
     turn = (ASK | TRAINING_ONLY | BLIND)[kind](rng, scenes[0])
     return (turn,) if turn else ()
 
@@ -249,7 +254,7 @@ def _fill(rng: random.Random, writer: Writer, mixture: Mixture, scenes: tuple[Sc
     """Questions until the bins are full: [6, G, L] of ids, segments, offsets, targets, kinds, blind."""
     names = list(mixture.kinds)
     bins: list[list[Segment]] = [[] for _ in range(mixture.bins)]
-    space = [BIN_TOKENS] * mixture.bins
+    space = [mixture.bin_tokens] * mixture.bins
     misses = 0 if bins else 4
     while misses < 4:
         kind, turns = _turns(rng, mixture, scenes)
@@ -260,7 +265,8 @@ def _fill(rng: random.Random, writer: Writer, mixture: Mixture, scenes: tuple[Sc
             continue
         bins[index].append(Segment(names.index(kind), ids, target, kind in BLIND))
         space[index] -= len(ids)
-    return np.stack([_lay_out(segments) for segments in bins], axis=1) if bins else np.zeros((6, 0, BIN_TOKENS), np.int64)
+    rows = [_lay_out(segments, mixture.bin_tokens) for segments in bins]
+    return np.stack(rows, axis=1) if rows else np.zeros((6, 0, mixture.bin_tokens), np.int64)
 
 
 def _turns(rng: random.Random, mixture: Mixture, scenes: tuple[Scene, ...]) -> tuple[str, tuple[Turn, ...]]:
@@ -268,8 +274,8 @@ def _turns(rng: random.Random, mixture: Mixture, scenes: tuple[Scene, ...]) -> t
     return kind, tuple(replace(turn, question=rough(rng, turn.question)) for turn in ask(rng, kind, scenes))
 
 
-def _lay_out(segments: list[Segment]) -> np.ndarray:
-    out = np.zeros((6, BIN_TOKENS), np.int64)
+def _lay_out(segments: list[Segment], tokens: int) -> np.ndarray:
+    out = np.zeros((6, tokens), np.int64)
     out[3] = -100
     start = 0
     for number, segment in enumerate(segments, start=1):

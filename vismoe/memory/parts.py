@@ -1,6 +1,10 @@
-"""The named shares of memory that a plan adds up: what each part is and how many bytes it takes at a context. Pure."""
+"""The named shares of memory that a plan adds up: what each part is and how many bytes it takes at a context.
+
+Pure, but for asking whether Triton is installed.
+"""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from vismoe.config import format_bytes
 from vismoe.memory.apportion import Division, experts_of, prefix_bytes
@@ -15,6 +19,7 @@ RUNTIME_BYTES = {
     "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
     "cuda": 512 * 2**20,  # not measured yet: context, loaded kernels, cuBLAS workspace
 }
+TRITON_BYTES = 66 * 2**20  # measured: what of its library comes to memory
 RUNTIME_NOTES = {"cpu": "model code, processor, threads", "cuda": "context, kernels, workspace (an estimate)"}
 
 
@@ -82,9 +87,11 @@ def workspace_part(nbytes: int) -> list[Part]:
 def _of_a_cpu(need: Footprint) -> list[Part]:
     """What is host memory, and so inside the budget only where the CPU is the device."""
     note = f"generated code for the {need.kernel_entries // 2} latest shapes of a product"
+    triton = [Part("Triton", TRITON_BYTES, "torch imports it where it is installed")] if find_spec("triton") else []
     return [
         Part("kernel caches", kernel_cache_bytes(need.dtype, need.kernel_entries), note),
         Part("tokenizer", need.tokenizer_bytes),
+        *triton,
     ]
 
 

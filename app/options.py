@@ -6,22 +6,17 @@ Checked when made: what would serve strangers without a key is refused. Needs no
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from vismoe.config import MOST_BYTES, Tokens
 from vismoe.errors import ConfigError
-from vismoe.ranges import check_fields
+from vismoe.ranges import Range, check_fields
 
 __all__ = ["ServeOptions", "is_api_key", "is_loopback", "served_name"]
 
-LEAST = {
-    "port": 0,
-    "max_body_bytes": 1024,
-    "max_images": 0,
-    "max_pixels": 1,
-    "max_image_bytes": 1024,
-    "max_waiting": 1,
-    "max_tokens": 1,
-    "drain_s": 0,
-}
+MOST_SECONDS = 7 * 86_400
+Size = Annotated[int, Range(1024, MOST_BYTES, "bytes")]
+Patience = Annotated[float, Range(0, MOST_SECONDS, "seconds", above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +24,7 @@ class ServeOptions:
     """How the server meets its clients."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
+    port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free one
     api_keys: tuple[str, ...] = ()  # a client sends one of these
     no_api_key: bool = False  # said by whoever wants to serve other machines without a key
     served_model_name: str | None = None  # None: the model's own
@@ -37,30 +32,22 @@ class ServeOptions:
     allow_origins: tuple[str, ...] = ()  # web pages that may call us from a browser
     allow_remote_images: bool = False
     image_folder: Path | None = None  # from which images may be named by path
-    max_body_bytes: int = 64 * 2**20
-    max_images: int = 8  # of one request
-    max_pixels: int = 32 * 10**6  # of one image
-    max_image_bytes: int = 20 * 2**20  # of one image as it was encoded
-    image_timeout_s: float = 10.0  # for the downloads of one request, and as much for decoding
+    max_body_bytes: Size = 64 * 2**20
+    max_images: Annotated[int, Range(0, 10**6)] = 8  # of one request
+    max_pixels: Annotated[int, Range(1, MOST_BYTES)] = 32 * 10**6  # of one image
+    max_image_bytes: Size = 20 * 2**20  # of one image as it was encoded
+    image_timeout_s: Patience = 10.0  # for the downloads of one request, and as much for decoding
     no_reuse: bool = False  # of keys and values of earlier requests: same bits whatever was asked before
     fixed_policy: bool = False  # requests change neither policy nor formats
-    max_waiting: int = 64  # requests that do not run yet; further ones are sent away
-    memory_timeout_s: float = 30.0  # for a request to wait for memory that others hold
-    body_timeout_s: float = 60.0  # for a body to arrive
-    drain_s: float = 30.0  # at the end, for answers that are being written
-    max_tokens: int | None = None  # of an answer, where the request does not say; None: to the end of the planned context
-    image_tokens: tuple[int, int] | None = None  # least and most for each image, where the request does not say
+    max_waiting: Annotated[int, Range(1, 10**6)] = 64  # requests that do not run yet; further ones are sent away
+    memory_timeout_s: Patience = 30.0  # for a request to wait for memory that others hold
+    body_timeout_s: Patience = 60.0  # for a body to arrive
+    drain_s: Annotated[float, Range(0, MOST_SECONDS, "seconds")] = 30.0  # at the end, for answers that are being written
+    max_tokens: Tokens | None = None  # of an answer, where the request does not say; None: to the end of the planned context
+    image_tokens: tuple[Tokens, Tokens] | None = None  # least and most for each image, where the request does not say
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, least in LEAST.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least {least}")
-        if self.port > 65535:
-            raise ConfigError(f"port={self.port}: at most 65535")
-        for name in ("image_timeout_s", "body_timeout_s", "memory_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: above zero")
         if not all(map(is_api_key, self.api_keys)):
             raise ConfigError("an API key is printable ASCII without blanks around it, and not empty")
         if self.image_folder is not None and not self.image_folder.is_dir():

@@ -13,6 +13,8 @@ import tempfile
 import pytest
 from hypothesis import settings
 
+import vismoe  # noqa: F401  # before any file's transformers, which imports a torchvision that this mends
+
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("searching", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
@@ -40,12 +42,12 @@ def measured_once():
 
     needs, measure = {}, loading.footprint
 
-    def footprint(model, inventory, settings, **kernels):
+    def footprint(model, inventory, settings, device):
         described = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
         key = str(described), model.config._name_or_path, model.dtype, settings.context
         if key not in needs:
-            needs[key] = measure(model, inventory, settings, **kernels)
-        return dataclasses.replace(needs[key], inventory=inventory, **kernels)
+            needs[key] = measure(model, inventory, settings, device=device)
+        return dataclasses.replace(needs[key], inventory=inventory)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "footprint", footprint)

@@ -15,6 +15,7 @@ import tiny_models
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from searching import SEARCHING
 
 import vismoe
 from vismoe import VisMoEConfig, cli
@@ -24,7 +25,7 @@ from vismoe.store.packed import STORE_FOLDER
 from vismoe.store.safetensors_header import read_header
 
 pytestmark = pytest.mark.usefixtures("measured_once")
-EXAMPLES = 150 if os.environ.get("HYPOTHESIS_PROFILE") == "searching" else 7
+EXAMPLES = 150 if SEARCHING else 7
 CHANGES = (
     "overwrite",
     "overwrite all",

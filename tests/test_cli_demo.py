@@ -1,8 +1,6 @@
 """The command on the bundled demo model; what needs a process of its own (signals, a terminal) runs in one."""
 
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -10,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from terminals import terminals
 
 from vismoe import cli
 
@@ -126,51 +125,10 @@ def test_ctrl_c_at_any_time_is_clean(after_s):
     assert "Traceback" not in err
 
 
-class Terminal:
-    """A `vismoe chat` on a pseudo terminal."""
-
-    def __init__(self, *arguments: str):
-        self.master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "dumb", "COLUMNS": "120"}
-        self.process = subprocess.Popen(
-            [*VISMOE, "chat", *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
-        )
-        os.close(slave)
-        self.text = ""
-
-    def wait_for(self, text: str, timeout_s: float = 90) -> str:
-        """What came until `text` did."""
-        end = time.monotonic() + timeout_s
-        os.set_blocking(self.master, False)
-        while text not in self.text:
-            assert time.monotonic() < end, f"no {text!r} in:\n{self.text}"
-            try:
-                self.text += os.read(self.master, 65536).decode(errors="replace")
-            except BlockingIOError:
-                time.sleep(0.02)
-        seen, _, self.text = self.text.partition(text)
-        return seen
-
-    def type(self, line: str) -> None:
-        os.write(self.master, f"{line}\n".encode())
-
-    def press_ctrl_d(self) -> None:
-        os.write(self.master, b"\x04")
-
-
 @pytest.fixture
 def terminal():
-    started = []
-
-    def start(*arguments: str) -> Terminal:
-        started.append(Terminal(*arguments))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.process.kill()
-        each.process.wait()
-        os.close(each.master)
+    with terminals() as start:
+        yield lambda *arguments: start([*VISMOE, "chat", *map(str, arguments)])
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
@@ -178,34 +136,34 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     crawling = ["--emulated-link-bytes-per-s", "3MiB", "--misses", "wait", "--lookahead", "none"]
     chat = terminal("--memory", "25%", *crawling, "--image", PICTURE)
     chat.wait_for("> ")
-    chat.type("Describe the image.")
+    chat.write("Describe the image.\n")
     chat.wait_for("Describe the image.")
     for after_s in (1.0, 3.0):  # in the prefill, and then wherever it is
         time.sleep(after_s)
         chat.process.send_signal(signal.SIGINT)
-        chat.wait_for("stopped")  # in brackets behind a part of an answer
+        chat.wait_for("[stopped]")
         chat.wait_for("> ")
-        chat.type("Describe the image.")
+        chat.write("Describe the image.\n")
         chat.wait_for("Describe the image.")
     time.sleep(1)
     chat.process.send_signal(signal.SIGINT)
     chat.wait_for("[stopped]")
     chat.wait_for("> ")
-    chat.press_ctrl_d()
+    chat.write("\x04")
     assert chat.process.wait(timeout=30) == 0
 
 
 def test_a_conversation_on_a_terminal(terminal):
     chat = terminal("--memory", "50%", "--verbose", *LONG)
     chat.wait_for("> ")
-    chat.type(f"/image {PICTURE}")
+    chat.write(f"/image {PICTURE}\n")
     chat.wait_for("attached")
     chat.wait_for("> ")
-    chat.type("Describe the image.")
+    chat.write("Describe the image.\n")
     chat.wait_for("decode")
     chat.wait_for("> ")
     chat.process.send_signal(signal.SIGINT)
     chat.wait_for("Ctrl-D leaves")
     chat.wait_for("> ")
-    chat.press_ctrl_d()
+    chat.write("\x04")
     assert chat.process.wait(timeout=30) == 0

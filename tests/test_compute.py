@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -16,6 +17,7 @@ from vismoe.kernels import cpu
 from vismoe.memory.pool import SlabPool
 from vismoe.models import compute
 from vismoe.models.compute import FastExperts, TorchExperts
+from vismoe.models.eager import BLOCK_ROWS, block_rows
 from vismoe.models.families import expert_parameters
 from vismoe.models.forms import form_of
 from vismoe.paging.lent import Group
@@ -93,6 +95,28 @@ def test_where_a_call_is_cut_changes_no_bit(layer, monkeypatch, pairs, in_order)
     whole = outputs(layer, layer.fast, *given, on_host=False, in_order=in_order)
     monkeypatch.setattr(compute, "PAIRS_PER_CALL", pairs)
     assert torch.equal(outputs(layer, layer.fast, *given, on_host=False, in_order=in_order), whole)
+
+
+def test_torch_computes_many_rows_in_blocks_and_gives_eagers_bits(layer, monkeypatch):
+    """Which the block size is chosen for: where blocks would give others, there are none."""
+    tokens, calls = 2 * BLOCK_ROWS + 777, []
+    most = block_rows(torch.bfloat16, "cpu") or tokens
+    hidden, index, factors = batch(tokens)
+    index = np.concatenate((np.zeros_like(index[:, :1]), 1 + index[:, 1:] % 2 + [0, 2]), axis=1)  # one that all tokens choose
+    called = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda rows, *more: (calls.append(len(rows)), called(rows, *more))[1])
+    computed = outputs(layer, layer.torch, hidden, index, factors, on_host=False, in_order=True)
+    assert max(calls) <= most and sum(calls) == 2 * index.size
+    with torch.inference_mode():
+        eager = layer.module(hidden, torch.from_numpy(index), factors)
+    assert torch.equal(computed, eager.float())
+
+
+def test_there_are_no_blocks_where_a_row_depends_on_how_many_come_with_it(monkeypatch):
+    product = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda rows, weight: product(rows, weight) + len(rows) % 2 * 1e-7)
+    assert block_rows.__wrapped__(torch.float32, "cpu") is None
+    assert block_rows(torch.float32, "cuda") is None
 
 
 def test_sentinels_alone_give_zeros(layer):

@@ -50,7 +50,7 @@ def test_every_option_has_a_rule_and_its_default_follows_it(owner):
         assert rules[field.name].kinds and rules[field.name].holds(field.default), field.name
 
 
-@pytest.mark.parametrize("rules", [SETTINGS, ANSWERS], ids=["settings", "answers"])
+@pytest.mark.parametrize("rules", [SETTINGS, ANSWERS, rules_of(ServeOptions)], ids=["settings", "answers", "server"])
 def test_every_number_has_two_ends_and_every_size_is_read(rules):
     for name, rule in rules.items():
         for kind in rule.kinds:

@@ -3,7 +3,6 @@
 With HYPOTHESIS_PROFILE=searching there are twenty times as many requests.
 """
 
-import os
 import random
 import re
 import threading
@@ -12,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from searching import SEARCHING
 from test_pager import NumberStore, elsewhere, lent_by, make_pager
 
 from vismoe.errors import TransferError
@@ -20,7 +20,7 @@ from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.types import ExpertId, Phase
 
-REQUESTS = 6000 if os.environ.get("HYPOTHESIS_PROFILE") == "searching" else 300
+REQUESTS = 6000 if SEARCHING else 300
 
 
 class WorkersOnly(DiskMover):

@@ -5,7 +5,6 @@ steps of a padded batch. What transformers itself does not run, or makes no fini
 without routed experts is refused by name. With HYPOTHESIS_PROFILE=searching there are many times as many examples.
 """
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from family_zoo import LAYERS, families
 from hypothesis import HealthCheck, event, given, reject, settings
 from hypothesis import strategies as st
 from models_page import PREFILL_ONLY
+from searching import SEARCHING
 from test_families import RUNNING, Specimen, first, inventory
 from test_footprint import CONTEXT, held_by_cache, measured
 from transformers import AutoConfig
@@ -27,7 +27,7 @@ from vismoe.errors import UnsupportedModelError
 from vismoe.models.adapters import adapt
 from vismoe.models.families import EXPERT_COUNTS, TOP_K, expert_modules
 
-EXAMPLES = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "searching" else 8
+EXAMPLES = 500 if SEARCHING else 8
 STEPS = 3
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 OF_A_RUN = {"return_dict", "use_cache", "is_encoder_decoder", "use_mamba_kernels", "use_mambapy", "use_associative_scan"}

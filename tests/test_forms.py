@@ -30,6 +30,11 @@ def model(request):
     return request.param, built
 
 
+def width(up: torch.Tensor, form: ExpertForm) -> int:
+    """Of the rows that an expert takes: the hidden size, or a narrower one."""
+    return up.shape[0 if form.transposed else 1]
+
+
 def test_a_form_computes_what_the_module_computes(model):
     family, built = model
     inventory = inventory_of(built, torch.float32)
@@ -40,10 +45,26 @@ def test_a_form_computes_what_the_module_computes(model):
             assert FORMLESS[family] in form
             continue
         weights = {name: p[1].detach() for name, p in expert_parameters(module).items()}
-        hidden = {s.name: s.shape for s in inventory.layout(layer.index).sections}[form.up][0 if form.transposed else 1]
-        rows = 4 * torch.randn(5, hidden, generator=torch.Generator().manual_seed(1))
+        rows = 4 * torch.randn(5, width(weights[form.up], form), generator=torch.Generator().manual_seed(1))
         expected = expert_output(module, weights, rows)
         torch.testing.assert_close(reference.expert(form, weights, rows, torch.float32), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_experts_rows_in_blocks_give_the_same_numbers_in_their_place(model):
+    _, built = model
+    inventory = inventory_of(built, torch.float32)
+    forms = forms_of(built, inventory)
+    for layer, (_, module) in zip(inventory.layers, expert_modules(built), strict=True):
+        weights = {name: p[1].detach() for name, p in expert_parameters(module).items()}
+        form = forms[layer.geometry]
+        first = next(iter(weights.values()))
+        wide = first.shape[1] if isinstance(form, str) else width(weights[form.up], form)
+        rows = 4 * torch.randn(21, wide, generator=torch.Generator().manual_seed(1))
+        expected = expert_output(module, weights, rows)
+        assert expected.shape == rows.shape and expected.dtype == rows.dtype
+        blocks = expert_output(module, weights, rows, 8)
+        assert blocks.data_ptr() == rows.data_ptr()
+        torch.testing.assert_close(blocks, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_transposed_matrices_are_named(model):

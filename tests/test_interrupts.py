@@ -3,16 +3,14 @@
 That one must be able to go on at once. With HYPOTHESIS_PROFILE=searching it is every bytecode there is.
 """
 
-import os
-
 import pytest
+from searching import SEARCHING
 from test_below import copying, warm
 from test_pager import NumberStore, check, interrupt_everywhere, make_pager
 
 from vismoe.paging.pager import Pager
 from vismoe.types import ExpertId, Phase
 
-SEARCHING = os.environ.get("HYPOTHESIS_PROFILE") == "searching"
 EVERY = 1 if SEARCHING else 97  # so many bytecodes apart, where there are too many
 
 

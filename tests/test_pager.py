@@ -8,7 +8,6 @@ import functools
 import gc
 import itertools
 import linecache
-import os
 import random
 import signal
 import sys
@@ -24,7 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from searching import examples
+from searching import SEARCHING, examples
 
 from vismoe.errors import BusyError, ClosedError, TransferError
 from vismoe.memory.pool import SlabPool
@@ -135,7 +134,7 @@ def random_walk(
     [([2], "lfu", 2), ([3], "lru", 1), ([16], "lookahead", 2), ([40], "lfu", 3)],
 )
 def test_random_steps_keep_every_invariant(slabs, order, threads):
-    steps = 25_000 if os.environ.get("HYPOTHESIS_PROFILE") == "searching" else 8_000
+    steps = 25_000 if SEARCHING else 8_000
     pager = random_walk(7, steps, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
     counts = pager.metrics.snapshot()
     assert counts.total("hits") + counts.total("misses") > steps

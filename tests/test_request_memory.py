@@ -26,6 +26,7 @@ for needed in ("fastapi", "uvicorn", "openai", "prometheus_client"):  # extras
 
 from hostile_images import data_uri, encoded, picture  # noqa: E402
 from scripted_engine import ScriptedEngine  # noqa: E402
+from searching import SEARCHING  # noqa: E402
 from served import served, wait_until  # noqa: E402
 
 from vismoe.app.api_errors import ApiError  # noqa: E402
@@ -36,7 +37,6 @@ from vismoe.config import Settings, format_bytes  # noqa: E402
 from vismoe.errors import ConfigError, InputError  # noqa: E402
 from vismoe.models.rgb import decoding_bytes  # noqa: E402
 
-SEARCHING = os.environ.get("HYPOTHESIS_PROFILE") == "searching"
 MIB = 2**20
 OWN = DECODERS * PROCESS_BYTES
 PATIENCE_S = 600

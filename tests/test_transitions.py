@@ -6,7 +6,6 @@ With HYPOTHESIS_PROFILE=searching there are ten times as many steps.
 """
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searching import SEARCHING
 from test_pager import EVERY, interrupt_at_random, interrupt_everywhere
 
 from vismoe.errors import ClosedError, TransferError
@@ -32,7 +32,7 @@ from vismoe.pair import Format, FormatPair
 from vismoe.precision.policy import Policy
 from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
-MORE = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "searching" else 1
+MORE = 10 if SEARCHING else 1
 NUMBERS = ((6, 4), (8, 5))  # in a record, by geometry and format
 FREE_OF_CHARGE = Rates(link_bytes_per_s=1e18, cpu_bytes_per_s=1.0)  # whatever is copied is there before anything is computed
 NEVER_IN_TIME = Rates(link_bytes_per_s=1e-6, cpu_bytes_per_s=1e18)

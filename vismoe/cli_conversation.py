@@ -189,7 +189,7 @@ class Conversation:
         except VisMoEError as error:
             say(f"error: {error}")
         except KeyboardInterrupt:
-            say("\nstopped")
+            say("\n[stopped]")
 
     def turn(self, part: str) -> None:
         command, *rest = part.split(maxsplit=1)

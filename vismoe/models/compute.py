@@ -15,7 +15,7 @@ import torch
 
 from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
-from vismoe.models.eager import OneRow, Rows, expert_output
+from vismoe.models.eager import BLOCK_ROWS, OneRow, Rows, block_rows, expert_output
 from vismoe.models.families import accumulator_dtype
 from vismoe.paging.demand import Demand
 from vismoe.paging.lent import Lent
@@ -133,9 +133,10 @@ class _TorchWork:
         """One expert's rows `[n, H]`, weighed."""
         if lent.on_host:
             return self._rows.arranged(lent.expert, self._below.part(lent).to(self._hidden))
-        rows = self._rows
-        output = expert_output(self._module, self._parent.weights(self._layer, lent), rows.inputs(lent.expert))
-        return rows.weigh(lent.expert, output)
+        rows = self._rows.inputs(lent.expert)
+        most = block_rows(rows.dtype, rows.device.type) if len(rows) > BLOCK_ROWS else None
+        output = expert_output(self._module, self._parent.weights(self._layer, lent), rows, most)
+        return self._rows.weigh(lent.expert, output)
 
 
 class FastExperts:

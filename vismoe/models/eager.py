@@ -2,16 +2,23 @@
 
 Outputs are bit-identical to eager experts on fresh memory: one matrix product per expert over exactly the rows eager would use
 (padding rows included), weights in the model's own orientation, additions in ascending expert id rounded in the output's type.
+Rows beyond BLOCK_ROWS are computed in blocks, which bounds the memory of an expert that many tokens choose, where that gives the
+same bits.
 Shapes: hidden `[T, H]`, routing `[T, K]`, factors (the routing weights) `[T, K]`.
 """
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["OneRow", "Rows", "expert_output"]
+__all__ = ["BLOCK_ROWS", "OneRow", "Rows", "block_rows", "expert_output"]
+
+BLOCK_ROWS = 2048
+PROBED = (1024, 64)  # width and outputs of the products that block_rows tries: 20 to 60 ms
 
 
 class Rows:
@@ -85,8 +92,15 @@ class OneRow:
         out += part.to(out.dtype)
 
 
-def expert_output(module: Any, weights: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """One expert on its rows `[n, H]`, before the routing weight; the activation is the model's own."""
+def expert_output(module: Any, weights: dict[str, torch.Tensor], rows: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """One expert on its rows `[n, H]`, before the routing weight; the activation is the model's own.
+
+    most: of the rows, how many are computed at once; the output of more than that takes the place of `rows`.
+    """
+    if most is not None and len(rows) > most:
+        for block in _blocks(rows, most):
+            block.copy_(expert_output(module, weights, block))
+        return rows
     if hasattr(module, "page_expert"):  # a family with arithmetic of its own (adapters.py)
         return module.page_expert(weights, rows)
     up = _linear(module, rows, weights, "gate_up_proj" if module.has_gate else "up_proj")
@@ -100,3 +114,30 @@ def _linear(module: Any, rows: torch.Tensor, weights: dict[str, torch.Tensor], n
     if not module.is_transposed:
         return nn.functional.linear(rows, weight, bias)
     return rows @ weight if bias is None else rows @ weight + bias
+
+
+def _blocks(rows: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Views of at most so many rows, about as many in each: products of a few rows have kernels of their own."""
+    size = -(-len(rows) // -(-len(rows) // most))
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+@functools.cache
+def block_rows(dtype: torch.dtype, device: str) -> int | None:
+    """How many rows of an expert are computed at once; None: all, as blocks of them may give other bits here.
+
+    Tried once for a type on this CPU: the products' sums cancel, so that another order of additions changes most of their bits.
+    Seen to be so in bfloat16 with AVX-512 but without its bfloat16 instructions, where which thread computes a row shows in it.
+    """
+    if device != "cpu":
+        return None
+    width, outputs = PROBED
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(width, generator=generator, device="cpu")
+    half, weight = (torch.randn(n, width // 2, generator=generator, device="cpu") for n in (2 * BLOCK_ROWS + 777, outputs))
+    rows, weight = torch.cat((half, half), 1)[:, order].to(dtype), torch.cat((weight, -weight), 1)[:, order].to(dtype)
+    for count in (BLOCK_ROWS + 1, BLOCK_ROWS + 63, 2 * BLOCK_ROWS + 1, len(rows)):
+        blocks = [nn.functional.linear(block, weight) for block in _blocks(rows[:count], BLOCK_ROWS)]
+        if not nn.functional.linear(rows[:count], weight).equal(torch.cat(blocks)):
+            return None
+    return BLOCK_ROWS

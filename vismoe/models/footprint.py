@@ -21,6 +21,7 @@ from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
 from vismoe.memory.kernel_cache import kernel_cache_entries
 from vismoe.memory.needs import CacheLayer, Curve, Footprint
 from vismoe.models.components import backbone_bytes
+from vismoe.models.eager import BLOCK_ROWS, block_rows
 from vismoe.models.families import expert_modules
 from vismoe.models.live_memory import META, ExpertsMemory, FusedAttention, LiveMemory, all_chosen, forwards_replaced
 from vismoe.models.vision_memory import vision_memory
@@ -46,6 +47,7 @@ def footprint(
     by_kernels: bool = False,
     workspace_bytes: int = 0,
     host_workspace_bytes: int = 0,
+    device: str = "cpu",
 ) -> Footprint:
     """Measure `model` for up to `settings.context` tokens; it must be on meta with its experts' parameters still there.
 
@@ -54,13 +56,15 @@ def footprint(
     image_tokens: the most image tokens of one request; None: the context may be all images.
     by_kernels: whether our kernels compute the experts, and not torch.
     workspace_bytes, host_workspace_bytes: what the experts' arithmetic keeps on the device, and in host memory below it.
+    device: where it runs, `cpu` or `cuda`.
     """
     context, config = settings.context, model.config.get_text_config()
-    runs = [_Forward(model, min(FEW_TOKENS, context))]
+    most_rows = block_rows(model.dtype, device) if context > BLOCK_ROWS else None
+    runs = [_Forward(model, min(FEW_TOKENS, context), most_rows)]
     recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
-    between = (tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context)
+    between = [tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context] + ([most_rows] if most_rows else [])
     more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (*between, context))} - {runs[0].tokens}
-    runs += [_Forward(model, tokens) for tokens in sorted(more)]
+    runs += [_Forward(model, tokens, most_rows) for tokens in sorted(more)]
     layers = runs[-1].cache_layers
 
     def curve(peak: Callable[[_Forward], int]) -> Curve:
@@ -123,8 +127,8 @@ class _Forward:
     torch_prefill_bytes: while torch does.
     """
 
-    def __init__(self, model: Any, tokens: int):
-        self.tokens = tokens
+    def __init__(self, model: Any, tokens: int, most_rows: int | None):
+        self.tokens, self.most_rows = tokens, most_rows
         experts = [module for _, module in expert_modules(model)]
         usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
         cache = None
@@ -138,7 +142,7 @@ class _Forward:
 
     def _run(self, model: Any, cache: Any, experts: Sequence[nn.Module]) -> None:
         memory, tokens = LiveMemory(), self.tokens
-        attention, layers = FusedAttention(memory), ExpertsMemory(memory)
+        attention, layers = FusedAttention(memory), ExpertsMemory(memory, self.most_rows)
         with torch.no_grad(), all_chosen(), memory, attention, forwards_replaced(experts, layers.function):
             ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
             cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values

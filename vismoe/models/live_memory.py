@@ -99,24 +99,31 @@ class ExpertsMemory:
     Kernels add into one float32 output and keep a workspace of their own, which is planned for apart.
     """
 
-    def __init__(self, memory: LiveMemory):
+    def __init__(self, memory: LiveMemory, most_rows: int | None):
+        """most_rows: of an expert, that torch computes at once."""
         self.torch_peak_bytes = 0
 
         def function(module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             peak_bytes, memory.peak_bytes = memory.peak_bytes, memory.live_bytes
-            one_expert_for_all(module, hidden_states, index, weights)
+            one_expert_for_all(module, hidden_states, index, weights, most_rows)
             self.torch_peak_bytes, memory.peak_bytes = max(self.torch_peak_bytes, memory.peak_bytes), peak_bytes
             return torch.zeros(hidden_states.shape, dtype=torch.float32, device=META).to(hidden_states.dtype)
 
         self.function = function
 
 
-def one_expert_for_all(module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the experts function holds at most: one expert that every token chose, as eager computes it. [T, H] -> [T, H]"""
+def one_expert_for_all(
+    module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, most_rows: int | None = None
+) -> torch.Tensor:
+    """What the experts function holds at most: one expert that every token chose, as eager computes it. [T, H] -> [T, H]
+
+    most_rows: of them, that are computed at once. Blocks are a little smaller; so no shorter prompt takes more than a longer one.
+    """
     order, _ = torch.sort(index.flatten())
     out = torch.zeros_like(hidden_states)
     rows = torch.empty_like(hidden_states[: -(-len(hidden_states) // getattr(module, "row_groups", 1))])
-    result = expert_output(module, {name: p[0] for name, p in expert_parameters(module).items()}, rows)
+    result = expert_output(module, {name: p[0] for name, p in expert_parameters(module).items()}, rows[:most_rows])
+    result = rows if len(result) < len(rows) else result  # whose place the output takes
     result = result * torch.empty(len(rows), 1, dtype=weights.dtype, device=META)
     out[: len(rows)].add_(result.to(out.dtype))
     del order

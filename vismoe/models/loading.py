@@ -89,7 +89,7 @@ class VisMoEQuantizer(HfQuantizer):
         try:
             self._calibration = Calibration.find(source.paths[0].parent, settings)
             with torch.device("cpu"):
-                needs = with_experts_of(footprint(model, experts.inventory, settings), stores, experts)
+                needs = with_experts_of(footprint(model, experts.inventory, settings, device=device.type), stores, experts)
                 needs = with_calibration(needs, self._calibration, settings, device)
             table = table_of(model, source.headers)
             origin = Origin(source, needs, probe(device), device, table_bytes(model) if table else 0)

@@ -82,6 +82,7 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
         by_kernels=experts.kernels is not None,
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
+        device=hardware.device,
     )
     needs = dataclasses.replace(needs, transposed=experts.transposed)
     if files:

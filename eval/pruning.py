@@ -35,8 +35,7 @@ from vismoe.cli_options import SuggestingParser
 from vismoe.engine import Engine, demo_model
 from vismoe.errors import ConfigError, VisMoEError
 from vismoe.models.loading import runtime_of
-from vismoe.models.prune import KeptImage
-from vismoe.vision.selection import Pruning
+from vismoe.vision.selection import KeptImage, Pruning
 
 from . import accuracy, scenes, scoring, world
 from . import questions as asking

@@ -17,9 +17,8 @@ from vismoe.figures import Figures, PassFigures, PrecisionInfo
 from vismoe.memory.parts import Part
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
-from vismoe.models.prune import KeptImage
 from vismoe.types import Phase
-from vismoe.vision.selection import Pruning, Selection
+from vismoe.vision.selection import KeptImage, Pruning, Selection
 
 LAYERS, EXPERTS = 2, 4
 SIDE = 4  # visual tokens of an image, down and across

@@ -16,8 +16,7 @@ from vismoe.eval.pruning import OTHERS, STUDIES, Answered, Contestant, Engines, 
 from vismoe.eval.questions import KINDS
 from vismoe.eval.world import assets_folder
 from vismoe.models.loading import runtime_of
-from vismoe.models.prune import KeptImage
-from vismoe.vision.selection import Pruning, Selection
+from vismoe.vision.selection import KeptImage, Pruning, Selection
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 DEMO = str(assets_folder() / "demo-model")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from vismoe.config import ANSWERS, ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
-from vismoe.ranges import Rule, file_name, shown
+from vismoe.ranges import PATH_BEGINNINGS, Rule, file_name, shown
 
 if TYPE_CHECKING:
     from vismoe.engine import Engine
@@ -123,7 +123,7 @@ def model_and_question(words: list[str], model: str | None) -> Words:
         return Words(_expanded(model), words[0] if words else None)
     word = words[0]
     is_question = any(letter.isspace() for letter in word) or "?" in word
-    names_a_model = word.startswith(("/", "./", "../", "~")) or HUB_NAME.fullmatch(word) or _is_folder(word)
+    names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or _is_folder(word)
     return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
 
 

@@ -8,10 +8,9 @@ from PIL import Image
 
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Snapshot
-from vismoe.models.prune import KeptImage
 from vismoe.types import Phase
 from vismoe.vision.overlay import kept_overlay
-from vismoe.vision.selection import Pruning
+from vismoe.vision.selection import KeptImage, Pruning
 
 __all__ = ["Clock", "Figures", "Finish", "PassFigures"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vismoe.models.cache_beginning import beginning
-from vismoe.models.prune import KeptImage
+from vismoe.vision.selection import KeptImage
 
 __all__ = ["Prefix", "Prefixes"]
 

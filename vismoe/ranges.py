@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 
 from vismoe.errors import ConfigError, VisMoEError
 
-__all__ = ["Range", "Read", "Rule", "check_fields", "file_name", "rules_of", "shown", "unencodable"]
+__all__ = ["PATH_BEGINNINGS", "Range", "Read", "Rule", "check_fields", "file_name", "rules_of", "shown", "unencodable"]
 
 SHOWN_CHARACTERS = 60
+PATH_BEGINNINGS = ("/", "./", "../", "~")
 NOT_A_TEXT = ", not a text"
 NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", Path: "a path"}
 

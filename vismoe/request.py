@@ -27,11 +27,10 @@ from vismoe.models.cache_beginning import can_go_on
 from vismoe.models.experts import ExpertRuntime, Interrupted
 from vismoe.models.image_cache import ImageCache
 from vismoe.models.prompts import Prompt, PromptBuilder, without_pixels
-from vismoe.models.prune import KeptImage
 from vismoe.prefixes import Prefix, Prefixes
 from vismoe.simulate.trace import TraceWriter
 from vismoe.types import Phase
-from vismoe.vision.selection import Pruning
+from vismoe.vision.selection import KeptImage, Pruning
 
 __all__ = ["Asked", "Request", "Shared"]
 

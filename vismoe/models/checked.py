@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.models.families import expert_modules, top_k_of
-from vismoe.ranges import file_name, shown, unencodable
+from vismoe.ranges import PATH_BEGINNINGS, file_name, shown, unencodable
 
 __all__ = [
     "check_json_files",
@@ -112,20 +112,22 @@ def _is_whole(path: Path) -> bool:
 
 
 def folder_or_name(model: str | Path) -> Path:
-    """A model as it can be named. Raises ConfigError."""
+    """A model as it can be named. Raises ConfigError, and CheckpointError for a path where no folder is."""
     try:
         if not isinstance(model, str | Path):
             raise ConfigError(f"a text or a path, not a {type(model).__name__}")
         if unencodable(str(model)):
             raise ConfigError(f"in UTF-8; {unencodable(str(model))}")
         path = file_name(model)
-        path.is_dir()  # raises OSError for a name that no file system takes
-        return path
+        is_folder = path.is_dir()  # raises OSError for a name that no file system takes
     except (ConfigError, OSError) as error:
         raise ConfigError(
             f"model={shown(model)}: the folder of a model or its name on the hub is {error}. "
             "Fix: e.g. Qwen/Qwen3-VL-30B-A3B-Instruct, or leave it out for the bundled demo model"
         ) from error
+    if not is_folder and str(model).startswith(PATH_BEGINNINGS):  # the hub is not asked, which takes half a minute offline
+        raise CheckpointError(f"{model} is neither a folder here nor a model's name on the hub. Fix: check the path")
+    return path
 
 
 def config_file(model: str | Path, revision: str | None) -> Path:

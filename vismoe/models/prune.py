@@ -35,26 +35,15 @@ from vismoe.models.pruned_cache import PrunedLayer, left_padded
 from vismoe.models.token_kinds import PLACEHOLDERS, token_kinds
 from vismoe.simulate.steps import TokenKind
 from vismoe.vision.saliency import distinctness
-from vismoe.vision.selection import Pruning, Selection, select
+from vismoe.vision.selection import KeptImage, Pruning, select
 
-__all__ = ["KeptImage", "VisualPruner"]
+__all__ = ["VisualPruner"]
 
 logger = logging.getLogger(__name__)
 
 PRUNED_BY = "_vismoe_pruner"  # where a decoder keeps its pruner
 CACHES = (DynamicLayer, DynamicSlidingWindowLayer)  # what a narrowed layer can take over
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class KeptImage:
-    """One image of a prompt, and what was kept of it."""
-
-    row: int  # of the batch
-    start: int  # position of its first token in the sequence
-    grid: tuple[int, int] | None  # rows and columns of tokens, where the tower was told
-    selection: Selection
-    tokens: int
 
 
 @dataclass

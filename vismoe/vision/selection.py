@@ -14,7 +14,7 @@ import numpy as np
 
 from vismoe.errors import ConfigError, InputError
 
-__all__ = ["SELECTIONS", "Pruning", "Selection", "kept_count", "select"]
+__all__ = ["SELECTIONS", "KeptImage", "Pruning", "Selection", "kept_count", "select"]
 
 ROUNDING = 1e-9  # of share * N, so that 0.29 of 100 is 29 although the product in floating point lies just below
 CONTEXTUAL_SHARE = 10 / 64  # of the tokens that VisionZip keeps: 54 dominant and 10 contextual ones of 64
@@ -59,6 +59,17 @@ class Selection:
     mean_expansion: float | None = None  # over the tokens outside the core
     kept_expansion: float | None = None  # over those of them that are kept
     merged_into: np.ndarray | None = None  # int64 [N], visionzip: index into `kept` of the average that a token joins; -1: none
+
+
+@dataclass(frozen=True)
+class KeptImage:
+    """One image of a prompt, and what was kept of it."""
+
+    row: int  # of the batch
+    start: int  # position of its first token in the sequence
+    grid: tuple[int, int] | None  # rows and columns of tokens, where the tower was told
+    selection: Selection
+    tokens: int
 
 
 def kept_count(share: float, tokens: int) -> int:

@@ -351,7 +351,7 @@ def test_a_text_model_answers_and_says_that_it_cannot_see(tmp_path):
 @pytest.mark.parametrize(("name", "error"), [("nobody/no-such-model", CheckpointError), ("/no/such/folder", CheckpointError)])
 def test_an_unknown_model_is_refused_with_what_to_do(name, error, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(error, match="Fix: check the (name|path)"):
+    with pytest.raises(error, match=r"Fix: check the (name|path)"):
         vismoe.load(name)
 
 

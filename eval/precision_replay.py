@@ -2,10 +2,10 @@
 
 Requests to the bundled model are recorded once (in --work, where an interrupted recording goes on) and replayed as streams:
 mixed, with a shift half-way, in turns, and one long synthetic answer. Studies: `decay` (alpha and T of hotness), `hysteresis`
-(and the threshold), `shift` (how soon hot sets follow), `forecast` (copies made before anybody is promoted), `pools` (how
-importance divides its memory). Shares are of expert computations in the better format, prompts and decoding apart; bytes are
-those of experts of 2048 x 768, as a share of what the experts of a token weigh. Nothing is timed: the same trace gives the same
-figures. Tables go to the terminal, figures to --figures, and the last line is one JSON object.
+(and the threshold), `shift` (how soon hot sets follow), `pools` (how importance divides its memory). Shares are of expert
+computations in the better format, prompts and decoding apart; bytes are those of experts of 2048 x 768, as a share of what the
+experts of a token weigh. Nothing is timed: the same trace gives the same figures. Tables go to the terminal, figures to
+--figures, and the last line is one JSON object.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from vismoe.precision.hotness import Hotness
 from vismoe.precision.policy import Policy
 from vismoe.precision.schedule import Schedule
 from vismoe.simulate.pools import replay_importance
-from vismoe.simulate.precision import Forecast, HotnessReplay, Pass, read, replay_hotness
-from vismoe.types import ExpertId, ExpertInventory, RecordLayout
+from vismoe.simulate.precision import HotnessReplay, Pass, read, replay_hotness
+from vismoe.types import ExpertInventory, RecordLayout
 
 from .figures import Panel, Series, grid_figure
 from .precision_workloads import Stream, record, streams, synthetic
@@ -40,7 +40,7 @@ from .told import told
 __all__ = ["STUDIES", "main"]
 
 FOLDER = Path("precision-replay")
-STUDIES = ("decay", "hysteresis", "shift", "forecast", "pools")
+STUDIES = ("decay", "hysteresis", "shift", "pools")
 QUOTAS = (0.125, 0.25, 0.5)  # of the experts may be hot
 DECAYS = (0.98, 0.99, 0.995, 0.998)
 PERIODS = (8, 16, 32, 64)
@@ -48,8 +48,6 @@ HYSTERESES = (1.0, 1.1, 1.25, 1.5, 2.0)
 MOST_BYTES = 0.0025  # of what a token's experts weigh: 5% of the time of a link 20 times slower than memory
 NEARLY = 0.0025  # shares that close are the same: then fewer updates count, which take the controller's time
 LARGE: dict[str, tuple[int, ...]] = {"gate_up_proj": (2 * 768, 2048), "down_proj": (2048, 768)}  # an expert of Qwen3-VL-30B-A3B
-LINK_BYTES_PER_S, LAYER_S, TOKEN_S = 2e9, 5e-4, 5e-5  # a disk; such experts in int4 from a memory of 40 GB/s
-AHEAD = 8  # most that a plain forecast names
 POOL_REQUESTS = 12
 BUDGETS = (0.125, 0.25, 0.5, 0.75)  # of all experts in the better format
 SPLITS = (0.25, 0.5, 0.625, 0.75, 0.875, 1.0)
@@ -84,7 +82,7 @@ class World:
         return sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
 
 
-HOTNESS = Settings(policy="hotness", formats="4/2", hotness_ahead=True)
+HOTNESS = Settings(policy="hotness", formats="4/2")
 
 
 @dataclass(frozen=True)
@@ -255,63 +253,6 @@ def stayed(stream: Stream, result: HotnessReplay, updates: int, quotas: np.ndarr
     return float(hot.ravel()[chosen_ones].mean())
 
 
-# -- forecasts
-def of_layers(precision: Precision, moves: Schedule) -> Sequence[ExpertId]:
-    """What DynaExq 3.3 asks for: correlations with the layer before."""
-    return moves.becoming_hot
-
-
-def closest(precision: Precision, moves: Schedule) -> Sequence[ExpertId]:
-    """Without layers: who is next to the coldest hot expert of its layer, in proportion."""
-    assert precision.hotness is not None
-    scores, hot = precision.hotness.scores, precision.targets
-    coldest = np.where(hot, scores, np.inf).min(axis=1, keepdims=True)
-    ratio = np.where(hot, 0.0, scores / np.maximum(coldest, 1e-12))
-    best = np.argsort(-ratio, axis=None, kind="stable")[:AHEAD]
-    return [ExpertId(*map(int, np.unravel_index(each, ratio.shape))) for each in best]
-
-
-FORECASTS: dict[str, Forecast | None] = {"none": None, "layers": of_layers, "closest": closest}
-
-
-def forecast_study(world: World, policy: Policy) -> list[dict[str, Any]]:
-    """Every forecast on every stream, over a link that takes time."""
-    inventory, quotas, rows = world.sized(HOTNESS), world.quotas(QUOTAS[1]), []
-    for stream in _tracked(world.streams, "forecasts"):
-        for name, forecast in FORECASTS.items():
-            result = replay_hotness(
-                stream.passes,
-                inventory,
-                policy,
-                quotas,
-                forecast=forecast,
-                link_bytes_per_s=LINK_BYTES_PER_S,
-                compute_s_per_layer=LAYER_S,
-                compute_s_per_token=TOKEN_S,
-            )
-            rows.append({"stream": stream.name, "forecast": name, **judged(result)})
-    return rows
-
-
-def judged(result: HotnessReplay) -> dict[str, Any]:
-    """How well each update's forecast named the next one's promotions, and what copies made ahead were worth."""
-    pairs = [(now.likely, set(later.promote)) for now, later in zip(result.updates[1:], result.updates[2:])]
-    promoted = sum(len(wanted) for _, wanted in pairs)
-    row: dict[str, Any] = {"promotions": promoted, "named": sum(len(likely) for likely, _ in pairs)}
-    for most in (1, 4, None):
-        right = sum(len(wanted.intersection(likely[:most])) for likely, wanted in pairs)
-        named = sum(len(likely[:most]) for likely, _ in pairs)
-        row[f"precision@{most or 'all'}"] = right / named if named else None
-        row[f"recall@{most or 'all'}"] = right / promoted if promoted else None
-    return row | {
-        "ready": result.ready,
-        "wasted": result.ahead - result.ready,
-        "waited_tokens": float(np.mean(result.waited_tokens)) if result.waited_tokens else None,
-        "prompts": result.share(decoding=False),
-        "decoding": result.share(decoding=True),
-    }
-
-
 # -- pools of importance
 def pools_study(world: World) -> list[dict[str, Any]]:
     """Bytes loaded per token for every split of a budget between the formats, beside the planner's own."""
@@ -419,10 +360,6 @@ def study(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         print_rows(console, f"after a shift, {QUOTAS[1]:.0%} of the experts hot", shown)
         result["shift"] = shifts
         figures["streams"].append(shift_panel(shifts))
-    if "forecast" in arguments.study:
-        rows = forecast_study(world, policy)
-        print_rows(console, f"forecasts of promotions, {QUOTAS[1]:.0%} of the experts hot", rows)
-        result["forecast"] = rows
     if "pools" in arguments.study:
         rows = pools_study(world)
         print_pools(console, rows)

@@ -1,7 +1,5 @@
 """The cache rules and the controller: who waits, what a layer wants, and that hot sets follow the load within their quotas."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,11 +12,10 @@ from vismoe.precision.hotness import Hotness
 from vismoe.precision.importance import by_gate, by_load, skipped
 from vismoe.precision.policy import Policy
 from vismoe.precision.rules import ABSENT, Serve, serve, upgrades_in_time
-from vismoe.precision.schedule import becoming_hot, threshold
 
 PAIR = FormatPair(Format.INT4, Format.INT2)
 SKIP = FormatPair(Format.INT4, None)
-HOTNESS = Policy(PAIR, hotness=True, importance=False, decay=0.9, period_tokens=8, ahead=True)
+HOTNESS = Policy(PAIR, hotness=True, importance=False, decay=0.9, period_tokens=8)
 IMPORTANCE = Policy(PAIR, hotness=False, importance=True)
 BOTH = Policy(PAIR, hotness=True, importance=True, decay=0.9, period_tokens=8)
 
@@ -169,7 +166,6 @@ def test_quotas_hold_through_shifts_and_moves_add_up_to_the_targets(seed, shifts
                 hot[expert] = False
             assert np.array_equal(hot, precision.targets) and np.all(hot.sum(axis=1) <= quotas)
             assert not any(hot[layer, count:].any() for layer, count in enumerate(experts))
-            assert not any(precision.targets[expert] for expert in moves.becoming_hot)
 
 
 def test_the_threshold_of_the_warm_up_stays_and_keeps_out_who_is_hardly_used():
@@ -180,23 +176,6 @@ def test_the_threshold_of_the_warm_up_stays_and_keeps_out_who_is_hardly_used():
             precision.end_step(1)
         # 2 is 40 times as hot as 1 in the end of the second load, but not worth a move; in the third one it is
         assert np.flatnonzero(precision.targets[0]).tolist() == ([0, 2] if weights[2] == 0.3 else [0, 1])
-
-
-def test_who_is_becoming_hot_follows_from_what_was_gained_since_the_last_update():
-    policy, quotas = replace(HOTNESS, hysteresis=1.0), np.array([6, 6])
-    rng, precision = np.random.default_rng(0), Precision(policy, [24, 24], quotas)
-    before, limit, said = np.zeros((2, 24)), None, 0
-    for taste in rng.standard_normal((4, 2, 24)):
-        for moves in decode(precision, rng, taste, 24):
-            if moves is None:
-                continue
-            scores = precision.hotness.scores
-            limit = threshold(scores, quotas) if limit is None else limit
-            gains = np.maximum(scores - before, 0) / (1 - 0.9**8)
-            expected = becoming_hot(scores, gains, precision.hotness.correlation, precision.targets, quotas, limit, 1.0)
-            assert moves.becoming_hot == expected
-            before, said = scores.copy(), said + len(moves.becoming_hot)
-    assert said > 0
 
 
 def test_the_hot_set_follows_a_shift_of_the_load():

@@ -190,7 +190,7 @@ def test_formats_that_are_computed_are_those_that_are_said(packed):
 
 # ------------------------------------------------------------------ hotness
 def test_under_hotness_nobody_ever_waits_and_the_plan_holds(packed):
-    with load(packed, "hotness", formats="16/4", hotness_ahead=True) as engine:
+    with load(packed, "hotness", formats="16/4") as engine:
         slabs, quota = engine.plan.slabs[0], np.array(engine.plan.hot_quota)
         assert slabs == quota.sum() + engine.plan.transient[0] and slabs + engine.plan.low_slabs[0] >= engine.plan.total_experts
         for text in ("What is in the picture?", "How many objects are there?", "What is printed?"):

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vismoe.precision.correlation import Correlation
-from vismoe.precision.schedule import Schedule, becoming_hot, schedule, threshold
+from vismoe.precision.schedule import Schedule, schedule, threshold
 from vismoe.types import ExpertId
 
 
@@ -186,34 +185,3 @@ def test_a_small_quota_follows_a_load_that_becomes_even():
     hot = apply(np.zeros((1, 4), bool), schedule(before, np.zeros((1, 4), bool), quotas, least, 1.25))
     assert hot[0].tolist() == [True, False, False, False]
     assert schedule(np.array([[0.01, 0.36, 0.33, 0.3]]), hot, quotas, least, 1.25).promote == [ExpertId(0, 1)]
-
-
-# ------------------------------------------------------------------ becoming hot
-def test_an_expert_whose_predecessor_rises_is_expected_before_it_is_hot_itself():
-    correlation = Correlation(2, 4)
-    correlation.observe(np.array([[0, 1], [2, 3]]), np.array([[0.5, 0.5], [0.75, 0.25]], np.float32))
-    scores = np.array([[0.7, 0.1, 0.1, 0.1], [0.4, 0.3, 0.05, 0.1]])
-    gains = np.array([[0.6, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    hot = np.array([[True, True, False, False], [True, True, False, False]])
-
-    def expected(gains=gains, least=None, hysteresis=1.25):
-        return becoming_hot(scores, gains, correlation, hot, np.array([2, 2]), least, hysteresis)
-
-    assert schedule(scores, hot, np.array([2, 2]), None, 1.25) == Schedule()
-    assert expected() == [ExpertId(1, 2)]  # foretold 0.05 + 0.6 * 0.75, against 0.3
-    assert expected(least=np.array([0.1, 0.6])) == [] and expected(hysteresis=2.0) == [] and expected(gains * 0) == []
-
-
-@settings(max_examples=100)
-@given(state=states(), seed=st.integers(0, 999), hysteresis=st.sampled_from([1.0, 1.5]))
-def test_after_an_update_only_who_is_foretold_a_gain_is_becoming_hot(state, seed, hysteresis):
-    scores, hot, quotas = state
-    rng, (layers, experts) = np.random.default_rng(seed), scores.shape
-    correlation = Correlation(layers, experts)
-    for _ in range(3):
-        routing = np.stack([rng.permutation(experts)[: min(2, experts)] for _ in range(layers)])
-        correlation.observe(routing, rng.random(routing.shape).astype(np.float32))
-    gains = scores * rng.random(scores.shape)
-    hot = apply(hot, schedule(scores, hot, quotas, None, hysteresis))
-    for expert in becoming_hot(scores, gains, correlation, hot, quotas, None, hysteresis):
-        assert not hot[expert] and expert.layer > 0 and correlation.flow(gains)[expert] > 0

@@ -73,7 +73,6 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "retention": ("SHARE", "importance: mean share of the demanded experts that get the better format, 0.5 to 1"),
     "hotness_decay": ("ALPHA", "hotness: what a score keeps of itself per token; nearer to 1 remembers longer"),
     "hotness_period": ("TOKENS", "hotness: tokens between two looks at which experts are hot"),
-    "hotness_ahead": ("", "hotness: copy experts that are expected to become hot before they are promoted"),
     "hotness_state": ("FILE", "hotness: begin with the scores of an earlier run, and leave this one's there"),
     "store": ("FOLDER|none", "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint"),
     "keep": ("SHARE", "of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact"),

@@ -144,7 +144,6 @@ class Settings:
     retention: Annotated[float, Range(0.5, 1)] = 0.75  # importance: mean share of the demanded experts in the better format
     hotness_decay: Annotated[float, Range(0, 1, above=True, below=True)] = 0.99  # alpha of hotness, per token
     hotness_period: Tokens = 16  # T: tokens between two looks at who is hot
-    hotness_ahead: bool = False  # copy experts that are expected to become hot ahead of time; it won nothing in replays
     hotness_state: File | None = None  # file that hotness begins with, where it is there, and is written to at the end
     store: File | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
     keep: Kept = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact

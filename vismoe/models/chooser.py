@@ -68,8 +68,7 @@ class Chooser:
         moves = self.precision.end_step(tokens) if tokens else None
         if moves is None:
             return
-        likely = () if self._deterministic else moves.becoming_hot
-        pager.retarget(self.precision.targets, moves.promote, moves.demote, likely)
+        pager.retarget(self.precision.targets, moves.promote, moves.demote)
         if self._deterministic:
             pager.settle()
 

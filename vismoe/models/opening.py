@@ -204,7 +204,7 @@ def _arrange(
     ways = ways_for(settings, device, inventory.raw_layouts, found if isinstance(found, str) else None)
     policy_bytes = hitters_bytes(model, settings.context) if "importance" in settings.policy else 0
     if "hotness" in settings.policy:
-        policy_bytes += profile_bytes([layer.num_experts for layer in inventory.layers], settings.hotness_ahead)
+        policy_bytes += profile_bytes([layer.num_experts for layer in inventory.layers])
     described = (inventory, transposed, where, codecs)
     if isinstance(found, str):
         exact = "bit-identical to eager experts" if all(f.exact for f in formats) else "integer formats are restored first"

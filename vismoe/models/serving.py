@@ -123,7 +123,7 @@ def _chooser(model: Any, opened: Opened, policy: Policy, hotness: Hotness | None
     experts = [layer.num_experts for layer in inventory.layers]
     quotas = np.array(opened.plan.hot_quota) if policy.hotness else None
     if policy.hotness and hotness is None and settings.hotness_state and Path(settings.hotness_state).expanduser().exists():
-        hotness = Hotness(experts, policy.decay, policy.period_tokens, policy.ahead)
+        hotness = Hotness(experts, policy.decay, policy.period_tokens)
         hotness.load(Path(settings.hotness_state).expanduser(), opened.stores.fingerprint)
     deep = [not is_vision(stack_of(layer.path)) for layer in inventory.layers]
     precision = Precision(policy, experts, quotas, hotness, deep)

@@ -275,12 +275,6 @@ class PageTable:
         self._empty(slab)
         self.pool.give_back(slab)
 
-    def keep_borrowed(self, flat: int) -> None:
-        """A borrowed copy is to replace the resident one after all."""
-        self.borrowed[self.incoming[flat]] = False
-        self._any_ready = True
-        self.register_ready()
-
     def _register(self, flat: int) -> None:
         """The incoming copy is the resident one now; the old one is reclaimed at once."""
         new, old = int(self.incoming[flat]), int(self.slab_of[flat])

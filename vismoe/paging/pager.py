@@ -181,18 +181,10 @@ class Pager:
                 yield ExpertId(layer.index, lent.expert)
 
     @whole
-    def retarget(
-        self,
-        high: np.ndarray,
-        promote: Sequence[ExpertId] = (),
-        demote: Sequence[ExpertId] = (),
-        likely: Sequence[ExpertId] = (),
-    ) -> None:
-        """From now on `high` bool `[L, E]` says who belongs in the more precise format. Who is named moves first; `likely`: who
-        may be promoted next time.
-        """
+    def retarget(self, high: np.ndarray, promote: Sequence[ExpertId] = (), demote: Sequence[ExpertId] = ()) -> None:
+        """From now on `high` bool `[L, E]` says which experts belong in the more precise format. Those named move first."""
         self._claim()
-        self.transitions.retarget(high, promote, demote, likely, self.phase)
+        self.transitions.retarget(high, promote, demote)
         self.transfer.wake()
 
     def settle(self) -> None:
@@ -369,10 +361,10 @@ class Pager:
         found = self.transitions.next()
         if found is None:
             return None
-        expert, slab, borrowed = found
+        expert, slab = found
         table, geometry = self.table_of[expert.layer], self.inventory.layers[expert.layer].geometry
         ticket = Ticket(expert, geometry, slab, transition=True)
-        table.begin_load(table.flat(expert), slab, borrowed=borrowed)
+        table.begin_load(table.flat(expert), slab)
         self.tickets[expert] = ticket
         return ticket
 

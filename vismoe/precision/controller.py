@@ -5,7 +5,6 @@ answers. T tokens, K choices, L MoE layers, E experts of a layer; ids outside 0 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from vismoe.precision.depth import ratios_of
 from vismoe.precision.hotness import Hotness
 from vismoe.precision.importance import by_gate, by_load, heaviest, skipped
 from vismoe.precision.policy import Policy
-from vismoe.precision.schedule import Schedule, becoming_hot, schedule, threshold
+from vismoe.precision.schedule import Schedule, schedule, threshold
 
 __all__ = ["Choice", "Precision"]
 
@@ -52,10 +51,9 @@ class Precision:
         self.hotness: Hotness | None = None
         if policy.hotness:
             assert quotas is not None, "hotness needs to know how many experts may be hot"
-            self.hotness = hotness or Hotness(experts, policy.decay, policy.period_tokens, policy.ahead)
+            self.hotness = hotness or Hotness(experts, policy.decay, policy.period_tokens)
             self._quotas = quotas
             self._threshold: np.ndarray | None = None  # [L], settled by the first update
-            self._before = np.zeros_like(self.hotness.scores)  # at the last update
             if self.hotness.warm:
                 self._update(self.hotness)
 
@@ -150,15 +148,9 @@ class Precision:
         """Who moves, every T tokens; the threshold is settled the first time (the warm-up) and stays."""
         if self._threshold is None:
             self._threshold = threshold(hotness.scores, self._quotas)
-        limits = (self._quotas, self._threshold, self.policy.hysteresis)
-        moves = schedule(hotness.scores, self.targets, *limits)
+        moves = schedule(hotness.scores, self.targets, self._quotas, self._threshold, self.policy.hysteresis)
         for expert in moves.promote:
             self.targets[expert] = True
         for expert in moves.demote:
             self.targets[expert] = False
-        if hotness.correlation is None:
-            return moves
-        gains = np.maximum(hotness.scores - self._before, 0.0) / (1 - self.policy.decay**self.policy.period_tokens)
-        expected = becoming_hot(hotness.scores, gains, hotness.correlation, self.targets, *limits)
-        self._before = hotness.scores.copy()
-        return replace(moves, becoming_hot=expected)
+        return moves

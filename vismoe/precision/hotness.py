@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.precision.correlation import Correlation
 
 __all__ = ["Hotness", "profile_bytes", "refuse_unwritable"]
 
@@ -25,10 +24,9 @@ STATE_VERSION = 1
 Seen = tuple[np.ndarray, np.ndarray]  # routing and weights of one token in one layer
 
 
-def profile_bytes(experts: Sequence[int], correlated: bool) -> int:
+def profile_bytes(experts: Sequence[int]) -> int:
     """Bytes that a profile of layers with so many experts keeps: for the plan."""
-    layers, most = len(experts), max(experts)
-    return 8 * layers * most + (4 * (layers - 1) * most**2 if correlated else 0)  # scores; pairs of consecutive layers
+    return 8 * len(experts) * max(experts)
 
 
 class Hotness:
@@ -38,12 +36,10 @@ class Hotness:
     a layer that was reached, experts that nobody selects decay (algorithm 1, passive decay).
     """
 
-    def __init__(self, experts: Sequence[int], decay: float, period_tokens: int, correlated: bool = False):
-        """`correlated`: also learn which experts of consecutive layers serve the same tokens."""
+    def __init__(self, experts: Sequence[int], decay: float, period_tokens: int):
         layers, most = len(experts), max(experts)
         self.scores = np.zeros((layers, most))
         self.warm = False  # whether an update was ever due: before, scores say little
-        self.correlation = Correlation(layers, most) if correlated else None
         self._experts = np.array(experts)[:, None]
         self._decay, self._period_tokens = decay, period_tokens
         self._tokens = 0  # since the last update
@@ -88,12 +84,10 @@ class Hotness:
         return reached, mean
 
     def _of_one_token(self, tokens: list[Seen]) -> np.ndarray:
-        """The probabilities of a decode step, `[L, E]`, which a correlation learns from too."""
+        """The probabilities of a decode step, `[L, E]`."""
         routing = np.concatenate([routing for routing, _ in tokens])
         weights = np.concatenate([weights for _, weights in tokens])
         chosen = (routing >= 0) & (routing < self._experts)
-        if self.correlation is not None and chosen.all():
-            self.correlation.observe(routing, weights)
         address = (routing + self._first)[chosen]
         return np.bincount(address, weights[chosen], minlength=self.scores.size).reshape(self.scores.shape)
 

@@ -21,7 +21,6 @@ class Policy:
     decay: float = 0.99  # alpha of hotness, per token
     period_tokens: int = 16  # T: tokens between two looks at who is hot
     hysteresis: float = HYSTERESIS
-    ahead: bool = False  # experts that are expected to become hot are copied ahead of time
 
     @classmethod
     def of(cls, settings: Settings) -> "Policy":
@@ -35,5 +34,4 @@ class Policy:
             retention=settings.retention,
             decay=settings.hotness_decay,
             period_tokens=settings.hotness_period,
-            ahead=settings.hotness_ahead,
         )

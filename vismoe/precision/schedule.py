@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vismoe.precision.correlation import Correlation
 from vismoe.types import ExpertId
 
-__all__ = ["Schedule", "becoming_hot", "schedule", "threshold"]
+__all__ = ["Schedule", "schedule", "threshold"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Schedule:
 
     promote: list[ExpertId] = field(default_factory=list)  # to the high format, the hottest first
     demote: list[ExpertId] = field(default_factory=list)  # to the low format, the coldest first
-    becoming_hot: list[ExpertId] = field(default_factory=list)  # not yet promoted, but expected to be, the hottest first
 
 
 def threshold(scores: np.ndarray, quotas: np.ndarray) -> np.ndarray:
@@ -63,23 +61,6 @@ def schedule(
         promote=_experts(rows, joins, join_scores, joining, hottest_first=True),
         demote=_experts(rows, leaves, leave_scores, leaving, hottest_first=False),
     )
-
-
-def becoming_hot(
-    scores: np.ndarray,
-    gains: np.ndarray,
-    correlation: Correlation,
-    hot: np.ndarray,
-    quotas: np.ndarray,
-    threshold: np.ndarray | None,
-    hysteresis: float,
-) -> list[ExpertId]:
-    """Whom `schedule` would promote if every expert gained as well what the layer before foretells, the hottest first (3.3).
-
-    gains float `[L, E]`, none below 0: by how much scores rise if tokens go on as they lately were. The other arguments are those
-    of `schedule`.
-    """
-    return schedule(scores + correlation.flow(gains), hot, quotas, threshold, hysteresis).promote
 
 
 def _ranked(scores: np.ndarray, members: np.ndarray, hottest_first: bool) -> tuple[np.ndarray, np.ndarray]:

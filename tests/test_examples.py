@@ -119,7 +119,8 @@ def desk(tmp_path_factory) -> Path:
     question = [{"type": "text", "text": "What is in the picture?"}, {"type": "image", "image": "photo.jpg", "min_pixels": 65536}]
     (folder / "talk.json").write_text(json.dumps([{"role": "user", "content": question}]))
     (folder / "keys.txt").write_text("# for other machines\nan-example-key\n")
-    (folder / "pictures").mkdir()
+    for name in ("pictures", "nvme"):
+        (folder / name).mkdir()
     shutil.copytree(demo_model(), folder / "model", ignore=shutil.ignore_patterns("*store*"))
     return folder
 

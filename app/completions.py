@@ -36,7 +36,7 @@ from vismoe.app.schemas import (
     parse,
 )
 from vismoe.errors import InputError
-from vismoe.models.rgb import Header
+from vismoe.models.inputs.rgb import Header
 
 __all__ = ["Completions"]
 

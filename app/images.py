@@ -22,9 +22,9 @@ from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import DECODERS, Kind, Share
 from vismoe.errors import InputError
-from vismoe.models.image_addresses import address_error, beginning
-from vismoe.models.remote_images import RemoteImages
-from vismoe.models.rgb import Header
+from vismoe.models.inputs.image_addresses import address_error, beginning
+from vismoe.models.inputs.remote_images import RemoteImages
+from vismoe.models.inputs.rgb import Header
 
 __all__ = ["ImageIntake", "ImageLimits"]
 

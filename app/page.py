@@ -19,14 +19,14 @@ from vismoe.app.memory_view import head, memory_plan
 from vismoe.app.pictures import seen_pictures
 from vismoe.app.tiers import tiers
 from vismoe.app.time_line import time_line
-from vismoe.cli_conversation import user_message
 from vismoe.config import format_bytes
-from vismoe.engine import Engine
+from vismoe.engine.engine import Engine
+from vismoe.engine.generate import Reply
+from vismoe.engine.stats import Figures
 from vismoe.errors import BusyError, InputError
-from vismoe.figures import Figures
-from vismoe.generate import Reply
 from vismoe.metrics import Snapshot
-from vismoe.models.images import open_image
+from vismoe.models.inputs.images import open_image
+from vismoe.models.inputs.message_files import user_message
 from vismoe.types import Phase
 
 __all__ = ["Finished", "History", "Page", "Turn", "Update", "Wishes", "shown", "tiles", "turn_at"]

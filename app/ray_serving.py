@@ -23,7 +23,7 @@ from vismoe.errors import ClosedError, ConfigError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from vismoe.engine import Engine
+    from vismoe.engine.engine import Engine
 
 __all__ = ["RayOptions", "refuse_shared_memory", "serve_on_ray", "share_of_a_replica"]
 
@@ -94,7 +94,7 @@ def refuse_shared_memory(loading: Mapping[str, Any], share: Share, most: int) ->
 
 
 class Replica:
-    """What Ray Serve makes on a node, and asks for an application and its health. `loading`: what `vismoe.engine.load` takes."""
+    """What Ray Serve makes on a node, and asks for an application and its health. `loading`: what `vismoe.load` takes."""
 
     _engine: "Engine | None" = None
     _ended = _failed = 0
@@ -102,7 +102,7 @@ class Replica:
     def __init__(self, loading: Mapping[str, Any], options: ServeOptions, log_level: str):
         import torch
 
-        from vismoe.engine import load
+        from vismoe.engine.engine import load
 
         logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
         log.setLevel(log_level)

@@ -18,7 +18,7 @@ from vismoe.app.api_errors import ApiError
 from vismoe.app.decoding import PROCESS_BYTES
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
-from vismoe.memory.sizes import size_up
+from vismoe.planning.sizes import size_up
 
 __all__ = ["DECODERS", "Kind", "RequestMemory", "Share"]
 

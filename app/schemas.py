@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from vismoe.app.api_errors import ApiError
 from vismoe.config import ANSWERS, COLDEST, MOST_STOP_CHARACTERS, MOST_STOPS, SETTINGS, PolicyName, Selection, parse_formats
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.qwen_images import SIZE_KEYS, asked_size
+from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
 from vismoe.ranges import Rule
 
 __all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "count_values", "parse"]

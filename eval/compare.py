@@ -14,11 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.cli_options import print_json
 from vismoe.errors import InputError
-
-from .paired import p_value, paired_difference
-from .suite_rows import answers_folder, work_folder
+from vismoe.eval.paired import p_value, paired_difference
+from vismoe.eval.suite_rows import answers_folder, work_folder
+from vismoe.flags import print_json
 
 __all__ = ["ALL", "Asked", "Result", "compared", "read_result", "run_compare"]
 

@@ -25,15 +25,14 @@ from tqdm import tqdm
 from transformers import StoppingCriteria
 
 from vismoe.config import ANSWERS, check_answer
-from vismoe.engine import Engine, load
+from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, ContextError, InputError
-from vismoe.memory.hardware import cores
-from vismoe.memory.needs import mask_bytes
+from vismoe.eval.lmms_arguments import model_arguments
+from vismoe.eval.lmms_batches import Generation, Row, batches, left_padded
+from vismoe.machine.hardware import cores
 from vismoe.metrics import Snapshot
-from vismoe.models.images import open_image
-
-from .lmms_arguments import model_arguments
-from .lmms_batches import Generation, Row, batches, left_padded
+from vismoe.models.inputs.images import open_image
+from vismoe.planning.needs import mask_bytes
 
 __all__ = ["VisMoE", "VisMoEChat"]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .scenes import WORLD, Difficulty, Scene, Split, random_scene, scene_random
-from .small_talk import ANSWERS, NO_IMAGE, beyond, every_phrase, greeting, system_prompt
-from .world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, plural, with_article
+from vismoe.eval.scenes import WORLD, Difficulty, Scene, Split, random_scene, scene_random
+from vismoe.eval.small_talk import ANSWERS, NO_IMAGE, beyond, every_phrase, greeting, system_prompt
+from vismoe.eval.world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, plural, with_article
 
 KINDS = ("exists", "what", "where", "count", "choice", "text", "describe", "compare", "turns")
 FORMS = ("text first", "system", "three images", "follow-up", "chat", "beyond", "no image")

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .questions import KINDS, Turn
-from .world import NUMBERS, POSITIONS
+from vismoe.eval.questions import KINDS, Turn
+from vismoe.eval.world import NUMBERS, POSITIONS
 
 ARTICLES = {"a", "an", "the"}
 Z_95 = 1.959964

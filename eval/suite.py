@@ -15,17 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vismoe.cli_options import INTERRUPTED, given_settings, model_options, one_model, print_json
 from vismoe.config import NO_STORE, Budget
 from vismoe.errors import InputError
-
-from .answer_file import AnswerFile, Key
-from .scoring import OTHERS, TEXT
-from .suite_data import Data, Scenes, Tasks
-from .suite_process import JobFailed, Worker
-from .suite_progress import PACKING, QUESTION, TURN, Bar, Outlook
-from .suite_report import accuracy_of, markdown, speed_of, write_report
-from .suite_rows import (
+from vismoe.eval.answer_file import AnswerFile, Key
+from vismoe.eval.scoring import OTHERS, TEXT
+from vismoe.eval.suite_data import Data, Scenes, Tasks
+from vismoe.eval.suite_process import JobFailed, Worker
+from vismoe.eval.suite_progress import PACKING, QUESTION, TURN, Bar, Outlook
+from vismoe.eval.suite_report import accuracy_of, markdown, speed_of, write_report
+from vismoe.eval.suite_rows import (
     EXACT,
     MAX_TOKENS,
     REQUESTS,
@@ -43,6 +41,7 @@ from .suite_rows import (
     rows_of,
     speed_folder,
 )
+from vismoe.flags import INTERRUPTED, given_settings, model_options, one_model, print_json
 
 __all__ = ["Order", "Suite", "run_suite"]
 

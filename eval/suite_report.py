@@ -12,13 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vismoe.cli_print import share_words
 from vismoe.config import format_bytes
-
-from .figures import Panel, Series, grid_figure
-from .paired import beside, points
-from .scoring import OTHERS, TEXT
-from .suite_rows import EXACT, REPORT, REQUESTS, Answered, Turn
+from vismoe.eval.paired import beside, points
+from vismoe.eval.plots import Panel, Series, grid_figure
+from vismoe.eval.scoring import OTHERS, TEXT
+from vismoe.eval.suite_rows import EXACT, REPORT, REQUESTS, Answered, Turn
+from vismoe.words import share_words
 
 __all__ = ["accuracy_of", "draw", "markdown", "speed_of", "write_report"]
 

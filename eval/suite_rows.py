@@ -16,11 +16,33 @@ from vismoe.errors import InputError
 from vismoe.pair import Format
 
 __all__ = [
-    "AGAIN", "EXACT", "MAX_TOKENS", "REPORT", "REQUESTS", "SUITES", "SUITE_FLAGS", "TABLES", "VARIED", "WORK", "Answered", "Axes",
-    "PaperTable", "Row", "Turn", "add_suite_arguments", "answers_folder", "packed_formats", "paper_tables", "refuse_varied",
-    "rows_of", "speed_folder", "work_folder",
+    "AGAIN",
+    "EVAL_BATCH",
+    "EXACT",
+    "MAX_TOKENS",
+    "REPORT",
+    "REQUESTS",
+    "SUITES",
+    "SUITE_FLAGS",
+    "TABLES",
+    "VARIED",
+    "WORK",
+    "Answered",
+    "Axes",
+    "PaperTable",
+    "Row",
+    "Turn",
+    "add_suite_arguments",
+    "answers_folder",
+    "packed_formats",
+    "paper_tables",
+    "refuse_varied",
+    "rows_of",
+    "speed_folder",
+    "work_folder",
 ]  # fmt: skip
 
+EVAL_BATCH = 8  # questions answered together; with two pictures each they stay within the default context
 SUITES = ("paper",)
 TABLES = ("keep", "selection", "formats", "precision", "memory", "steps")
 AGAIN = ("speed", "all")

@@ -15,24 +15,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vismoe.engine import Engine
+from vismoe.engine.engine import Engine
 from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration, geometry_of, router_digest
 from vismoe.lookahead.network import PARTS, Folded
-from vismoe.models.loading import runtime_of
-from vismoe.models.prune import VisualPruner
-from vismoe.models.visual import default_prune_layer, joined_layers
-from vismoe.simulate.trace import Trace
+from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.visual.prune import VisualPruner
+from vismoe.models.visual.settings import default_prune_layer, joined_layers
+from vismoe.predictor_training.collect import ANSWER_TOKENS, collect
+from vismoe.predictor_training.evaluate import LEARNED, WITHOUT, Judgement, judge
+from vismoe.predictor_training.prompts import Prompt, is_validation
+from vismoe.predictor_training.prune_depth import Depth, depth_curve, shallowest
+from vismoe.predictor_training.replayed import Contest, contest, pinned_by_share, with_scores
+from vismoe.predictor_training.samples import Samples, read_samples
+from vismoe.predictor_training.selections import Cost, by_turns, cheapest, costs_of, scorer
+from vismoe.predictor_training.train import Recipe, refuse_too_few, train
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
-
-from .collect import ANSWER_TOKENS, collect
-from .evaluate import LEARNED, WITHOUT, Judgement, judge
-from .prompts import Prompt, is_validation
-from .prune_depth import Depth, depth_curve, shallowest
-from .replayed import Contest, contest, pinned_by_share, with_scores
-from .samples import Samples, read_samples
-from .selections import Cost, by_turns, cheapest, costs_of, scorer
-from .train import Recipe, refuse_too_few, train
 
 __all__ = ["Calibrated", "Told", "calibrate", "refuse_unwritable"]
 

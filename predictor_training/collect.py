@@ -18,13 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vismoe.cli_options import SuggestingParser
-from vismoe.engine import Engine, load
+from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, InputError, VisMoEError
-from vismoe.models.loading import runtime_of
-from vismoe.simulate.trace import Trace, TraceWriter
-
-from .prompts import Prompt, folder_prompts, scene_prompts
+from vismoe.flags import SuggestingParser
+from vismoe.models.load.quantizer import runtime_of
+from vismoe.predictor_training.prompts import Prompt, folder_prompts, scene_prompts
+from vismoe.trace.files import Trace, TraceWriter
 
 __all__ = ["KEEPS", "collect", "progress_bar", "trace_folder", "work_name"]
 

@@ -23,17 +23,17 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vismoe.cli_options import SuggestingParser
 from vismoe.config import parse_bytes
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
+from vismoe.flags import SuggestingParser
 from vismoe.lookahead.features import Sizes
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.learned import LearnedLookahead, Witness
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.lookahead.network import Predictor, Shape
-from vismoe.models.foresight import Foresight
-from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.preview import model_class, read_config
+from vismoe.models.load.preview import model_class, read_config
+from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.moe.lookahead_inputs import Foresight
 from vismoe.types import Phase
 
 __all__ = ["Cost", "measure"]

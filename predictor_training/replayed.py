@@ -13,14 +13,13 @@ import numpy as np
 
 from vismoe.lookahead.lookahead import PREFILL_LAYERS
 from vismoe.lookahead.network import Folded
+from vismoe.predictor_training.recall import by_learned
+from vismoe.predictor_training.samples import Samples
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import best_pinned
 from vismoe.simulate.replay import replay
-from vismoe.simulate.trace import Trace
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
-
-from .recall import by_learned
-from .samples import Samples
 
 __all__ = ["LEAST", "SHARES", "Contest", "contest", "pinned_by_share", "with_scores"]
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from vismoe.errors import TraceError
 from vismoe.lookahead.features import History, Sizes, share_of_tokens
-from vismoe.simulate.steps import TraceStep
-from vismoe.simulate.trace import Trace
+from vismoe.trace.files import Trace
+from vismoe.trace.steps import TraceStep
 from vismoe.types import Phase
 
 __all__ = ["Samples", "read_samples"]

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vismoe.engine import Engine
+from vismoe.engine.engine import Engine
 from vismoe.errors import InputError
-from vismoe.models.images import fetch_image
-from vismoe.models.loading import runtime_of
-from vismoe.models.prompts import PromptBuilder
-from vismoe.models.visual import UNCALIBRATED_SELECTION, pruning_of
+from vismoe.models.inputs.images import fetch_image
+from vismoe.models.inputs.prompts import PromptBuilder
+from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.visual.settings import UNCALIBRATED_SELECTION, pruning_of
+from vismoe.predictor_training.prompts import Prompt
 from vismoe.vision.selection import SELECTIONS
-
-from .prompts import Prompt
 
 __all__ = ["Cost", "by_turns", "cheapest", "costs_of", "scorer"]
 

@@ -17,16 +17,15 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from vismoe.cli_options import SuggestingParser
 from vismoe.errors import ConfigError, InputError, VisMoEError
+from vismoe.flags import SuggestingParser
 from vismoe.lookahead.features import LARGEST
 from vismoe.lookahead.network import FLOOR, PARTS, Folded, Predictor, Shape, save_folded
-from vismoe.simulate.trace import Trace
+from vismoe.predictor_training.collect import progress_bar
+from vismoe.predictor_training.prompts import is_validation
+from vismoe.predictor_training.samples import Samples, read_samples
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
-
-from .collect import progress_bar
-from .prompts import is_validation
-from .samples import Samples, read_samples
 
 __all__ = ["GAMMA", "Batches", "Recipe", "Report", "refuse_device", "refuse_too_few", "train"]
 

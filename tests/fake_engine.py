@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from vismoe.config import Settings
+from vismoe.engine.stats import Figures, PassFigures, PrecisionInfo
 from vismoe.errors import BudgetError
-from vismoe.figures import Figures, PassFigures, PrecisionInfo
-from vismoe.memory.parts import Part
-from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
+from vismoe.planning.parts import Part
+from vismoe.planning.plan import Plan
 from vismoe.types import Phase
 from vismoe.vision.selection import KeptImage, Pruning, Selection
 
@@ -116,7 +116,7 @@ class FakeReply:
 
 @dataclass
 class FakeEngine:
-    """What `vismoe.engine.load` would return. `script`: per question, the pieces of its answer or an error to raise."""
+    """What `vismoe.engine.engine.load` would return. `script`: per question, the pieces of its answer or an error to raise."""
 
     script: list = field(default_factory=list)
     calls: list = field(default_factory=list)  # (messages, options) of every chat

@@ -12,7 +12,7 @@ import transformers
 from family_zoo import Family, families
 from packaging.version import Version
 
-from vismoe.models.families import REFUSED
+from vismoe.models.family.families import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 OLDEST = "5.17"

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 import vismoe
-from vismoe import request
-from vismoe.engine import demo_model
-from vismoe.turns import Turns
+from vismoe.engine import request
+from vismoe.engine.engine import demo_model
+from vismoe.engine.scheduler import Turns
 
 PICTURE = Image.open(demo_model().parent / "images" / "demo.png").resize((128, 128))
 QUESTIONS = ["Describe the image.", "What is in it?"]
@@ -55,8 +55,8 @@ def of_raw_text(engine, most):
 def of_the_command_line(engine, most):
     from argparse import ArgumentParser
 
-    from vismoe.cli_chat import chat_arguments
-    from vismoe.cli_conversation import start_reply
+    from vismoe.cli.chat import chat_arguments
+    from vismoe.cli.conversation import start_reply
 
     parser = ArgumentParser()
     chat_arguments(parser)
@@ -144,7 +144,8 @@ def test_an_answer_goes_on_to_the_end_of_the_context_and_an_option_bounds_it_at_
 
 def test_an_evaluation_has_an_option_for_tasks_that_do_not_say(monkeypatch):
     pytest.importorskip("lmms_eval")
-    from vismoe import cli, cli_lmms
+    from vismoe.cli import lmms as cli_lmms
+    from vismoe.cli import main as cli
     from vismoe.eval import lmms_run
 
     asked = []

@@ -26,7 +26,7 @@ from vismoe.bench.checkpoint import MANIFEST, write_checkpoint
 from vismoe.bench.geometry import GEOMETRIES, geometry_config, model_class_of
 from vismoe.bench.weights import Noise, Recipe, weights_of
 from vismoe.errors import ConfigError
-from vismoe.models.families import expert_modules, expert_parameters
+from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.store.safetensors_header import read_header
 
 TINY = model_class_of("tiny")

@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers as T
 
-from vismoe import cli
 from vismoe.bench import contestants, environment, llama_runner
 from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.bench.job import COLD, WARM, Job
@@ -23,6 +22,7 @@ from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import model_inputs, picture_tokens, random_ids
 from vismoe.bench.run import Outcome
 from vismoe.bench.subject import GgufFile, generate, gguf_of, subject_of
+from vismoe.cli import main as cli
 from vismoe.config import Settings
 from vismoe.errors import ConfigError, InputError
 from vismoe.machine.facts import facts

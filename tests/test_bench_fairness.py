@@ -9,8 +9,8 @@ from vismoe.bench.fairness import IMPORTS_BYTES, Conditions, Entry, does_not_fit
 from vismoe.bench.job import Contestant
 from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import parse_bytes
-from vismoe.memory.sizes import size_up
-from vismoe.models.components import decode_read_bytes
+from vismoe.models.family.components import decode_read_bytes
+from vismoe.planning.sizes import size_up
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 GIB = 2**30

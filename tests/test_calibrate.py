@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from vismoe.cli import main
+from vismoe.cli.main import main
 from vismoe.config import Settings
 from vismoe.errors import ConfigError, InputError, TraceError
 from vismoe.lookahead.calibration import JSON, PREDICTOR, Calibration, Geometry
@@ -34,8 +34,8 @@ from vismoe.predictor_training.recall import by_gate, by_lru, hot_recall
 from vismoe.predictor_training.samples import Samples, read_samples
 from vismoe.predictor_training.selections import by_turns, cheapest, costs_of
 from vismoe.predictor_training.train import Recipe, train
-from vismoe.simulate.trace import Evidence, Trace, TraceWriter
-from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout
+from vismoe.trace.files import Trace, TraceWriter
+from vismoe.types import Evidence, ExpertInventory, MoELayer, Phase, RecordLayout
 from vismoe.vision.selection import SELECTIONS
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -108,7 +108,7 @@ def test_lines_that_are_not_utf_8_are_refused(prompts):
 
 
 def test_what_decides_whether_training_is_possible_is_asked_before_anything_is_loaded(prompts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vismoe.cli_calibrate.load_engine", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr("vismoe.cli.calibrate.load_engine", lambda *given: pytest.fail("loaded"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     out = ["--out", str(tmp_path / "out")]
     for flags, reason in (
@@ -174,7 +174,7 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
         "--json",
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vismoe.simulate.trace.write_whole", full_disk)
+        patch.setattr("vismoe.trace.files.write_whole", full_disk)
         assert main(command) == 2
     assert "No space left on device. Fix: make room" in json.loads(capsys.readouterr().out)["error"]["message"]
     assert main(command) == 0
@@ -302,7 +302,7 @@ def test_what_collecting_says_cannot_be_written_is_what_was_written(tmp_path, mo
     monkeypatch.setattr("vismoe.predictor_training.collect.runtime_of", lambda model: model.runtime)
     with pytest.raises(OSError, match="the answer's own"):
         collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "work")
-    monkeypatch.setattr("vismoe.simulate.trace.write_whole", lambda path, content: raising(OSError("odd")))
+    monkeypatch.setattr("vismoe.trace.files.write_whole", lambda path, content: raising(OSError("odd")))
     with pytest.raises(TraceError, match=r"keep-1 cannot be written: odd\. Fix"):
         collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "other")
 
@@ -327,7 +327,7 @@ def test_a_collection_goes_on_only_where_the_settings_are_the_same(tmp_path, mon
 def test_a_killed_collection_goes_on_where_it_was(prompts, tmp_path):
     """Killed after a shard was written; then the same command, and every request is there once and whole."""
     script = (
-        "import sys, os; from vismoe.predictor_training import collect as c; from vismoe.simulate.trace import TraceWriter as W\n"
+        "import sys, os; from vismoe.predictor_training import collect as c; from vismoe.trace.files import TraceWriter as W\n"
         "real, left = W.request, [int(sys.argv[1])]\n"
         "def request(self, name):\n    self._flush_bytes = 1; real(self, name); left[0] -= 1\n"
         "    if left[0] == 0: os.kill(os.getpid(), 9)\n"

@@ -14,7 +14,9 @@ import pytest
 from fake_engine import FakeEngine
 from PIL import Image
 
-from vismoe import cli, cli_eval, cli_options
+from vismoe import flags as cli_options
+from vismoe.cli import eval as cli_eval
+from vismoe.cli import main as cli
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import BudgetError, ConfigError, ContextError, InputError, TransferError
 
@@ -32,7 +34,7 @@ def engine(monkeypatch) -> FakeEngine:
         fake.settings = dataclasses.replace(fake.settings, **known)
         return fake
 
-    monkeypatch.setitem(sys.modules, "vismoe.engine", types.SimpleNamespace(load=load))
+    monkeypatch.setitem(sys.modules, "vismoe.engine.engine", types.SimpleNamespace(load=load))
     return fake
 
 
@@ -173,7 +175,7 @@ def test_a_flag_that_cannot_be_read_is_a_usage_error(flags, capsys):
 
 def test_help_and_version_import_neither_torch_nor_transformers():
     program = (
-        "import sys, contextlib\nfrom vismoe.cli import main\n"
+        "import sys, contextlib\nfrom vismoe.cli.main import main\n"
         "for argv in (['--help'], ['--version'], ['chat', '--help'], ['eval', '--help']):\n"
         "    with contextlib.suppress(SystemExit): main(argv)\n"
         "assert not {'torch', 'transformers', 'gradio', 'numpy'} & sys.modules.keys()"
@@ -330,8 +332,8 @@ def run_program(load: str, *arguments: str, shell: str = "") -> subprocess.Compl
     """`vismoe` with `load` as the engine's loader, in a process of its own."""
     program = (
         "import signal, sys, types; sys.path.insert(0, 'tests')\n"
-        "from fake_engine import FakeEngine\nfrom vismoe.cli import main\n"
-        f"sys.modules['vismoe.engine'] = types.SimpleNamespace(load=lambda *a, **k: {load})\n"
+        "from fake_engine import FakeEngine\nfrom vismoe.cli.main import main\n"
+        f"sys.modules['vismoe.engine.engine'] = types.SimpleNamespace(load=lambda *a, **k: {load})\n"
         f"sys.exit(main({list(arguments)}))"
     )
     return subprocess.run(

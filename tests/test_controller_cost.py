@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from vismoe.eval import controller_cost
-from vismoe.eval.kernels import Geometry
+from vismoe.eval.studies import controller_cost
+from vismoe.eval.studies.kernels import Geometry
 
 SMALL = Geometry(hidden=256, intermediate=128)
 

@@ -21,12 +21,12 @@ from searching import examples
 from served import served
 
 import vismoe
-from vismoe import cli
 from vismoe.app.options import ServeOptions
+from vismoe.cli import main as cli
 from vismoe.config import ANSWERS, SETTINGS, Settings, check_answer
 from vismoe.errors import ConfigError, InputError, VisMoEError
-from vismoe.models import checked
-from vismoe.models.loading import VisMoEConfig
+from vismoe.models.family import checkpoint_files as checked
+from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.ranges import Kind, Several, rules_of
 
 PICTURE = Image.new("RGB", (64, 64), "red")
@@ -206,7 +206,7 @@ class Remembering:
 @pytest.fixture
 def loading(monkeypatch):
     loading = Remembering()
-    monkeypatch.setattr("vismoe.engine.load", loading)
+    monkeypatch.setattr("vismoe.engine.engine.load", loading)
     return loading
 
 

@@ -27,11 +27,12 @@ from printed_examples import COMMANDS, ELSEWHERE, ROOT, Example, commands, inlin
 from served import Served, served
 
 import vismoe
-from vismoe import cli, load
+from vismoe import load
 from vismoe.app.page import Page
 from vismoe.app.serving import welcome
-from vismoe.cli_study import STUDIES
-from vismoe.engine import demo_model
+from vismoe.cli import main as cli
+from vismoe.cli.study import STUDIES
+from vismoe.engine.engine import demo_model
 
 IMAGES = demo_model().parent / "images"
 PICTURES = {"photo.jpg": "demo.png", "photo.png": "demo.png", "a.png": "first.png", "b.png": "second.png"}

@@ -6,10 +6,20 @@ import json
 import numpy as np
 import pytest
 
-from vismoe.eval import expert_demand
-from vismoe.eval.expert_demand import alone, deepest, differences, main, pair_measures, prefill_loads, recorded, rivals, shape
-from vismoe.eval.pruning import Contestant
-from vismoe.eval.routing import (
+from vismoe.eval.studies import expert_demand
+from vismoe.eval.studies.expert_demand import (
+    alone,
+    deepest,
+    differences,
+    main,
+    pair_measures,
+    prefill_loads,
+    recorded,
+    rivals,
+    shape,
+)
+from vismoe.eval.studies.pruning import Contestant
+from vismoe.eval.studies.routing import (
     Layer,
     Transitions,
     active_experts,
@@ -22,10 +32,10 @@ from vismoe.eval.routing import (
     structure_similarity,
 )
 from vismoe.simulate.replay import replay
-from vismoe.simulate.steps import LayerRouting, TokenKind, TraceStep
-from vismoe.simulate.synthetic import inventory_of, skewed_trace
-from vismoe.simulate.trace import Trace
-from vismoe.types import Phase
+from vismoe.trace.files import Trace
+from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.trace.synthetic import inventory_of, skewed_trace
+from vismoe.types import Phase, TokenKind
 from vismoe.vision.selection import Pruning
 
 T, V, P = TokenKind.TEXT, TokenKind.VISUAL, TokenKind.PAD

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.cli import main
+from vismoe.cli.main import main
 from vismoe.config import SETTINGS
 from vismoe.errors import ConfigError, InputError
 from vismoe.eval.lmms_arguments import SWITCHES, model_arguments
@@ -115,6 +115,6 @@ def test_batches_keep_the_order_and_never_pass_the_context_nor_the_memory_of_mas
     ],
 )
 def test_the_command_refuses_before_a_model_is_loaded(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr("vismoe.cli_lmms.find_spec", lambda name: None)
+    monkeypatch.setattr("vismoe.cli.lmms.find_spec", lambda name: None)
     assert main(["eval", "--lmms", *arguments, "--json"]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]

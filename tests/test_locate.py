@@ -13,8 +13,8 @@ from transformers import conversion_mapping
 from transformers import core_model_loading as loading
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
-from vismoe.models.conversion import MERGING, OPERATIONS, ExpertParameter, rows_of
-from vismoe.models.locate import locate_experts
+from vismoe.models.load.conversion import MERGING, OPERATIONS, ExpertParameter, rows_of
+from vismoe.models.load.locate import locate_experts
 from vismoe.store.checkpoint import CheckpointStore, Part
 from vismoe.store.safetensors_header import read_header
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, RecordLayout

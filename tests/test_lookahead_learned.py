@@ -17,7 +17,7 @@ import torch
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.lookahead.ahead import Ahead
 from vismoe.lookahead.calibration import FOLDER, JSON, PREDICTOR, Calibration, geometry_of, router_digest
@@ -27,7 +27,7 @@ from vismoe.lookahead.lookahead import Seen
 from vismoe.lookahead.network import PARTS, Predictor, Shape, save_folded
 from vismoe.predictor_training.samples import read_samples
 from vismoe.predictor_training.train import Batches
-from vismoe.simulate.trace import Trace, TraceWriter
+from vismoe.trace.files import Trace, TraceWriter
 from vismoe.types import Phase
 
 pytestmark = pytest.mark.usefixtures("measured_once")

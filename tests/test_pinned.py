@@ -6,15 +6,15 @@ import pytest
 
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import geometry_config, model_class_of
-from vismoe.cli import main as cli
+from vismoe.cli.main import main as cli
 from vismoe.errors import ConfigError
-from vismoe.eval import ladder, orchestrator
-from vismoe.eval.timed import TokenRequests, ask_tokens, medians, take_turns
+from vismoe.eval.studies import ladder, orchestrator
+from vismoe.eval.studies.timed import TokenRequests, ask_tokens, medians, take_turns
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import PinnedPoint, best_depth, best_pinned, pinned_curve
 from vismoe.simulate.replay import replay
-from vismoe.simulate.synthetic import skewed_trace
-from vismoe.simulate.trace import TraceWriter
+from vismoe.trace.files import TraceWriter
+from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import Phase
 
 TIMED = dict(link_bytes_per_s=20_000.0, compute_s_per_layer=0.05)

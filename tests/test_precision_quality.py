@@ -10,18 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LogitsProcessor
 
-from vismoe.eval import precision_judge, precision_quality
 from vismoe.eval.answer_file import questions
-from vismoe.eval.format_quality import Contestant, ExpertWeights, log_probabilities, with_answers
-from vismoe.eval.precision_judge import COUNTS, HOTNESS, RANDOM, Outcome, calibration, judged, orders_of
-from vismoe.eval.precision_model import LISTENERS, SKIP, LayerCall, MixedExperts, attention_received
-from vismoe.eval.precision_quality import main
-from vismoe.eval.precision_rules import ALIKE, Demoted, Everywhere, Facts, InOneLayer, Retained, coldest
-from vismoe.eval.precision_tables import Column, Line, Summary, rank_correlation
+from vismoe.eval.studies import precision_judge, precision_quality
+from vismoe.eval.studies.format_quality import Contestant, ExpertWeights, log_probabilities, with_answers
+from vismoe.eval.studies.precision_judge import COUNTS, HOTNESS, RANDOM, Outcome, calibration, judged, orders_of
+from vismoe.eval.studies.precision_model import LISTENERS, SKIP, LayerCall, MixedExperts, attention_received
+from vismoe.eval.studies.precision_quality import main
+from vismoe.eval.studies.precision_rules import ALIKE, Demoted, Everywhere, Facts, InOneLayer, Retained, coldest
+from vismoe.eval.studies.precision_tables import Column, Line, Summary, rank_correlation
 from vismoe.eval.world import assets_folder
-from vismoe.models.heavy_hitters import HeavyHitters
-from vismoe.models.locate import inventory_of
-from vismoe.models.processor import load_processor
+from vismoe.models.inputs.processor import load_processor
+from vismoe.models.load.locate import inventory_of
+from vismoe.models.moe.heavy_hitters import HeavyHitters
 from vismoe.pair import FormatPair
 from vismoe.precision.depth import critical_count, ratios_of
 from vismoe.types import Format

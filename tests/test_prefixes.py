@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from vismoe.prefixes import LEAST_TOKENS, Prefix, Prefixes, common
+from vismoe.engine.prefix_cache import LEAST_TOKENS, Prefix, Prefixes, common
 from vismoe.vision.selection import KeptImage, Selection
 
 ids = st.lists(st.integers(0, 3), max_size=12)

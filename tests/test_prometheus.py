@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.engine import Load
-from vismoe.figures import PrecisionInfo
-from vismoe.memory.parts import Part
+from vismoe.engine.engine import Load
+from vismoe.engine.stats import PrecisionInfo
 from vismoe.metrics import COUNTERS, PHASES, Metrics
+from vismoe.planning.parts import Part
 from vismoe.types import Phase
 
 pytest.importorskip("prometheus_client")  # an extra

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vismoe.eval import pruning
+from vismoe.eval import pruned_answers
 from vismoe.eval.accuracy import answers, prompts
 from vismoe.eval.answer_file import batches, questions
-from vismoe.eval.figures import COLOURS, Panel, Series, grid_figure, line_figure
 from vismoe.eval.paired import paired_difference
-from vismoe.eval.pruning import OTHERS, STUDIES, Answered, Contestant, Engines, answered, main, summary
+from vismoe.eval.plots import COLOURS, Panel, Series, grid_figure, line_figure
 from vismoe.eval.questions import KINDS
+from vismoe.eval.studies import pruning
+from vismoe.eval.studies.pruning import OTHERS, STUDIES, Answered, Contestant, Engines, answered, main, summary
 from vismoe.eval.world import assets_folder
-from vismoe.models.loading import runtime_of
+from vismoe.models.load.quantizer import runtime_of
 from vismoe.vision.selection import KeptImage, Pruning, Selection
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -130,7 +131,7 @@ def test_the_command_goes_on_where_it_was_and_refuses_answers_of_another_program
     assert json.loads(capsys.readouterr().out) == result and file.read_text() == kept
     assert [str(contestant) for contestant in asked] == ["all tokens"]
     assert (tmp_path / "pruning-selection.png").stat().st_size < 60_000
-    monkeypatch.setattr(pruning, "PROGRAM", pruning.PROGRAM[1:])
+    monkeypatch.setattr(pruned_answers, "PROGRAM", pruned_answers.PROGRAM[1:])
     assert main(command) == 1
     assert "another version of this program" in capsys.readouterr().err
 

@@ -35,7 +35,7 @@ from vismoe.app.decoding import PROCESS_BYTES, Decoder  # noqa: E402
 from vismoe.app.request_memory import DECODERS, Kind, RequestMemory  # noqa: E402
 from vismoe.config import Settings, format_bytes  # noqa: E402
 from vismoe.errors import ConfigError, InputError  # noqa: E402
-from vismoe.models.rgb import decoding_bytes  # noqa: E402
+from vismoe.models.inputs.rgb import decoding_bytes  # noqa: E402
 
 MIB = 2**20
 OWN = DECODERS * PROCESS_BYTES
@@ -314,7 +314,7 @@ def test_a_picture_that_could_never_be_decoded_is_refused_before_it_is(scripted)
 # -- a real one, and its process
 SERVE = """
 import json, os, sys
-import torch, transformers, vismoe.engine, vismoe.app.serving
+import torch, transformers, vismoe.engine.engine, vismoe.app.serving
 from transformers import AutoProcessor
 from vismoe.app.options import ServeOptions
 from vismoe.app.serving import listening, serve
@@ -326,7 +326,7 @@ def resident():
 baseline = resident()
 open("/proc/self/clear_refs", "w").write("5")
 options = ServeOptions(port=0, drain_s=0, max_waiting=256, memory_timeout_s=float(sys.argv[1]))
-with listening(options) as listener, vismoe.engine.load(memory="25%", context=4096, request_memory="512MiB") as engine:
+with listening(options) as listener, vismoe.engine.engine.load(memory="25%", context=4096, request_memory="512MiB") as engine:
     plan = engine.plan
     print(json.dumps({"baseline": baseline, "plan": plan.total_bytes, "pool": plan.bytes_of("request memory")}), flush=True)
     serve(engine, options, listener)

@@ -29,8 +29,8 @@ import pytest
 
 from vismoe.app.options import ServeOptions
 from vismoe.app.ray_serving import RayOptions, Replica, Share, autoscaling, refuse_shared_memory, share_of_a_replica
-from vismoe.cli_ray import add_ray_flags, ray_options, run_on_ray
-from vismoe.engine import demo_model
+from vismoe.cli.ray import add_ray_flags, ray_options, run_on_ray
+from vismoe.engine.engine import demo_model
 from vismoe.errors import ClosedError, ConfigError
 
 MODEL = "demo-model"
@@ -120,7 +120,7 @@ def test_what_ray_decides_or_shows_is_refused(arguments, options, fix):
 def test_files_and_folders_of_the_command_are_found_by_replicas_in_another_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "packed").mkdir()
-    monkeypatch.setattr("vismoe.cli_ray.serve_on_ray", lambda loading, options, on, log_level: loading)
+    monkeypatch.setattr("vismoe.cli.ray.serve_on_ray", lambda loading, options, on, log_level: loading)
     kept = {
         "api_key": [],
         "device": None,

@@ -10,8 +10,8 @@ import tiny_models
 import torch
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.models.adapters import adapt
-from vismoe.models.locate import locate_experts
+from vismoe.models.load.locate import locate_experts
+from vismoe.models.moe.adapters import adapt
 from vismoe.store import files
 from vismoe.store.checkpoint import CheckpointStore, Part
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vismoe import cli
+from vismoe.cli import main as cli
 from vismoe.config import Settings
 from vismoe.eval import suite_process
 from vismoe.eval.compare import compared, read_result

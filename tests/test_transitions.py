@@ -20,7 +20,6 @@ from searching import SEARCHING
 from test_pager import EVERY, interrupt_at_random, interrupt_everywhere
 
 from vismoe.errors import ClosedError, TransferError
-from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Snapshot
 from vismoe.paging.demand import Demand
 from vismoe.paging.miss import Rates
@@ -29,6 +28,7 @@ from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.paging.upgrades import Upgrades
 from vismoe.pair import Format, FormatPair
+from vismoe.pools.pool import SlabPool
 from vismoe.precision.policy import Policy
 from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vismoe.engine.scheduler import Turns
 from vismoe.errors import ClosedError
-from vismoe.turns import Turns
 
 
 class Scripted:

@@ -19,8 +19,8 @@ from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, Turn, Wishes, shown, turn_at
 from vismoe.app.tiers import sources
 from vismoe.app.time_line import time_line
+from vismoe.engine.stats import PassFigures
 from vismoe.errors import BusyError, ConfigError, ContextError, InputError, TransferError
-from vismoe.figures import PassFigures
 from vismoe.types import Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing")  # pandas deprecations

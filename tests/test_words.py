@@ -15,15 +15,16 @@ from PIL import Image
 from test_plan import GIB, MIB, footprint, inventories
 from test_plan_advice import followed
 
-from vismoe import cli, load
+from vismoe import load
 from vismoe.app.page import Turn
+from vismoe.cli import main as cli
 from vismoe.config import Settings
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, ContextError, InputError
-from vismoe.memory.plan import Hardware, plan
-from vismoe.models.image_addresses import address_error
-from vismoe.models.images import open_image
-from vismoe.models.preview import read_config
+from vismoe.models.inputs.image_addresses import address_error
+from vismoe.models.inputs.images import open_image
+from vismoe.models.load.preview import read_config
+from vismoe.planning.plan import Hardware, plan
 
 
 # ------------------------------------------------------------------ too long

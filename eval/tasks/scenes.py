@@ -13,11 +13,19 @@ from typing import Any
 from PIL import Image
 
 from vismoe.errors import InputError
-
-from ..questions import ASK_EXISTS, ASK_ONE_OF_TWO, OPTION_LETTERS, Conversation, Turn, absent_noun, conversation, exists_turn
-from ..scenes import compose, scene_random
-from ..scoring import character_accuracy, option, printed, words
-from ..world import with_article
+from vismoe.eval.questions import (
+    ASK_EXISTS,
+    ASK_ONE_OF_TWO,
+    OPTION_LETTERS,
+    Conversation,
+    Turn,
+    absent_noun,
+    conversation,
+    exists_turn,
+)
+from vismoe.eval.scenes import compose, scene_random
+from vismoe.eval.scoring import character_accuracy, option, printed, words
+from vismoe.eval.world import with_article
 
 __all__ = [
     "mmbench_accuracy", "mmbench_docs", "mmbench_results", "mme_docs", "mme_results", "mme_score", "ocr_docs", "ocr_results",

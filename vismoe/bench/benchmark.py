@@ -32,15 +32,15 @@ from vismoe.bench.subject import (
     subject_of,
 )
 from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes, parse_bytes
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, ConfigError, InputError
 from vismoe.machine.facts import facts, package_versions
-from vismoe.memory.hardware import cores, host_memory, torch_device
-from vismoe.memory.plan import Plan
-from vismoe.memory.sizes import size_up
-from vismoe.models.images import open_image
-from vismoe.models.preview import preview
-from vismoe.models.prompts import PromptBuilder
+from vismoe.machine.hardware import cores, host_memory, torch_device
+from vismoe.models.inputs.images import open_image
+from vismoe.models.inputs.prompts import PromptBuilder
+from vismoe.models.load.preview import preview
+from vismoe.planning.plan import Plan
+from vismoe.planning.sizes import size_up
 from vismoe.store.index import files_of
 from vismoe.store.packed import find_store, formats_in
 

@@ -18,12 +18,12 @@ from vismoe.bench.job import LOGITS, OURS, WARM, Job, Request
 from vismoe.bench.process import difference, disk_bytes
 from vismoe.bench.prompt import model_inputs
 from vismoe.config import ENGINE_DEFAULTS
-from vismoe.memory.hardware import host_memory
-from vismoe.models.components import is_vision
-from vismoe.models.families import expert_modules
-from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.preview import model_class, read_config, torch_dtype
-from vismoe.models.prompts import VISION_TOWERS
+from vismoe.machine.hardware import host_memory
+from vismoe.models.family.components import is_vision
+from vismoe.models.family.families import expert_modules
+from vismoe.models.inputs.prompts import VISION_TOWERS
+from vismoe.models.load.preview import model_class, read_config, torch_dtype
+from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
 from vismoe.timeline import Timeline
 
 __all__ = ["LOADERS", "Runner", "VisMoERunner"]

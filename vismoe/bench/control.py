@@ -16,12 +16,12 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from vismoe.formats.raw import Raw
-from vismoe.memory.pool import SlabPool
-from vismoe.models.compute import TorchExperts
-from vismoe.models.experts import ExpertRuntime, Serving, Step
-from vismoe.models.foresight import Foresight
+from vismoe.models.moe.compute import TorchExperts
+from vismoe.models.moe.experts import ExpertRuntime, Serving, Step
+from vismoe.models.moe.lookahead_inputs import Foresight
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
+from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, Format, MoELayer, Phase, RecordLayout
 
 __all__ = ["ControlTime", "measure_control"]

@@ -13,7 +13,7 @@ import torch
 
 from vismoe.bench.job import BITS_PER_WEIGHT, EXACT, PARTNERS, WAYS, Contestant, Way
 from vismoe.config import format_bytes
-from vismoe.memory.sizes import size_up
+from vismoe.planning.sizes import size_up
 
 __all__ = ["IMPORTS_BYTES", "Conditions", "Entry", "does_not_fit", "labels", "refusals"]
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from vismoe.errors import ConfigError
-from vismoe.models.families import ROUTERS, expert_modules, expert_parameters, refuse_unsupported, top_k_of
+from vismoe.models.family.families import ROUTERS, expert_modules, expert_parameters, refuse_unsupported, top_k_of
 
 __all__ = ["LAYER", "Noise", "Recipe", "Weights", "weights_of"]
 

@@ -18,8 +18,7 @@ from vismoe.lookahead.features import Features, History, Sizes, half, share_of_t
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.lookahead.network import Folded
-from vismoe.simulate.steps import Evidence
-from vismoe.types import ExpertInventory, Phase
+from vismoe.types import Evidence, ExpertInventory, Phase
 
 __all__ = ["LearnedLookahead", "Snapshot", "Witness"]
 

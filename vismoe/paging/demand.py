@@ -21,7 +21,7 @@ import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.locks import Running
-from vismoe.paging.below import Below
+from vismoe.paging.host_compute import Below
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import READY, RESIDENT, Room

@@ -16,9 +16,6 @@ import numpy as np
 
 from vismoe.errors import BusyError, ClosedError
 from vismoe.locks import Running, under
-from vismoe.memory.host import HostTier
-from vismoe.memory.pool import SlabPool
-from vismoe.memory.slabs import Slabs
 from vismoe.metrics import Metrics
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
@@ -28,6 +25,9 @@ from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
 from vismoe.paging.transitions import Transitions
 from vismoe.paging.upgrades import Upgrades
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
+from vismoe.pools.slabs import Slabs
 from vismoe.timeline import Timeline
 from vismoe.types import HIGH, ExpertId, ExpertInventory, MoELayer, Phase
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vismoe.errors import ConfigError
-from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import Miss, Way, Ways
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import Ledger, prefetch_order
+from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demand
 from vismoe.types import HIGH, ExpertInventory, MoELayer, Phase
 

@@ -29,7 +29,7 @@ from vismoe.eval.accuracy import answers, messages
 from vismoe.eval.answer_file import Key, program_digest, questions
 from vismoe.eval.pruned_answers import FEWER_EXPERTS, PROGRAM, draw_of
 from vismoe.eval.scoring import score
-from vismoe.eval.suite_rows import Answered, Turn
+from vismoe.eval.suite_rows import Answered, SpeedTurn
 from vismoe.machine.facts import facts
 from vismoe.metrics import Snapshot
 from vismoe.models.load.preview import experts_in_place, model_class, read_config
@@ -172,12 +172,12 @@ def _figures(engine: Engine, asked: list[dict[str, Any]], max_tokens: int) -> Fi
     return reply.figures
 
 
-def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) -> Turn:
+def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) -> SpeedTurn:
     tokens, seconds = sum(each.decode_tokens for each in counted), sum(each.decode_seconds for each in counted)
     counters = [each.counters for each in counted]
     moved = "bytes_copied" if any(each.total("bytes_copied") for each in counters) else "bytes_read"
     prefill_bytes, decode_bytes = (sum(each.total(moved, phase) for each in counters) for phase in (Phase.PREFILL, Phase.DECODE))
-    return Turn(
+    return SpeedTurn(
         load_s=load_s,
         first_token_s=median(each.encode_seconds + each.prefill_seconds for each in counted),
         prefill_s=median(each.prefill_seconds for each in counted),

@@ -26,7 +26,7 @@ from vismoe.lookahead.network import PARTS, Folded, load
 from vismoe.predictor_training.collect import progress_bar
 from vismoe.predictor_training.recall import Recall, Scorer, by_frequency, by_gate, by_learned, by_lru, by_nothing, hot_recall
 from vismoe.predictor_training.samples import Samples, read_samples
-from vismoe.predictor_training.train import Recipe, add_training_flags, recipe_of, refuse_device, train
+from vismoe.predictor_training.train import TrainingRecipe, add_training_flags, recipe_of, refuse_device, train
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
@@ -71,7 +71,7 @@ class Judgement:
 
 def trained_variants(
     samples: dict[Phase, Samples],
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     report: Callable[[str, int], None],
     device: str = "cpu",
     given: dict[str, Folded] | None = None,

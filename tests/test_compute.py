@@ -70,8 +70,8 @@ def batch(tokens: int, seed: int = 1):
 
 
 @torch.inference_mode()
-def outputs(layer, arithmetic, hidden, index, factors, on_host: bool, in_order: bool) -> torch.Tensor:
-    work = arithmetic.begin(0, layer.module, index, hidden, factors)
+def outputs(layer, backend, hidden, index, factors, on_host: bool, in_order: bool) -> torch.Tensor:
+    work = backend.begin(0, layer.module, index, hidden, factors)
     return work.run(Everything(layer.pool, work.experts, on_host), in_order).float()
 
 

@@ -13,7 +13,7 @@ from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.models.load.embeddings import EmbeddingOnDisk, Table, table_bytes
 from vismoe.models.load.preview import preview
-from vismoe.store.checkpoint import Part
+from vismoe.store.checkpoint import TensorPart
 from vismoe.store.safetensors_header import read_header
 
 TIED = "lfm2_moe"
@@ -97,7 +97,7 @@ def table(tmp_path_factory):
     (file,) = folder.glob("*.safetensors")
     header = read_header(file)
     entry = header.tensors["model.embed_tokens.weight"]
-    part = Part(0, entry.offset_bytes, entry.shape, entry.dtype)
+    part = TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype)
     module = EmbeddingOnDisk(Table("", header, part), torch.float32)
     return module, tiny_models.reference(folder).get_input_embeddings().weight
 
@@ -126,7 +126,7 @@ def test_a_truncated_file_is_an_error_that_says_so(tmp_path):
     (file,) = tmp_path.glob("*.safetensors")
     header = read_header(file)
     entry = header.tensors["model.embed_tokens.weight"]
-    part = Part(0, entry.offset_bytes, entry.shape, entry.dtype)
+    part = TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype)
     module = EmbeddingOnDisk(Table("", header, part), torch.float32)
     with file.open("r+b") as raw:
         raw.truncate(entry.offset_bytes + 64)

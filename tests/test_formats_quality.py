@@ -16,7 +16,7 @@ from vismoe.eval.answer_file import AnswerFile, program_digest, questions
 from vismoe.eval.paired import paired_difference, ratio_of_sums
 from vismoe.eval.questions import KINDS
 from vismoe.eval.scoring import score
-from vismoe.eval.studies.format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
+from vismoe.eval.studies.format_quality import SIXTEEN_BIT, ExpertWeights, FormatContestant, Judged, expert_output_errors, judge
 from vismoe.eval.studies.formats import PROGRAM, main, summary
 from vismoe.eval.world import assets_folder
 from vismoe.models.family.families import expert_modules
@@ -24,7 +24,7 @@ from vismoe.models.inputs.processor import load_processor
 from vismoe.types import Format
 
 DEMO = assets_folder() / "demo-model"
-INT2, INT2_NEAREST = Contestant(Format.INT2), Contestant(Format.INT2, nearest=True)
+INT2, INT2_NEAREST = FormatContestant(Format.INT2), FormatContestant(Format.INT2, nearest=True)
 
 
 def pairs(both: int, lost: int, won: int, neither: int) -> tuple[list[float], list[float]]:

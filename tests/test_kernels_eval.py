@@ -9,7 +9,7 @@ from vismoe.errors import ConfigError
 from vismoe.eval.studies import kernels
 from vismoe.types import Format
 
-SMALL = kernels.Geometry(hidden=256, intermediate=128, vocabulary=300, projections=((64, 256), (256, 64)))
+SMALL = kernels.KernelShape(hidden=256, intermediate=128, vocabulary=300, projections=((64, 256), (256, 64)))
 
 
 @pytest.mark.parametrize("weights", kernels.WEIGHTS)

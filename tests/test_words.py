@@ -16,7 +16,7 @@ from test_plan import GIB, MIB, footprint, inventories
 from test_plan_advice import followed
 
 from vismoe import load
-from vismoe.app.page import Turn
+from vismoe.app.page import PageTurn
 from vismoe.cli import main as cli
 from vismoe.config import Settings
 from vismoe.engine.engine import demo_model
@@ -156,7 +156,7 @@ def test_no_path_of_the_server_is_shown_for_an_uploaded_picture(tmp_path, conten
     file.write_bytes(content)
     for _ in range(2):
         with pytest.raises(InputError, match=r"^holiday.png: ") as said:
-            Turn.of("What?", [str(file)])
+            PageTurn.of("What?", [str(file)])
         assert "/" not in str(said.value).replace("1/1", "").split("%")[0].replace("ffmpeg -i VIDEO", "")
         file.unlink(missing_ok=True)
 

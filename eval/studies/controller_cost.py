@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vismoe.config import Settings
-from vismoe.eval.studies.kernels import EXPERTS_OF_A_CALL, FORM, Call, Geometry, our_calls
+from vismoe.eval.studies.kernels import EXPERTS_OF_A_CALL, FORM, Call, KernelShape, our_calls
 from vismoe.flags import SuggestingParser
 from vismoe.formats.codec import codec_of
 from vismoe.kernels import cpu
@@ -30,7 +30,7 @@ from vismoe.precision.policy import Policy
 from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import Format, RecordLayout
 
-__all__ = ["GOAL", "Cost", "measure"]
+__all__ = ["GOAL", "ControllerCost", "measure"]
 
 GOAL = 0.01  # of a token
 LAYERS, EXPERTS, HOT_SHARE = 48, 128, 0.25
@@ -42,7 +42,7 @@ Routing = list[tuple[np.ndarray, np.ndarray]]  # by layer: ids int64 [T, K], wei
 
 
 @dataclass(frozen=True)
-class Cost:
+class ControllerCost:
     """Of one policy, microseconds per token; shares are of a token."""
 
     policy: str
@@ -55,7 +55,9 @@ class Cost:
     update_share: float
 
 
-def measure(layers: int, experts: int, tokens: int, prompt_tokens: int, calls: Iterator[Call]) -> tuple[list[Cost], float]:
+def measure(
+    layers: int, experts: int, tokens: int, prompt_tokens: int, calls: Iterator[Call]
+) -> tuple[list[ControllerCost], float]:
     """(the cost of every policy, seconds of a token's experts). `calls` compute the experts of one layer."""
     steps, prompt = routing(layers, experts, tokens), prompt_of(layers, experts, prompt_tokens)
     controllers = {name: controller(name, layers, experts) for name in POLICIES}
@@ -127,7 +129,7 @@ def experts_s(calls: Iterator[Call], layers: int) -> float:
     return time.perf_counter() - began_s
 
 
-def expert_calls(geometry: Geometry, working_set_bytes: int) -> Iterator[Call]:
+def expert_calls(geometry: KernelShape, working_set_bytes: int) -> Iterator[Call]:
     """One token through 8 int4 experts, other ones at every call."""
     shapes = {FORM.up: (2 * geometry.intermediate, geometry.hidden), FORM.down: (geometry.hidden, geometry.intermediate)}
     raw = RecordLayout.of(shapes, dict.fromkeys(shapes, torch.bfloat16))
@@ -138,14 +140,14 @@ def expert_calls(geometry: Geometry, working_set_bytes: int) -> Iterator[Call]:
     return our_calls(kernel, slabs, torch.randn(1, geometry.hidden).bfloat16())
 
 
-def cost(policy: str, took: list[tuple[float, bool]], prompts: list[float], period_tokens: int, token_s: float) -> Cost:
+def cost(policy: str, took: list[tuple[float, bool]], prompts: list[float], period_tokens: int, token_s: float) -> ControllerCost:
     """`took`: (seconds, whether hot sets were settled) of every decode step."""
     plain_s = statistics.median(seconds for seconds, update in took if not update)
     update_s = statistics.median([seconds for seconds, update in took if update] or [plain_s])
     amortised_s = plain_s + (update_s - plain_s) / period_tokens
     worst_s = max(seconds for seconds, _ in took)
     micro = (1e6 * seconds for seconds in (plain_s, update_s, amortised_s, worst_s, statistics.median(prompts)))
-    return Cost(policy, *micro, amortised_s / token_s, update_s / token_s)
+    return ControllerCost(policy, *micro, amortised_s / token_s, update_s / token_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: 1024)")
     given = parser.parse_args(arguments)
     backend = cpu.start()
-    costs, token_s = measure(given.layers, given.experts, given.tokens, given.prompt, expert_calls(Geometry(), WORKING_SET_BYTES))
+    costs, token_s = measure(
+        given.layers, given.experts, given.tokens, given.prompt, expert_calls(KernelShape(), WORKING_SET_BYTES)
+    )
     title = f"controllers at {given.layers} x {given.experts}, us per token; a token is {1e3 * token_s:.1f} ms of experts"
     table = Table(title=f"{title} ({backend.isa}, {backend.threads} threads)", title_justify="left")
     for head in ("policy", "plain", "with update", "amortised", "of a token", "worst", "per prompt token"):

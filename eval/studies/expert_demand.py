@@ -31,10 +31,10 @@ from vismoe.eval.answer_file import questions
 from vismoe.eval.paired import ratio_of_sums
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
-from vismoe.eval.studies.pruning import ALL, STUDIES, Contestant, Engines, Study, draw_of, labelled, program_of, run
+from vismoe.eval.studies.pruning import ALL, STUDIES, Engines, PruningContestant, PruningStudy, draw_of, labelled, program_of, run
 from vismoe.eval.studies.routing import (
-    Layer,
-    Transitions,
+    LayerLoad,
+    LoadTransitions,
     active_experts,
     coverage,
     coverage_curve,
@@ -58,7 +58,7 @@ QUESTIONS = 180
 BATCH = 10  # prompts in one prefill
 BUDGET = "25%"  # of the experts, for the replay
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-expert-demand"
-TOKENS: dict[str, Callable[[Layer], np.ndarray]] = {  # whose routing is looked at
+TOKENS: dict[str, Callable[[LayerLoad], np.ndarray]] = {  # whose routing is looked at
     "all": lambda layer: np.ones(len(layer.tokens), bool),
     "visual": lambda layer: layer.visual,
     "text": lambda layer: ~layer.visual,
@@ -74,7 +74,7 @@ OF_PREFILL = {"loads": "loads", "loaded_bytes": "KiB", "hit_rate": "hits"}
 RANDOM = "random"
 DRAWN = ("affinity", "saliency", RANDOM)
 
-Prompts = Sequence[Sequence[Layer]]  # [prompts][MoE layers]
+Prompts = Sequence[Sequence[LayerLoad]]  # [prompts][MoE layers]
 Values = dict[str, np.ndarray]  # by measure
 
 
@@ -84,7 +84,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
     try:
         studied = STUDIES[study].contestants(engines.prune_layer)
         compared = [rival for contestant in studied for rival in rivals(contestant).values() if rival.pruning.keep < 1]
-        contestants = list(dict.fromkeys([Contestant(Pruning(), engines.prune_layer), *studied, *compared]))
+        contestants = list(dict.fromkeys([PruningContestant(Pruning(), engines.prune_layer), *studied, *compared]))
         traces = {contestant: SyntheticTrace(engines.inventory, []) for contestant in contestants}
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("prompts", total=len(contestants) * len(KINDS) * per_kind)
@@ -104,7 +104,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
     }
 
 
-def recorded(engines: Engines, contestant: Contestant, kind: str, count: int, seed: int, folder: Path) -> Trace:
+def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: int, seed: int, folder: Path) -> Trace:
     """The routing of one contestant's prefills of `count` questions of one kind; recorded unless it is there already."""
     belongs_to = [engines.fingerprint, program_of(contestant), asdict(contestant), kind, count, seed]
     digest = hashlib.sha256(json.dumps(belongs_to).encode()).hexdigest()
@@ -144,7 +144,7 @@ def of_sequence(routing: LayerRouting, begin: int, end: int) -> LayerRouting:
     return replace(routing, expert_ids=routing.expert_ids[mine], weights=routing.weights[mine], kept=routing.kept[mine] - begin)
 
 
-def summary(traces: dict[Contestant, SyntheticTrace]) -> dict[str, dict[str, Any]]:
+def summary(traces: dict[PruningContestant, SyntheticTrace]) -> dict[str, dict[str, Any]]:
     """Figures of each contestant, and differences from all tokens, `random` and `saliency` at the same share and layer."""
     routed = {contestant: list(map(prompt_layers, trace)) for contestant, trace in traces.items()}
     deep = deepest({c.prune_layer: prompts for c, prompts in routed.items() if c.pruning.keep < 1})
@@ -175,7 +175,7 @@ def summary(traces: dict[Contestant, SyntheticTrace]) -> dict[str, dict[str, Any
     return {str(contestant): row for contestant, row in out.items()}
 
 
-def rivals(contestant: Contestant) -> dict[str, Contestant]:
+def rivals(contestant: PruningContestant) -> dict[str, PruningContestant]:
     """Who a contestant is compared with, on the same prompts."""
     if contestant.visual_top_k is not None:
         return {"all experts": replace(contestant, visual_top_k=None)}
@@ -205,14 +205,14 @@ def shape(prompts: Prompts, experts: Sequence[int], deep: Sequence[int]) -> tupl
     return values, by_layer | {"coverage_curve": np.mean(curves, axis=0).tolist()}
 
 
-def pair_measures(prompts: Sequence[tuple[Layer, Layer]], num_experts: int) -> Values:
+def pair_measures(prompts: Sequence[tuple[LayerLoad, LayerLoad]], num_experts: int) -> Values:
     """[prompts] of each measure of two consecutive layers with `num_experts` each, over the tokens that reached the second.
 
     What the first layer's load says about the second's is learned from one half of the prompts and tried on the other.
     """
     out = {name: np.empty(len(prompts)) for name in PER_PAIR}
     for half in (0, 1):
-        learned = Transitions(prompts[1 - half :: 2], num_experts)
+        learned = LoadTransitions(prompts[1 - half :: 2], num_experts)
         for at in range(half, len(prompts), 2):
             here, next_one = prompts[at]
             here = here.only(np.isin(here.tokens, next_one.tokens))
@@ -304,8 +304,8 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     grid_figure(folder / "layer-similarity.png", similarity_panels(shown), columns=3)
 
 
-def contestant_of(row: dict[str, Any]) -> Contestant:
-    return Contestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"])
+def contestant_of(row: dict[str, Any]) -> PruningContestant:
+    return PruningContestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"])
 
 
 def demand_panels(shown: dict[str, dict[str, Any]]) -> list[Panel]:
@@ -328,7 +328,7 @@ def demand_panels(shown: dict[str, dict[str, Any]]) -> list[Panel]:
     ]
 
 
-def loads_panel(rows: dict[Contestant, dict[str, Any]]) -> Panel:
+def loads_panel(rows: dict[PruningContestant, dict[str, Any]]) -> Panel:
     """What a prefill loads less, or more, than with all tokens."""
     everything = next(iter(rows.values()))["prefill"]["loads"]["value"]
     bars = []
@@ -366,7 +366,7 @@ def similarity_panels(shown: dict[str, dict[str, Any]]) -> list[Panel]:
     ]
 
 
-def sweep_panels(rows: dict[Contestant, dict[str, Any]], study: Study) -> list[Panel]:
+def sweep_panels(rows: dict[PruningContestant, dict[str, Any]], study: PruningStudy) -> list[Panel]:
     """Differences from `saliency` (or from all experts) with their intervals."""
     lines: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for contestant, row in rows.items():

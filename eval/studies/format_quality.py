@@ -1,6 +1,6 @@
 """What a format of the experts costs in quality, measured on one model with plain transformers: no pager, no kernels of ours.
 
-A `Contestant` is a format, and whether its scales were optimised. `ExpertWeights` keeps every routed expert encoded by each
+A `FormatContestant` is a format, and whether its scales were optimised. `ExpertWeights` keeps every routed expert encoded by each
 contestant and puts restored ones into the model; everything else of the model stays as it is. Errors, divergences and
 probabilities are computed in float64 from float32 passes.
 """
@@ -28,8 +28,8 @@ from vismoe.types import Format, RecordLayout
 
 __all__ = [
     "SIXTEEN_BIT",
-    "Contestant",
     "ExpertWeights",
+    "FormatContestant",
     "Judged",
     "expert_output_errors",
     "images_seen_once",
@@ -42,7 +42,7 @@ CAPTURED_TOKENS = 4096  # hidden states per MoE layer on which expert outputs ar
 
 
 @dataclass(frozen=True)
-class Contestant:
+class FormatContestant:
     """A format, with scales and offsets optimised or by rounding to nearest over each group's range."""
 
     format: Format
@@ -55,7 +55,7 @@ class Contestant:
         return Raw(raw) if self.format is Format.RAW else Affine(self.format, raw, transposed, self.nearest)
 
 
-SIXTEEN_BIT = Contestant(Format.RAW)
+SIXTEEN_BIT = FormatContestant(Format.RAW)
 
 
 class ExpertWeights:
@@ -64,7 +64,7 @@ class ExpertWeights:
     The experts' parameters become float32 and hold what the last `put` restored, rounded to the model's type as a slab would be.
     """
 
-    def __init__(self, model: nn.Module, contestants: Sequence[Contestant]):
+    def __init__(self, model: nn.Module, contestants: Sequence[FormatContestant]):
         inventory = inventory_of(model, None)
         self.modules = [module for _, module in expert_modules(model)]
         self._codecs = {
@@ -75,7 +75,7 @@ class ExpertWeights:
             for contestant in contestants
         }
         self._geometries = [layer.geometry for layer in inventory.layers]
-        self._encoded: dict[Contestant, list[list[Tensor]]] = {contestant: [] for contestant in contestants}
+        self._encoded: dict[FormatContestant, list[list[Tensor]]] = {contestant: [] for contestant in contestants}
         for layer, module in zip(inventory.layers, self.modules, strict=True):
             records = [self._record(module, expert, layer.geometry) for expert in range(layer.num_experts)]
             for contestant, codecs in self._codecs.items():
@@ -83,7 +83,7 @@ class ExpertWeights:
         self._rest = _digest_of_rest(model, self.modules)
         model.float()
 
-    def digest(self, contestant: Contestant) -> str:
+    def digest(self, contestant: FormatContestant) -> str:
         """Of the stored bytes, and of all other weights and the configuration: what answers belong to."""
         digest = hashlib.sha256(self._rest.encode())
         for layer in self._encoded[contestant]:
@@ -99,7 +99,7 @@ class ExpertWeights:
         return record
 
     @torch.no_grad()
-    def put(self, contestant: Contestant) -> None:
+    def put(self, contestant: FormatContestant) -> None:
         """Experts as this contestant restores them."""
         for geometry, module, encoded in zip(self._geometries, self.modules, self._encoded[contestant], strict=True):
             codec = self._codecs[contestant][geometry]
@@ -124,8 +124,8 @@ def _digest_of_rest(model: Any, modules: Sequence[nn.Module]) -> str:
 
 @torch.no_grad()
 def expert_output_errors(
-    model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[Contestant]
-) -> dict[Contestant, float]:
+    model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[FormatContestant]
+) -> dict[FormatContestant, float]:
     """|output - 16-bit output| / |16-bit output| over what single experts make of the tokens that were routed to them.
 
     The root of the mean square over all (token, expert) pairs of a MoE layer, then over layers; hidden states are those of the
@@ -178,8 +178,8 @@ class Judged:
 
 
 def judge(
-    model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[Contestant]
-) -> dict[Contestant, list[Judged]]:
+    model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[FormatContestant]
+) -> dict[FormatContestant, list[Judged]]:
     """Every contestant on the same conversations; the 16-bit pass that divergences are measured from is made once."""
     inputs, targets = with_answers(processor, talks)
     judged = {}

@@ -29,7 +29,7 @@ from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest,
 from vismoe.eval.paired import paired_difference, points, ratio_of_sums
 from vismoe.eval.questions import KINDS
 from vismoe.eval.studies import format_quality
-from vismoe.eval.studies.format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
+from vismoe.eval.studies.format_quality import SIXTEEN_BIT, ExpertWeights, FormatContestant, Judged, expert_output_errors, judge
 from vismoe.flags import SuggestingParser
 from vismoe.models.inputs.processor import load_processor
 from vismoe.types import Format
@@ -45,7 +45,7 @@ PROGRAM = (accuracy, format_quality, asking, scoring, world)
 
 def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
     """All figures, as the object that is printed last."""
-    contestants = [SIXTEEN_BIT, *(Contestant(format, nearest) for format in formats for nearest in (False, True))]
+    contestants = [SIXTEEN_BIT, *(FormatContestant(format, nearest) for format in formats for nearest in (False, True))]
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto", experts_implementation="eager").eval()
     processor = load_processor(model_path)
     weights = ExpertWeights(model, contestants)
@@ -57,7 +57,7 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
         for contestant in contestants
     }
 
-    def ask(keys: list[Key], missing: list[Contestant]) -> Iterator[tuple[Contestant, dict[Key, Judged]]]:
+    def ask(keys: list[Key], missing: list[FormatContestant]) -> Iterator[tuple[FormatContestant, dict[Key, Judged]]]:
         talks = questions(keys[0][0], [number for _, number in keys], seed)
         for contestant, rows in judge(model, processor, weights, talks, missing).items():
             yield contestant, dict(zip(keys, rows))
@@ -69,7 +69,7 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
 
 
 def summary(
-    table: dict[Contestant, list[Judged]], kinds: Sequence[str], output_errors: dict[Contestant, float]
+    table: dict[FormatContestant, list[Judged]], kinds: Sequence[str], output_errors: dict[FormatContestant, float]
 ) -> dict[str, Any]:
     """Figures per contestant, and of each format against rounding to nearest; `kinds` names the kind of each question."""
     rows = {
@@ -77,7 +77,7 @@ def summary(
         for contestant, judged in table.items()
     }
     against = {
-        str(contestant): _against_nearest(judged, table[Contestant(contestant.format, nearest=True)])
+        str(contestant): _against_nearest(judged, table[FormatContestant(contestant.format, nearest=True)])
         for contestant, judged in table.items()
         if not contestant.nearest and contestant != SIXTEEN_BIT
     }

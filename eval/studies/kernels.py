@@ -32,7 +32,7 @@ from vismoe.formats.codec import codec_of
 from vismoe.kernels import cpu
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
-__all__ = ["Contest", "Speed", "measure"]
+__all__ = ["KernelContest", "Speed", "measure"]
 
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
 EXPERTS_OF_A_CALL = 8
@@ -51,7 +51,7 @@ Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Geometry:
+class KernelShape:
     """What the weights measure."""
 
     hidden: int = 2048
@@ -61,7 +61,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Contest:
+class KernelContest:
     """Two ways to do the same work."""
 
     name: str
@@ -88,7 +88,7 @@ class Speed:
 
 
 # ------------------------------------------------------------------ measuring
-def measure(contest: Contest, working_set: Tensor, threads: int, rounds: int) -> Speed:
+def measure(contest: KernelContest, working_set: Tensor, threads: int, rounds: int) -> Speed:
     """Rounds of: the memory's rate, ours, torch's."""
     ours, theirs, shares = [], [], []
     calls_per_s(contest.ours, 0.0)  # the first call starts threads and takes its workspace
@@ -132,7 +132,7 @@ def read_bytes_per_s(memory: Tensor, threads: int) -> float:
 
 
 # ------------------------------------------------------------------ whole experts
-def expert_contests(geometry: Geometry, format: Format, dtype: torch.dtype, working_set: Tensor) -> Iterator[Contest]:
+def expert_contests(geometry: KernelShape, format: Format, dtype: torch.dtype, working_set: Tensor) -> Iterator[KernelContest]:
     """The contests of one format; `working_set` uint8 is filled with its records."""
     hidden, intermediate = geometry.hidden, geometry.intermediate
     shapes = {FORM.up: (2 * intermediate, hidden), FORM.down: (hidden, intermediate)}
@@ -145,7 +145,7 @@ def expert_contests(geometry: Geometry, format: Format, dtype: torch.dtype, work
     theirs = torch_experts(format, slabs, raw)
     for tokens in BATCHES:
         x = torch.randn(tokens, hidden).to(dtype)
-        yield Contest(
+        yield KernelContest(
             dtype_name(dtype) if format is Format.RAW else str(format),
             tokens,
             6 * hidden * intermediate * tokens * EXPERTS_OF_A_CALL,
@@ -166,7 +166,7 @@ def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Ca
         yield partial(kernel.parts, addresses[group], starts, pairs, factors, x, out)
 
 
-def torch_calls(experts: "TorchExperts", x: Tensor) -> Iterator[Call]:
+def torch_calls(experts: "TorchContestant", x: Tensor) -> Iterator[Call]:
     for group in random_groups(experts.count):
         yield partial(experts.run_all, group.tolist(), x)
 
@@ -183,7 +183,7 @@ def random_groups(count: int) -> Iterator[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class TorchExperts:
+class TorchContestant:
     """The same experts by torch's operators."""
 
     count: int
@@ -196,18 +196,18 @@ class TorchExperts:
             self.product(expert, FORM.down, functional.silu(gate) * up)
 
 
-def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchExperts | None:
+def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchContestant | None:
     """torch's operators for a format; weights of the integer ones are made anew, since their layouts are torch's own."""
     if format is Format.RAW:
         weights = [raw.views(slab) for slab in slabs]
-        return TorchExperts(len(slabs), raw.payload_bytes, lambda e, name, x: functional.linear(x, weights[e][name]))
+        return TorchContestant(len(slabs), raw.payload_bytes, lambda e, name, x: functional.linear(x, weights[e][name]))
     shapes = {section.name: section.shape for section in raw.sections}
     count = slabs.numel() // raw.payload_bytes * (2 if format is Format.INT8 else 4)
     if format is Format.INT8:
         codes = [{name: torch.full(shape, 3, dtype=torch.int8) for name, shape in shapes.items()} for _ in range(count)]
         scales = {name: torch.full((shape[0],), 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
         nbytes = raw.payload_bytes // 2
-        return TorchExperts(count, nbytes, lambda e, name, x: torch._weight_int8pack_mm(x, codes[e][name], scales[name]))
+        return TorchContestant(count, nbytes, lambda e, name, x: torch._weight_int8pack_mm(x, codes[e][name], scales[name]))
     if format is Format.INT4:
         operators: Any = torch.ops.aten
         one = {
@@ -217,14 +217,14 @@ def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchExpe
         packed = [{name: weight.clone() for name, weight in one.items()} for _ in range(count)]
         zeros = {name: torch.full((shape[1] // 128, shape[0], 2), 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
         nbytes = sum(weight.nbytes for weight in one.values()) + sum(zero.nbytes for zero in zeros.values())
-        return TorchExperts(
+        return TorchContestant(
             count, nbytes, lambda e, name, x: operators._weight_int4pack_mm_for_cpu(x, packed[e][name], 128, zeros[name])
         )
     return None
 
 
 # ------------------------------------------------------------------ linears
-def linear_contests(geometry: Geometry, working_set: Tensor) -> Iterator[Contest]:
+def linear_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[KernelContest]:
     """Weights and inputs in bfloat16."""
     shapes = {"head": ((geometry.vocabulary, geometry.hidden),), "attention": geometry.projections}
     working_set.random_(0, 50)
@@ -239,7 +239,7 @@ def linear_contests(geometry: Geometry, working_set: Tensor) -> Iterator[Contest
             inputs = [torch.randn(tokens, shape[1]).bfloat16() for shape in matrices]
             nbytes, flop = 2 * sum(sizes), 2 * tokens * sum(sizes)
             ours, theirs = (linear_calls(function, inputs, weights) for function in (cpu.linear, functional.linear))
-            yield Contest(name, tokens, flop, ours, nbytes, theirs, nbytes)
+            yield KernelContest(name, tokens, flop, ours, nbytes, theirs, nbytes)
 
 
 def linear_calls(function: Callable[..., Tensor], inputs: list[Tensor], weights: list[list[Tensor]]) -> Iterator[Call]:
@@ -278,7 +278,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     backend = cpu.start(arguments.threads, arguments.isa)
-    geometry, working_set = Geometry(), torch.zeros(int(arguments.working_set * 2**30) // 64 * 64, dtype=torch.uint8)
+    geometry, working_set = KernelShape(), torch.zeros(int(arguments.working_set * 2**30) // 64 * 64, dtype=torch.uint8)
     out = sys.stderr if arguments.json else sys.stdout
     print(f"{backend.isa}, {backend.threads} threads; torch {torch.__version__}\n{HEADER}", file=out)
     contests = (

@@ -39,7 +39,7 @@ VISION_DEPTH, VOCABULARY = 4, 32768  # a small tower and few words: the experts 
 
 
 @dataclass(frozen=True)
-class Place:
+class LadderSetup:
     """Where the rungs are compared; `turn` runs one of them, recording a trace if told where."""
 
     name: str
@@ -50,7 +50,7 @@ class Place:
     link_bytes_per_s: float | None  # None: as fast as the first turn was
 
 
-def rungs(place: Place, keep: float, pinned_layers: int) -> dict[str, dict[str, Any]]:
+def rungs(place: LadderSetup, keep: float, pinned_layers: int) -> dict[str, dict[str, Any]]:
     """Settings of each rung, by name, from the lowest up."""
     base: dict[str, Any] = dict(keep=1.0, lookahead="none", eviction="lru", pinned_layers=0, misses="wait")
     steps: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def rungs(place: Place, keep: float, pinned_layers: int) -> dict[str, dict[str, 
     return found
 
 
-def calibrated_prefix(place: Place, keep: float, folder: Path) -> int:
+def calibrated_prefix(place: LadderSetup, keep: float, folder: Path) -> int:
     """The number of pinned layers that wins in replay of what one recorded turn of the third rung asked for."""
     trace = folder / f"trace-{place.name}"
     run = place.turn(rungs(place, keep, 0)["+ prediction"], trace=trace)
@@ -84,7 +84,7 @@ def calibrated_prefix(place: Place, keep: float, folder: Path) -> int:
     )
 
 
-def climb(place: Place, keep: float, rounds: int, folder: Path) -> dict[str, Any]:
+def climb(place: LadderSetup, keep: float, rounds: int, folder: Path) -> dict[str, Any]:
     """All rungs of one place, measured, printed, and as JSON."""
     pinned = calibrated_prefix(place, keep, folder)
     settings = rungs(place, keep, pinned)
@@ -119,11 +119,11 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> str:
     return aligned_columns(lines, left=1)
 
 
-def bundled(arguments: argparse.Namespace) -> Place:
+def bundled(arguments: argparse.Namespace) -> LadderSetup:
     """The bundled model on held-out questions over an emulated link."""
     prompts = held_out(arguments.questions)
     link = {"emulated_link_bytes_per_s": arguments.link}
-    return Place(
+    return LadderSetup(
         "emulated link",
         {"memory": arguments.memory, "kernels": "fast", **link},
         partial(ask_scenes, prompts=prompts, max_tokens=arguments.tokens),
@@ -133,7 +133,7 @@ def bundled(arguments: argparse.Namespace) -> Place:
     )
 
 
-def generated(arguments: argparse.Namespace, folder: Path) -> Place:
+def generated(arguments: argparse.Namespace, folder: Path) -> LadderSetup:
     """A checkpoint of published experts with random weights, on the disk."""
     config = geometry_config(GEOMETRY, LAYERS)
     text, vision = config.text_config, config.vision_config
@@ -145,7 +145,7 @@ def generated(arguments: argparse.Namespace, folder: Path) -> Place:
     written = write_checkpoint(config, model_class_of(GEOMETRY), folder / "checkpoint", skew=SKEW)
     print(f"generated: {format_bytes(written.expert_bytes)} of experts, {format_bytes(written.total_bytes)} in all")
     requests = TokenRequests(new_tokens=arguments.tokens)
-    return Place(
+    return LadderSetup(
         "disk",
         {"memory": arguments.memory, "kernels": "fast", "reads": "direct"},
         lambda settings, trace=None: ask_tokens(written.folder, settings, requests, trace),

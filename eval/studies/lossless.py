@@ -42,7 +42,7 @@ Counts = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LosslessSizes:
     """Shares of 16 bit."""
 
     experts: int
@@ -115,7 +115,7 @@ def gaussian_experts(raw: RecordLayout, experts: int) -> list[Tensor]:
     return records
 
 
-def sizes_of(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[Tensor]) -> Sizes:
+def sizes_of(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[Tensor]) -> LosslessSizes:
     """Beside packed sections, the rest (biases in float32) counts in full everywhere."""
     raw_bytes = len(records) * codec.raw.payload_bytes
     huffman = entropy = 0.0
@@ -124,7 +124,7 @@ def sizes_of(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[T
             counts = exponent_counts(weights) if packable(section) else None
             huffman += section.nbytes if counts is None else weights.numel() * (8 + huffman_bits(counts)) / 8
             entropy += section.nbytes if counts is None else weights.numel() * (8 + entropy_bits(counts)) / 8
-    return Sizes(
+    return LosslessSizes(
         experts=len(records),
         raw_bytes=raw_bytes,
         ratio=sum(map(content_bytes, encoded)) / raw_bytes,
@@ -190,7 +190,7 @@ def seconds(work: Callable[[], None]) -> float:
     return statistics.median([once() for _ in range(1 + PASSES)][1:])
 
 
-def table(results: dict[str, tuple[Sizes, Speeds]], threads: int) -> Iterator[str]:
+def table(results: dict[str, tuple[LosslessSizes, Speeds]], threads: int) -> Iterator[str]:
     """Lines for people."""
     sizes, speeds = zip(*results.values())
 

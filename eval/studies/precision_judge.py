@@ -18,11 +18,11 @@ from vismoe.eval.questions import KINDS, Conversation
 from vismoe.eval.scoring import score
 from vismoe.eval.studies.format_quality import images_seen_once, log_probabilities, with_answers
 from vismoe.eval.studies.precision_model import LayerCall, MixedExperts, Served
-from vismoe.eval.studies.precision_rules import Everywhere, Facts, PrecisionContestant
+from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant, RuleInputs
 from vismoe.precision.hotness import Hotness
 from vismoe.types import Format
 
-__all__ = ["COUNTS", "HOTNESS", "RANDOM", "Outcome", "judged", "orders_of"]
+__all__ = ["COUNTS", "HOTNESS", "RANDOM", "JudgedAnswer", "judged", "orders_of"]
 
 HOTNESS, COUNTS, RANDOM = "hotness", "counts", "random"
 SIXTEEN_BIT = Everywhere(Format.RAW)
@@ -30,7 +30,7 @@ MORE_TOKENS = 8  # than the longest true answer of its batch: where an answer is
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JudgedAnswer:
     """One contestant's answer to one question: sums over the tokens of the true answer, and the score of its own answer.
 
     `prompt` and `decoded`: shares of the expert computations in each format, of the prompt and of the true answer's tokens.
@@ -50,9 +50,9 @@ def judged(
     processor: Any,
     talks: Sequence[Conversation],
     contestants: Sequence[PrecisionContestant],
-    facts: Facts,
+    facts: RuleInputs,
     answered: bool,
-) -> Iterator[tuple[PrecisionContestant, list[Outcome]]]:
+) -> Iterator[tuple[PrecisionContestant, list[JudgedAnswer]]]:
     """Outcomes of the conversations; without `answered` none is generated, and `answer` and `score` are None.
 
     Greedy decoding says the true answer where every token of it is the likeliest; only other answers are generated.
@@ -66,7 +66,7 @@ def judged(
             with experts.ruled(partial(contestant.serve, facts=facts), lengths) as counts:
                 own = log_probabilities(experts.model, inputs, targets)
             rows = [
-                Outcome(
+                JudgedAnswer(
                     tokens=len(target),
                     divergence=(true.exp() * (true - mine)).sum().item(),
                     surprise=-mine.gather(1, target[:, None]).sum().item(),
@@ -100,7 +100,7 @@ def _said(
     talks: Sequence[Conversation],
     right: Sequence[bool],
     contestant: PrecisionContestant,
-    facts: Facts,
+    facts: RuleInputs,
 ) -> list[str]:
     true = [talk.turns[-1].answer for talk in talks]
     wrong = [talk for talk, is_right in zip(talks, right) if not is_right]
@@ -137,7 +137,7 @@ Step = list[tuple[np.ndarray, np.ndarray]]  # by layer: routing [T, K] and weigh
 
 def calibration(experts: MixedExperts, processor: Any, seed: int, per_kind: int) -> list[list[Step]]:
     """Of each calibration question the steps, prefill first; questions in an order drawn once."""
-    facts, seen = Facts(experts.formats, {}), []
+    facts, seen = RuleInputs(experts.formats, {}), []
     for kind in KINDS:
         talks = questions(kind, range(per_kind), seed + 1)
         calls: list[LayerCall] = []

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vismoe.eval.studies.format_quality import Contestant, ExpertWeights
+from vismoe.eval.studies.format_quality import ExpertWeights, FormatContestant
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.types import Format
 
@@ -81,7 +81,7 @@ class MixedExperts:
     """
 
     def __init__(self, model: Any, formats: Sequence[Format]):
-        contestants = [Contestant(format) for format in formats]
+        contestants = [FormatContestant(format) for format in formats]
         weights = ExpertWeights(model, contestants)
         self.model, self.formats = model, tuple(formats)
         self.digests = {contestant.format: weights.digest(contestant) for contestant in contestants}
@@ -98,7 +98,7 @@ class MixedExperts:
         self._pass: _Pass | None = None
 
     @staticmethod
-    def _restored(weights: ExpertWeights, contestant: Contestant) -> list[dict[str, Tensor]]:
+    def _restored(weights: ExpertWeights, contestant: FormatContestant) -> list[dict[str, Tensor]]:
         weights.put(contestant)
         return [{name: p.detach().clone() for name, p in expert_parameters(module).items()} for module in weights.modules]
 

@@ -37,10 +37,10 @@ from vismoe.eval import questions as asking
 from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
 from vismoe.eval.questions import KINDS
 from vismoe.eval.studies import format_quality, precision_judge, precision_model, precision_rules
-from vismoe.eval.studies.precision_judge import COUNTS, HOTNESS, RANDOM, Outcome, judged, orders_of
+from vismoe.eval.studies.precision_judge import COUNTS, HOTNESS, RANDOM, JudgedAnswer, judged, orders_of
 from vismoe.eval.studies.precision_model import MixedExperts
-from vismoe.eval.studies.precision_rules import ALIKE, Demoted, Everywhere, Facts, InOneLayer, PrecisionContestant, Retained
-from vismoe.eval.studies.precision_tables import Comparison, Line, draw, print_summary, summary
+from vismoe.eval.studies.precision_rules import ALIKE, Demoted, Everywhere, InOneLayer, PrecisionContestant, Retained, RuleInputs
+from vismoe.eval.studies.precision_tables import Comparison, TableLine, draw, print_summary, summary
 from vismoe.flags import SuggestingParser
 from vismoe.models.inputs.processor import load_processor
 from vismoe.pair import BITS, FormatPair
@@ -65,10 +65,10 @@ PROGRAM = (
 
 
 @dataclass(frozen=True)
-class Study:
+class QualityStudy:
     """What is compared: the lines of a pair of formats in a model of so many MoE layers, and which stand against which."""
 
-    lines: Callable[[FormatPair, int], list[Line]]
+    lines: Callable[[FormatPair, int], list[TableLine]]
     comparisons: Sequence[Comparison]
     axis: str
     formats: str  # pairs, unless others are named
@@ -81,18 +81,18 @@ def named(pair: FormatPair) -> str:
     return f"{BITS[pair.high]}/{BITS[pair.low]}"
 
 
-def demoted(pair: FormatPair, _: int) -> list[Line]:
-    def line(order: str, seeds: Sequence[int] = (0,)) -> Line:
+def demoted(pair: FormatPair, _: int) -> list[TableLine]:
+    def line(order: str, seeds: Sequence[int] = (0,)) -> TableLine:
         between = {share: [Demoted(pair, share, order, seed) for seed in seeds] for share in SHARES}
-        return Line(named(pair), order, {0.0: [Everywhere(pair.high)], **between, 1.0: [Everywhere(pair.low)]})
+        return TableLine(named(pair), order, {0.0: [Everywhere(pair.high)], **between, 1.0: [Everywhere(pair.low)]})
 
     return [line(HOTNESS), line(COUNTS), line(RANDOM, DRAWS), line(ALIKE)]
 
 
-def retained(pair: FormatPair, _: int) -> list[Line]:
-    def line(name: str, *how: Any) -> Line:
+def retained(pair: FormatPair, _: int) -> list[TableLine]:
+    def line(name: str, *how: Any) -> TableLine:
         below = {share: [Retained(pair, share, *how)] for share in RETENTIONS}
-        return Line(named(pair), name, {**below, 1.0: [Everywhere(pair.high)]})
+        return TableLine(named(pair), name, {**below, 1.0: [Everywhere(pair.high)]})
 
     lines = [
         line(BY_DEPTH),
@@ -103,18 +103,18 @@ def retained(pair: FormatPair, _: int) -> list[Line]:
     return lines if pair.low else [*lines, line(WEIGHTS_LEFT, "importance", "cosine", False)]
 
 
-def hitting(pair: FormatPair, _: int) -> list[Line]:
+def hitting(pair: FormatPair, _: int) -> list[TableLine]:
     shares = {share: [Retained(pair, min(RETENTIONS), hitters=share)] for share in HITTERS}
     everybody = {share: [Retained(pair, min(RETENTIONS), hitters=1.0)] for share in shares}
-    return [Line(named(pair), HEAVY, shares), Line(named(pair), EVERYBODY, everybody)]
+    return [TableLine(named(pair), HEAVY, shares), TableLine(named(pair), EVERYBODY, everybody)]
 
 
-def single(pair: FormatPair, layers: int) -> list[Line]:
-    return [Line(named(pair), "one layer", {layer: [InOneLayer(layer, pair)] for layer in range(layers)})]
+def single(pair: FormatPair, layers: int) -> list[TableLine]:
+    return [TableLine(named(pair), "one layer", {layer: [InOneLayer(layer, pair)] for layer in range(layers)})]
 
 
 STUDIES = {
-    "ppl": Study(
+    "ppl": QualityStudy(
         demoted,
         [Comparison(HOTNESS, RANDOM), Comparison(HOTNESS, ALIKE), Comparison(COUNTS, RANDOM), Comparison(HOTNESS, COUNTS)],
         "share of low-precision experts",
@@ -122,7 +122,7 @@ STUDIES = {
         225,
         answered=False,
     ),
-    "retention": Study(
+    "retention": QualityStudy(
         retained,
         [
             *(Comparison(BY_DEPTH, rival) for rival in ("importance, equal", "random, by depth", "random, equal", WEIGHTS_LEFT)),
@@ -132,8 +132,8 @@ STUDIES = {
         "4/2,4/0",
         450,
     ),
-    "hitters": Study(hitting, [Comparison(HEAVY, EVERYBODY)], "share of heavy hitters", "4/2,4/0", 450),
-    "layers": Study(single, [], "layer", "16/2,16/0", 450, trends=True),
+    "hitters": QualityStudy(hitting, [Comparison(HEAVY, EVERYBODY)], "share of heavy hitters", "4/2,4/0", 450),
+    "layers": QualityStudy(single, [], "layer", "16/2,16/0", 450, trends=True),
 }
 
 
@@ -150,20 +150,20 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
     contestants = list(dict.fromkeys(contestants_of(lines)))
     ordered = any(isinstance(contestant, Demoted) for contestant in contestants)
     orders = orders_of(experts, processor, seed, CALIBRATION, DRAWS) if ordered else {}
-    facts = Facts(experts.formats, orders)
+    facts = RuleInputs(experts.formats, orders)
     belongs_to = {"program": program_digest(PROGRAM), "seed": seed, "batch": BATCH, "answered": chosen.answered}
 
-    def file_of(contestant: PrecisionContestant) -> AnswerFile[Outcome]:
+    def file_of(contestant: PrecisionContestant) -> AnswerFile[JudgedAnswer]:
         its = {
             "weights": experts.digest(contestant.used),
             "contestant": asdict(contestant),
             "demoted": digest_of_demoted(contestant, facts),
         }
-        return AnswerFile(folder / study, str(contestant).replace("/", "-"), belongs_to | its, Outcome)
+        return AnswerFile(folder / study, str(contestant).replace("/", "-"), belongs_to | its, JudgedAnswer)
 
     kept = {contestant: file_of(contestant) for contestant in contestants}
 
-    def ask(keys: list[Key], missing: list[PrecisionContestant]) -> Iterator[tuple[PrecisionContestant, dict[Key, Outcome]]]:
+    def ask(keys: list[Key], missing: list[PrecisionContestant]) -> Iterator[tuple[PrecisionContestant, dict[Key, JudgedAnswer]]]:
         talks = questions(keys[0][0], [number for _, number in keys], seed)
         for contestant, rows in judged(experts, processor, talks, missing, facts, chosen.answered):
             yield contestant, dict(zip(keys, rows))
@@ -179,13 +179,13 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
     }
 
 
-def digest_of_demoted(contestant: PrecisionContestant, facts: Facts) -> str | None:
+def digest_of_demoted(contestant: PrecisionContestant, facts: RuleInputs) -> str | None:
     """Of which experts are in the low format, for a contestant that follows an order of theirs."""
     follows = isinstance(contestant, Demoted) and contestant.order != ALIKE
     return hashlib.sha256(contestant.demotes(facts).tobytes()).hexdigest() if follows else None
 
 
-def contestants_of(lines: Sequence[tuple[Line, Everywhere]]) -> Iterator[PrecisionContestant]:
+def contestants_of(lines: Sequence[tuple[TableLine, Everywhere]]) -> Iterator[PrecisionContestant]:
     """Those of the lines, and what they stand beside."""
     for line, base in lines:
         yield base

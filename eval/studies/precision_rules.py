@@ -15,13 +15,13 @@ from vismoe.precision.depth import ratios_of
 from vismoe.precision.importance import HEAVY_SHARE, by_chance, by_gate, by_load, heavy_hitters, skipped
 from vismoe.types import Format
 
-__all__ = ["ALIKE", "Demoted", "Everywhere", "Facts", "InOneLayer", "PrecisionContestant", "Retained", "coldest"]
+__all__ = ["ALIKE", "Demoted", "Everywhere", "InOneLayer", "PrecisionContestant", "Retained", "RuleInputs", "coldest"]
 
 ALIKE = "alike"  # each computation is as likely as any other to be in the low format, whichever its expert
 
 
 @dataclass(frozen=True)
-class Facts:
+class RuleInputs:
     """What contestants decide from, beside the call: the formats that there are, and orders of experts."""
 
     formats: Sequence[Format]
@@ -42,7 +42,7 @@ class PrecisionContestant(Protocol):
     def used(self) -> tuple[Format, ...]:
         """The formats it chooses from."""
 
-    def serve(self, call: LayerCall, facts: Facts) -> Served: ...
+    def serve(self, call: LayerCall, facts: RuleInputs) -> Served: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Everywhere:
     def used(self) -> tuple[Format, ...]:
         return (self.format,)
 
-    def serve(self, call: LayerCall, facts: Facts) -> Served:
+    def serve(self, call: LayerCall, facts: RuleInputs) -> Served:
         return Served(np.full_like(call.routing, facts.place(self.format)), call.weights)
 
 
@@ -76,7 +76,7 @@ class InOneLayer:
     def used(self) -> tuple[Format, ...]:
         return self.pair.resident
 
-    def serve(self, call: LayerCall, facts: Facts) -> Served:
+    def serve(self, call: LayerCall, facts: RuleInputs) -> Served:
         return facts.serve(call, np.full(call.routing.shape, call.layer != self.layer), self.pair)
 
 
@@ -96,11 +96,11 @@ class Demoted:
     def used(self) -> tuple[Format, ...]:
         return self.pair.resident
 
-    def demotes(self, facts: Facts) -> np.ndarray:
+    def demotes(self, facts: RuleInputs) -> np.ndarray:
         """bool [L, E]: who is in the low format, where that depends on who it is."""
         return coldest(facts.orders[self.order, self.seed], self.low)
 
-    def serve(self, call: LayerCall, facts: Facts) -> Served:
+    def serve(self, call: LayerCall, facts: RuleInputs) -> Served:
         if self.order != ALIKE:
             return facts.serve(call, ~self.demotes(facts)[call.layer][call.routing], self.pair)
         high = np.zeros(call.routing.shape, bool)
@@ -130,7 +130,7 @@ class Retained:
     def used(self) -> tuple[Format, ...]:
         return self.pair.resident
 
-    def serve(self, call: LayerCall, facts: Facts) -> Served:
+    def serve(self, call: LayerCall, facts: RuleInputs) -> Served:
         critical = self._critical(call)
         served = facts.serve(call, critical, self.pair)
         if self.pair.low is not None:

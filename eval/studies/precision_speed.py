@@ -58,7 +58,7 @@ Turn = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class SpeedSetup:
     """Where the rows are compared. Bytes are of one expert; `ask` runs one turn with these settings."""
 
     name: str
@@ -81,7 +81,7 @@ class Place:
         return f"{100 * slabs * self.high_bytes / self.raw_bytes / self.experts:.6f}%"
 
 
-def rows(place: Place, budget: float) -> dict[str, dict[str, Any]]:
+def rows(place: SpeedSetup, budget: float) -> dict[str, dict[str, Any]]:
     """Settings of the rows that have `budget`, a share of all experts in the better format."""
     high = place.formats.partition("/")[0]
     memory = {"memory": place.memory(budget * place.experts)}
@@ -96,7 +96,7 @@ def rows(place: Place, budget: float) -> dict[str, dict[str, Any]]:
     }
 
 
-def variants(place: Place, link: float, budgets: Sequence[float]) -> dict[str, dict[str, Any]]:
+def variants(place: SpeedSetup, link: float, budgets: Sequence[float]) -> dict[str, dict[str, Any]]:
     """Settings of everything that is timed over one link, by name; `@` tells the budget."""
     fixed = {"format": place.uniform, "lookahead": "none"}
     found = {ALONE: fixed | {"memory": place.memory(place.top_k + 0.5)}}
@@ -174,7 +174,7 @@ def medians_of(turns: Sequence[Turn]) -> Turn:
     return found
 
 
-def compare(place: Place, link: float, budgets: Sequence[float], rounds: int, kept: KeptTurns) -> dict[str, Any]:
+def compare(place: SpeedSetup, link: float, budgets: Sequence[float], rounds: int, kept: KeptTurns) -> dict[str, Any]:
     """Everything over one link, measured, printed, and as JSON."""
     jobs = {
         name: ([place.asked, settings], lambda settings=settings: turn_of(place.ask(settings), place.requests))
@@ -217,7 +217,7 @@ def table(found: Mapping[str, Turn], link: float) -> str:
     return aligned_columns(lines, left=1)
 
 
-def judged(place: Place, budgets: Sequence[float], per_kind: int, kept: KeptTurns) -> dict[str, float]:
+def judged(place: SpeedSetup, budgets: Sequence[float], per_kind: int, kept: KeptTurns) -> dict[str, float]:
     """The share of questions that the rows which differ in what they compute answer right; printed."""
     if place.judge is None:
         return {}
@@ -259,12 +259,12 @@ def sizes(model: str | None, formats: str) -> dict[str, int]:
         )
 
 
-def demo(arguments: argparse.Namespace, folder: Path) -> Place:
+def demo(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
     """The bundled model in 16 and 4 bits."""
     store = folder / "demo-store"
     pack_experts(None, store, [Format.INT4])
     prompts = held_out(arguments.questions)
-    return Place(
+    return SpeedSetup(
         "demo",
         "16/4",
         tuple(arguments.demo_links),
@@ -286,7 +286,7 @@ def share_right(settings: Mapping[str, Any], per_kind: int) -> float:
     return mean(score(talk.turns[-1], text) for talk, text in zip(talks, said, strict=True))
 
 
-def generated(arguments: argparse.Namespace, folder: Path) -> Place:
+def generated(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
     """Random experts of 1024 x 512 in 4 and 2 bits."""
     config = geometry_config(GEOMETRY, LAYERS)
     text, vision = config.text_config, config.vision_config
@@ -305,7 +305,7 @@ def generated(arguments: argparse.Namespace, folder: Path) -> Place:
     pack_experts(str(written.folder), written.folder / "vismoe-store", [Format.INT4, Format.INT2])
     print(f"generated: {format_bytes(written.expert_bytes)} of experts in 16 bits")
     requests = TokenRequests(count=2, side=64, text_tokens=60, new_tokens=arguments.tokens)
-    return Place(
+    return SpeedSetup(
         "generated",
         "4/2",
         tuple(arguments.generated_links),

@@ -13,10 +13,10 @@ from rich.table import Table
 from vismoe.eval.paired import Interval, beside, paired_difference, points, ratio_of_sums
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
-from vismoe.eval.studies.precision_judge import Outcome
+from vismoe.eval.studies.precision_judge import JudgedAnswer
 from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant
 
-__all__ = ["Comparison", "Line", "draw", "print_summary", "rank_correlation", "summary"]
+__all__ = ["Comparison", "TableLine", "draw", "print_summary", "rank_correlation", "summary"]
 
 ALL = "all"
 ENDS = ("value", "low", "high")
@@ -24,7 +24,7 @@ RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """One line of one panel: at each x the contestants whose mean it shows, several where chance was drawn several times."""
 
     panel: str
@@ -50,7 +50,7 @@ class Column:
     score: np.ndarray | None  # None: nobody answered
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[Outcome]]) -> "Column":
+    def of(cls, rows: Sequence[Sequence[JudgedAnswer]]) -> "Column":
         def mean(name: str) -> np.ndarray:
             return np.mean([[getattr(row, name) for row in its] for its in rows], axis=0)
 
@@ -84,7 +84,7 @@ class Column:
 class Summary:
     """Figures of what contestants made of the questions whose kinds are `kinds`, as plain values."""
 
-    def __init__(self, table: Mapping[PrecisionContestant, Sequence[Outcome]], kinds: Sequence[str]):
+    def __init__(self, table: Mapping[PrecisionContestant, Sequence[JudgedAnswer]], kinds: Sequence[str]):
         self._table = table
         its = {kind: np.array(kinds) == kind for kind in KINDS if kind in kinds}
         self._groups = {ALL: np.full(len(kinds), True)} | its
@@ -92,7 +92,7 @@ class Summary:
     def _column(self, contestants: Sequence[PrecisionContestant]) -> Column:
         return Column.of([self._table[contestant] for contestant in contestants])
 
-    def line(self, line: Line, base: Everywhere) -> dict[str, Any]:
+    def line(self, line: TableLine, base: Everywhere) -> dict[str, Any]:
         """Each point's figures of all questions and per kind, accuracies beside those of `base`."""
         its = [{"x": x, **self._point(contestants, base)} for x, contestants in line.points.items()]
         own = {"name": str(base), **self._point([base], base)}
@@ -109,7 +109,7 @@ class Summary:
             **{group: column.among(chosen).figures(rival.among(chosen)) for group, chosen in self._groups.items()},
         }
 
-    def compared(self, own: Line, rival: Line) -> dict[str, Any]:
+    def compared(self, own: TableLine, rival: TableLine) -> dict[str, Any]:
         """At each x where both lines have contestants of their own, and over all of these together."""
         shared = [x for x in own.points if x in rival.points and own.points[x] != rival.points[x]]
         first, second = (self._column([one for x in shared for one in line.points[x]]) for line in (own, rival))
@@ -122,7 +122,7 @@ class Summary:
             **{group: first.among(chosen).against(second.among(chosen)) for group, chosen in self._groups.items()},
         }
 
-    def trend(self, line: Line) -> dict[str, Any]:
+    def trend(self, line: TableLine) -> dict[str, Any]:
         """Whether the divergence grows (1) or falls (-1) along a line, of all questions and per kind."""
         losses = np.array([self._column(contestants).divergence for contestants in line.points.values()])
         its = {group: asdict(rank_correlation(losses[:, chosen])) for group, chosen in self._groups.items()}
@@ -141,10 +141,10 @@ def rank_correlation(losses: np.ndarray) -> Interval:
 
 
 def summary(
-    lines: Sequence[tuple[Line, Everywhere]],
+    lines: Sequence[tuple[TableLine, Everywhere]],
     comparisons: Sequence[Comparison],
     trends: bool,
-    table: Mapping[PrecisionContestant, Sequence[Outcome]],
+    table: Mapping[PrecisionContestant, Sequence[JudgedAnswer]],
     kinds: Sequence[str],
 ) -> dict[str, Any]:
     """Lines, each with what its accuracies stand beside; comparisons of them; with `trends` how they grow or fall."""

@@ -16,7 +16,7 @@ from vismoe.engine.engine import load
 from vismoe.eval.questions import KINDS, conversation
 from vismoe.eval.world import NOUNS
 from vismoe.predictor_training.collect import collect, progress_bar
-from vismoe.predictor_training.prompts import Prompt
+from vismoe.predictor_training.prompts import CalibrationPrompt
 from vismoe.simulate.precision import Pass, best_static, read
 from vismoe.trace.files import Trace
 from vismoe.trace.synthetic import skewed_trace
@@ -53,26 +53,28 @@ class Stream:
         return prompts, decoding
 
 
-def prompts(of_a_kind: int) -> list[Prompt]:
+def prompts(of_a_kind: int) -> list[CalibrationPrompt]:
     """`of_a_kind` questions of every kind with icons of either half, and questions without a picture."""
     asked = [prompt for kind in KINDS for prompt in _about_either_half(kind, of_a_kind)]
     for number in range(TEXTS):
         kind = KINDS[number % len(KINDS)]
         asked.append(
-            Prompt(f"{GROUPS[2]}/{kind}/{number}", conversation(kind, "held-out", FIRST_SCENE + number).turns[-1].question)
+            CalibrationPrompt(
+                f"{GROUPS[2]}/{kind}/{number}", conversation(kind, "held-out", FIRST_SCENE + number).turns[-1].question
+            )
         )
     return asked
 
 
-def _about_either_half(kind: str, count: int) -> list[Prompt]:
-    found: tuple[list[Prompt], list[Prompt]] = ([], [])
+def _about_either_half(kind: str, count: int) -> list[CalibrationPrompt]:
+    found: tuple[list[CalibrationPrompt], list[CalibrationPrompt]] = ([], [])
     for seed in itertools.count(FIRST_SCENE):
         if all(len(half) == count for half in found):
             return [*found[0], *found[1]]
         talk = conversation(kind, "held-out", seed)
         halves = {NOUNS.index(item.noun) >= len(NOUNS) // 2 for scene in talk.scenes for item in scene.items}
         if len(halves) == 1 and len(half := found[halves.pop()]) < count:
-            half.append(Prompt(f"{GROUPS[half is found[1]]}/{kind}/{len(half)}", talk.turns[-1].question, talk=talk))
+            half.append(CalibrationPrompt(f"{GROUPS[half is found[1]]}/{kind}/{len(half)}", talk.turns[-1].question, talk=talk))
     raise AssertionError("seeds do not end")
 
 

@@ -47,7 +47,7 @@ ENDS = ("mean", "low", "high")
 
 
 @dataclass(frozen=True)
-class Contestant:
+class PruningContestant:
     """How visual tokens are treated."""
 
     pruning: Pruning
@@ -75,7 +75,7 @@ def labelled(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name.replace(f", layer {result['prune_layer']}", ""): row for name, row in result["contestants"].items()}
 
 
-def program_of(contestant: Contestant) -> str:
+def program_of(contestant: PruningContestant) -> str:
     """The digest of the code that a contestant's answers come from."""
     return program_digest(
         [*pruned_answers.PROGRAM, *(pruned_answers.FEWER_EXPERTS if contestant.visual_top_k is not None else ())]
@@ -83,7 +83,7 @@ def program_of(contestant: Contestant) -> str:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PrunedAnswer:
     """One contestant's answer to one question. Coverage and expansions are means over its images, None where unknown."""
 
     answer: str
@@ -123,7 +123,7 @@ class Engines:
         assert runtime_of(engine.model).visual_top_k == visual_top_k, "the setting is in force"
         return engine
 
-    def of(self, contestant: Contestant) -> Engine:
+    def of(self, contestant: PruningContestant) -> Engine:
         """The engine that is loaded as a contestant needs it."""
         key = contestant.prune_layer, contestant.visual_top_k
         if key not in self._loaded:
@@ -131,7 +131,7 @@ class Engines:
         return self._loaded[key]
 
     def answers(
-        self, contestant: Contestant, inputs: Any, seed: int, most_tokens: int = accuracy.MAX_ANSWER_TOKENS
+        self, contestant: PruningContestant, inputs: Any, seed: int, most_tokens: int = accuracy.MAX_ANSWER_TOKENS
     ) -> tuple[list[str], list[KeptImage]]:
         """Greedy answers to a batch of prompts, and what was kept of their images; `seed` is that of `random`."""
         engine = self.of(contestant)
@@ -146,13 +146,13 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class Study:
+class PruningStudy:
     """Contestants beside keeping all tokens, for a model whose pruning begins at a given layer; and how they are drawn."""
 
-    contestants: Callable[[int], list[Contestant]]
+    contestants: Callable[[int], list[PruningContestant]]
     axis: str
-    x: Callable[[Contestant], float]
-    line: Callable[[Contestant], str] = lambda contestant: contestant.pruning.selection
+    x: Callable[[PruningContestant], float]
+    line: Callable[[PruningContestant], str] = lambda contestant: contestant.pruning.selection
 
 
 def halved(**pruning: Any) -> Pruning:
@@ -160,30 +160,30 @@ def halved(**pruning: Any) -> Pruning:
 
 
 STUDIES = {
-    "selection": Study(
-        lambda layer: [Contestant(Pruning(keep, selection), layer) for selection in SELECTIONS for keep in KEEPS],
+    "selection": PruningStudy(
+        lambda layer: [PruningContestant(Pruning(keep, selection), layer) for selection in SELECTIONS for keep in KEEPS],
         "visual tokens kept, %",
         lambda contestant: 100 * contestant.pruning.keep,
     ),
-    "core-share": Study(  # at 0.5 the whole budget goes to the core: selection by saliency
-        lambda layer: [Contestant(halved(core_share=share), layer) for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)],
+    "core-share": PruningStudy(  # at 0.5 the whole budget goes to the core: selection by saliency
+        lambda layer: [PruningContestant(halved(core_share=share), layer) for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)],
         "core share (alpha), half of the tokens kept",
         lambda contestant: contestant.pruning.core_share,
     ),
-    "expansion-weight": Study(  # at 0 routing does not count: selection by saliency
-        lambda layer: [Contestant(halved(expansion_weight=weight), layer) for weight in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)],
+    "expansion-weight": PruningStudy(  # at 0 routing does not count: selection by saliency
+        lambda layer: [PruningContestant(halved(expansion_weight=weight), layer) for weight in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)],
         "expansion weight (lambda), half of the tokens kept",
         lambda contestant: contestant.pruning.expansion_weight,
     ),
-    "prune-layer": Study(
+    "prune-layer": PruningStudy(
         lambda _: [
-            Contestant(halved(selection=name), deep) for name in ("affinity", "saliency", "random") for deep in range(1, 7)
+            PruningContestant(halved(selection=name), deep) for name in ("affinity", "saliency", "random") for deep in range(1, 7)
         ],
         "prune layer, half of the tokens kept",
         lambda contestant: contestant.prune_layer,
     ),
-    "visual-top-k": Study(
-        lambda layer: [Contestant(pruning, layer, top) for pruning in (Pruning(), halved()) for top in (3, 2, 1)],
+    "visual-top-k": PruningStudy(
+        lambda layer: [PruningContestant(pruning, layer, top) for pruning in (Pruning(), halved()) for top in (3, 2, 1)],
         "experts of a visual token",
         lambda contestant: contestant.visual_top_k or 0,
         lambda contestant: f"{contestant.pruning.keep:.0%} of the tokens kept",
@@ -195,11 +195,11 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
     """All figures, as the object that is printed last."""
     engines = Engines(model_path)
     try:
-        everything = Contestant(Pruning(), engines.prune_layer)
+        everything = PruningContestant(Pruning(), engines.prune_layer)
         contestants = [everything, *STUDIES[study].contestants(engines.prune_layer)]
         belongs_to = {"model": engines.fingerprint, "seed": seed, "batch": BATCH}
         kept = {
-            each: AnswerFile(folder, str(each), belongs_to | {"program": program_of(each), **asdict(each)}, Answered)
+            each: AnswerFile(folder, str(each), belongs_to | {"program": program_of(each), **asdict(each)}, PrunedAnswer)
             for each in contestants
         }
         asked, table = answer_all(kept, per_kind, BATCH, lambda keys, missing: answer_batch(engines, keys, seed, missing))
@@ -216,8 +216,8 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
 
 
 def answer_batch(
-    engines: Engines, keys: Sequence[Key], seed: int, contestants: Sequence[Contestant]
-) -> Iterator[tuple[Contestant, dict[Key, Answered]]]:
+    engines: Engines, keys: Sequence[Key], seed: int, contestants: Sequence[PruningContestant]
+) -> Iterator[tuple[PruningContestant, dict[Key, PrunedAnswer]]]:
     """Ask every contestant the same batch; prompts and pictures are made once."""
     talks = questions(keys[0][0], [number for _, number in keys], seed)
     inputs = accuracy.prompts(engines.processor, talks)
@@ -232,11 +232,11 @@ def answer_batch(
         yield contestant, rows
 
 
-def answered(text: str, score: float, visual_tokens: int, images: Sequence[KeptImage]) -> Answered:
+def answered(text: str, score: float, visual_tokens: int, images: Sequence[KeptImage]) -> PrunedAnswer:
     """An answer with what was kept of its images; no images: nothing was dropped."""
     dropped = sum(image.tokens - len(image.selection.kept) for image in images)
     selections = [image.selection for image in images]
-    return Answered(
+    return PrunedAnswer(
         text,
         score,
         visual_tokens,
@@ -253,7 +253,7 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def summary(table: dict[Contestant, list[Answered]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+def summary(table: dict[PruningContestant, list[PrunedAnswer]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Figures per contestant; `kinds` names the kind of each question.
 
     Differences are against keeping all tokens, and for other selections than `saliency` against that one with the same share kept
@@ -275,7 +275,9 @@ def summary(table: dict[Contestant, list[Answered]], kinds: Sequence[str]) -> di
     return out
 
 
-def _accuracy(rows: Sequence[Answered], base: Sequence[Answered], kinds: Sequence[str], group: Sequence[str]) -> dict[str, Any]:
+def _accuracy(
+    rows: Sequence[PrunedAnswer], base: Sequence[PrunedAnswer], kinds: Sequence[str], group: Sequence[str]
+) -> dict[str, Any]:
     its, own = ([row.score for row, kind in zip(chosen, kinds, strict=True) if kind in group] for chosen in (base, rows))
     return beside(its, own)
 
@@ -309,10 +311,10 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     """Accuracy over what the study sweeps, printed text apart."""
     study = STUDIES[result["study"]]
     everything, *others = (
-        (Contestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"]), row["accuracy"])
+        (PruningContestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"]), row["accuracy"])
         for row in result["contestants"].values()
     )
-    lines: dict[str, list[tuple[Contestant, Any]]] = {}
+    lines: dict[str, list[tuple[PruningContestant, Any]]] = {}
     for contestant, found in others:
         lines.setdefault(study.line(contestant), [everything] if result["study"] == "selection" else []).append(
             (contestant, found)

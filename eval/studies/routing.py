@@ -14,8 +14,8 @@ from vismoe.trace.steps import TraceStep
 from vismoe.types import TokenKind
 
 __all__ = [
-    "Layer",
-    "Transitions",
+    "LayerLoad",
+    "LoadTransitions",
     "active_experts",
     "coverage",
     "coverage_curve",
@@ -28,7 +28,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerLoad:
     """The routing of one prompt at one MoE layer."""
 
     experts: np.ndarray  # [T, K] int: what the tokens that reached the layer chose; E and above: no expert
@@ -36,24 +36,24 @@ class Layer:
     visual: np.ndarray  # [T] bool
     pruned: bool  # tokens were dropped before this layer
 
-    def only(self, chosen: np.ndarray) -> "Layer":
+    def only(self, chosen: np.ndarray) -> "LayerLoad":
         """The tokens where `chosen` [T] is true."""
-        return Layer(self.experts[chosen], self.tokens[chosen], self.visual[chosen], self.pruned)
+        return LayerLoad(self.experts[chosen], self.tokens[chosen], self.visual[chosen], self.pruned)
 
 
-def prompt_layers(step: TraceStep) -> list[Layer]:
+def prompt_layers(step: TraceStep) -> list[LayerLoad]:
     """A recorded prefill of one sequence, layer by layer, padding left out."""
     assert len(step.kinds) == 1, f"{len(step.kinds)} sequences in one step: statistics are of single prompts"
     kinds = step.kinds[0]
     layers = []
     for routing in step.layers:
         tokens = np.arange(len(kinds)) if routing.kept is None else routing.kept
-        layer = Layer(routing.expert_ids, tokens, kinds[tokens] == TokenKind.VISUAL, routing.kept is not None)
+        layer = LayerLoad(routing.expert_ids, tokens, kinds[tokens] == TokenKind.VISUAL, routing.kept is not None)
         layers.append(layer.only(kinds[tokens] != TokenKind.PAD))
     return layers
 
 
-def load(layer: Layer, num_experts: int) -> np.ndarray:
+def load(layer: LayerLoad, num_experts: int) -> np.ndarray:
     """[E]: how many tokens chose each expert."""
     return np.bincount(layer.experts[layer.experts < num_experts], minlength=num_experts)
 
@@ -78,7 +78,7 @@ def index_similarity(here: np.ndarray, next_one: np.ndarray) -> float:
     return float((here * next_one).sum() / max(np.sqrt((here**2).sum() * (next_one**2).sum()), 1e-12))
 
 
-def structure_similarity(here: Layer, next_one: Layer, num_experts: int) -> float:
+def structure_similarity(here: LayerLoad, next_one: LayerLoad, num_experts: int) -> float:
     """Do tokens that share experts at one layer share them at the next? Correlation over pairs of tokens, -1 to 1.
 
     Of each pair the number of experts that both chose is counted at either layer, over the tokens that reached the second one;
@@ -93,10 +93,10 @@ def structure_similarity(here: Layer, next_one: Layer, num_experts: int) -> floa
     return float((first * second).sum() / spread) if spread > 0 else 0.0
 
 
-class Transitions:
+class LoadTransitions:
     """What the load of one layer says about that of the next, learned from other prompts: E x E counts, plus one each."""
 
-    def __init__(self, prompts: Sequence[tuple[Layer, Layer]], num_experts: int):
+    def __init__(self, prompts: Sequence[tuple[LayerLoad, LayerLoad]], num_experts: int):
         """`prompts`: the two layers, of every prompt to learn from."""
         self._from = np.ones((num_experts, num_experts))
         self.popular = np.zeros(num_experts)  # the next layer's load over all of them
@@ -111,7 +111,7 @@ class Transitions:
         return loads @ self._from
 
 
-def _choices(layer: Layer, num_experts: int) -> np.ndarray:
+def _choices(layer: LayerLoad, num_experts: int) -> np.ndarray:
     """int [T, E]: 1 where a token chose an expert. Products of integers stay on one thread, which is faster for so few."""
     chose = np.zeros((len(layer.tokens), num_experts + 1), np.int64)
     np.put_along_axis(chose, np.minimum(layer.experts, num_experts).astype(np.int64), 1, axis=1)

@@ -22,7 +22,7 @@ from vismoe.engine.generate import Figures
 from vismoe.metrics import Snapshot
 from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
 from vismoe.models.moe.experts import ExpertRuntime
-from vismoe.predictor_training.prompts import Prompt, scene_prompts
+from vismoe.predictor_training.prompts import CalibrationPrompt, scene_prompts
 from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 
@@ -68,13 +68,17 @@ def take_turns(variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[s
 
 
 # -- the bundled model, asked about scenes
-def held_out(count: int) -> list[Prompt]:
+def held_out(count: int) -> list[CalibrationPrompt]:
     """Questions of every kind about scenes that nothing was trained on."""
     return [prompt for prompt in scene_prompts(0, count) if prompt.group == "held-out"][:count]
 
 
 def ask_scenes(
-    settings: Mapping[str, Any], prompts: Sequence[Prompt], max_tokens: int, model: str | None = None, trace: Path | None = None
+    settings: Mapping[str, Any],
+    prompts: Sequence[CalibrationPrompt],
+    max_tokens: int,
+    model: str | None = None,
+    trace: Path | None = None,
 ) -> Run:
     """One turn of an engine with these settings; with `trace` the routing is recorded there, which costs time."""
     with load(model, **settings) as engine:
@@ -90,7 +94,7 @@ def ask_scenes(
         )
 
 
-def _answer(engine: Engine, prompt: Prompt, max_tokens: int) -> Figures:
+def _answer(engine: Engine, prompt: CalibrationPrompt, max_tokens: int) -> Figures:
     reply = engine.chat(prompt.messages(), max_tokens=max_tokens)
     for _ in reply:
         pass

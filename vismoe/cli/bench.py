@@ -26,7 +26,7 @@ from vismoe.flags import (
 )
 
 if TYPE_CHECKING:
-    from vismoe.bench.benchmark import Order
+    from vismoe.bench.benchmark import BenchOptions
 
 __all__ = ["BENCH"]
 
@@ -202,14 +202,14 @@ def refuse_contradictions(arguments: Namespace, model: str | None) -> None:
         )
 
 
-def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], folder: Path) -> "Order":
-    from vismoe.bench.benchmark import Order
+def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], folder: Path) -> "BenchOptions":
+    from vismoe.bench.benchmark import BenchOptions
 
     names = (
         "geometry layers skew seed prompt prompt_tokens new_tokens repeats warm limit warm_cache gguf threads trace control "
         "moe_time dtype revision device"
     )
-    return Order(
+    return BenchOptions(
         model=model,
         folder=folder,
         picture=arguments.image,

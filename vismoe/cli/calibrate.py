@@ -85,7 +85,7 @@ def _calibrate(arguments: Namespace) -> int:
     from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
     from vismoe.predictor_training.collect import progress_bar, work_name
     from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
-    from vismoe.predictor_training.train import Recipe, refuse_device, refuse_too_few
+    from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
 
     refuse_device(arguments.train_device)
     model = one_model(arguments)
@@ -98,7 +98,7 @@ def _calibrate(arguments: Namespace) -> int:
         prompts = folder_prompts(arguments.data, arguments.unseen)
     refuse_too_few([prompt.name for prompt in prompts])
     given = {name: getattr(arguments, name) for name in ("epochs", "bottleneck") if getattr(arguments, name) is not None}
-    recipe = Recipe(seed=arguments.seed, **given)
+    recipe = TrainingRecipe(seed=arguments.seed, **given)
     arguments.calibration = "none"  # of an earlier run
     with load_engine(arguments, model) as engine, progress_bar() as bar:
         work = Path(arguments.work).expanduser() if arguments.work else _cache() / work_name(engine)

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from vismoe.cli.conversation import (
-    Conversation,
+    ChatSession,
     ctrl_c_cancels,
     introduce,
     open_images,
@@ -104,7 +104,7 @@ def run_chat(arguments: Namespace) -> int:
     with load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
         if asked:
             return _answer_once(engine, arguments, messages)
-        return Conversation(engine, arguments, images).run()
+        return ChatSession(engine, arguments, images).run()
 
 
 def _recording(engine: "Engine", path: str | None) -> contextlib.AbstractContextManager[Any]:

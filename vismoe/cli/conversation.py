@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vismoe.engine.generate import Figures, Reply
 
 __all__ = [
-    "Conversation",
+    "ChatSession",
     "ctrl_c_cancels",
     "introduce",
     "open_images",
@@ -142,7 +142,7 @@ def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """The interactive chat: questions and answers so far, and the images waiting for the next question."""
 
     engine: "Engine"
@@ -282,16 +282,16 @@ class Conversation:
             print_figures(self.console, reply.figures.to_json())
 
 
-COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
-    "/image": Conversation.attach,
-    "/keep": Conversation.set_keep,
-    "/policy": Conversation.set_policy,
-    "/formats": Conversation.set_formats,
-    "/retention": Conversation.set_retention,
-    "/map": Conversation.save_map,
-    "/reset": Conversation.reset,
-    "/figures": Conversation.show_figures,
-    "/help": Conversation.show_help,
+COMMANDS: dict[str, Callable[[ChatSession, str], None]] = {
+    "/image": ChatSession.attach,
+    "/keep": ChatSession.set_keep,
+    "/policy": ChatSession.set_policy,
+    "/formats": ChatSession.set_formats,
+    "/retention": ChatSession.set_retention,
+    "/map": ChatSession.save_map,
+    "/reset": ChatSession.reset,
+    "/figures": ChatSession.show_figures,
+    "/help": ChatSession.show_help,
 }
 
 

@@ -21,7 +21,7 @@ from vismoe.config import ENGINE_DEFAULTS, Settings, check_answer
 from vismoe.engine.generate import Reply, refuse_own_loop
 from vismoe.engine.reconfigure import Plans, precision_of
 from vismoe.engine.request import Asked, Request, Shared
-from vismoe.engine.scheduler import Turns
+from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.stats import PrecisionInfo
 from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
 from vismoe.machine.hardware import torch_device
@@ -114,8 +114,8 @@ class Engine:
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
         images = ImageCache.of(model, settings.image_cache_bytes, listening)
         self._shared = Shared(model, self._runtime, prompts, images)
-        self._turns = Turns(self._runtime.plan.context, alone=lambda: self._runtime.recorder is not None)
-        self._plans = Plans(model, self._shared, self._turns, settings)
+        self._scheduler = Scheduler(self._runtime.plan.context, alone=lambda: self._runtime.recorder is not None)
+        self._plans = Plans(model, self._shared, self._scheduler, settings)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
             self._hooks = (
@@ -157,12 +157,12 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        running, images = self._turns.running, self._shared.images
+        running, images = self._scheduler.running, self._shared.images
         return Load(
             running=len(running),
-            waiting=self._turns.waiting,
+            waiting=self._scheduler.waiting,
             context_tokens=sum(request.tokens for request in running),
-            reusable_tokens=self._shared.prefixes.tokens,
+            reusable_tokens=self._shared.prefix_cache.tokens,
             image_cache_bytes=images.nbytes if images is not None else 0,
             requests=self._shared.ended.total(),
             cancelled=self._shared.ended["cancelled"],
@@ -296,16 +296,16 @@ class Engine:
         reply = Reply()
 
         def ask() -> None:
-            busy = self._turns.running or self._turns.waiting
+            busy = self._scheduler.running or self._scheduler.waiting
             first = dataclasses.replace(asked, prompt=prompt.light()) if busy else asked  # no two hold pixels
-            self._turns.ask(Request(first, reply, self._shared, self._others))
+            self._scheduler.ask(Request(first, reply, self._shared, self._others))
 
         self._plans.behind(settings, ask)
         return reply
 
     def hurry(self) -> None:
         """From now on the request that is nearest to its end goes first: before the engine is closed."""
-        self._turns.hurry()
+        self._scheduler.hurry()
 
     def change(self, policy: str | None = None, formats: str | None = None, retention: float | None = None) -> Plan:
         """Choose the formats of experts in another way from now on; -> the plan that holds then. None: as it was.
@@ -350,18 +350,18 @@ class Engine:
         """What `task` returns, run on the model's thread between requests: for measurements that need more than text."""
 
         def alone() -> Result:
-            self._shared.prefixes.clear()  # the whole context is the task's
+            self._shared.prefix_cache.clear()  # the whole context is the task's
             try:
                 return task(self.model)
             finally:
                 self._runtime.pager.end_request()
 
-        result: Result = self._plans.behind(self.settings, lambda: self._turns.run_alone(alone)).result()
+        result: Result = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
         return result
 
     def _others(self, request: Request) -> int:
         """Tokens of the other requests that run."""
-        return sum(other.tokens for other in self._turns.running if other is not request)
+        return sum(other.tokens for other in self._scheduler.running if other is not request)
 
     def _encoding(self, signed_s: float) -> None:
         if self._shared.clock is not None:
@@ -372,13 +372,13 @@ class Engine:
         """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
         store = self._runtime.store
         with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
-            begin = self._plans.behind(self.settings, lambda: self._turns.run_alone(lambda: self._record_to(writer)))
+            begin = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(lambda: self._record_to(writer)))
             begin.result()  # between requests, never in the middle of one
             try:
                 yield
             finally:
                 with contextlib.suppress(ClosedError):
-                    self._turns.run_alone(lambda: self._record_to(None)).result()
+                    self._scheduler.run_alone(lambda: self._record_to(None)).result()
 
     def _record_to(self, writer: TraceWriter | None) -> None:
         if writer is not None and self._runtime.recorder is not None:
@@ -395,14 +395,14 @@ class Engine:
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Take no new requests, and wait for those that run or wait; whether all have ended in time."""
-        return self._turns.drain(timeout_s)
+        return self._scheduler.drain(timeout_s)
 
     def close(self) -> None:
         """Stop copies and close the files; may be called twice. Requests that run or wait end with ClosedError."""
         self._runtime.close()
-        self._turns.close()
-        self._runtime.foresight.close()
-        self._shared.prefixes.clear()
+        self._scheduler.close()
+        self._runtime.lookahead_inputs.close()
+        self._shared.prefix_cache.clear()
         if self._shared.images is not None:
             self._shared.images.remove()
         for hook in self._hooks:

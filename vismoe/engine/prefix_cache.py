@@ -12,7 +12,7 @@ import numpy as np
 from vismoe.models.visual.cache_beginning import beginning
 from vismoe.vision.selection import KeptImage
 
-__all__ = ["Prefix", "Prefixes"]
+__all__ = ["Prefix", "PrefixCache"]
 
 LEAST_TOKENS = 16  # what a chat template says before anybody has said anything is not worth the books
 
@@ -41,7 +41,7 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differ[0]) if differ.size else length
 
 
-class Prefixes:
+class PrefixCache:
     """Used by the model's thread alone."""
 
     def __init__(self) -> None:

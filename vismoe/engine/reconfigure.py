@@ -19,13 +19,13 @@ import torch
 
 from vismoe.config import Settings
 from vismoe.engine.request import Shared
-from vismoe.engine.scheduler import Turns
+from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.stats import PrecisionInfo
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.models.load.origin import Opened, Origin
 from vismoe.models.load.quantizer import runtime_of
 from vismoe.models.load.serving import serve
-from vismoe.models.moe.experts import Serving
+from vismoe.models.moe.experts import ExpertBackends
 from vismoe.precision.hotness import Hotness
 from vismoe.timeline import Timeline
 
@@ -44,9 +44,9 @@ def precision_of(settings: Settings) -> PrecisionInfo | None:
 class Plans:
     """`settings`: those of requests that ask for nothing else. `opened`: what serves now, or did until its change began."""
 
-    def __init__(self, model: Any, shared: Shared, turns: Turns, settings: Settings):
+    def __init__(self, model: Any, shared: Shared, scheduler: Scheduler, settings: Settings):
         self.settings, self.opened = settings, model._vismoe_opened
-        self._model, self._shared, self._turns = model, shared, turns
+        self._model, self._shared, self._scheduler = model, shared, scheduler
         self._origin: Origin = model._vismoe_origin
         self._runtime = runtime_of(model)
         self._format = settings.format  # of exact
@@ -119,7 +119,7 @@ class Plans:
             self._apply(opened)
 
         try:
-            change = self._turns.run_alone(apply)
+            change = self._scheduler.run_alone(apply)
         except BaseException:
             self._origin.close(opened.stores)
             raise
@@ -153,10 +153,10 @@ class Plans:
         self._closer = weakref.finalize(self._model, opened.stores.close)
         self._serve(opened, *served, timeline)
 
-    def _made(self, opened: Opened) -> tuple[Serving, dict[str, str]]:
+    def _made(self, opened: Opened) -> tuple[ExpertBackends, dict[str, str]]:
         return serve(self._model, opened, self._origin.device, self._shared.metrics, self._hotness)
 
-    def _serve(self, opened: Opened, serving: Serving, about: dict[str, str], timeline: Timeline | None) -> None:
+    def _serve(self, opened: Opened, serving: ExpertBackends, about: dict[str, str], timeline: Timeline | None) -> None:
         serving.pager.timeline = timeline
         self._runtime.serve(serving)
         self._runtime.backends |= about

@@ -18,7 +18,7 @@ import torch
 from transformers import BatchFeature
 
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
-from vismoe.engine.prefix_cache import Prefix, Prefixes
+from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Metrics, Snapshot
@@ -66,7 +66,7 @@ class Shared:
 
     def __init__(self, model: Any, runtime: ExpertRuntime, prompts: PromptBuilder, images: ImageCache | None):
         self.model, self.runtime, self.prompts, self.images = model, runtime, prompts, images
-        self.prefixes = Prefixes()
+        self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
         self.metrics: Metrics = runtime.pager.metrics  # one for all plans
         self._counted = self.metrics.snapshot()  # what passes so far have accounted for
@@ -92,12 +92,12 @@ class Shared:
             return
         if self._holder is not None:
             rope_deltas = [module.rope_deltas for module in self._rotating]
-            self._holder.belongings = Belongings(rope_deltas, self.runtime.foresight.memory)
+            self._holder.belongings = Belongings(rope_deltas, self.runtime.lookahead_inputs.memory)
         self._holder = request
         belongings = request.belongings if request is not None else Belongings()
         for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
             module.rope_deltas = deltas
-        self.runtime.foresight.memory = belongings.memory
+        self.runtime.lookahead_inputs.memory = belongings.memory
         serving = self.runtime.now_serving
         if serving is not None and serving.chooser is not None:
             asked = request.asked.precision if request is not None else None
@@ -111,7 +111,7 @@ class Shared:
 
     def forget_what_experts_made(self) -> None:
         """Other formats: what requests have left was computed in those of before."""
-        self.prefixes.clear()
+        self.prefix_cache.clear()
         if self.images is not None and self.runtime.encodes_with_experts:
             self.images.clear()
 
@@ -200,7 +200,7 @@ class Request:
             self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = self.clock.began_s or began_s
         if self.asked.grows:  # what waits for others gives way
-            self._shared.prefixes.shrink(self._shared.plan.context - self.tokens - self._others(self))
+            self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
         going_on = False
         try:
             with torch.inference_mode(), contextlib.suppress(Interrupted):
@@ -270,12 +270,12 @@ class Request:
         asked, shared, prompt = self.asked, self._shared, self.asked.prompt
         room_tokens = shared.plan.context - self.tokens - self._others(self)  # that may stay for others
         if not asked.reuse or shared.runtime.recorder is not None:  # a trace is of whole prompts
-            shared.prefixes.shrink(room_tokens)
+            shared.prefix_cache.shrink(room_tokens)
             return None
         self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
         if asked.precision is not None and len(self._numbers):  # other formats, other keys and values
             self._numbers[0] += (1 + round(RETENTION_STEPS * asked.precision.retention)) << 32
-        prefix = shared.prefixes.take(self._numbers, room_tokens)
+        prefix = shared.prefix_cache.take(self._numbers, room_tokens)
         if prefix is None:
             return None
         mask = mask_bytes(1, prompt.tokens - prefix.tokens, prompt.tokens, shared.plan.dtype)  # a whole prompt needs none
@@ -331,7 +331,7 @@ class Request:
             return
         generated = loop.ids[0, len(self._numbers) :].cpu().numpy()
         numbers = np.concatenate([self._numbers, generated])[: cache.get_seq_length()]
-        self._shared.prefixes.keep(Prefix(numbers, cache, self._kept))
+        self._shared.prefix_cache.keep(Prefix(numbers, cache, self._kept))
 
     def _figures(self) -> Figures:
         shared, clock, prompt, pager = self._shared, self.clock, self.asked.prompt, self._shared.runtime.pager

@@ -24,7 +24,7 @@ from vismoe.errors import ClosedError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Steps", "Turns"]
+__all__ = ["Scheduler", "Steps"]
 
 
 class Steps(Protocol):
@@ -69,7 +69,7 @@ class Task:
     result: "Future[Any]"
 
 
-class Turns:
+class Scheduler:
     """`context_tokens` bounds the tokens of all requests that run; `alone` says whether only one may, at this moment."""
 
     def __init__(self, context_tokens: int, alone: Callable[[], bool] = lambda: False):

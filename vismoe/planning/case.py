@@ -22,7 +22,7 @@ from vismoe.planning.apportion import (
     safe_slabs,
 )
 from vismoe.planning.needs import Footprint, Hardware
-from vismoe.planning.parts import Part, fixed_parts, image_cache_part, request_part, staging_part, total
+from vismoe.planning.parts import PlanPart, fixed_parts, image_cache_part, request_part, staging_part, total
 from vismoe.planning.sizes import percent_up, size_down, size_up
 
 __all__ = ["AUTO_SHARE", "Case", "FittingPair", "fitting_pairs"]
@@ -59,7 +59,7 @@ class Case:
     def free_bytes(self) -> int:
         return self.hardware.free_bytes // self.ranks
 
-    def fixed_parts(self) -> list[Part]:
+    def fixed_parts(self) -> list[PlanPart]:
         staging = []
         if self.hardware.device == "cpu":
             staging = [*staging_part(self.need, self.io_threads), *request_part(self.settings.request_memory_bytes)]

@@ -7,7 +7,7 @@ from vismoe.config import Settings, format_bytes, parse_bytes
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.planning.apportion import LEAST_SLABS, experts_of, hand_out, least_slabs
 from vismoe.planning.needs import Footprint, Hardware
-from vismoe.planning.parts import Part, request_part, staging_part, total, workspace_part
+from vismoe.planning.parts import PlanPart, request_part, staging_part, total, workspace_part
 from vismoe.planning.sizes import size_down, size_up
 from vismoe.types import RecordLayout
 
@@ -20,7 +20,7 @@ class HostDivision:
 
     slabs: tuple[int, ...] = ()  # records per geometry; of a pair's better format
     low_slabs: tuple[int, ...] = ()  # and of its second one
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PlanPart, ...] = ()
 
 
 def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_threads: int) -> HostDivision:
@@ -43,7 +43,7 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
             return HostDivision()
         both = " in both formats" if inventory.low_layouts else ""
         note = f"all experts{both}; the device's slabs alias them, and this is outside the budget"
-        part = Part("host tier (emulated link)", _bytes(layouts, experts), note)
+        part = PlanPart("host tier (emulated link)", _bytes(layouts, experts), note)
         return HostDivision(tuple(experts[:geometries]), tuple(experts[geometries:]), (part, *workspace))
     ranks = hardware.local_world_size
     asked, free = settings.host_memory, hardware.free_host_bytes
@@ -65,7 +65,7 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
     records = hand_out(experts, layouts, bound // ranks - total(staging), least)
     what = "records of both formats" if inventory.low_layouts else "experts"
     rest = "" if sum(records) == sum(experts) else "; the others stay on disk"
-    part = Part("host tier", _bytes(layouts, records), f"page-locked, {sum(records)} of {sum(experts)} {what}{rest}")
+    part = PlanPart("host tier", _bytes(layouts, records), f"page-locked, {sum(records)} of {sum(experts)} {what}{rest}")
     return HostDivision(tuple(records[:geometries]), tuple(records[geometries:]), (part, *staging))
 
 

@@ -24,7 +24,7 @@ RUNTIME_NOTES = {"cpu": "model code, processor, threads", "cuda": "context, kern
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanPart:
     """One named share of memory. `inside` names the part that already counts these bytes (a detail, not a summand)."""
 
     name: str
@@ -33,7 +33,7 @@ class Part:
     inside: str = ""
 
 
-def total(parts: tuple[Part, ...] | list[Part]) -> int:
+def total(parts: tuple[PlanPart, ...] | list[PlanPart]) -> int:
     """Bytes of all summands."""
     return sum(part.bytes for part in parts if not part.inside)
 
@@ -43,7 +43,7 @@ def mask_room(need: Footprint, context: int, most_bytes: int) -> int:
     return min(most_bytes, mask_bytes(1, context, context, need.dtype))
 
 
-def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int) -> list[Part]:
+def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int) -> list[PlanPart]:
     """Everything on the device but experts and staging, for `context` tokens and masks of `most_mask_bytes`.
 
     On the CPU, tensors go back to the system when they are freed (malloc.py), and what stays between small ones is the slack. On
@@ -59,64 +59,68 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
     slack, why = (HEAP_BYTES, "holes between small blocks of the heap") if device == "cpu" else (second, "between the phases")
     copied = max((layer.copy_token_bytes * layer.tokens(context) for layer in need.cache_layers), default=0)
     details = [
-        Part("vision", encode, f"{images} image tokens in one request; attention without N x N", "activations"),
-        Part("prefill", prefill, f"{context} tokens in one forward, with {format_bytes(held)} of image features", "activations"),
-        Part("decode", decode, "one token per sequence", "activations"),
-        Part("KV cache's copy while it grows", copied, "within decode", "activations"),
-        Part("combine buffer", combine, f"within decode, up to {DECODE_ROWS} sequences", "activations"),
+        PlanPart("vision", encode, f"{images} image tokens in one request; attention without N x N", "activations"),
+        PlanPart(
+            "prefill", prefill, f"{context} tokens in one forward, with {format_bytes(held)} of image features", "activations"
+        ),
+        PlanPart("decode", decode, "one token per sequence", "activations"),
+        PlanPart("KV cache's copy while it grows", copied, "within decode", "activations"),
+        PlanPart("combine buffer", combine, f"within decode, up to {DECODE_ROWS} sequences", "activations"),
     ]
     return [
-        *(Part(name, nbytes) for name, nbytes in need.backbone if nbytes),
-        Part("KV cache", need.cache_bytes(context), f"{context} tokens over all sequences"),
-        Part("activations", largest, "the largest of these phases"),
+        *(PlanPart(name, nbytes) for name, nbytes in need.backbone if nbytes),
+        PlanPart("KV cache", need.cache_bytes(context), f"{context} tokens over all sequences"),
+        PlanPart("activations", largest, "the largest of these phases"),
         *(detail for detail in details if detail.bytes),
-        Part("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts of known prompts"),
-        Part("allocator slack", slack, why),
-        Part("logits", need.logits_bytes, "one row kept"),
+        PlanPart("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts of known prompts"),
+        PlanPart("allocator slack", slack, why),
+        PlanPart("logits", need.logits_bytes, "one row kept"),
         *workspace_part(need.workspace_bytes),
         *(_of_a_cpu(need) if device == "cpu" else []),
-        Part("runtime", RUNTIME_BYTES[device], RUNTIME_NOTES[device]),
+        PlanPart("runtime", RUNTIME_BYTES[device], RUNTIME_NOTES[device]),
     ]
 
 
-def workspace_part(nbytes: int) -> list[Part]:
+def workspace_part(nbytes: int) -> list[PlanPart]:
     """What the experts' arithmetic keeps; torch's own keeps nothing beyond the activations."""
-    return [Part("expert workspace", nbytes, "kept to compute experts")] if nbytes else []
+    return [PlanPart("expert workspace", nbytes, "kept to compute experts")] if nbytes else []
 
 
-def _of_a_cpu(need: Footprint) -> list[Part]:
+def _of_a_cpu(need: Footprint) -> list[PlanPart]:
     """What is host memory, and so inside the budget only where the CPU is the device."""
     note = f"generated code for the {need.kernel_entries // 2} latest shapes of a product"
-    triton = [Part("Triton", TRITON_BYTES, "torch imports it where it is installed")] if find_spec("triton") else []
+    triton = [PlanPart("Triton", TRITON_BYTES, "torch imports it where it is installed")] if find_spec("triton") else []
     return [
-        Part("kernel caches", kernel_cache_bytes(need.dtype, need.kernel_entries), note),
-        Part("tokenizer", need.tokenizer_bytes),
+        PlanPart("kernel caches", kernel_cache_bytes(need.dtype, need.kernel_entries), note),
+        PlanPart("tokenizer", need.tokenizer_bytes),
         *triton,
     ]
 
 
-def staging_part(need: Footprint, io_threads: int) -> list[Part]:
+def staging_part(need: Footprint, io_threads: int) -> list[PlanPart]:
     """Bounce buffers of the reading threads and of the thread that demands; none where reads go straight into records."""
     nbytes = need.scratch_bytes * (io_threads + 1)
-    return [Part("staging", nbytes, f"bounce buffers of {io_threads} reading threads and the demanding one")] if nbytes else []
+    return (
+        [PlanPart("staging", nbytes, f"bounce buffers of {io_threads} reading threads and the demanding one")] if nbytes else []
+    )
 
 
-def image_cache_part(need: Footprint, nbytes: int) -> list[Part]:
+def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:
     """Encoded images that are kept between requests; none for a text model."""
-    return [Part("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
+    return [PlanPart("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
 
 
-def request_part(nbytes: int) -> list[Part]:
+def request_part(nbytes: int) -> list[PlanPart]:
     """What a server's requests hold beside the model, in host memory."""
-    return [Part("request memory", nbytes, "bodies, pictures and their decoders, prompts being made")] if nbytes else []
+    return [PlanPart("request memory", nbytes, "bodies, pictures and their decoders, prompts being made")] if nbytes else []
 
 
-def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPair | None, emulated: bool) -> list[Part]:
+def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPair | None, emulated: bool) -> list[PlanPart]:
     """Pinned prefix and one pool per geometry and format. With an emulated link the slabs alias the host tier."""
     parts = []
     if division.pinned_layers:
         note = f"all experts of the first {division.pinned_layers} MoE layers"
-        parts.append(Part("pinned prefix", prefix_bytes(inventory, division.pinned_layers), note))
+        parts.append(PlanPart("pinned prefix", prefix_bytes(inventory, division.pinned_layers), note))
     dynamic = experts_of(inventory.layers[division.pinned_layers :], len(inventory.layouts))
     alias = ", aliasing the host tier" if emulated else ""
     for geometry, (slabs, layout) in enumerate(zip(division.slabs, inventory.layouts, strict=True)):
@@ -125,24 +129,24 @@ def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPai
             parts += _pair_parts(inventory, division, pair, geometry, name, alias)
             continue
         note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {dynamic[geometry]} experts"
-        parts.append(Part(name, slabs * layout.record_bytes, note + alias))
+        parts.append(PlanPart(name, slabs * layout.record_bytes, note + alias))
     return parts
 
 
 def _pair_parts(
     inventory: ExpertInventory, division: Division, pair: FormatPair, geometry: int, name: str, alias: str
-) -> list[Part]:
+) -> list[PlanPart]:
     """The pools of one geometry by format; slabs that only copies in flight use are a detail of the better one's."""
 
-    def pool(format: Format, slabs: int, layout: RecordLayout, whose: str) -> Part:
+    def pool(format: Format, slabs: int, layout: RecordLayout, whose: str) -> PlanPart:
         note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {whose}{alias}"
-        return Part(f"{name} {format}", slabs * layout.record_bytes, note)
+        return PlanPart(f"{name} {format}", slabs * layout.record_bytes, note)
 
     layout = inventory.layouts[geometry]
     parts = [pool(pair.high, division.slabs[geometry], layout, _who_is_high(inventory, division, pair, geometry))]
     if division.transient and (in_flight := division.transient[geometry]):
         note = f"{in_flight} of these slabs, for copies in flight"
-        parts.append(Part("transient buffer", in_flight * layout.record_bytes, note, parts[0].name))
+        parts.append(PlanPart("transient buffer", in_flight * layout.record_bytes, note, parts[0].name))
     if pair.low is not None and (slabs := division.low_slabs[geometry]):
         parts.append(pool(pair.low, slabs, inventory.low_layouts[geometry], "the others"))
     return parts

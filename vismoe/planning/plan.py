@@ -1,6 +1,6 @@
 """The memory plan: a pure function of what a model needs, what was asked for and what the machine has.
 
-Every byte that serving will hold is a `Part`; the parts of a plan add up to at most its budget. What cannot work raises
+Every byte that serving will hold is a `PlanPart`; the parts of a plan add up to at most its budget. What cannot work raises
 `BudgetError` with the numbers and a setting that works. Nothing here looks at a device, a file or a clock.
 """
 
@@ -15,7 +15,7 @@ from vismoe.planning.apportion import most_pinned, resident_experts
 from vismoe.planning.case import AUTO_SHARE, Case, FittingPair, fitting_pairs
 from vismoe.planning.host_size import host_tier
 from vismoe.planning.needs import CacheLayer, Curve, Footprint, Hardware
-from vismoe.planning.parts import Part, expert_parts, mask_room, total
+from vismoe.planning.parts import PlanPart, expert_parts, mask_room, total
 from vismoe.types import ExpertInventory
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "FittingPair",
     "Footprint",
     "Hardware",
-    "Part",
     "Plan",
+    "PlanPart",
     "fitting_pairs",
     "plan",
 ]
@@ -43,8 +43,8 @@ class Plan:
     context: int
     budget_bytes: int  # of this rank; the parts never exceed it
     minimum_bytes: int  # the smallest `memory` in bytes that works with these settings
-    parts: tuple[Part, ...]  # on the device, inside the budget
-    host_parts: tuple[Part, ...]  # in host memory, outside the budget
+    parts: tuple[PlanPart, ...]  # on the device, inside the budget
+    host_parts: tuple[PlanPart, ...]  # in host memory, outside the budget
     pinned_layers: int
     slabs: tuple[int, ...]  # dynamic pool, per geometry
     host_slabs: tuple[int, ...]  # records of the host tier per geometry; empty where there is none
@@ -100,7 +100,7 @@ class Plan:
             yield from (("  " + sentence, "", "") for sentence in self.reading)
 
     @staticmethod
-    def _part_rows(parts: tuple[Part, ...]) -> Iterator[tuple[str, str, str]]:
+    def _part_rows(parts: tuple[PlanPart, ...]) -> Iterator[tuple[str, str, str]]:
         for part in parts:
             size = format_bytes(part.bytes)
             yield (f"    {part.name}", f"({size})", part.note) if part.inside else (f"  {part.name}", size, part.note)

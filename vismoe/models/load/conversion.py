@@ -12,11 +12,11 @@ from typing import Any
 from transformers import core_model_loading as loading
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
-from vismoe.store.checkpoint import Arrangement, Part
+from vismoe.store.checkpoint import Arrangement, TensorPart
 
 __all__ = ["ExpertParameter", "Row", "rows_of"]
 
-Row = tuple[Part, ...]  # one expert's row of one parameter: parts concatenated along dim 0
+Row = tuple[TensorPart, ...]  # one expert's row of one parameter: parts concatenated along dim 0
 LISTED = 3  # names in an error
 
 
@@ -37,7 +37,7 @@ class ExpertParameter:
         return self.shape[0]
 
 
-def rows_of(parameter: ExpertParameter, parts: dict[str, Part]) -> list[Row]:
+def rows_of(parameter: ExpertParameter, parts: dict[str, TensorPart]) -> list[Row]:
     """The rows of one parameter, one per expert, checked against the shape that the model wants."""
     columns = [_column(parameter, pattern, parts) for pattern in parameter.patterns]
     for operation in parameter.operations:
@@ -58,7 +58,7 @@ def rows_of(parameter: ExpertParameter, parts: dict[str, Part]) -> list[Row]:
     return columns[0]
 
 
-def _column(parameter: ExpertParameter, pattern: str, parts: dict[str, Part]) -> list[Row]:
+def _column(parameter: ExpertParameter, pattern: str, parts: dict[str, TensorPart]) -> list[Row]:
     """Rows from one source: a tensor per expert, or one tensor whose row e is expert e."""
     keys = parameter.keys.get(pattern, [])
     unreadable = [key for key in keys if key not in parts]
@@ -86,7 +86,7 @@ def _column(parameter: ExpertParameter, pattern: str, parts: dict[str, Part]) ->
         )
     row_bytes = whole.nbytes // whole.shape[0]
     return [
-        (Part(whole.file, whole.offset_bytes + e * row_bytes, whole.shape[1:], whole.dtype),)
+        (TensorPart(whole.file, whole.offset_bytes + e * row_bytes, whole.shape[1:], whole.dtype),)
         for e in range(parameter.num_experts)
     ]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vismoe.models.load.locate import locate_tensor
-from vismoe.store.checkpoint import Part
+from vismoe.store.checkpoint import TensorPart
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.safetensors_header import SafetensorsHeader
 
@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
     path: str  # of the module
     header: SafetensorsHeader
-    part: Part  # its file is `header`
+    part: TensorPart  # its file is `header`
 
 
 class EmbeddingOnDisk(nn.Module):

@@ -44,9 +44,9 @@ def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayou
 def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:
     profile = None if settings.deterministic else load_profile()
     link = settings.emulated_link_bytes_per_s or link_rate(profile, device) or NOMINAL_LINK_BYTES_PER_S
-    backend = cpu.backend()
+    setup = cpu.setup()
     weights = sum(math.prod(section.shape) for section in raw.sections if len(section.shape) == 2)
-    token_s = 2 * weights / (FLOP_PER_S[backend.isa] * backend.threads)
+    token_s = 2 * weights / (FLOP_PER_S[setup.isa] * setup.threads)
     return Rates(link, profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S, token_s)
 
 

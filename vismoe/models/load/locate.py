@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
 from vismoe.models.load.conversion import LISTED, ExpertParameter, rows_of
-from vismoe.store.checkpoint import CheckpointStore, Part
+from vismoe.store.checkpoint import CheckpointStore, TensorPart
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
@@ -43,7 +43,7 @@ def locate_experts(
             f"first {', '.join(missing[:LISTED])}. Fix: check that all files of the model are there and belong to its config.json"
         )
     parts = {
-        key: Part(index, entry.offset_bytes, entry.shape, entry.dtype)
+        key: TensorPart(index, entry.offset_bytes, entry.shape, entry.dtype)
         for index, header in enumerate(headers)
         for key, entry in header.tensors.items()
         if entry.dtype in PLAIN
@@ -58,7 +58,7 @@ def locate_experts(
     return CheckpointStore(headers, inventory, locators, config_file.read_bytes() if config_file.is_file() else b"")
 
 
-def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -> tuple[SafetensorsHeader, Part] | None:
+def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -> tuple[SafetensorsHeader, TensorPart] | None:
     """Where the parameter `name` of `model` lies unconverted in a checkpoint, or None."""
     shape, names = tuple(model.get_parameter(name).shape), _Names(model)
     for header in headers:
@@ -66,7 +66,7 @@ def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -
             if entry.shape == shape and entry.dtype in PLAIN:
                 found, _, converter = names.of(key)
                 if found == name and converter is None:
-                    return header, Part(0, entry.offset_bytes, entry.shape, entry.dtype)
+                    return header, TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype)
     return None
 
 

@@ -51,7 +51,7 @@ class Experts:
     kernels: tuple[cpu.ExpertKernel, ...] | None  # per geometry, for experts of all formats; None: torch computes
     host_kernels: tuple[cpu.ExpertKernel, ...] | None  # for experts that are computed in host memory below a device
     ways: Ways | None  # to serve a miss there; None: it waits
-    arithmetic: str  # for people: whose, and why
+    backend: str  # for people: whose, and why
     dtype: torch.dtype  # of the hidden states
     policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of who is hot
 
@@ -75,8 +75,8 @@ class Experts:
         return 0 if self.host_kernels is None else self._kernel_bytes(self.host_kernels)
 
     def _kernel_bytes(self, kernels: Sequence[cpu.ExpertKernel]) -> int:
-        backend = cpu.backend()
-        return max(cpu.workspace_bytes(k, PAIRS_PER_CALL, self.dtype, backend.threads, backend.isa) for k in kernels)
+        setup = cpu.setup()
+        return max(cpu.workspace_bytes(k, PAIRS_PER_CALL, self.dtype, setup.threads, setup.isa) for k in kernels)
 
 
 def open_experts(
@@ -141,7 +141,7 @@ def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozen
 
 def with_experts(plan: Plan, experts: Experts) -> Plan:
     """The plan, which also says where the experts come from and who computes them."""
-    return dataclasses.replace(plan, experts=experts.where, kernels=experts.arithmetic)
+    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend)
 
 
 def _open_store(
@@ -194,8 +194,8 @@ def _arrange(
     if why_not and settings.kernels == "fast":
         raise ConfigError(f"kernels='fast': {why_not}. Fix: kernels='auto' (--kernels auto)")
     if not isinstance(found, str):
-        backend = cpu.start(min(torch.get_num_threads(), cores()))
-        fast = f"fast ({backend.isa}, {backend.threads} threads: {backend.why})"
+        setup = cpu.start(min(torch.get_num_threads(), cores()))
+        fast = f"fast ({setup.isa}, {setup.threads} threads: {setup.why})"
     if "importance" in settings.policy and any(getattr(module, "row_groups", 1) > 1 for _, module in expert_modules(model)):
         raise ConfigError(
             f"policy={settings.policy!r} weighs experts by the router's weights, and this family's experts get tokens that are "
@@ -208,12 +208,12 @@ def _arrange(
     described = (inventory, transposed, where, codecs)
     if isinstance(found, str):
         exact = "bit-identical to eager experts" if all(f.exact for f in formats) else "integer formats are restored first"
-        arithmetic = f"torch ({exact}; {found})" if settings.kernels != "torch" else f"torch ({exact})"
-        return Experts(*described, None, None, None, arithmetic, model.dtype, policy_bytes)
+        backend = f"torch ({exact}; {found})" if settings.kernels != "torch" else f"torch ({exact})"
+        return Experts(*described, None, None, None, backend, model.dtype, policy_bytes)
     if device.type == "cpu":
         return Experts(*described, found, None, ways, fast, model.dtype, policy_bytes)
-    arithmetic = f"torch ({why_not})" + (f"; in host memory {fast}" if ways else "")
-    return Experts(*described, None, found if ways else None, ways, arithmetic, model.dtype, policy_bytes)
+    backend = f"torch ({why_not})" + (f"; in host memory {fast}" if ways else "")
+    return Experts(*described, None, found if ways else None, ways, backend, model.dtype, policy_bytes)
 
 
 def _kernels(

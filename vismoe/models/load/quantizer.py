@@ -31,7 +31,7 @@ from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.experts import IMPLEMENTATION, ExpertRuntime
 from vismoe.models.moe.linears import MOST_ROWS, serve_linears
-from vismoe.models.moe.lookahead_inputs import Foresight, choose_lookahead
+from vismoe.models.moe.lookahead_inputs import LookaheadInputs, choose_lookahead
 from vismoe.models.visual.settings import attach_pruner, fewer_experts
 from vismoe.pools.kernel_cache import bound_kernel_caches
 from vismoe.pools.malloc import return_large_blocks
@@ -145,8 +145,10 @@ def attach(model: Any, origin: Origin, opened: Opened, calibration: Calibration 
             logger.warning("torch's worker threads will fight the copying ones for the cores: %s", waiting().why)
     serving, about = serve(model, opened, device)
     backends |= about
-    foresight = Foresight(serving.pager, lookahead, gate, inline=settings.deterministic, cores_shared=device.type == "cpu")
-    runtime = ExpertRuntime(serving, device, foresight, backends)
+    lookahead_inputs = LookaheadInputs(
+        serving.pager, lookahead, gate, inline=settings.deterministic, cores_shared=device.type == "cpu"
+    )
+    runtime = ExpertRuntime(serving, device, lookahead_inputs, backends)
     runtime.serve(serving)
     runtime.pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     runtime.visual_top_k = fewer_experts(settings, inventory)
@@ -154,7 +156,7 @@ def attach(model: Any, origin: Origin, opened: Opened, calibration: Calibration 
     logger.info("backends: %s", backends)
     model._vismoe_runtime, model._vismoe_origin, model._vismoe_opened = runtime, origin, opened
     weakref.finalize(model, runtime.close)  # runs before the stores', which was made earlier
-    weakref.finalize(model, foresight.close)
+    weakref.finalize(model, lookahead_inputs.close)
     return runtime
 
 

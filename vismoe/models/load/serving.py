@@ -17,9 +17,9 @@ from vismoe.models.family.families import stack_of
 from vismoe.models.load.host_rates import NOMINAL_CPU_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S, link_rate
 from vismoe.models.load.opening import Experts
 from vismoe.models.load.origin import Opened
-from vismoe.models.moe.compute import Arithmetic, FastExperts, TorchExperts
-from vismoe.models.moe.experts import Serving
-from vismoe.models.moe.format_choice import Chooser
+from vismoe.models.moe.compute import ExpertBackend, FastExperts, TorchExperts
+from vismoe.models.moe.experts import ExpertBackends
+from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.heavy_hitters import HeavyHitters
 from vismoe.paging.miss import Rates
 from vismoe.paging.pager import Pager
@@ -41,7 +41,7 @@ NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memor
 
 def serve(
     model: Any, opened: Opened, device: torch.device, metrics: Metrics | None = None, hotness: Hotness | None = None
-) -> tuple[Serving, dict[str, str]]:
+) -> tuple[ExpertBackends, dict[str, str]]:
     """(what serves, what was chosen and why). `metrics` go on counting; `hotness` is what an earlier plan has learned.
 
     Under hotness every expert is brought in before this returns, otherwise the pinned prefix.
@@ -51,7 +51,7 @@ def serve(
     ways = experts.ways
     if ways is not None and ways.deterministic and sum(plan.host_slabs) < plan.total_experts:
         ways = None  # what lies in host memory depends on when it was read
-    about = {"kernels": experts.arithmetic, "mover": type(mover).__name__, "reads": "; ".join(plan.reading)}
+    about = {"kernels": experts.backend, "mover": type(mover).__name__, "reads": "; ".join(plan.reading)}
     about["misses"] = f"{settings.misses}: {ways.rates[0]}" if ways is not None else "wait"
     policy = Policy.of(settings) if settings.pair is not None else None
     upgrades = None
@@ -80,7 +80,7 @@ def serve(
         pager.close()
         raise
     store = opened.stores.by_precision[HIGH]
-    return Serving(pager, _arithmetic(experts, device), plan, store, experts.formats, chooser), about
+    return ExpertBackends(pager, _backend(experts, device), plan, store, experts.formats, chooser), about
 
 
 def _pools(opened: Opened, device: torch.device) -> list[list[SlabPool]]:
@@ -118,7 +118,7 @@ def _upgrade_rates(opened: Opened, device: torch.device) -> Rates:
     return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, computing)
 
 
-def _chooser(model: Any, opened: Opened, policy: Policy, hotness: Hotness | None) -> Chooser:
+def _chooser(model: Any, opened: Opened, policy: Policy, hotness: Hotness | None) -> FormatChooser:
     inventory, settings = opened.experts.inventory, opened.settings
     experts = [layer.num_experts for layer in inventory.layers]
     quotas = np.array(opened.plan.hot_quota) if policy.hotness else None
@@ -130,10 +130,10 @@ def _chooser(model: Any, opened: Opened, policy: Policy, hotness: Hotness | None
     hitters: HeavyHitters | str = "not asked for"
     if policy.importance:
         hitters = HeavyHitters.of(model, inventory.layers)
-    return Chooser(precision, inventory, hitters, settings.deterministic)
+    return FormatChooser(precision, inventory, hitters, settings.deterministic)
 
 
-def _bring_in(pager: Pager, chooser: Chooser | None, plan: Plan) -> tuple[Any, int]:
+def _bring_in(pager: Pager, chooser: FormatChooser | None, plan: Plan) -> tuple[Any, int]:
     """(experts as they arrive, how many there are)."""
     if chooser is None or not chooser.precision.policy.hotness:
         return pager.pin_prefix(), sum(layer.num_experts for layer in pager.inventory.layers[: plan.pinned_layers])
@@ -143,7 +143,7 @@ def _bring_in(pager: Pager, chooser: Chooser | None, plan: Plan) -> tuple[Any, i
     return pager.bring_in_all(high), plan.total_experts
 
 
-def _arithmetic(experts: Experts, device: torch.device) -> Arithmetic:
+def _backend(experts: Experts, device: torch.device) -> ExpertBackend:
     """Who computes the experts of a layer."""
     if experts.kernels is not None:
         return FastExperts(experts.inventory, experts.kernels)

@@ -16,7 +16,7 @@ import torch
 from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
 from vismoe.models.family.families import accumulator_dtype
-from vismoe.models.moe.eager import BLOCK_ROWS, OneRow, Rows, block_rows, expert_output
+from vismoe.models.moe.eager import BLOCK_ROWS, ExpertRows, OneRow, block_rows, expert_output
 from vismoe.paging.demand import Demand
 from vismoe.paging.lent import Lent
 from vismoe.types import ExpertInventory
@@ -50,7 +50,7 @@ class LayerWork(Protocol):
         ...
 
 
-class Arithmetic(Protocol):
+class ExpertBackend(Protocol):
     """Whose products and sums: torch's or the kernels'."""
 
     def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> LayerWork: ...
@@ -99,7 +99,7 @@ class _TorchWork:
     ):
         self._parent, self._layer, self._module, self._hidden = parent, layer, module, hidden
         self._accumulator = accumulator_dtype(module, hidden, factors)
-        self._rows: Rows | OneRow = Rows.of(routing, module.num_experts, hidden, factors)
+        self._rows: ExpertRows | OneRow = ExpertRows.of(routing, module.num_experts, hidden, factors)
         self._routing, self._factors = routing, factors
         self.experts = self._rows.experts
 

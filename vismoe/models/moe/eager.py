@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["BLOCK_ROWS", "OneRow", "Rows", "block_rows", "expert_output"]
+__all__ = ["BLOCK_ROWS", "ExpertRows", "OneRow", "block_rows", "expert_output"]
 
 BLOCK_ROWS = 2048
 PROBED = (1024, 64)  # width and outputs of the products that block_rows tries: 20 to 60 ms
 
 
-class Rows:
+class ExpertRows:
     """Which (token, choice) pairs go to which expert, in eager's order: by choice, then by token.
 
     `experts`: ascending ids; ids from `num_experts` on are sentinels, with nothing to compute.
@@ -41,13 +41,13 @@ class Rows:
         self._token, self._choice = torch.from_numpy(token).to(hidden.device), torch.from_numpy(choice).to(hidden.device)
 
     @staticmethod
-    def of(routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor) -> "Rows | OneRow":
+    def of(routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor) -> "ExpertRows | OneRow":
         """The rows of a routing `[T, K]`; a single token has a shorter way to the same numbers."""
         if len(routing) == 1:
             row = OneRow(routing[0].tolist(), num_experts, hidden, factors)
             if row.distinct:
                 return row
-        return Rows(routing, num_experts, hidden, factors)
+        return ExpertRows(routing, num_experts, hidden, factors)
 
     def inputs(self, expert: int) -> torch.Tensor:
         """The hidden states `[n, H]` of one expert's tokens, in fresh memory."""

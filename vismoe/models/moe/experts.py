@@ -23,9 +23,9 @@ from vismoe.lookahead.lookahead import Lookahead
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
 from vismoe.models.family.token_kinds import token_kinds
-from vismoe.models.moe.compute import Arithmetic
-from vismoe.models.moe.format_choice import Chooser, Rows
-from vismoe.models.moe.lookahead_inputs import Foresight
+from vismoe.models.moe.compute import ExpertBackend
+from vismoe.models.moe.format_choice import FormatChooser, LayerRows
+from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
@@ -89,15 +89,15 @@ class _NoBackward(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Serving:
+class ExpertBackends:
     """What experts are served by, for as long as one plan holds."""
 
     pager: Pager
-    arithmetic: Arithmetic
+    backend: ExpertBackend
     plan: Plan
     store: ExpertStore  # of the more precise format, where there are two
     formats: tuple[Format, ...]  # that slabs hold
-    chooser: Chooser | None = None  # who chooses between them; None: there is nothing to choose
+    chooser: FormatChooser | None = None  # who chooses between them; None: there is nothing to choose
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,9 +114,11 @@ class Serving:
 class ExpertRuntime:
     """Computes a model's routed experts out of the pager's slabs. Bound to one model; one forward pass at a time."""
 
-    def __init__(self, serving: Serving, device: torch.device, foresight: Foresight, backends: dict[str, str]):
-        self.now_serving: Serving | None = serving  # None while its plan changes
-        self.device, self.foresight, self.backends = device, foresight, backends
+    def __init__(
+        self, serving: ExpertBackends, device: torch.device, lookahead_inputs: LookaheadInputs, backends: dict[str, str]
+    ):
+        self.now_serving: ExpertBackends | None = serving  # None while its plan changes
+        self.device, self.lookahead_inputs, self.backends = device, lookahead_inputs, backends
         self.recorder: RoutingRecorder | None = None
         self.pruner: VisualPruner | None = None  # drops visual tokens in prefill, where the family allows it
         self.visual_top_k: int | None = None  # experts that a visual token uses in prefill; None: as many as the router chose
@@ -128,7 +130,7 @@ class ExpertRuntime:
         self._kinds: np.ndarray | None = None
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ExpertBackends:
         if self.now_serving is None:
             raise ClosedError("nothing serves this model's experts since a change of its plan failed; load the model again")
         return self.now_serving
@@ -146,7 +148,7 @@ class ExpertRuntime:
         return self.serving.store
 
     @property
-    def chooser(self) -> Chooser | None:
+    def chooser(self) -> FormatChooser | None:
         return self.serving.chooser
 
     @property
@@ -163,20 +165,20 @@ class ExpertRuntime:
         """Close what serves and let go of it, until `serve` is called."""
         self.serving.close()
         self.now_serving = None
-        self.foresight.serve(None, None)
+        self.lookahead_inputs.serve(None, None)
 
-    def serve(self, serving: Serving) -> None:
+    def serve(self, serving: ExpertBackends) -> None:
         """Go on with another plan, between two requests. What served before is closed, or to be closed, by who made it."""
         self.now_serving = serving
         self.step = Step()
         serving.pager.metrics.name_formats(serving.names)
         chooser = serving.chooser
         by_importance = chooser is not None and chooser.precision.policy.importance
-        self.foresight.serve(serving.pager, chooser.ahead if chooser is not None and by_importance else None)
+        self.lookahead_inputs.serve(serving.pager, chooser.ahead if chooser is not None and by_importance else None)
 
     @property
     def lookahead(self) -> Lookahead | None:
-        return self.foresight.lookahead
+        return self.lookahead_inputs.lookahead
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise UnsupportedModelError("a model with paged experts cannot be copied or pickled. Fix: load it a second time")
@@ -238,7 +240,7 @@ class ExpertRuntime:
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         self.step = Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, fewer=fewer)
         dropping = self.pruner is not None and self.pruner.dropping
-        self.foresight.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
+        self.lookahead_inputs.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
         if self.recorder is not None:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
@@ -298,7 +300,7 @@ class ExpertRuntime:
         first: tuple[int, ...] = ()
         if self.chooser is not None:
             routing, factors, high, first = self._chosen(self.chooser, layer, module.num_experts, routing, factors, weights)
-        work = self.serving.arithmetic.begin(layer, module, routing, hidden, factors)
+        work = self.serving.backend.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else self._last_tokens_experts(routing)
         tokens = work.tokens if self.pager.ways is not None or high is not None else None
         with self.pager.demand(layer, work.experts, keep, self._real_tokens_experts(routing), tokens, high, first) as demand:
@@ -320,7 +322,7 @@ class ExpertRuntime:
 
     def _chosen(
         self,
-        chooser: Chooser,
+        chooser: FormatChooser,
         layer: int,
         experts: int,
         routing: np.ndarray,
@@ -339,7 +341,7 @@ class ExpertRuntime:
                 f"importance does not fit batches of this family: {len(routing)} of {step.tokens} tokens reach MoE layer "
                 f"{layer}, and whose they are is not known. Fix: one sequence at a time, or policy='hotness'"
             )
-        rows = Rows(step.phase is Phase.DECODE, step.batch if known else 1, real, step.phase is Phase.ENCODE)
+        rows = LayerRows(step.phase is Phase.DECODE, step.batch if known else 1, real, step.phase is Phase.ENCODE)
         choice = chooser.at_layer(layer, rows, routing, weights)
         if choice.routing is not routing:
             skipped = choice.routing != routing
@@ -398,7 +400,7 @@ class ExpertRuntime:
     def _look_ahead(self, layer: int, routing: np.ndarray, hidden: torch.Tensor) -> tuple[np.ndarray | None, Evidence | None]:
         """Show the layer to the lookahead; -> what a recorder keeps of it."""
         kinds = self.step.kinds if self.step.kinds is not None and self.step.kinds.size == len(routing) else None
-        return self.foresight.at_layer(
+        return self.lookahead_inputs.at_layer(
             layer, self.step.phase is Phase.DECODE, routing, hidden, kinds, self.step.kept, self.recorder
         )
 

@@ -15,13 +15,13 @@ from vismoe.precision.controller import Choice, Precision
 from vismoe.precision.importance import critical_ahead, heavy_hitters
 from vismoe.types import ExpertInventory
 
-__all__ = ["Chooser", "Rows"]
+__all__ = ["FormatChooser", "LayerRows"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Rows:
+class LayerRows:
     """The tokens that reach a layer: T rows, of B sequences one after the other."""
 
     decoding: bool
@@ -30,7 +30,7 @@ class Rows:
     encoding: bool = False  # patches in a vision tower, whose experts are computed as well as they are there
 
 
-class Chooser:
+class FormatChooser:
     """`hitters`: listens to a prompt's attention; a sentence says why it cannot, and then every token of a prompt counts."""
 
     def __init__(self, precision: Precision, inventory: ExpertInventory, hitters: HeavyHitters | str, deterministic: bool):
@@ -72,7 +72,7 @@ class Chooser:
         if self._deterministic:
             pager.settle()
 
-    def at_layer(self, layer: int, rows: Rows, routing: np.ndarray, weights: np.ndarray) -> Choice:
+    def at_layer(self, layer: int, rows: LayerRows, routing: np.ndarray, weights: np.ndarray) -> Choice:
         """What the layer wants; routing int64 and weights float32 `[T, K]`."""
         if rows.encoding and not self.precision.policy.hotness:
             return Choice(routing, weights)
@@ -84,7 +84,7 @@ class Chooser:
             hitters = self._heavy_hitters(layer, rows, len(routing), sequence)
         return self.precision.at_layer(layer, rows.decoding, routing, weights, hitters, sequence, rows.real)
 
-    def _heavy_hitters(self, layer: int, rows: Rows, tokens: int, sequence: np.ndarray | None) -> np.ndarray:
+    def _heavy_hitters(self, layer: int, rows: LayerRows, tokens: int, sequence: np.ndarray | None) -> np.ndarray:
         if not isinstance(self.hitters, HeavyHitters):
             return np.ones(tokens, bool)
         received = self.hitters.received(layer)

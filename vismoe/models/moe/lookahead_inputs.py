@@ -13,9 +13,9 @@ import torch
 
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
-from vismoe.lookahead.ahead import Ahead
+from vismoe.lookahead.background import BackgroundLookahead
 from vismoe.lookahead.calibration import Calibration, chosen_lookahead
-from vismoe.lookahead.features import Sizes
+from vismoe.lookahead.features import FeatureSizes
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.learned import LearnedLookahead, Witness
 from vismoe.lookahead.lookahead import Lookahead, Seen
@@ -23,7 +23,7 @@ from vismoe.lookahead.summary import VisualSummary
 from vismoe.paging.pager import Pager
 from vismoe.types import Evidence, ExpertInventory, Phase, TokenKind
 
-__all__ = ["Foresight", "choose_lookahead"]
+__all__ = ["LookaheadInputs", "choose_lookahead"]
 
 Critical = Callable[[int, np.ndarray, bool], np.ndarray]
 
@@ -54,7 +54,7 @@ def choose_lookahead(
     return None, None, f"none ({gate})"
 
 
-class Foresight:
+class LookaheadInputs:
     """Asks `lookahead` about a pager's next layers. `gate` also serves recordings, where the family has one.
 
     `cores_shared`: the model computes on the cores that evaluate, so their time is charged to speculation.
@@ -72,11 +72,11 @@ class Foresight:
         self.lookahead = lookahead
         self._summary = VisualSummary()
         layers = pager.inventory.layers
-        sizes = Sizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, pager.window)
+        sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, pager.window)
         self._gate, self._recording = gate, Witness(gate, sizes)
         self._critical: Critical | None = None
         charge = (lambda core_s: self._pager.asked(core_s)) if cores_shared else lambda core_s: None
-        self._ahead = Ahead(lookahead, self._tell, inline, charge) if lookahead is not None else None
+        self._ahead = BackgroundLookahead(lookahead, self._tell, inline, charge) if lookahead is not None else None
         self._remembers = lookahead is not None and lookahead.remembers
 
     def serve(self, pager: Pager | None, critical: Critical | None) -> None:

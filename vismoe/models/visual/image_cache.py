@@ -25,7 +25,7 @@ LEVELS = "deepstack_features"  # one value per level that joins the tokens in a 
 
 
 @dataclass(frozen=True)
-class Features:
+class ImageFeatures:
     """What a decoder gets of one image: fields of the tower's output, tensors in lists or alone."""
 
     kind: type[Any]  # of the output
@@ -44,7 +44,7 @@ class ImageCache:
     def __init__(self, inner: nn.Module, most_bytes: int, images: EncodedImages | None):
         self.most_bytes, self.nbytes, self.encoded = most_bytes, 0, 0
         self._inner, self._images = inner, images
-        self._kept: OrderedDict[str, Features] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[str, ImageFeatures] = OrderedDict()  # least recently used first
         self._expected: tuple[list[str], Callable[[list[int]], Mapping[str, Any]]] | None = None
         self._original = inner.get_image_features
         self._names = list(inspect.signature(self._original).parameters)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ class ImageCache:
             images.append(features)
         return self._joined(images)
 
-    def _alone(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> Features:
+    def _alone(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> ImageFeatures:
         """One image through the tower; `inputs`: what the call gets of it, where that is not all of its arguments."""
         self.encoded += 1
         listening = self._images is not None and self._images.listening
@@ -103,7 +103,7 @@ class ImageCache:
         told = self._images.known() if self._images is not None and listening else []
         names = [name for name in OF_DECODER if getattr(output, name, None) is not None] or ["last_hidden_state"]
         fields = {name: _copied(getattr(output, name)) for name in names}  # some are attributes that are no items
-        return Features(type(output), fields, listening, told[0] if len(told) == 1 else None)
+        return ImageFeatures(type(output), fields, listening, told[0] if len(told) == 1 else None)
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> Any:
         """The tower's output, with `inputs` in place of the arguments of the same names."""
@@ -115,7 +115,7 @@ class ImageCache:
         positional = tuple(now(name, value) for name, value in zip(self._names, args, strict=False))
         return self._original(*positional, **{name: now(name, value) for name, value in kwargs.items()})  # type: ignore[operator]
 
-    def _joined(self, images: list[Features]) -> Any:
+    def _joined(self, images: list[ImageFeatures]) -> Any:
         """The tower's output about all of these images."""
         told = [features.encoded for features in images if features.encoded is not None]
         if self._images is not None and self._images.listening and len(told) == len(images):
@@ -126,7 +126,7 @@ class ImageCache:
             output[name] = [_join(level) for level in zip(*values, strict=True)] if name == LEVELS else _join(values)
         return output
 
-    def _found(self, name: str) -> Features | None:
+    def _found(self, name: str) -> ImageFeatures | None:
         """The image, if what is known of it is enough for who listens."""
         features = self._kept.get(name)
         listening = self._images is not None and self._images.listening
@@ -135,7 +135,7 @@ class ImageCache:
         self._kept.move_to_end(name)
         return features
 
-    def _keep(self, name: str, features: Features) -> None:
+    def _keep(self, name: str, features: ImageFeatures) -> None:
         if features.nbytes > self.most_bytes:  # it would be alone, and gone with the next one
             return
         if (old := self._kept.pop(name, None)) is not None:

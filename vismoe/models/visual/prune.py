@@ -47,7 +47,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
-class Pass:
+class PrunedPass:
     """A forward pass that drops visual tokens, until it has selected them. V: its visual tokens, row by row."""
 
     past: int  # tokens of the sequences before it
@@ -91,7 +91,7 @@ class VisualPruner:
         self._pruning: Pruning | None = None
         self._decoder, self._linear = decoder, linear
         self._kinds: torch.Tensor | None = None
-        self._pass: Pass | None = None
+        self._pass: PrunedPass | None = None
         self._rows: KeptRows | None = None  # what layers from prune_layer on see; None: everything
         self._ended: tuple[int, torch.Tensor] | None = None  # tokens so far, and which sequences stopped at a visual one
         self._most_experts = 0
@@ -197,7 +197,7 @@ class VisualPruner:
             kinds = kwargs["visual_pos_masks"].to(torch.uint8)  # the model was called with embeddings, and this family tells
         if kinds is not None and (kinds == TokenKind.VISUAL).any():
             assert embeddings is not None and kinds.shape == embeddings.shape[:2], "visual tokens come as embeddings, one by one"
-            self._pass = Pass(past, kinds, embeddings)
+            self._pass = PrunedPass(past, kinds, embeddings)
             self._refuse_cut_image(self._pass)
         elif kinds is None and self._acts and past == 0 and self.images.heard:
             raise InputError(
@@ -208,7 +208,7 @@ class VisualPruner:
             tokens = embeddings if embeddings is not None else kwargs["input_ids"]
             self._rows = KeptRows(tokens.shape[:2], past, None, pruned.positions(), pruned.padded, self._flat_masks)
 
-    def _refuse_cut_image(self, step: Pass) -> None:
+    def _refuse_cut_image(self, step: PrunedPass) -> None:
         """The tokens of an image are selected together, and those of the pass before are gone."""
         visual, ended, self._ended = step.visual, self._ended, (step.past + step.kinds.shape[1], step.visual[:, -1])
         if step.past and ended and ended[0] == step.past and len(ended[1]) == len(visual) and (ended[1] & visual[:, 0]).any():
@@ -235,7 +235,7 @@ class VisualPruner:
         return hook
 
     # -- at prune_layer
-    def _select(self, step: Pass, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select(self, step: PrunedPass, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states `[B, S, H]` with what was merged; which tokens go deeper, bool `[B, S]`)."""
         assert self._pruning is not None
         keep = step.kinds != TokenKind.PAD
@@ -257,7 +257,7 @@ class VisualPruner:
             self.kept.append(KeptImage(int(row[begin]), step.past + int(place[begin]), image.grid, selection, end - begin))
         return hidden, keep
 
-    def _images(self, step: Pass, row: torch.Tensor, place: torch.Tensor) -> list[tuple[int, int, EncodedImage]]:
+    def _images(self, step: PrunedPass, row: torch.Tensor, place: torch.Tensor) -> list[tuple[int, int, EncodedImage]]:
         """(first and end of its visual tokens, what is known of it) of each image; `row` and `place` `[V]` locate the tokens.
 
         As the tower saw them; contiguous runs where that is not known.
@@ -285,7 +285,7 @@ class VisualPruner:
 
         return hook
 
-    def _drop(self, step: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def _drop(self, step: PrunedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """From here on the pass has kept rows only; returns the layer's arguments with its hidden states narrowed."""
         self._pass = None
         hidden, keep = self._select(step, args[0] if args else kwargs["hidden_states"])

@@ -18,14 +18,14 @@ import torch
 
 from vismoe.lookahead.lookahead import Lookahead, Seen
 
-__all__ = ["Ahead"]
+__all__ = ["BackgroundLookahead"]
 
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[int, int, np.ndarray], None]  # (tick of the demand, MoE layer, scores)
 
 
-class Ahead:
+class BackgroundLookahead:
     """Asks a lookahead for the model's thread; `tell` is called with what it says, in whatever thread found it out.
 
     `charge` is told how many seconds of a core each evaluation of the worker took.

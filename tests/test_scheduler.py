@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.engine.scheduler import Turns
+from vismoe.engine.scheduler import Scheduler
 from vismoe.errors import ClosedError
 
 
@@ -43,28 +43,28 @@ def gated(log):
     return Scripted("gate", 1, 1, log, gate=threading.Event())
 
 
-def run_all(turns, requests, log):
+def run_all(scheduler, requests, log):
     first = gated(log)
-    turns.ask(first)
+    scheduler.ask(first)
     for request in requests:
-        turns.ask(request)
+        scheduler.ask(request)
     first.gate.set()
     for request in (first, *requests):
         assert request.ended.wait(20)
 
 
 def test_requests_that_fit_together_advance_by_turns():
-    turns, log = Turns(100), []
-    run_all(turns, [Scripted(name, 10, 3, log) for name in "abc"], log)
-    turns.close()
+    scheduler, log = Scheduler(100), []
+    run_all(scheduler, [Scripted(name, 10, 3, log) for name in "abc"], log)
+    scheduler.close()
     steps = [entry for entry in log if isinstance(entry, str)][1:]
     assert steps == ["a", "a", "b", "a", "b", "c", "b", "c", "c"], "each enters with its first step, then all take turns"
 
 
 def test_who_does_not_fit_waits_and_is_not_overtaken():
-    turns, log = Turns(100), []
-    run_all(turns, [Scripted("large", 60, 3, log), Scripted("larger", 90, 1, log), Scripted("small", 5, 1, log)], log)
-    turns.close()
+    scheduler, log = Scheduler(100), []
+    run_all(scheduler, [Scripted("large", 60, 3, log), Scripted("larger", 90, 1, log), Scripted("small", 5, 1, log)], log)
+    scheduler.close()
     assert log[2:] == [
         "large",
         "large",
@@ -79,16 +79,16 @@ def test_who_does_not_fit_waits_and_is_not_overtaken():
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 6)), min_size=1, max_size=12), capacity=st.integers(50, 120))
 def test_whatever_is_asked_for_fits_and_is_done(sizes, capacity):
-    turns, log, together = Turns(capacity), [], []
+    scheduler, log, together = Scheduler(capacity), [], []
 
     class Watched(Scripted):
         def step(self):
-            together.append([(other.tokens, other.name) for other in turns.running])
+            together.append([(other.tokens, other.name) for other in scheduler.running])
             return super().step()
 
     requests = [Watched(number, tokens, steps, log) for number, (tokens, steps) in enumerate(sizes)]
-    run_all(turns, requests, log)
-    turns.close()
+    run_all(scheduler, requests, log)
+    scheduler.close()
     assert all(sum(tokens for tokens, _ in running) <= capacity for running in together if len(running) > 1)
     assert [log.count(number) for number in range(len(sizes))] == [steps for _, steps in sizes]
     first = [log.index(number) for number in range(len(sizes))]
@@ -101,56 +101,56 @@ def test_whatever_is_asked_for_fits_and_is_done(sizes, capacity):
 
 
 def test_a_failure_is_of_one_request():
-    turns, log = Turns(100), []
-    run_all(turns, [Scripted("a", 10, 3, log, fails_at=1), Scripted("b", 10, 3, log)], log)
-    assert ("a", ValueError) in log and log.count("a") == 2 and ("b", "finished") in log and not turns.running
-    turns.close()
+    scheduler, log = Scheduler(100), []
+    run_all(scheduler, [Scripted("a", 10, 3, log, fails_at=1), Scripted("b", 10, 3, log)], log)
+    assert ("a", ValueError) in log and log.count("a") == 2 and ("b", "finished") in log and not scheduler.running
+    scheduler.close()
 
 
 def test_a_task_runs_when_no_request_does_and_those_behind_it_wait():
-    turns, log = Turns(100), []
+    scheduler, log = Scheduler(100), []
     first = gated(log)
-    turns.ask(first)
-    done = turns.run_alone(lambda: log.append("task") or len(turns.running))
+    scheduler.ask(first)
+    done = scheduler.run_alone(lambda: log.append("task") or len(scheduler.running))
     later = Scripted("later", 1, 1, log)
-    turns.ask(later)
+    scheduler.ask(later)
     first.gate.set()
     assert done.result(20) == 0 and later.ended.wait(20)
     assert log == ["gate", ("gate", "finished"), "task", "later", ("later", "finished")]
     with pytest.raises(ZeroDivisionError):
-        turns.run_alone(lambda: 1 // 0).result(20)
-    turns.close()
+        scheduler.run_alone(lambda: 1 // 0).result(20)
+    scheduler.close()
 
 
 def test_draining_lets_everybody_end_and_nobody_in():
-    turns, log = Turns(100), []
+    scheduler, log = Scheduler(100), []
     first = gated(log)
-    turns.ask(first)
+    scheduler.ask(first)
     waiting = Scripted("waiting", 100, 2, log)
-    turns.ask(waiting)
-    assert not turns.drain(0.01)
+    scheduler.ask(waiting)
+    assert not scheduler.drain(0.01)
     with pytest.raises(ClosedError):
-        turns.ask(Scripted("late", 1, 1, log))
+        scheduler.ask(Scripted("late", 1, 1, log))
     first.gate.set()
-    assert turns.drain(20) and waiting.ended.wait(20) and ("waiting", "finished") in log
-    turns.close()
+    assert scheduler.drain(20) and waiting.ended.wait(20) and ("waiting", "finished") in log
+    scheduler.close()
 
 
 def test_who_waits_and_is_unwanted_leaves_and_lets_others_by():
-    turns, log = Turns(100), []
+    scheduler, log = Scheduler(100), []
     long = Scripted("long", 60, 10**9, log)
     waiting, small = Scripted("waiting", 90, 1, log), Scripted("small", 5, 1, log)
     for request in (long, waiting, small):
-        turns.ask(request)
+        scheduler.ask(request)
     waiting.unwanted = True
     assert waiting.ended.wait(20) and small.ended.wait(20) and not long.ended.is_set()
-    assert ("waiting", "finished") in log and "waiting" not in log and turns.waiting == 0
-    turns.close()
+    assert ("waiting", "finished") in log and "waiting" not in log and scheduler.waiting == 0
+    scheduler.close()
 
 
 @pytest.mark.parametrize("method", ["finish", "fail"])
 def test_an_end_that_cannot_be_told_stops_nobody_else(method, caplog):
-    turns, log = Turns(100), []
+    scheduler, log = Scheduler(100), []
 
     class Deaf(Scripted):
         def finish(self):
@@ -158,44 +158,44 @@ def test_an_end_that_cannot_be_told_stops_nobody_else(method, caplog):
 
         fail = finish if method == "fail" else Scripted.fail
 
-    run_all(turns, [Scripted("a", 50, 2, log)], log)
+    run_all(scheduler, [Scripted("a", 50, 2, log)], log)
     deaf, later = Deaf("deaf", 100, 1, log), Scripted("later", 100, 1, log)
-    turns.ask(deaf)
-    turns.ask(later)
+    scheduler.ask(deaf)
+    scheduler.ask(later)
     assert later.ended.wait(20)
     assert ("deaf", ValueError) in log or "could not be told" in caplog.text
-    turns.close()
+    scheduler.close()
 
 
 def test_draining_waits_for_tasks_and_ends_when_somebody_closes():
-    turns, gate = Turns(100), threading.Event()
-    done = turns.run_alone(lambda: gate.wait(20))
-    assert not turns.drain(0.05)
+    scheduler, gate = Scheduler(100), threading.Event()
+    done = scheduler.run_alone(lambda: gate.wait(20))
+    assert not scheduler.drain(0.05)
     gate.set()
-    assert turns.drain(20) and done.result(1)
-    turns, log = Turns(100), []
-    turns.ask(Scripted("endless", 50, 10**9, log))
-    drained = threading.Thread(target=turns.drain)
+    assert scheduler.drain(20) and done.result(1)
+    scheduler, log = Scheduler(100), []
+    scheduler.ask(Scripted("endless", 50, 10**9, log))
+    drained = threading.Thread(target=scheduler.drain)
     drained.start()
-    turns.close()
+    scheduler.close()
     drained.join(20)
     assert not drained.is_alive() and ("endless", ClosedError) in log
 
 
 def test_closing_fails_who_is_left():
-    turns, log = Turns(100), []
+    scheduler, log = Scheduler(100), []
     endless = Scripted("endless", 50, 10**9, log)
     waiting = Scripted("waiting", 100, 1, log)
-    turns.ask(endless)
-    turns.ask(waiting)
+    scheduler.ask(endless)
+    scheduler.ask(waiting)
     while "endless" not in log:
         time.sleep(0.001)
-    task = turns.run_alone(lambda: None)
-    turns.close()
+    task = scheduler.run_alone(lambda: None)
+    scheduler.close()
     assert ("endless", ClosedError) in log and ("waiting", ClosedError) in log
     with pytest.raises(ClosedError):
         task.result(1)
-    turns.close()
+    scheduler.close()
 
 
 # -- those that cannot say how long they get
@@ -225,7 +225,7 @@ class Growing(Scripted):
 @given(st.data())
 def test_requests_that_grow_all_end_and_never_hold_more_than_there_is(data):
     capacity, log, held, requests = data.draw(st.integers(20, 60)), [], [], []
-    turns = Turns(capacity)
+    scheduler = Scheduler(capacity)
     for number in range(data.draw(st.integers(1, 8))):
         steps = data.draw(st.integers(1, capacity))
         if data.draw(st.booleans()):
@@ -234,15 +234,15 @@ def test_requests_that_grow_all_end_and_never_hold_more_than_there_is(data):
             requests.append(Scripted(number, steps, steps, log))
 
         def step(inner=requests[-1].step):
-            held.append(sum(running.tokens for running in turns.running))
+            held.append(sum(running.tokens for running in scheduler.running))
             return inner()
 
         requests[-1].step = step
     wanted = [request.steps if isinstance(request, Growing) else request.left for request in requests]
     if data.draw(st.booleans()):
-        turns.hurry()
-    run_all(turns, requests, log)
-    turns.close()
+        scheduler.hurry()
+    run_all(scheduler, requests, log)
+    scheduler.close()
     assert max(held) <= capacity
     for number, steps in enumerate(wanted):
         before = log[: log.index((number, "finished"))]
@@ -252,28 +252,28 @@ def test_requests_that_grow_all_end_and_never_hold_more_than_there_is(data):
 
 
 def test_one_that_may_need_everything_lets_others_in():
-    turns, log = Turns(100), []
-    run_all(turns, [Growing("endless", 10, 100, log, most=100), Scripted("short", 20, 3, log)], log)
-    turns.close()
+    scheduler, log = Scheduler(100), []
+    run_all(scheduler, [Growing("endless", 10, 100, log, most=100), Scripted("short", 20, 3, log)], log)
+    scheduler.close()
     assert log.index(("short", "finished")) < log.index(("endless", "finished"))
 
 
 def test_who_came_later_gives_up_its_place_and_is_the_next_to_enter():
-    turns, log = Turns(30), []
+    scheduler, log = Scheduler(30), []
     first, second = (Growing(name, 10, 25, log, most=30) for name in ("first", "second"))
-    run_all(turns, [first, second, Scripted("third", 15, 1, log)], log)
-    turns.close()
+    run_all(scheduler, [first, second, Scripted("third", 15, 1, log)], log)
+    scheduler.close()
     assert ("second", "gave up") in log and ("first", "gave up") not in log
     behind = log[log.index(("second", "gave up")) :]
     assert behind.index(("first", "finished")) < behind.index("second") < behind.index("third")
 
 
 # -- in a hurry
-def ended_after(turns, requests, log):
+def ended_after(scheduler, requests, log):
     """{name: steps of all that were done when it ended}, where the hurry begins with none of them begun."""
-    turns.hurry()
-    run_all(turns, requests, log)
-    turns.close()
+    scheduler.hurry()
+    run_all(scheduler, requests, log)
+    scheduler.close()
     steps, ended = 0, {}
     for entry in log[2:]:
         if isinstance(entry, int):
@@ -286,44 +286,44 @@ def ended_after(turns, requests, log):
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=10), budget=st.integers(0, 60))
 def test_in_a_hurry_as_many_end_within_a_number_of_steps_as_the_shortest_first_give(lengths, budget):
     log = []
-    ended = ended_after(Turns(10**6), [Scripted(number, 1, steps, log) for number, steps in enumerate(lengths)], log)
+    ended = ended_after(Scheduler(10**6), [Scripted(number, 1, steps, log) for number, steps in enumerate(lengths)], log)
     shortest_first = accumulate(sorted(lengths))
     assert sum(steps <= budget for steps in ended.values()) == sum(steps <= budget for steps in shortest_first)
 
 
 def test_in_a_hurry_equal_requests_end_one_after_the_other():
     log = []
-    ended = ended_after(Turns(1000), [Scripted(number, 10, 5, log) for number in range(24)], log)
+    ended = ended_after(Scheduler(1000), [Scripted(number, 10, 5, log) for number in range(24)], log)
     assert ended == {number: 5 * (number + 1) for number in range(24)}, "and none is late because of the others"
 
 
 def test_a_hurry_may_begin_in_the_middle():
-    turns, log = Turns(100), []
+    scheduler, log = Scheduler(100), []
     reached = threading.Event()
     lengths = {"a": 40, "b": 10, "c": 20}
     requests = [Scripted(name, 10, steps, log) for name, steps in lengths.items()]
 
     def step(inner=requests[0].step):
         if log.count("a") == 5:
-            turns.hurry()
+            scheduler.hurry()
             reached.set()
         return inner()
 
     requests[0].step = step
-    run_all(turns, requests, log)
-    turns.close()
+    run_all(scheduler, requests, log)
+    scheduler.close()
     assert reached.is_set() and [entry[0] for entry in log if entry[1:] == ("finished",)][1:] == ["b", "c", "a"]
 
 
 def test_in_a_hurry_who_is_unwanted_leaves_at_once():
-    turns, log = Turns(100), []
+    scheduler, log = Scheduler(100), []
     long, other = Scripted("long", 10, 10**9, log), Scripted("other", 10, 10**9, log)
     for request in (long, other):
         request.step = lambda inner=request.step, request=request: not request.unwanted and inner()
-        turns.ask(request)
-    turns.hurry()
+        scheduler.ask(request)
+    scheduler.hurry()
     other.unwanted = True
     assert other.ended.wait(20) and not long.ended.is_set()
     long.unwanted = True
     assert long.ended.wait(20)
-    turns.close()
+    scheduler.close()

@@ -18,7 +18,7 @@ APART := kernels kernels_eval lossless checksum affine_encode formats formats_qu
 	serve_hostile serve_ray serve_sizes soak request_memory prometheus remote_images server_images lmms lmms_requests \
 	torchvision_operators changed_files failing_reads \
 	slabs transitions pairs precision_hotness precision_importance precision_schedule precision_controller precision_quality \
-	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples \
+	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples docs \
 	answer_length conversation_forms interrupts same_bits checkpoint_door precision_engine serve_demo
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 

@@ -26,7 +26,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "words"), LONGEST.items())
-def test_a_page_that_everybody_reads_is_short(name, words):
+def test_the_first_pages_are_short(name, words):
     page = next(page for page in PAGES if page.name == name)
     assert len(page.read_text().split()) <= words
 
@@ -40,6 +40,12 @@ def test_every_link_leads_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not place or place in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_acting_part_is_named(page):
+    """Experts, bytes and requests are not persons."""
+    assert not re.findall(r"\b(?:nobody|somebody|anybody|everybody|whoever|whom)\b", page.read_text(), re.I)
 
 
 def test_every_page_can_be_reached_from_the_readme():

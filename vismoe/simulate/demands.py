@@ -18,7 +18,8 @@ __all__ = ["Conditions", "Demand", "Demands", "Routing", "slabs_per_geometry"]
 class Routing(Protocol):
     """A recorded or synthetic trace."""
 
-    inventory: ExpertInventory
+    @property
+    def inventory(self) -> ExpertInventory: ...
 
     def __iter__(self) -> Iterator[TraceStep]: ...
 

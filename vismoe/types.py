@@ -6,6 +6,7 @@ S slabs, W lookahead window. Units are in names: `_bytes`, `_s`, `_tokens`.
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -131,7 +132,7 @@ class RecordLayout:
     record_bytes: int
 
     @classmethod
-    def of(cls, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype]) -> "RecordLayout":
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> "RecordLayout":
         """Sections in the given order, each starting on a 64-byte boundary."""
         sections, offset = [], 0
         for name, shape in shapes.items():

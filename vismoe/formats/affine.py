@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vismoe.errors import CheckpointError
-from vismoe.formats.codec import FixedSize, in_blocks
+from vismoe.formats.fixed_size import FixedSize, in_blocks
 from vismoe.formats.half_quadratic import fit, round_to_nearest
 from vismoe.types import Format, RecordLayout, Section
 

@@ -4,16 +4,15 @@ A codec belongs to one geometry and one format. It is pure: no I/O, no state, th
 with any number of threads. `docs/formats.md` draws the layouts.
 """
 
-from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vismoe.errors import ConfigError
-from vismoe.types import BLOCK_BYTES, Format, RecordLayout, aligned
+from vismoe.types import Format, RecordLayout
 
-__all__ = ["Codec", "FixedSize", "codec_of", "in_blocks"]
+__all__ = ["Codec", "codec_of"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,26 +49,6 @@ class Codec(Protocol):
         """What a slab holds -> weights in the model's dtype and orientation, written into `record`; gaps are left alone."""
 
 
-class FixedSize(ABC):
-    """What codecs share whose encoded records are what a slab holds: a reader reads straight into the slab."""
-
-    @property
-    @abstractmethod
-    def slab(self) -> RecordLayout:
-        """As in Codec."""
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self.slab.record_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.slab.record_bytes
-
-    def decode(self, encoded: Tensor, slab: Tensor) -> None:
-        slab[: self.slab.record_bytes].copy_(encoded)
-
-
 def codec_of(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
     """The codec of `format` for records of layout `raw`; `transposed` names its 2-D sections that are stored [in, out].
 
@@ -92,8 +71,3 @@ def codec_of(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> C
             "Fix: load the model with one of these as dtype=, or use the raw format"
         )
     return Affine(format, raw, transposed)
-
-
-def in_blocks(layout: RecordLayout) -> RecordLayout:
-    """The same sections, the record rounded up to whole blocks."""
-    return RecordLayout(layout.sections, aligned(layout.record_bytes, BLOCK_BYTES))

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.formats.codec import in_blocks
+from vismoe.formats.fixed_size import in_blocks
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout, Section, aligned
 
 __all__ = ["Lossless", "check", "content_bytes"]

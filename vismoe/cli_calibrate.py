@@ -17,6 +17,7 @@ from vismoe.cli_options import (
     load_engine,
     one_model,
     print_json,
+    quick_imports,
 )
 from vismoe.config import SETTINGS, format_bytes
 from vismoe.errors import CheckpointError, InputError
@@ -91,10 +92,11 @@ def _calibrate(arguments: Namespace) -> int:
 
     from rich.console import Console
 
-    from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
-    from vismoe.predictor_training.collect import progress_bar, work_name
-    from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
-    from vismoe.predictor_training.train import Recipe, refuse_device, refuse_too_few
+    with quick_imports():
+        from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
+        from vismoe.predictor_training.collect import progress_bar, work_name
+        from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
+        from vismoe.predictor_training.train import Recipe, refuse_device, refuse_too_few
 
     refuse_device(arguments.train_device)
     model = one_model(arguments)
@@ -130,8 +132,8 @@ def _calibrate(arguments: Namespace) -> int:
 
 def _beside(model: str | None, revision: str | None) -> Path:
     """The folder where loading looks by itself."""
-    from vismoe.engine import demo_model
     from vismoe.lookahead.calibration import FOLDER
+    from vismoe.models.checked import demo_model
     from vismoe.models.preview import checkpoint_files
 
     name = model or str(demo_model())

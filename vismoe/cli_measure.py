@@ -14,6 +14,7 @@ from vismoe.cli_options import (
     model_options,
     one_model,
     print_json,
+    quick_imports,
 )
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import InputError
@@ -160,8 +161,10 @@ def run_plan(arguments: Namespace) -> int:
     from rich.console import Console
 
     from vismoe.cli_print import print_plan
-    from vismoe.engine import demo_model
-    from vismoe.models.preview import preview
+
+    with quick_imports():
+        from vismoe.models.checked import demo_model
+        from vismoe.models.preview import preview
 
     plan = preview(model or demo_model(), settings, **model_options(arguments))
     if arguments.json:

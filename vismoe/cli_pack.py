@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.cli_options import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json
+from vismoe.cli_options import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json, quick_imports
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def run_pack(arguments: Namespace) -> int:
 
 
 def pack_formats(arguments: Namespace) -> int:
-    with ctrl_c_exits(arguments):
+    with ctrl_c_exits(arguments), quick_imports():
         from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, workers_for
         from vismoe.store.packed import STORE_FOLDER, contents_of
 
@@ -96,7 +96,7 @@ def pack_formats(arguments: Namespace) -> int:
 
 def experts_of(model: str | None, revision: str | None) -> "tuple[CheckpointStore, tuple[frozenset[str], ...]]":
     """A checkpoint's experts in place, and which of their matrices the model keeps as [in, out]."""
-    from vismoe.engine import demo_model
+    from vismoe.models.checked import demo_model
     from vismoe.models.forms import transposed_sections
     from vismoe.models.locate import locate_experts
     from vismoe.models.preview import describe
@@ -124,7 +124,7 @@ def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "t
 
 def run_verify(arguments: Namespace) -> int:
     """Raises CheckpointError for a store with bad records or of another checkpoint, and for one that is not there."""
-    with ctrl_c_exits(arguments):
+    with ctrl_c_exits(arguments), quick_imports():
         from vismoe.store.packed import contents_of, formats_in
         from vismoe.types import Format
 
@@ -171,7 +171,7 @@ def verify_format(folder: Path, format: "Format", wanted: "Contents | None", qui
 
 def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
     """(the store that is meant, the model it should belong to): a folder of one, which may be anybody's, or that of a model."""
-    from vismoe.engine import demo_model
+    from vismoe.models.checked import demo_model
     from vismoe.models.preview import checkpoint_files, read_config
     from vismoe.store.packed import find_store, formats_in
 

@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from vismoe.config import ENGINE_DEFAULTS, Settings, check_answer
-from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
+from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
 from vismoe.figures import PrecisionInfo
 from vismoe.generate import Reply, refuse_own_loop
 from vismoe.memory.hardware import torch_device
 from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
-from vismoe.models.checked import folder_or_name, reading_checkpoint, refuse_unfit
+from vismoe.models.checked import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
 from vismoe.models.families import refuse_prequantized
 from vismoe.models.image_cache import ImageCache
 from vismoe.models.images import fetch_image
@@ -41,15 +41,6 @@ from vismoe.vision.selection import Pruning
 
 Messages = Sequence[dict[str, Any]]
 Result = TypeVar("Result")
-
-
-def demo_model() -> Path:
-    """The small trained model that ships with the package."""
-    here = Path(__file__).parent
-    for assets in (here / "assets", here.parent / "assets"):
-        if (assets / "demo-model" / "config.json").is_file():
-            return assets / "demo-model"
-    raise CheckpointError("the bundled demo model is missing from this installation; reinstall vismoe, or name a model")
 
 
 def load(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
+import vismoe
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.models.families import expert_modules, top_k_of
 from vismoe.ranges import PATH_BEGINNINGS, file_name, shown, unencodable
@@ -21,6 +22,7 @@ from vismoe.ranges import PATH_BEGINNINGS, file_name, shown, unencodable
 __all__ = [
     "check_json_files",
     "config_file",
+    "demo_model",
     "first_line",
     "folder_or_name",
     "read_json",
@@ -109,6 +111,15 @@ def _is_whole(path: Path) -> bool:
             return begin.lstrip().startswith(b"{") and file.read().rstrip().endswith(b"}")
     except OSError:
         return False
+
+
+def demo_model() -> Path:
+    """The small trained model that ships with the package."""
+    here = Path(vismoe.__file__).parent
+    for assets in (here / "assets", here.parent / "assets"):
+        if (assets / "demo-model" / "config.json").is_file():
+            return assets / "demo-model"
+    raise CheckpointError("the bundled demo model is missing from this installation; reinstall vismoe, or name a model")
 
 
 def folder_or_name(model: str | Path) -> Path:

@@ -60,13 +60,13 @@ def models_and_folder(name: str | None, revision: str | None) -> "tuple[tuple[Mo
         from vismoe.machine.ceilings import EXAMPLES
         from vismoe.machine.disk import nearest_folder
 
+        if name is not None:
+            from vismoe.models.decode_size import decode_size
+            from vismoe.models.preview import describe
+
     hub = str(nearest_folder(HF_HUB_CACHE))
     if name is None:
         return EXAMPLES, hub
-    with quick_imports():
-        from vismoe.models.decode_size import decode_size
-        from vismoe.models.preview import describe
-
     model, files = describe(name, revision=revision)
     return (decode_size(name, model),), str(files[0].parent) if files else hub
 

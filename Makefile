@@ -14,11 +14,11 @@ APART := kernels kernels_eval lossless checksum affine_encode formats formats_qu
 	store_reads safetensors_header miss route library pager below eviction host_tier speculation pinned replay trace timeline plan \
 	config threads machine doctor control bench_checkpoint bench_cli bench_fairness bench_limits bench_process bench_run gguf \
 	packaging memory_agreement layers cli cli_paste words cli_study cli_demo ui ui_serving browser scenes images overlay selection \
-	lookahead_network calibrate expert_demand pruning_eval suite compare fast exactness lookahead_learned emulated_link turns serve \
+	lookahead_network calibrate expert_demand pruning_eval suite compare fast exactness lookahead_learned emulated_link scheduler serve \
 	serve_hostile serve_ray serve_sizes soak request_memory prometheus remote_images server_images lmms lmms_requests \
 	torchvision_operators changed_files failing_reads \
 	slabs transitions pairs precision_hotness precision_importance precision_schedule precision_controller precision_quality \
-	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples \
+	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples docs \
 	answer_length conversation_forms interrupts same_bits checkpoint_door precision_engine serve_demo
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
-    from vismoe.figures import Figures, PrecisionInfo
+    from vismoe.engine.stats import Figures, PrecisionInfo
 
 __all__ = ["ChatAnswer", "TextAnswer", "VismoeFigures", "listed", "served_model"]
 

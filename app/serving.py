@@ -21,7 +21,7 @@ from vismoe.app.options import ServeOptions, is_loopback
 from vismoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vismoe.engine import Engine
+    from vismoe.engine.engine import Engine
 
 __all__ = ["listening", "serve"]
 

@@ -25,7 +25,7 @@ from vismoe.errors import ConfigError
 if TYPE_CHECKING:
     import gradio as gr
 
-    from vismoe.engine import Engine
+    from vismoe.engine.engine import Engine
 
 __all__ = ["free_port", "serve", "served"]
 

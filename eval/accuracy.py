@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .questions import FORMS, KINDS, Conversation, conversation
-from .scenes import compose
-from .scoring import Accuracy, accuracy, score
+from vismoe.eval.questions import FORMS, KINDS, Conversation, conversation
+from vismoe.eval.scenes import compose
+from vismoe.eval.scoring import Accuracy, accuracy, score
 
 MAX_ANSWER_TOKENS = 96
 HOT_SHARE = 0.25

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vismoe.errors import InputError
-
-from .questions import KINDS, Conversation, conversation
+from vismoe.eval.questions import KINDS, Conversation, conversation
 
 __all__ = ["AnswerFile", "Key", "answer_all", "batches", "program_digest", "questions"]
 

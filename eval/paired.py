@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .scoring import accuracy
+from vismoe.eval.scoring import accuracy
 
 __all__ = ["Interval", "beside", "p_value", "paired_difference", "points", "ratio_of_sums"]
 

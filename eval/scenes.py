@@ -13,7 +13,7 @@ from typing import Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .world import DIGITS, LETTERS, NOUNS, POSITIONS, PRINTED_WORDS, assets_folder
+from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS, PRINTED_WORDS, assets_folder
 
 Split = Literal["train", "held-out"]
 BASE_PX = 256

@@ -18,18 +18,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.cli_options import SuggestingParser
 from vismoe.errors import InputError, VisMoEError
-from vismoe.eval.figures import Panel, Series, grid_figure
 from vismoe.eval.paired import Interval, paired_difference
+from vismoe.eval.plots import Panel, Series, grid_figure
+from vismoe.flags import SuggestingParser
 from vismoe.lookahead.network import PARTS, Folded, load
-from vismoe.simulate.trace import Trace
+from vismoe.predictor_training.collect import progress_bar
+from vismoe.predictor_training.recall import Recall, Scorer, by_frequency, by_gate, by_learned, by_lru, by_nothing, hot_recall
+from vismoe.predictor_training.samples import Samples, read_samples
+from vismoe.predictor_training.train import TrainingRecipe, add_training_flags, recipe_of, refuse_device, train
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
-
-from .collect import progress_bar
-from .recall import Recall, Scorer, by_frequency, by_gate, by_learned, by_lru, by_nothing, hot_recall
-from .samples import Samples, read_samples
-from .train import Recipe, add_training_flags, recipe_of, refuse_device, train
 
 __all__ = ["LEARNED", "WITHOUT", "Judgement", "judge", "print_judgements", "trained_variants"]
 
@@ -72,7 +71,7 @@ class Judgement:
 
 def trained_variants(
     samples: dict[Phase, Samples],
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     report: Callable[[str, int], None],
     device: str = "cpu",
     given: dict[str, Folded] | None = None,

@@ -17,10 +17,10 @@ from searching import examples
 
 import vismoe
 from vismoe.config import Settings
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
-from vismoe.models import checked
-from vismoe.models.preview import preview
+from vismoe.models.family import checkpoint_files as checked
+from vismoe.models.load.preview import preview
 from vismoe.precision.hotness import Hotness
 
 CONFIG = json.loads((demo_model() / "config.json").read_text())

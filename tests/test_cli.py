@@ -1,7 +1,6 @@
 """The `vismoe` command against a scripted engine: what is printed where, exit codes, Ctrl-C, and which word is the model."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,9 @@ import pytest
 from fake_engine import FakeEngine
 from PIL import Image
 
-from vismoe import cli, cli_eval, cli_options
+from vismoe import flags as cli_options
+from vismoe.cli import eval as cli_eval
+from vismoe.cli import main as cli
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import BudgetError, ConfigError, ContextError, InputError, TransferError
 
@@ -33,7 +34,7 @@ def engine(monkeypatch) -> FakeEngine:
         fake.settings = dataclasses.replace(fake.settings, **known)
         return fake
 
-    monkeypatch.setitem(sys.modules, "vismoe.engine", types.SimpleNamespace(load=load))
+    monkeypatch.setitem(sys.modules, "vismoe.engine.engine", types.SimpleNamespace(load=load))
     return fake
 
 
@@ -175,7 +176,7 @@ def test_a_flag_that_cannot_be_read_is_a_usage_error(flags, capsys):
 def imported_by(*commands: list[str], then: str = "") -> set[str]:
     """The modules that a process has imported when it has run these commands; then it runs `then`."""
     program = (
-        "import contextlib, json, sys\nfrom vismoe.cli import main\n"
+        "import contextlib, json, sys\nfrom vismoe.cli.main import main\n"
         f"for argv in {list(commands)}:\n"
         "    with contextlib.suppress(SystemExit): assert main(argv) == 0\n"
         f"print(json.dumps(sorted(sys.modules)))\n{then}"
@@ -196,8 +197,8 @@ OF_OTHER_COMMANDS = {"gradio", "fastapi", "openai", "lmms_eval", "datasets", "pa
 
 def test_a_plan_imports_what_measures_a_model_and_nothing_that_runs_it():
     found = imported_by(["plan"])
-    assert "vismoe.models.footprint" in found and not found & OF_OTHER_COMMANDS
-    assert not found & {"vismoe.engine", "vismoe.models.loading", "vismoe.bench.benchmark", "qwen_vl_utils", "requests"}
+    assert "vismoe.models.load.footprint" in found and not found & OF_OTHER_COMMANDS
+    assert not found & {"vismoe.engine", "vismoe.models.load.quantizer", "vismoe.bench.benchmark", "qwen_vl_utils", "requests"}
 
 
 AFTER_AN_ANSWER = """
@@ -363,8 +364,8 @@ def run_program(load: str, *arguments: str, shell: str = "") -> subprocess.Compl
     """`vismoe` with `load` as the engine's loader, in a process of its own."""
     program = (
         "import signal, sys, types; sys.path.insert(0, 'tests')\n"
-        "from fake_engine import FakeEngine\nfrom vismoe.cli import main\n"
-        f"sys.modules['vismoe.engine'] = types.SimpleNamespace(load=lambda *a, **k: {load})\n"
+        "from fake_engine import FakeEngine\nfrom vismoe.cli.main import main\n"
+        f"sys.modules['vismoe.engine.engine'] = types.SimpleNamespace(load=lambda *a, **k: {load})\n"
         f"sys.exit(main({list(arguments)}))"
     )
     return subprocess.run(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from terminals import terminals
 
-from vismoe import cli
+from vismoe.cli import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "assets" / "sprites" / "apple.png"

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from vismoe import cli
-from vismoe.cli_doctor_print import age_of
-from vismoe.engine import demo_model
+from vismoe.cli import main as cli
+from vismoe.cli.doctor_print import age_of
+from vismoe.engine.engine import demo_model
 from vismoe.machine.advice import advise
 from vismoe.machine.ceilings import EXAMPLES
 from vismoe.machine.disk import filesystem_key
 from vismoe.machine.facts import Facts, Gpu, facts, machine_key
 from vismoe.machine.profile import Profile, load_profile, save_profile
 from vismoe.machine.rates import DiskRate, DiskRates, DramRates, LinkRate, LinkRates
-from vismoe.models.decode_size import decode_size
-from vismoe.models.preview import describe
+from vismoe.models.load.decode_size import decode_size
+from vismoe.models.load.preview import describe
 
 GIB, MIB = 2**30, 2**20
 HEALTHY = dataclasses.replace(

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import vismoe
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import (
     CheckpointError,
     ClosedError,
@@ -24,7 +24,7 @@ from vismoe.errors import (
     UnsupportedModelError,
 )
 from vismoe.lookahead.calibration import FOLDER, Calibration
-from vismoe.simulate.trace import Trace
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
 PICTURE = Image.linear_gradient("L").convert("RGB")  # 256 x 256

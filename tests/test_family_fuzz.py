@@ -24,8 +24,8 @@ from transformers import AutoConfig
 
 import vismoe
 from vismoe.errors import UnsupportedModelError
-from vismoe.models.adapters import adapt
-from vismoe.models.families import EXPERT_COUNTS, TOP_K, expert_modules
+from vismoe.models.family.families import EXPERT_COUNTS, TOP_K, expert_modules
+from vismoe.models.moe.adapters import adapt
 
 EXAMPLES = 500 if SEARCHING else 8
 STEPS = 3
@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
         optional={
             "lookahead": st.just("none"),
             "deterministic": st.just(True),
-            "eviction": st.sampled_from(["lru", "lookahead"]),
+            "eviction": st.sampled_from(["lru", "lfu"]),
             "window": st.integers(1, 3),
             "reads": st.sampled_from(["cached", "direct"]),
             "io_threads": st.integers(1, 3),

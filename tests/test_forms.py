@@ -7,11 +7,11 @@ from family_zoo import families
 from models_page import refusal_of
 
 from vismoe.kernels import reference
-from vismoe.models.adapters import adapt
-from vismoe.models.eager import expert_output
-from vismoe.models.families import expert_modules, expert_parameters
-from vismoe.models.forms import form_of, forms_of, transposed_sections
-from vismoe.models.locate import inventory_of
+from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.family.forms import form_of, forms_of, transposed_sections
+from vismoe.models.load.locate import inventory_of
+from vismoe.models.moe.adapters import adapt
+from vismoe.models.moe.eager import expert_output
 from vismoe.types import Activation, ExpertForm, Gate
 
 # Families whose experts the kernels do not compute, and a word of the reason.

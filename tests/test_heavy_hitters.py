@@ -19,15 +19,15 @@ from packaging.version import Version
 from tiny_models import OVERRIDES
 from transformers import DynamicCache, StaticCache
 
-from vismoe.models import attended
-from vismoe.models.adapters import adapt
-from vismoe.models.attended import attention_received, last_real
-from vismoe.models.attention import IMPLEMENTATION as GROUPED
-from vismoe.models.attention import group_queries
-from vismoe.models.families import expert_modules
-from vismoe.models.heavy_hitters import QUERIES, HeavyHitters, hitters_bytes
-from vismoe.models.live_memory import META, LiveMemory
-from vismoe.models.prune import VisualPruner
+from vismoe.models.family.families import expert_modules
+from vismoe.models.load.live_memory import META, LiveMemory
+from vismoe.models.moe import attended
+from vismoe.models.moe.adapters import adapt
+from vismoe.models.moe.attended import attention_received, last_real
+from vismoe.models.moe.attention import IMPLEMENTATION as GROUPED
+from vismoe.models.moe.attention import group_queries
+from vismoe.models.moe.heavy_hitters import QUERIES, HeavyHitters, hitters_bytes
+from vismoe.models.visual.prune import VisualPruner
 from vismoe.types import MoELayer
 from vismoe.vision.selection import Pruning
 

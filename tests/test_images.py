@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from vismoe.errors import InputError
-from vismoe.models import rgb
-from vismoe.models.images import FORMATS, look_at, open_image
+from vismoe.models.inputs import rgb
+from vismoe.models.inputs.images import FORMATS, look_at, open_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)  # [height, width, 3]
 PICTURE = Image.fromarray(PIXELS)

@@ -25,6 +25,7 @@ from vismoe.machine.ceilings import EXAMPLES, miss_bytes_per_s, resident_tokens_
 from vismoe.machine.choices import Choices, choose
 from vismoe.machine.disk import disk_rates, filesystem_key
 from vismoe.machine.facts import cpu_of, facts, machine_key, pci_link
+from vismoe.machine.hardware import cpu_quota
 from vismoe.machine.measure import measure, measure_disk
 from vismoe.machine.profile import Profile, disk_of, load_profile, merged, profile_file, save_profile
 from vismoe.machine.rates import (
@@ -38,7 +39,6 @@ from vismoe.machine.rates import (
     dram_rates,
     link_rates,
 )
-from vismoe.memory.hardware import cpu_quota
 
 GIB, MIB = 2**30, 2**20
 SMALL = Effort((4096, 65536), (1, 2), 0.01, 1, MIB, MIB)

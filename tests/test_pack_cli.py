@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 
-from vismoe import cli
+from vismoe.cli import main as cli
 from vismoe.store import unfinished
 from vismoe.store.index import index_path
 from vismoe.store.packed import STORE_FOLDER, formats_in

@@ -16,7 +16,7 @@ import torch
 from small_checkpoints import Small, slab_for, small
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.memory.pool import SlabPool
+from vismoe.pools.pool import SlabPool
 from vismoe.store import index as indexing
 from vismoe.store import unfinished
 from vismoe.store.index import index_path, read_index

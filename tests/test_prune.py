@@ -24,16 +24,16 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import InputError, UnsupportedModelError
-from vismoe.models import prune
-from vismoe.models.attention import IMPLEMENTATION
-from vismoe.models.encoded import EncodedImage, share_out
-from vismoe.models.kept_rows import KeptRows
-from vismoe.models.processor import load_processor
-from vismoe.models.prune import VisualPruner
-from vismoe.simulate.steps import TokenKind
-from vismoe.simulate.trace import Trace, TraceWriter
+from vismoe.models.inputs.processor import load_processor
+from vismoe.models.moe.attention import IMPLEMENTATION
+from vismoe.models.visual import prune
+from vismoe.models.visual.encoded import EncodedImage, share_out
+from vismoe.models.visual.kept_rows import KeptRows
+from vismoe.models.visual.prune import VisualPruner
+from vismoe.trace.files import Trace, TraceWriter
+from vismoe.types import TokenKind
 from vismoe.vision.selection import Pruning, Selection
 
 STEPS = 3

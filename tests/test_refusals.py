@@ -9,8 +9,7 @@ import torch
 import transformers as T
 
 from vismoe.errors import UnsupportedModelError
-from vismoe.models.adapters import adapt
-from vismoe.models.families import (
+from vismoe.models.family.families import (
     SUMS_IN_FLOAT32,
     SUMS_IN_ROUTING_TYPE,
     expert_modules,
@@ -18,6 +17,7 @@ from vismoe.models.families import (
     refuse_unsupported,
     top_k_of,
 )
+from vismoe.models.moe.adapters import adapt
 
 BASE = tiny_models.BASE
 TOP_K = {"llama4": 1, "longcat_flash": 3, "zaya": 1}

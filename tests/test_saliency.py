@@ -14,8 +14,8 @@ import torch
 import transformers
 from tiny_models import SELECTED, WITH_IMAGES
 
-from vismoe.models.live_memory import META, LiveMemory
-from vismoe.models.saliency import ALTERNATIVE, VisualSaliency, saliency_bytes
+from vismoe.models.load.live_memory import META, LiveMemory
+from vismoe.models.visual.saliency import ALTERNATIVE, VisualSaliency, saliency_bytes
 from vismoe.vision import saliency
 from vismoe.vision.saliency import attention_received, distinctness, merged, received_bytes, squares
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from vismoe.eval.questions import ASK, FORMS, KINDS, Turn, conversation, every_word
+from vismoe.eval.questions import ASK, FORMS, KINDS, QuestionTurn, conversation, every_word
 from vismoe.eval.scenes import WORLD, compose, random_scene, scene_random
 from vismoe.eval.scoring import accuracy, character_accuracy, place, printed, score
 from vismoe.eval.world import NOUNS, POSITIONS, assets_folder
@@ -86,20 +86,20 @@ def test_the_true_answer_scores_one_and_a_wrong_one_zero(kind: str) -> None:
 
 
 def test_scoring_forgives_wording_but_no_fact() -> None:
-    assert score(Turn("exists", "", "Yes, there is a cat."), "yes") == 1
-    assert score(Turn("exists", "", "Yes, there is a cat."), "No, there is no cat.") == 0
-    assert score(Turn("what", "", "An apple."), "apple") == 1
-    assert score(Turn("where", "", "In the centre."), "It is in the middle of the image.") == 1
-    assert score(Turn("where", "", "In the top left."), "At the top.") == 0
-    assert score(Turn("count", "", "Three."), "3") == 1
-    assert score(Turn("choice", "", "B"), "B.") == 1
+    assert score(QuestionTurn("exists", "", "Yes, there is a cat."), "yes") == 1
+    assert score(QuestionTurn("exists", "", "Yes, there is a cat."), "No, there is no cat.") == 0
+    assert score(QuestionTurn("what", "", "An apple."), "apple") == 1
+    assert score(QuestionTurn("where", "", "In the centre."), "It is in the middle of the image.") == 1
+    assert score(QuestionTurn("where", "", "In the top left."), "At the top.") == 0
+    assert score(QuestionTurn("count", "", "Three."), "3") == 1
+    assert score(QuestionTurn("choice", "", "B"), "B.") == 1
     for answer, right in (("A", 1), ("a)", 1), ("A. A cat.", 1), ("", 0), ("the", 0), ("A cat.", 1), ("B", 0), ("Banana", 0)):
-        assert score(Turn("choice", "", "A"), answer) == right, answer
-    assert score(Turn("where", "", "In the top left."), "Not in the top left but at the bottom.") == 0
-    assert score(Turn("where", "", "There is no cat."), "There is no dog.") == 0
-    assert score(Turn("count", "", "Two."), "There are two.") == 1
-    assert score(Turn("count", "", "Two."), "Two or three.") == 0
-    assert score(Turn("text", "", 'It says "STOP".'), 'It says "STEP".') == 0.75
+        assert score(QuestionTurn("choice", "", "A"), answer) == right, answer
+    assert score(QuestionTurn("where", "", "In the top left."), "Not in the top left but at the bottom.") == 0
+    assert score(QuestionTurn("where", "", "There is no cat."), "There is no dog.") == 0
+    assert score(QuestionTurn("count", "", "Two."), "There are two.") == 1
+    assert score(QuestionTurn("count", "", "Two."), "Two or three.") == 0
+    assert score(QuestionTurn("text", "", 'It says "STOP".'), 'It says "STEP".') == 0.75
     assert character_accuracy("AB", "ABAB") == 0 and printed("The word is STOP.") == "STOP"
     assert place("nowhere") is None
 

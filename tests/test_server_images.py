@@ -17,7 +17,7 @@ from vismoe.app.keys import KeyCheck
 from vismoe.app.local_images import LocalImages
 from vismoe.app.request_memory import RequestMemory
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.images import open_image
+from vismoe.models.inputs.images import open_image
 
 LIMIT = 10**6
 

@@ -15,15 +15,16 @@ from PIL import Image
 from test_plan import GIB, MIB, footprint, inventories
 from test_plan_advice import followed
 
-from vismoe import cli, load
-from vismoe.app.page import Turn
+from vismoe import load
+from vismoe.app.page import PageTurn
+from vismoe.cli import main as cli
 from vismoe.config import Settings
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, ContextError, InputError
-from vismoe.memory.plan import Hardware, plan
-from vismoe.models.image_addresses import address_error
-from vismoe.models.images import open_image
-from vismoe.models.preview import read_config
+from vismoe.models.inputs.image_addresses import address_error
+from vismoe.models.inputs.images import open_image
+from vismoe.models.load.preview import read_config
+from vismoe.planning.plan import Hardware, plan
 
 
 # ------------------------------------------------------------------ too long
@@ -155,7 +156,7 @@ def test_no_path_of_the_server_is_shown_for_an_uploaded_picture(tmp_path, conten
     file.write_bytes(content)
     for _ in range(2):
         with pytest.raises(InputError, match=r"^holiday.png: ") as said:
-            Turn.of("What?", [str(file)])
+            PageTurn.of("What?", [str(file)])
         assert "/" not in str(said.value).replace("1/1", "").split("%")[0].replace("ffmpeg -i VIDEO", "")
         file.unlink(missing_ok=True)
 

@@ -2,7 +2,8 @@
 
 An interrupt is an exception that a signal handler raises in the main thread, between two bytecodes of whatever runs there: after
 a lock was taken and before the block that gives it back, or inside the `__enter__` of a context manager whose `__exit__` then
-never runs. So a lock is given back by a second look (`under`), and who is busy is looked up, not remembered (`Running`): a call
+never runs. So a lock is given back by a second look (`under`), and a call that is under way is looked up, not remembered
+(`RunningCall`): a call
 that was interrupted is no longer on its thread's stack.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["Running", "under"]
+__all__ = ["RunningCall", "under"]
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -30,14 +31,14 @@ def under(lock: Any, change: Callable[Given, Made], *given: Given.args, **named:
             lock.release()
 
 
-class Running(NamedTuple):
+class RunningCall(NamedTuple):
     """A call that is under way in some thread."""
 
     thread: int
     frame: FrameType
 
     @classmethod
-    def of(cls, frame: FrameType) -> "Running":
+    def of(cls, frame: FrameType) -> "RunningCall":
         """The innermost function of this thread that contains `frame`, and is no generator: those come and go."""
         while frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
             frame = frame.f_back

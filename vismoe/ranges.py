@@ -66,7 +66,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """One of the types that a rule allows."""
 
     type: Any  # int, float, bool, str, Path or None
@@ -107,7 +107,7 @@ class Kind:
 class Several:
     """A tuple or list of values, each of one of these kinds."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ValueKind, ...]
     count: Range  # how many
 
     def takes(self, value: Any) -> bool:
@@ -125,7 +125,7 @@ class Rule:
     """What one option can be. `default`: a value that is taken, for the advice; None: leaving it out is."""
 
     name: str
-    kinds: tuple[Kind | Several, ...]
+    kinds: tuple[ValueKind | Several, ...]
     default: Any = None
 
     def check(self, value: Any, error: type[VisMoEError] = ConfigError) -> None:
@@ -165,8 +165,8 @@ class Rule:
     @property
     def choices(self) -> tuple[str, ...]:
         """Where it is one of some names, or None, and nothing else."""
-        named = [kind for kind in self.kinds if kind != Kind(None)]
-        return named[0].choices if len(named) == 1 and isinstance(named[0], Kind) else ()
+        named = [kind for kind in self.kinds if kind != ValueKind(None)]
+        return named[0].choices if len(named) == 1 and isinstance(named[0], ValueKind) else ()
 
     @property
     def range(self) -> Range:
@@ -177,7 +177,7 @@ class Rule:
     @property
     def _numbers(self) -> Any:
         """int or float, where it may be a number that no `Read` reads; else None."""
-        kinds = (kind for kind in self.kinds if isinstance(kind, Kind) and kind.read is None)
+        kinds = (kind for kind in self.kinds if isinstance(kind, ValueKind) and kind.read is None)
         return next((kind.type for kind in kinds if kind.type in (int, float)), None)
 
     def _number(self, text: str) -> Any:
@@ -221,7 +221,7 @@ def check_fields(values: Any) -> None:
         rule.check(getattr(values, name))
 
 
-def _kinds(hint: Any, told: Kind = Kind(None)) -> Iterator[Kind | Several]:
+def _kinds(hint: Any, told: ValueKind = ValueKind(None)) -> Iterator[ValueKind | Several]:
     """What a hint allows; `told`: range and reader of the `Annotated` around it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -232,21 +232,21 @@ def _kinds(hint: Any, told: Kind = Kind(None)) -> Iterator[Kind | Several]:
         for one in arguments:
             yield from _kinds(one, told)
     elif origin is Literal:
-        yield Kind(str, choices=arguments)
+        yield ValueKind(str, choices=arguments)
     elif origin in (tuple, Sequence):
         pair = origin is tuple and Ellipsis not in arguments
-        inner = [kind for kind in _kinds(arguments[0]) if isinstance(kind, Kind)]
+        inner = [kind for kind in _kinds(arguments[0]) if isinstance(kind, ValueKind)]
         yield Several(tuple(inner), Range(2, 2) if pair else told.range)
     else:
         yield dataclasses.replace(told, type=None if hint is types.NoneType else hint)
 
 
-def _joined(kinds: Iterable[Kind | Several]) -> tuple[Kind | Several, ...]:
+def _joined(kinds: Iterable[ValueKind | Several]) -> tuple[ValueKind | Several, ...]:
     """The same with all names in one list."""
     found = tuple(kinds)
-    names = tuple(name for kind in found if isinstance(kind, Kind) for name in kind.choices)
+    names = tuple(name for kind in found if isinstance(kind, ValueKind) for name in kind.choices)
     others = tuple(kind for kind in found if isinstance(kind, Several) or not kind.choices)
-    return (*others, Kind(str, choices=names)) if names else others
+    return (*others, ValueKind(str, choices=names)) if names else others
 
 
 def file_name(path: str | Path) -> Path:

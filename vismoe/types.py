@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vismoe.pair import BITS, HIGH, LOW, Format, FormatPair
@@ -21,6 +22,7 @@ __all__ = [
     "HIGH",
     "LOW",
     "Activation",
+    "Evidence",
     "ExpertForm",
     "ExpertId",
     "ExpertInventory",
@@ -31,6 +33,7 @@ __all__ = [
     "Phase",
     "RecordLayout",
     "Section",
+    "TokenKind",
     "aligned",
 ]
 
@@ -51,6 +54,23 @@ class Phase(enum.StrEnum):
     ENCODE = "encode"  # vision tower only
     PREFILL = "prefill"  # more than one new token per sequence
     DECODE = "decode"
+
+
+class TokenKind(enum.IntEnum):
+    """What a row of the router's input is."""
+
+    TEXT = 0
+    VISUAL = 1
+    PAD = 2  # kept in the trace, no part of any demand
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a learned lookahead sees at one MoE layer beside the routing (`vismoe.lookahead.features` says how it is made)."""
+
+    hidden: np.ndarray  # [H] float16: the residual stream, pooled
+    visual: np.ndarray | None  # [H] float16: the visual summary, where it is another one than before in this request
+    expected: np.ndarray | None  # [2, W, E] float16: what the next routers say now; None: the family cannot be asked
 
 
 class Gate(enum.StrEnum):

@@ -38,7 +38,7 @@ class Quantised(NamedTuple):
     offset: Tensor
 
 
-class Line(NamedTuple):
+class QuantizedLine(NamedTuple):
     """weight = scale * code + offset, float64 [groups]."""
 
     scale: Tensor
@@ -52,10 +52,10 @@ class Moments(NamedTuple):
     variance: Tensor  # sum of (code - mean code)^2
     covariance: Tensor  # sum of (code - mean code) * weight
 
-    def least_squares(self, mean: Tensor) -> Line:
+    def least_squares(self, mean: Tensor) -> QuantizedLine:
         """The line from codes to weights of this mean that leaves the smallest squared error."""
         scale = torch.where(self.variance > 0, self.covariance / self.variance, 0.0)
-        return Line(scale, mean - scale * self.mean_code)
+        return QuantizedLine(scale, mean - scale * self.mean_code)
 
     def explained(self) -> Tensor:
         """Squared length of what the codes say of the weights, with the best scale and offset: what a fit maximises."""
@@ -70,7 +70,7 @@ def round_to_nearest(groups: Tensor, bits: int) -> Quantised:
     reach = torch.maximum((high - offset) / (lowest + most), (low - offset) / lowest)  # spans the range from the rounded offset
     scale = _bfloat16(torch.where(reach < SMALLEST_RANGE, 0.0, reach))
     # From the offset, not from zero: groups far from zero keep their low bits, and none overflows.
-    codes = _codes(groups - offset.float()[:, None], Line(scale, torch.zeros_like(scale)), bits)
+    codes = _codes(groups - offset.float()[:, None], QuantizedLine(scale, torch.zeros_like(scale)), bits)
     return Quantised(codes, scale.float(), offset.float())
 
 
@@ -86,7 +86,7 @@ def fit(groups: Tensor, bits: int) -> Quantised:
     longer = torch.where(explained > 0, length / explained, 1.0)
     scale = _bfloat16(span * line.scale * longer)
     offset = _bfloat16(centre + span * (mean - line.scale * longer * best.mean_code))
-    chosen_by = Line(scale / longer, offset + (scale - scale / longer) * best.mean_code)
+    chosen_by = QuantizedLine(scale / longer, offset + (scale - scale / longer) * best.mean_code)
     codes = _codes(units, _in_units(chosen_by, centre, inverse), bits)
     fitted, nearest = Quantised(codes, scale.float(), offset.float()), round_to_nearest(groups, bits)
     errors = [_error(units, quantised, centre, inverse) for quantised in (fitted, nearest)]
@@ -144,7 +144,7 @@ def _best_of(trials: list[Tensor], weights: Tensor, mean: Tensor) -> Moments:
     return Moments(*(part.gather(0, best)[0] for part in moments))
 
 
-def _codes(weights: Tensor, line: Line, bits: int, out: Tensor | None = None) -> Tensor:
+def _codes(weights: Tensor, line: QuantizedLine, bits: int, out: Tensor | None = None) -> Tensor:
     """The centred codes whose places on the line are nearest."""
     inverse = torch.where(line.scale > 0, 1 / line.scale, 0.0)
     codes = torch.mul(weights, inverse.float()[:, None], out=out)
@@ -155,17 +155,17 @@ def _clamp(codes: Tensor, bits: int) -> Tensor:
     return codes.round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def _values(codes: Tensor, line: Line, out: Tensor | None = None) -> Tensor:
+def _values(codes: Tensor, line: QuantizedLine, out: Tensor | None = None) -> Tensor:
     return torch.mul(codes, line.scale.float()[:, None], out=out).add_(line.offset.float()[:, None])
 
 
-def _in_units(line: Line, centre: Tensor, inverse: Tensor) -> Line:
-    return Line(line.scale * inverse, (line.offset - centre) * inverse)
+def _in_units(line: QuantizedLine, centre: Tensor, inverse: Tensor) -> QuantizedLine:
+    return QuantizedLine(line.scale * inverse, (line.offset - centre) * inverse)
 
 
 def _error(units: Tensor, quantised: Quantised, centre: Tensor, inverse: Tensor) -> Tensor:
     """Euclidean length of each group's error, as a share of its range."""
-    line = _in_units(Line(quantised.scale.double(), quantised.offset.double()), centre, inverse)
+    line = _in_units(QuantizedLine(quantised.scale.double(), quantised.offset.double()), centre, inverse)
     return torch.linalg.vector_norm(_values(quantised.codes, line).sub_(units), dim=1)
 
 

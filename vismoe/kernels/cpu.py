@@ -26,15 +26,15 @@ from vismoe.kernels.library import library
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout, Section
 
 __all__ = [
-    "Backend",
     "ExpertKernel",
     "Isa",
+    "KernelSetup",
     "available",
-    "backend",
     "combine",
     "held_bytes",
     "linear",
     "route",
+    "setup",
     "start",
     "workspace_bytes",
 ]
@@ -55,7 +55,7 @@ ACTIVATIONS = (
 
 # ------------------------------------------------------------------ the process's threads
 @dataclass(frozen=True)
-class Backend:
+class KernelSetup:
     """What computes: settled by `start`."""
 
     isa: Isa
@@ -63,16 +63,16 @@ class Backend:
     why: str
 
 
-_backend: Backend | None = None
+_setup: KernelSetup | None = None
 
 
-def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> Backend:
+def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> KernelSetup:
     """Set the instruction set and the threads of this process's kernels; a later call sets others.
 
     `threads` None: as many as torch uses, and not more than the cores that this process may run on. Threads begin to exist with
     the first call that needs them, and sleep between calls. Raises ConfigError for a set that this machine does not have.
     """
-    global _backend
+    global _setup
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads is None:
         threads = min(torch.get_num_threads(), cores)
@@ -88,8 +88,8 @@ def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> Ba
             f"isa={isa!r} is not there: this machine and build have {', '.join(present)}. Fix: one of them, or 'auto'"
         )
     library().vismoe_start(ctypes.c_size_t(threads), ISAS.index(chosen))
-    _backend = Backend(chosen, threads, why)
-    return _backend
+    _setup = KernelSetup(chosen, threads, why)
+    return _setup
 
 
 def available() -> tuple[Isa, ...]:
@@ -98,9 +98,9 @@ def available() -> tuple[Isa, ...]:
     return tuple(isa for i, isa in enumerate(ISAS) if found >> i & 1)
 
 
-def backend() -> Backend:
+def setup() -> KernelSetup:
     """What `start` settled; started with its defaults where nobody did."""
-    return _backend or start()
+    return _setup or start()
 
 
 # ------------------------------------------------------------------ how an expert lies in its record
@@ -214,7 +214,7 @@ class ExpertKernel:
         precisions: np.ndarray | None,
         adding: bool,
     ) -> None:
-        backend()
+        setup()
         pairs = len(tokens)
         _check_array(records, np.uint64, len(records))
         _check_array(starts, np.int32, len(records) + 1)
@@ -313,7 +313,7 @@ def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
 
     Sums are float32 and rounded once, to out's type: bfloat16, float16 or float32. tokens: int32 `[P]`.
     """
-    backend()
+    setup()
     pairs, columns = parts.shape
     _check_rows(parts, pairs, columns, (torch.float32,))
     _check_rows(out, out.shape[0], columns, DTYPES)
@@ -338,7 +338,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding.
     """
-    backend()
+    setup()
     rows, inputs = weight.shape
     x = x.contiguous()
     _check_rows(x, x.shape[0], inputs, DTYPES)

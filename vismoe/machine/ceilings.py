@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vismoe.machine.choices import Choices, fits_page_cache
 from vismoe.machine.profile import Profile, disk_of
-from vismoe.memory.plan import AUTO_SHARE
+from vismoe.planning.plan import AUTO_SHARE
 
 __all__ = [
     "EXAMPLES",

@@ -22,8 +22,8 @@ import psutil
 
 from vismoe.config import format_bytes
 from vismoe.errors import InputError
+from vismoe.machine.hardware import cores
 from vismoe.machine.rates import FULL, MIB, DiskRate, DiskRates, Effort
-from vismoe.memory.hardware import cores
 from vismoe.types import BLOCK_BYTES
 
 __all__ = ["disk_rates", "filesystem_key", "nearest_folder"]

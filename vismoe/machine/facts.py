@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from vismoe.memory.hardware import affinity_cores, cpu_quota, host_memory
+from vismoe.machine.hardware import affinity_cores, cpu_quota, host_memory
 
 __all__ = ["Facts", "Gpu", "cpu_of", "facts", "machine_key", "package_versions"]
 

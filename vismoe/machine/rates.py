@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vismoe.memory.hardware import host_memory
+from vismoe.machine.hardware import host_memory
 
 __all__ = [
     "FULL",

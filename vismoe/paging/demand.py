@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
-from vismoe.locks import Running
-from vismoe.paging.below import Below
+from vismoe.locks import RunningCall
+from vismoe.paging.host_compute import Below
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import READY, RESIDENT, Room
@@ -68,7 +68,7 @@ class Demand:
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
 
     def __enter__(self) -> "Demand":
-        self._serving = Running.of(sys._getframe(1))
+        self._serving = RunningCall.of(sys._getframe(1))
         self._pager.changes.make(self._open)
         return self
 

@@ -15,10 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from vismoe.errors import BusyError, ClosedError
-from vismoe.locks import Running, under
-from vismoe.memory.host import HostTier
-from vismoe.memory.pool import SlabPool
-from vismoe.memory.slabs import Slabs
+from vismoe.locks import RunningCall, under
 from vismoe.metrics import Metrics
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
@@ -28,6 +25,9 @@ from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.paging.transfer import Mover, Ticket, Transfer
 from vismoe.paging.transitions import Transitions
 from vismoe.paging.upgrades import Upgrades
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
+from vismoe.pools.slabs import Slabs
 from vismoe.timeline import Timeline
 from vismoe.types import HIGH, ExpertId, ExpertInventory, MoELayer, Phase
 
@@ -76,7 +76,7 @@ class Pager:
         self.phase, self.running_layer = Phase.PREFILL, -1
         self.misses_this_step = self.misses_last_step = self.misses_this_layer = 0
         self.tickets: dict[ExpertId, Ticket] = {}
-        self._serving: Running | None = None  # who has a demand open
+        self._serving: RunningCall | None = None  # who has a demand open
         self._closed = False
         self.transitions = Transitions(self.table_of, self.metrics)
         self.transfer = Transfer(mover, slabs, threads, self._next_prefetch, self._finished, self.repair)
@@ -151,8 +151,8 @@ class Pager:
 
     @property
     def may_guess(self) -> bool:
-        """Whether anything can still be fetched on a guess in this step, or the lookahead says who leaves."""
-        return (self.ledger.may_guess and not self.deterministic) or self.tables[0].order == "lookahead"
+        """Whether anything can still be fetched on a guess in this step."""
+        return self.ledger.may_guess and not self.deterministic
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
@@ -189,7 +189,7 @@ class Pager:
 
     def settle(self) -> None:
         """Make all transitions that can be made, and wait for them. Between passes, by the thread that runs the model."""
-        self.changes.make(self._serve, Running.of(sys._getframe()))
+        self.changes.make(self._serve, RunningCall.of(sys._getframe()))
         while on_their_way := self._moving():
             self.transfer.wait_any(on_their_way)
 
@@ -270,7 +270,7 @@ class Pager:
         self.repair()
         self._serving = None
 
-    def _serve(self, serving: Running) -> None:
+    def _serve(self, serving: RunningCall) -> None:
         """From now on that call decides about the slabs, until `_serving` is None again."""
         self.check_open()
         self._claim()
@@ -287,12 +287,12 @@ class Pager:
             host.let_go()
         self.transfer.wake()
 
-    def open_demand(self, layer: int, serving: Running) -> None:
+    def open_demand(self, layer: int, serving: RunningCall) -> None:
         self._serve(serving)
         self.running_layer = layer
         self.tick += 1
 
-    def is_open(self, serving: Running) -> bool:
+    def is_open(self, serving: RunningCall) -> bool:
         """Whether it is still this call that serves: one that was interrupted is over."""
         return self._serving is serving
 

@@ -9,7 +9,7 @@ import numpy as np
 from vismoe.config import Budget
 from vismoe.errors import ConfigError
 from vismoe.paging.miss import Rates
-from vismoe.simulate.steps import TraceStep
+from vismoe.trace.steps import TraceStep
 from vismoe.types import ExpertInventory, Phase
 
 __all__ = ["Conditions", "Demand", "Demands", "Routing", "slabs_per_geometry"]

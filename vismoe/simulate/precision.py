@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.page_table import PageTable
 from vismoe.paging.transfer import Ticket
 from vismoe.paging.transitions import Transitions
+from vismoe.pools.pool import SlabPool
 from vismoe.precision.controller import Precision
 from vismoe.precision.policy import Policy
 from vismoe.simulate.demands import Routing

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vismoe.errors import ConfigError
-from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import Miss, Way, Ways
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import Ledger, prefetch_order
+from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demand
 from vismoe.types import HIGH, ExpertInventory, MoELayer, Phase
 
@@ -264,10 +264,9 @@ class VirtualPager:
     # -- lookahead and prefetch
     def _look_ahead(self, demand: Demand) -> float:
         """Recorded scores become priorities and guesses; returns the seconds of asking. Off while nothing misses, and where
-        neither guesses nor eviction use them."""
-        ordered = self.tables[0].order == "lookahead"
+        nothing may be guessed."""
         guessing = self.conditions.prefetch and self.ledger.may_guess
-        if demand.scores is None or not (self._misses_last_step or self._misses_this_step) or not (ordered or guessing):
+        if demand.scores is None or not (self._misses_last_step or self._misses_this_step) or not guessing:
             return 0.0
         layers = self.inventory.layers[demand.layer + 1 : demand.layer + 1 + len(demand.scores)]
         scores = demand.scores[: len(layers)].astype(np.float32)
@@ -277,9 +276,8 @@ class VirtualPager:
             start, end = table.base[layer.index], table.base[layer.index] + layer.num_experts
             table.scores[start:end] = scores[row, : layer.num_experts]
             absent[row, : layer.num_experts] = table.slab_of[start:end] < 0
-        if guessing:
-            rows, experts = prefetch_order(scores, absent, -(-self.ledger.allowance_bytes // self.ledger.unit_bytes))
-            self._guesses = [(demand.layer + 1 + int(r), int(e), float(scores[r, e])) for r, e in zip(rows[::-1], experts[::-1])]
+        rows, experts = prefetch_order(scores, absent, -(-self.ledger.allowance_bytes // self.ledger.unit_bytes))
+        self._guesses = [(demand.layer + 1 + int(r), int(e), float(scores[r, e])) for r, e in zip(rows[::-1], experts[::-1])]
         self.ledger.asked(self.conditions.lookahead_s, self._misses_of_layer)
         return self.conditions.lookahead_s
 

@@ -22,7 +22,7 @@ from vismoe.store.files import CheckpointFiles, OpenFiles, bounce_bytes
 from vismoe.store.safetensors_header import SafetensorsHeader
 from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
 
-__all__ = ["Arrangement", "CheckpointStore", "Locator", "Part"]
+__all__ = ["Arrangement", "CheckpointStore", "Locator", "TensorPart"]
 
 
 class Arrangement(enum.Enum):
@@ -44,7 +44,7 @@ class Arrangement(enum.Enum):
         return (on_disk[1], on_disk[0], *on_disk[2:]) if self is Arrangement.TRANSPOSED else on_disk
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A contiguous tensor on disk; the parts of a section are concatenated along dim 0."""
 
     file: int  # index into the store's files
@@ -58,7 +58,7 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Locator = tuple[tuple[Part, ...], ...]  # of one expert: per section of its record, the parts
+Locator = tuple[tuple[TensorPart, ...], ...]  # of one expert: per section of its record, the parts
 
 
 class _Stretch(NamedTuple):
@@ -72,7 +72,7 @@ class _Stretch(NamedTuple):
 class _Bounce(NamedTuple):
     """A part that is cast or rearranged on its way to bytes start..stop of the record, read as `dtype` and `shape`."""
 
-    part: Part
+    part: TensorPart
     start: int
     stop: int
     dtype: torch.dtype

@@ -23,8 +23,8 @@ import torch
 from vismoe.config import format_bytes
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.machine.disk import nearest_folder
-from vismoe.memory.hardware import cores
-from vismoe.memory.malloc import return_large_blocks
+from vismoe.machine.hardware import cores
+from vismoe.pools.malloc import return_large_blocks
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import naming_expert
 from vismoe.store.file_state import FileChangedError

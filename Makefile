@@ -29,6 +29,8 @@ OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
+# Without bytecode every process compiles the 3,000 modules of torch and transformers first, which takes as long again.
+unexport PYTHONDONTWRITEBYTECODE
 # Worker pools of torch that spin while they wait slow each other down when two processes share the cores.
 export GOMP_SPINCOUNT ?= 2000
 PYTEST_WORKERS ?= 2

@@ -23,6 +23,7 @@ from vismoe.flags import (
     given_settings,
     one_model,
     print_json,
+    quick_imports,
 )
 
 if TYPE_CHECKING:
@@ -127,8 +128,9 @@ def run_bench(arguments: Namespace) -> int:
     refuse_contradictions(arguments, model)
     if arguments.clean:
         refuse_more_than_clean(arguments)
-    from vismoe.bench import benchmark
-    from vismoe.bench.subject import bench_folder, clean
+    with quick_imports():
+        from vismoe.bench import benchmark
+        from vismoe.bench.subject import bench_folder, clean
 
     folder = Path(arguments.folder) if arguments.folder else bench_folder()
     if arguments.clean:

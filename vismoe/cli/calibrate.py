@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe.config import SETTINGS, format_bytes
 from vismoe.errors import CheckpointError, InputError
-from vismoe.flags import INTERRUPTED, Command, add_model_flags, add_one_model, at_least_one, load_engine, one_model, print_json
+from vismoe.flags import (
+    INTERRUPTED,
+    Command,
+    add_model_flags,
+    add_one_model,
+    at_least_one,
+    load_engine,
+    one_model,
+    print_json,
+    quick_imports,
+)
 
 if TYPE_CHECKING:
     from vismoe.predictor_training.calibrate import Calibrated
@@ -82,10 +92,11 @@ def _calibrate(arguments: Namespace) -> int:
 
     from rich.console import Console
 
-    from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
-    from vismoe.predictor_training.collect import progress_bar, work_name
-    from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
-    from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
+    with quick_imports():
+        from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
+        from vismoe.predictor_training.collect import progress_bar, work_name
+        from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
+        from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
 
     refuse_device(arguments.train_device)
     model = one_model(arguments)
@@ -121,8 +132,8 @@ def _calibrate(arguments: Namespace) -> int:
 
 def _beside(model: str | None, revision: str | None) -> Path:
     """The folder where loading looks by itself."""
-    from vismoe.engine.engine import demo_model
     from vismoe.lookahead.calibration import FOLDER
+    from vismoe.models.family.checkpoint_files import demo_model
     from vismoe.models.load.preview import checkpoint_files
 
     name = model or str(demo_model())

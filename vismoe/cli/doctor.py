@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.flags import Command, one_model, print_json
+from vismoe.flags import Command, one_model, print_json, quick_imports
 
 if TYPE_CHECKING:
     from vismoe.machine.ceilings import ModelSize
@@ -56,15 +56,17 @@ def models_and_folder(name: str | None, revision: str | None) -> "tuple[tuple[Mo
     """The models to speak about, and the folder whose disk holds them or would."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from vismoe.machine.ceilings import EXAMPLES
-    from vismoe.machine.disk import nearest_folder
+    with quick_imports():
+        from vismoe.machine.ceilings import EXAMPLES
+        from vismoe.machine.disk import nearest_folder
+
+        if name is not None:
+            from vismoe.models.load.decode_size import decode_size
+            from vismoe.models.load.preview import describe
 
     hub = str(nearest_folder(HF_HUB_CACHE))
     if name is None:
         return EXAMPLES, hub
-    from vismoe.models.load.decode_size import decode_size
-    from vismoe.models.load.preview import describe
-
     model, files = describe(name, revision=revision)
     return (decode_size(name, model),), str(files[0].parent) if files else hub
 

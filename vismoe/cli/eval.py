@@ -23,6 +23,7 @@ from vismoe.flags import (
     model_options,
     one_model,
     print_json,
+    quick_imports,
 )
 
 __all__ = ["EVAL"]
@@ -103,8 +104,10 @@ def run_scenes(arguments: Namespace) -> int:
     from rich.progress import Progress
 
     from vismoe.cli.print import experts_did, experts_line, print_accuracy
-    from vismoe.eval.accuracy import evaluate
-    from vismoe.eval.questions import FORMS, KINDS
+
+    with quick_imports():
+        from vismoe.eval.accuracy import evaluate
+        from vismoe.eval.questions import FORMS, KINDS
 
     if unknown := set(arguments.kinds or ()) - set(KINDS + FORMS):
         raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")

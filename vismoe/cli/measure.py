@@ -16,6 +16,7 @@ from vismoe.flags import (
     model_options,
     one_model,
     print_json,
+    quick_imports,
 )
 
 __all__ = ["PLAN", "REPLAY"]
@@ -160,8 +161,10 @@ def run_plan(arguments: Namespace) -> int:
     from rich.console import Console
 
     from vismoe.cli.print import print_plan
-    from vismoe.engine.engine import demo_model
-    from vismoe.models.load.preview import preview
+
+    with quick_imports():
+        from vismoe.models.family.checkpoint_files import demo_model
+        from vismoe.models.load.preview import preview
 
     plan = preview(model or demo_model(), settings, **model_options(arguments))
     if arguments.json:

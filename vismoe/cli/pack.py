@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError
-from vismoe.flags import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json
+from vismoe.flags import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json, quick_imports
 
 if TYPE_CHECKING:
     from vismoe.store.checkpoint import CheckpointStore
@@ -65,8 +65,8 @@ def run_pack(arguments: Namespace) -> int:
 
 
 def pack_formats(arguments: Namespace) -> int:
-    with ctrl_c_exits(arguments):
-        from vismoe.engine.engine import demo_model
+    with ctrl_c_exits(arguments), quick_imports():
+        from vismoe.models.family.checkpoint_files import demo_model
         from vismoe.models.load.preview import experts_in_place
         from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, workers_for
         from vismoe.store.packed import STORE_FOLDER, contents_of
@@ -111,7 +111,7 @@ def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "t
 
 def run_verify(arguments: Namespace) -> int:
     """Raises CheckpointError for a store with bad records or of another checkpoint, and for one that is not there."""
-    with ctrl_c_exits(arguments):
+    with ctrl_c_exits(arguments), quick_imports():
         from vismoe.models.load.preview import experts_in_place
         from vismoe.store.packed import contents_of, formats_in
         from vismoe.types import Format
@@ -159,7 +159,7 @@ def verify_format(folder: Path, format: "Format", wanted: "Contents | None", qui
 
 def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
     """(the store that is meant, the model it should belong to): a folder of one, which may be anybody's, or that of a model."""
-    from vismoe.engine.engine import demo_model
+    from vismoe.models.family.checkpoint_files import demo_model
     from vismoe.models.load.preview import checkpoint_files, read_config
     from vismoe.store.packed import find_store, formats_in
 

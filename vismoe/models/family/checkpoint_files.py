@@ -21,6 +21,7 @@ from vismoe.ranges import PATH_BEGINNINGS, file_name, shown, unencodable
 __all__ = [
     "check_json_files",
     "config_file",
+    "demo_model",
     "first_line",
     "folder_or_name",
     "read_json",
@@ -109,6 +110,15 @@ def _is_whole(path: Path) -> bool:
             return begin.lstrip().startswith(b"{") and file.read().rstrip().endswith(b"}")
     except OSError:
         return False
+
+
+def demo_model() -> Path:
+    """The small trained model that ships with the package."""
+    here = Path(__file__).parents[2]  # the package
+    for assets in (here / "assets", here.parent / "assets"):
+        if (assets / "demo-model" / "config.json").is_file():
+            return assets / "demo-model"
+    raise CheckpointError("the bundled demo model is missing from this installation; reinstall vismoe, or name a model")
 
 
 def folder_or_name(model: str | Path) -> Path:

@@ -1,5 +1,4 @@
 """What a format is: how one expert's raw record is encoded for storage, what a slab holds, and how weights are restored.
-2
 
 A codec belongs to one geometry and one format. It is pure: no I/O, no state, and the same bytes for the same record on every
 call, with any number of threads. `docs/formats.md` draws the layouts.

@@ -36,8 +36,9 @@ def choose(
     path: str | os.PathLike[str],
 ) -> Choices:
     """How to read experts of `expert_bytes` from the filesystem of `path` for `device` (`cpu`, `cuda`, `cuda:1`).
-    `checkpoint_bytes` is the size of all experts on disk; `spare_bytes` the RAM that is free beyond the plan, which may be negative;
-    `cores` the number that this process may use. A filesystem that `profile` lacks is treated as if there were no profile.
+
+    `checkpoint_bytes` is the size of all experts on disk; `spare_bytes` the RAM that is free beyond the plan, which may be
+    negative; `cores` the number that this process may use. A filesystem that `profile` lacks is treated as without a profile.
     """
     disk = disk_of(profile, path) if profile else None
     copies = fits_page_cache(checkpoint_bytes, spare_bytes)  # after the first read of each, the processor copies it

@@ -90,8 +90,7 @@ class DiskRates:
     direct_refused: str | None  # the reason if there are no O_DIRECT rates
 
     def best(self, *, direct: bool | None = None, request_bytes: int | None = None) -> DiskRate | None:
-        """The fastest rate of one way of reading (None: both), at the measured request size nearest to `request_bytes` (None:
-        any)."""
+        """The fastest rate of one way of reading (None: both), at the request size nearest to `request_bytes` (None: any)."""
         return max(self.curve(direct=direct, request_bytes=request_bytes), key=lambda rate: rate.bytes_per_s, default=None)
 
     def curve(self, *, direct: bool | None = None, request_bytes: int | None = None) -> tuple[DiskRate, ...]:

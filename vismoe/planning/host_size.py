@@ -39,7 +39,7 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
     workspace = workspace_part(need.host_workspace_bytes)
     if hardware.device == "cpu":
         if settings.host_memory is not None:
-            raise ConfigError("host_memory bounds the tier between disk and GPU, which the CPU does not have. Fix: omit it")
+            raise ConfigError("host_memory bounds the tier between disk and GPU, which the CPU does not have. Fix: leave it out")
         if settings.emulated_link_bytes_per_s is None:
             return HostDivision()
         both = " in both formats" if inventory.low_layouts else ""

@@ -149,7 +149,7 @@ def _unpinned(inventory: ExpertInventory, settings: Settings) -> Settings:
     if settings.pinned_layers not in ("auto", 0):
         raise ConfigError(
             f"pinned_layers={settings.pinned_layers}: with policy={settings.policy!r} every expert may change its format. "
-            "Fix: omit it, or use policy='exact' (--policy exact)"
+            "Fix: leave it out, or use policy='exact' (--policy exact)"
         )
     return dataclasses.replace(settings, pinned_layers=0)
 

@@ -546,7 +546,7 @@ def test_commands_answer_and_unknown_ones_are_refused(engine, type_lines, capsys
     assert [line for line in err.splitlines() if line.startswith("error")] == [
         "error: there is no answer yet, so there are no statistics",
         "error: /image needs a path, e.g. /image photo.jpg",
-        f"error: /no/such.png: no such file (looked in {os.getcwd()}). Fix: the whole path of a picture",
+        f"error: /no/such.png: no such file (looked in {os.getcwd()}). Fix: give the full path of a picture",
         "error: /quti: no such command (did you mean /quit?)",
     ]
     assert len(engine.calls) == 1

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -34,6 +35,9 @@ def measured(family: str, context: int = CONTEXT) -> Footprint:
     return footprint(model, inventory_of(model, model.dtype), Settings(context=context))
 
 
+needs_of = cache(measured)  # of the tiny configurations as they are
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -64,7 +68,7 @@ def held_by_cache(model: T.PreTrainedModel) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kv_cache_is_what_generation_really_holds(family):
-    assert measured(family).cache_bytes(CONTEXT) == held_by_cache(build(family))
+    assert needs_of(family).cache_bytes(CONTEXT) == held_by_cache(build(family))
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
@@ -82,7 +86,7 @@ def test_a_model_of_linear_attention_alone_is_refused_by_name_since_transformers
 
 
 def test_sliding_windows_keep_no_more_than_their_window():
-    need = measured("gemma4", context=48)
+    need = needs_of("gemma4")
     sliding, full, other = need.cache_layers
     assert sliding.window_tokens == 31 and full.window_tokens is None
     assert need.cache_bytes(1000) == 31 * sliding.token_bytes + 1000 * (full.token_bytes + other.token_bytes)
@@ -99,7 +103,7 @@ def test_live_memory_of_a_prefill_counts_what_a_layer_holds_by_hand():
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) & set(WITH_IMAGES)))
 def test_vision_towers_are_run_and_their_features_are_held(family):
-    need = measured(family)
+    need = needs_of(family)
     assert need.max_image_tokens == CONTEXT
     pixels = prompt(family)["pixel_values"]
     assert need.image_token_bytes >= nbytes(pixels) // image_tokens(family) + 64 * 4  # its pixels, and a row of features
@@ -161,7 +165,8 @@ def test_names_belong_to_components(name, component):
 
 
 # ---------------------------------------------------------------------- a model without its weights
-def test_a_preview_reads_headers_only_and_agrees_with_the_loaded_model(tmp_path):
+def test_a_preview_reads_headers_only_and_agrees_with_the_loaded_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("vismoe.models.load.preview.footprint", footprint)  # both are measured
     folder = save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16, transposed=True)
     made = preview(folder, Settings(memory="50%", context=CONTEXT), device="cpu")
     assert made.dtype == "bfloat16" and made.resident_experts == made.total_experts // 2

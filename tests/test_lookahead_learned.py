@@ -30,7 +30,6 @@ from vismoe.predictor_training.train import Batches
 from vismoe.trace.files import Trace, TraceWriter
 from vismoe.types import Phase
 
-pytestmark = pytest.mark.usefixtures("measured_once")
 WITHOUT_GATE = "ernie4_5_vl_moe"  # its routers cannot be asked
 
 

@@ -16,7 +16,7 @@ from vismoe.errors import UnsupportedModelError
 from vismoe.models.family.families import expert_modules
 from vismoe.types import Phase
 
-pytestmark = pytest.mark.usefixtures("one_thread", "measured_once")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 3
 

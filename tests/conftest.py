@@ -21,6 +21,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 CACHE = tempfile.TemporaryDirectory(prefix="vismoe-test-cache-")
 os.environ["VISMOE_CACHE"] = CACHE.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Files that take longest, of those with few tests too: they start first, so that no worker is left alone with one at the end.
+LONGEST = (
+    "families", "footprint", "memory_agreement", "browser", "precision_engine", "examples", "lmms", "calibrate", "cli_demo",
+    "serve_demo", "family_fuzz", "packaging", "pack_kills", "interrupts", "engine", "ui_serving", "ui", "generate_fuzz",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture

@@ -505,8 +505,8 @@ def test_policy_formats_and_retention_are_changed_in_the_course_of_a_conversatio
     assert engine.changes == [("importance", None, None), (None, "8/2", None), ("exact", None, None)]
     assert [options["retention"] for _, options in engine.calls] == [0.6, 0.9, 0.9]
     err = capsys.readouterr().err
-    assert "error" not in err and "exact: nobody changes the format of an expert" in err
-    assert "it counts once there is /policy importance" in err and "importance: int8/int2, 75% of the demanded" in err
+    assert "error" not in err and "exact: no expert changes its format" in err
+    assert "takes effect with /policy importance" in err and "importance: int8/int2, 75% of the demanded" in err
     first, second, third = err.split("decode")[1:]
     assert "75.0% int4, 25.0% int2" in first and "75.0% int8, 25.0% int2" in second and "computed" not in third
 
@@ -556,7 +556,7 @@ def test_ctrl_c_before_the_first_word_leaves_no_trace(engine, type_lines):
 def test_ctrl_c_at_the_prompt_goes_on_and_ctrl_d_leaves(engine, type_lines, capsys):
     type_lines(KeyboardInterrupt, "Hi")
     assert cli.main(["chat"]) == 0
-    assert "Ctrl-D leaves" in capsys.readouterr().err
+    assert "Ctrl-D ends the conversation" in capsys.readouterr().err
     assert len(engine.calls) == 1
 
 
@@ -576,9 +576,9 @@ def test_commands_answer_and_unknown_ones_are_refused(engine, type_lines, capsys
     assert cli.main(["chat"]) == 0
     err = capsys.readouterr().err
     assert [line for line in err.splitlines() if line.startswith("error")] == [
-        "error: no answer yet, so no figures",
+        "error: there is no answer yet, so there are no statistics",
         "error: /image needs a path, e.g. /image photo.jpg",
-        f"error: /no/such.png: no such file (looked in {os.getcwd()}). Fix: the whole path of a picture",
+        f"error: /no/such.png: no such file (looked in {os.getcwd()}). Fix: give the full path of a picture",
         "error: /quti: no such command (did you mean /quit?)",
     ]
     assert len(engine.calls) == 1

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from test_layers import ROWS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -25,7 +26,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "words"), LONGEST.items())
-def test_a_page_that_everybody_reads_is_short(name, words):
+def test_the_first_pages_are_short(name, words):
     page = next(page for page in PAGES if page.name == name)
     assert len(page.read_text().split()) <= words
 
@@ -39,6 +40,12 @@ def test_every_link_leads_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not place or place in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_acting_part_is_named(page):
+    """Experts, bytes and requests are not persons."""
+    assert not re.findall(r"\b(?:nobody|somebody|anybody|everybody|whoever|whom)\b", page.read_text(), re.I)
 
 
 def test_every_page_can_be_reached_from_the_readme():
@@ -64,6 +71,24 @@ def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
     for above, below in pairwise(lines):
         if above.startswith("|") and below.startswith("|"):
             assert cells(above) == cells(below), below
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_file_that_is_named_is_there(page):
+    """`paging/eviction.py: choose_victims` too: a file of the repository or of the package `vismoe`."""
+    for name, function in re.findall(r"`([\w/]+/\w+\.py)(?:: (\w+))?`", page.read_text()):
+        file = next((root / name for root in (ROOT, ROOT / "vismoe") if (root / name).exists()), None)
+        assert file is not None, name
+        assert not function or re.search(rf"^(def|class) {function}\b", file.read_text(), re.M), (name, function)
+
+
+def test_the_architecture_has_a_row_for_every_part():
+    """As `tests/test_layers.py` holds them."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]+)\|", (DOCS / "architecture.md").read_text(), re.M)
+    written = {name: int(row) for row, names in rows for name in re.findall(r"`(\w+)`", names)}
+    roots = (ROOT, ROOT / "vismoe")
+    there = {name for name in ROWS for root in roots if (root / name).is_dir() or (root / f"{name}.py").exists()}
+    assert written == {name: row for name, row in ROWS.items() if name in there}
 
 
 def cells(row: str) -> int:

@@ -71,7 +71,7 @@ def test_a_healthy_machine_gets_no_advice():
     ("change", "words"),
     [
         ({"ram_total_bytes": 4 * GIB}, ("control group", "4.00 GiB of 64.00 GiB", "--memory")),
-        ({"swap_used_bytes": 3 * GIB}, ("3.00 GiB lie in swap",)),
+        ({"swap_used_bytes": 3 * GIB}, ("3.00 GiB are in swap",)),
         ({"huge_pages": "never"}, ("Transparent huge pages", "madvise")),
         ({"quota_cores": 2.5}, ("2.5 of 8 cores", "OMP_NUM_THREADS=2")),
         ({"affinity_cores": 2}, ("2 of 8 cores", "taskset")),

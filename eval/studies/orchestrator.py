@@ -64,7 +64,7 @@ class Combination:
 
 
 def combinations(
-    traces: dict[str, dict[str, Demands]], shares: Sequence[str], links: Sequence[float], **layer: float
+    traces: dict[str, dict[str, Demands]], shares: Sequence[str], links: Sequence[float], **layer: Any
 ) -> list[Combination]:
     """Every order with every lookahead at every size and rate; the oracle without one. traces: name -> lookahead -> demands."""
     wanted = []
@@ -75,7 +75,7 @@ def combinations(
             wanted += [(name, s, link, lookahead, order, demands) for s in shares for link in links for order in orders]
     found = []
     for name, share, link, lookahead, order, demands in track(wanted, "replays", console=Console(stderr=True), transient=True):
-        prefetch = {} if lookahead == "none" else {"prefetch": True, "lookahead_s": ASKING_S}
+        prefetch: dict[str, Any] = {} if lookahead == "none" else {"prefetch": True, "lookahead_s": ASKING_S}
         result = replay(demands, share, order, link_bytes_per_s=link, **layer, **prefetch)
         found.append(Combination(name, share, link, lookahead, order, *_by_phase(result), _wasted(result)))
     return found
@@ -119,7 +119,7 @@ def winners(found: Sequence[Combination]) -> dict[str, float]:
 
 
 # -- the pinned prefix
-def prefix(demands: Demands, shares: Sequence[str], link: float, **layer: float) -> dict[str, list[PinnedPoint]]:
+def prefix(demands: Demands, shares: Sequence[str], link: float, **layer: Any) -> dict[str, list[PinnedPoint]]:
     """Figure 12: a point for every depth that each share of the experts allows."""
     options = dict(link_bytes_per_s=link, prefetch=demands.have_scores, lookahead_s=ASKING_S, **layer)
     return {share: pinned_curve(demands, share, **options) for share in shares}

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers as T
 
-from vismoe.bench import contestants, environment, llama_runner
+from vismoe.bench import benchmark, contestants, environment, llama_runner
 from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.bench.job import COLD, WARM, Job
 from vismoe.bench.limits import Groups
@@ -53,6 +53,7 @@ def known_machine(monkeypatch, cache):
         facts=types.SimpleNamespace(load_average=0.5, usable_cores=1),
     )
     monkeypatch.setattr(environment, "load_profile", lambda: rates)
+    monkeypatch.setattr(benchmark, "imports_bytes", lambda: 320 * 2**20)
     monkeypatch.setenv("VISMOE_CACHE", str(cache))
 
 

@@ -129,13 +129,13 @@ def test_the_result_is_there_before_the_timeline_is_written(tmp_path, monkeypatc
 def test_ctrl_c_ends_the_worker_and_keeps_what_was_measured(tmp_path):
     body = (
         "job['way'] == 'a' and (out.write_text('{\"x\": 1}'), sys.exit()); "
-        "pathlib.Path(job['model']).write_text(str(os.getpid())); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+        "pathlib.Path(job['model']).write_text(str(os.getpid())); os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
     )
     jobs = {name: replace(JOB, way=name, model=str(tmp_path / "pid")) for name in "ab"}
     began_s = time.monotonic()
     outcome = run_all(jobs, 3, Groups(None), worker=script(body))
     assert outcome.interrupted and [run["contestant"] for run in outcome.runs] == ["a"]
-    assert time.monotonic() - began_s < 50
+    assert time.monotonic() - began_s < 300
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), signal.SIG_DFL)
 

@@ -167,9 +167,9 @@ def test_figures_are_kept_shown_with_their_age_and_measured_again_when_asked(mea
 def test_kept_figures_are_shown_without_transformers(measured, tmp_path):
     assert cli.main(["doctor", "--path", str(tmp_path)]) == 0
     program = (
-        "import sys; from vismoe.cli import main; "
+        "import sys; from vismoe.cli.main import main; "
         f"assert main(['doctor', '--path', {str(tmp_path)!r}]) == 0; "
-        "assert not {'transformers', 'PIL', 'scipy', 'vismoe.engine', 'vismoe.models'} & sys.modules.keys()"
+        "assert not {'transformers', 'PIL', 'scipy', 'vismoe.engine', 'vismoe.models.load'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

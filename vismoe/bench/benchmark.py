@@ -12,9 +12,9 @@ from typing import Any
 
 from vismoe.bench.control import measure_control
 from vismoe.bench.environment import ceilings_of, commit
-from vismoe.bench.fairness import IMPORTS_BYTES, Entry, FairConditions, does_not_fit, labels, refusals
+from vismoe.bench.fairness import Entry, FairConditions, does_not_fit, labels, refusals
 from vismoe.bench.job import IN_PLACE, OURS, Contestant, Job, contestants_of
-from vismoe.bench.limits import Groups
+from vismoe.bench.limits import Groups, imports_bytes
 from vismoe.bench.prompt import picture_tokens, random_ids
 from vismoe.bench.report import Work, ceilings_json, observed, summary, warnings
 from vismoe.bench.run import run_all
@@ -213,7 +213,7 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
         raise ConfigError(f"--context {settings['context']}: prompt and answer have {longest} tokens. Fix: --context {longest}")
     device = str(torch_device(order.device))
     if settings.get("memory", "auto") == "auto" and order.limit is not None and device == "cpu":
-        settings["memory"] = max(1, order.limit - IMPORTS_BYTES)
+        settings["memory"] = max(1, order.limit - imports_bytes())
     plans = [_plan(order, subject, _settings(one, settings, order, subject), device) for one in contestants if one.is_ours]
     job = Job(
         way=OURS,
@@ -254,10 +254,10 @@ def _plan(order: BenchOptions, subject: Subject, settings: dict[str, Any], devic
         needed = re.fullmatch(r"--memory (\S+)", error.fix)
         if order.limit is None or "memory" in order.settings or needed is None:
             raise
-        least = size_up(parse_bytes(needed[1]) + IMPORTS_BYTES)
+        least = size_up(parse_bytes(needed[1]) + imports_bytes())
         raise ConfigError(
             f"--limit {format_bytes(order.limit)} is too small: VisMoE needs {needed[1]} for this model, and "
-            f"{format_bytes(IMPORTS_BYTES)} are for the process itself. Fix: --limit {least} or more"
+            f"{format_bytes(imports_bytes())} are for the process itself. Fix: --limit {least} or more"
         ) from error
 
 
@@ -317,6 +317,7 @@ def _entries(contestants: Sequence[Contestant], subject: Subject, job: Job, gguf
 def _conditions(order: BenchOptions, plans: Sequence[Plan]) -> FairConditions:
     return FairConditions(
         memory_bytes=max(plan.budget_bytes if plan.device == "cpu" else plan.host_bytes for plan in plans),
+        imports_bytes=imports_bytes() if order.limit is not None or order.baselines else 0,
         limit_bytes=order.limit,
         ram_bytes=host_memory()[1],
         warm_cache=order.warm_cache,

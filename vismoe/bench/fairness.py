@@ -9,19 +9,12 @@ llama.cpp's types; what is no expert has the same type for everybody.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from vismoe.bench.job import BITS_PER_WEIGHT, EXACT, PARTNERS, PROGRAMS, Contestant, ModelProgram
 from vismoe.config import format_bytes
 from vismoe.planning.sizes import size_up
 
-__all__ = ["IMPORTS_BYTES", "Entry", "FairConditions", "does_not_fit", "labels", "refusals"]
+__all__ = ["Entry", "FairConditions", "does_not_fit", "labels", "refusals"]
 
-# What a limit must leave beside VisMoE's budget: a worker that imported torch and transformers holds 261 to 302 MiB when it
-# plans (302 with torchvision, which transformers imports where it is installed), and
-# the engine refuses a budget above what is free then. Most of it comes back: a plan lies above the real growth (with one of
-# 2.70 GB the whole process ended with 2.67 GB of its own, and 0.11 GB of mapped libraries).
-IMPORTS_BYTES = (480 if torch.version.cuda else 320) * 2**20  # a CUDA build maps 120 MiB more, measured without a GPU
 NOTEWORTHY = 0.1  # of a limit
 CACHE_SIZED_BYTES = 2**28  # weights that a processor's last cache may hold, or much of them
 
@@ -49,6 +42,7 @@ class FairConditions:
     """What holds for all of them."""
 
     memory_bytes: int  # of the host, that VisMoE may use: its budget on a CPU, the host tier beside a GPU
+    imports_bytes: int  # that a limit must leave beside that
     limit_bytes: int | None  # of each worker's control group, page cache included
     ram_bytes: int
     warm_cache: bool  # the user wants a comparison without a limit
@@ -57,7 +51,7 @@ class FairConditions:
 
     @property
     def least_limit_bytes(self) -> int:
-        return self.memory_bytes + IMPORTS_BYTES
+        return self.memory_bytes + self.imports_bytes
 
     @property
     def unused_share(self) -> float:
@@ -80,7 +74,7 @@ def refusals(entries: Sequence[Entry], conditions: FairConditions) -> list[str]:
     if limit is not None and limit < conditions.least_limit_bytes:
         found.append(
             f"--limit {format_bytes(limit)} is less than VisMoE's budget of {format_bytes(conditions.memory_bytes)} and the "
-            f"{format_bytes(IMPORTS_BYTES)} of an idle process. "
+            f"{format_bytes(conditions.imports_bytes)} of an idle process. "
             f"Fix: --limit {size_up(conditions.least_limit_bytes)}, or a smaller --memory"
         )
     if rivals and conditions.emulated_link:

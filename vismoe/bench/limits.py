@@ -7,6 +7,7 @@ costs the next one nothing: hence files are dropped before each worker.
 """
 
 import ctypes
+import functools
 import mmap
 import os
 import subprocess
@@ -23,13 +24,25 @@ import numpy as np
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
 
-__all__ = ["GroupReport", "Groups", "MemoryGroup", "cached_bytes", "drop_caches"]
+__all__ = ["GroupReport", "Groups", "MemoryGroup", "cached_bytes", "drop_caches", "imports_bytes"]
 
 CGROUPS = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
 ENTER = 'echo $$ > "$0" && exec "$@"'  # sh: join the group, then become the command
 REMOVAL_S = 5.0  # a group can be busy for a moment after its last process has ended
 PAGE_BYTES = mmap.PAGESIZE
+AMPLE_BYTES = 2**40
+# Prints what the group of a process that has planned counts, page cache that can be taken back apart; all it holds without one.
+PLANS = f"""
+from vismoe.bench import contestants
+from vismoe.bench.process import peak_rss_bytes
+from vismoe.config import Settings
+from vismoe.machine.hardware import group_limits
+from vismoe.models.family.checkpoint_files import demo_model
+from vismoe.models.load.preview import preview
+preview(demo_model(), Settings(memory="100%", context=64), device="cpu")
+print(next((used for limit, used in group_limits() if limit == {AMPLE_BYTES}), peak_rss_bytes()))
+"""
 
 
 @dataclass(frozen=True)
@@ -190,6 +203,29 @@ def homes(root: Path = CGROUPS, self_file: Path = SELF) -> Iterator[tuple[Path, 
                 control = folder / "cgroup.subtree_control"
                 if control.exists() and "memory" in control.read_text().split():
                     yield folder, V2
+
+
+@functools.cache
+def imports_bytes() -> int:
+    """What a limit must leave beside VisMoE's budget: what a worker holds when it plans, torch and transformers imported.
+
+    Measured once, in a process and a group of its own, since it follows from what is installed and from which pages of libraries
+    are in memory already; 300 MiB with a torch for CPUs. A sixteenth more is what later workers may differ by. Most of it comes
+    back: a plan lies above the real growth. Raises ConfigError where that process fails.
+    """
+    try:
+        groups = Groups(AMPLE_BYTES)
+    except ConfigError:
+        groups = Groups(None)
+    group = groups.make()
+    try:
+        done = subprocess.run(group.command([sys.executable, "-c", PLANS]), capture_output=True, text=True)
+    finally:
+        group.remove()
+    if done.returncode:
+        raise ConfigError(f"what a worker imports cannot be measured here: {done.stderr.strip()}")
+    found = int(done.stdout.splitlines()[-1])
+    return found + found // 16
 
 
 def drop_caches(paths: Iterable[str | Path]) -> int:

@@ -148,8 +148,8 @@ def test_recording_a_family_whose_experts_see_a_part_of_the_tokens_is_refused(tm
     model = load(tmp_path / "ernie", "ernie4_5_vl_moe")
     runtime = vismoe.runtime_of(model)
     with TraceWriter(tmp_path / "trace", runtime.pager.inventory) as writer, torch.no_grad():
-        runtime.recorder = writer
+        runtime.context.record_to(writer)
         with pytest.raises(UnsupportedModelError, match="cannot be recorded"):
             model(**tiny_models.prompt("ernie4_5_vl_moe"))
-        runtime.recorder = None
+        runtime.context.record_to(None)
     runtime.pager.check_integrity()

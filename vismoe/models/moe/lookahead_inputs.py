@@ -31,7 +31,7 @@ Critical = Callable[[int, np.ndarray, bool], np.ndarray]
 def choose_lookahead(
     model: Any, inventory: ExpertInventory, settings: Settings, calibration: Calibration | None
 ) -> tuple[Lookahead | None, GateLookahead | None, str]:
-    """(who looks ahead, the gate that recordings may ask, a sentence about it).
+    """(the lookahead, the gate that recordings may ask, a sentence about it).
 
     `auto` is the one that won when the model was calibrated, else `gate` where the family has one. Raises ConfigError where what
     was asked for is not there, or the calibration is another model's.
@@ -55,24 +55,26 @@ def choose_lookahead(
 
 
 class LookaheadInputs:
-    """Asks `lookahead` about a pager's next layers. `gate` also serves recordings, where the family has one.
+    """Asks `lookahead` about the next layers, `window` of them, and tells a pager (`serve`). `gate` also serves recordings, where
+    the family has one.
 
     `cores_shared`: the model computes on the cores that evaluate, so their time is charged to speculation.
     """
 
     def __init__(
         self,
-        pager: Pager,
+        inventory: ExpertInventory,
+        window: int,
         lookahead: Lookahead | None,
         gate: GateLookahead | None,
         inline: bool,
         cores_shared: bool = False,
     ):
-        self._told: Pager | None = pager
+        self._told: Pager | None = None
         self.lookahead = lookahead
         self._summary = VisualSummary()
-        layers = pager.inventory.layers
-        sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, pager.window)
+        layers = inventory.layers
+        sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, window)
         self._gate, self._recording = gate, Witness(gate, sizes)
         self._critical: Critical | None = None
         charge = (lambda core_s: self._pager.asked(core_s)) if cores_shared else lambda core_s: None
@@ -80,7 +82,7 @@ class LookaheadInputs:
         self._remembers = lookahead is not None and lookahead.remembers
 
     def serve(self, pager: Pager | None, critical: Critical | None) -> None:
-        """From now on tell this pager (None: nobody, until there is one again). `critical`: (layer, scores `[W, E]`, decoding) ->
+        """From now on tell this pager (None: none, until there is one again). `critical`: (layer, scores `[W, E]`, decoding) ->
         bool `[W, E]`, which of the experts that are expected deserve the more precise format; only these are fetched. None: all.
         """
         self._told, self._critical = pager, critical

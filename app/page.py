@@ -256,7 +256,7 @@ class Page:
         return None if running.dropped else self._finished(reply, history, turn, since)
 
     def _ask(self, messages: list[dict[str, Any]], wishes: Wishes) -> Reply:
-        sampled = {"sample": True, "temperature": wishes.temperature} if wishes.temperature > 0 else {}
+        sampled: dict[str, Any] = {"sample": True, "temperature": wishes.temperature} if wishes.temperature > 0 else {}
         return self.engine.chat(
             messages,
             max_tokens=wishes.max_tokens,

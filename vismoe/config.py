@@ -155,7 +155,7 @@ class Settings:
     lookahead: Literal["auto", "none", "gate", "learned"] = "auto"
     calibration: File | None = None  # folder that vismoe calibrate made; None: the one beside the checkpoint; "none": do without
     window: Annotated[int, Range(1, MOST_LAYERS, "layers")] = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
-    eviction: Literal["lru", "lfu", "lookahead"] = "lfu"  # order inside an eviction class
+    eviction: Literal["lru", "lfu"] = "lfu"  # order inside an eviction class
     pinned_layers: Layers | Auto = "auto"  # L_pinned: MoE layers whose experts never leave; auto: as calibrated, else 0
     reads: Literal["auto", "cached", "direct"] = "auto"  # through the page cache, or past it with O_DIRECT
     embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts

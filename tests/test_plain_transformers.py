@@ -107,7 +107,7 @@ def test_a_copy_or_a_pickle_is_refused_by_name(model, tmp_path):
 def test_device_map_auto_means_one_device(folder):
     model = load(folder, device_map="auto")
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    assert vismoe.runtime_of(model).device.type == place == model.device.type
+    assert vismoe.runtime_of(model).configuration.device.type == place == model.device.type
 
 
 def test_a_refused_load_gives_its_files_back(folder):

@@ -1,7 +1,11 @@
-"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns. `load` builds it, `chat`
-uses it.
+"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns.
 
-Owns the lifetime of everything below it; `close()` (or leaving the `with`) stops copies in flight and gives the files back.
+A request's way: `chat` makes a prompt of the messages and a `Request` of the prompt, and queues it (`Scheduler.ask`). The
+scheduler's loop (`Scheduler._run`) lets it enter when its tokens fit, and calls `Request.step` in turn with the other requests.
+A step is one forward pass (`TokenLoop.step`), in which every MoE layer calls `paged_experts` (models/moe/experts.py).
+The token becomes text in the `Reply`, which the caller iterates; `Request.finish` adds the figures.
+
+`close()` (or leaving the `with`) stops copies in flight and gives the files back.
 """
 
 import contextlib

@@ -246,7 +246,7 @@ def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozen
 
 
 def with_experts(plan: Plan, experts: Experts) -> Plan:
-    """The plan, which also says where the experts come from and who computes them."""
+    """The plan, which also says where the experts come from and what computes them."""
     return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend)
 
 

@@ -58,14 +58,12 @@ class Runtime:
     """Owns what serves the experts of one model. `configuration`: by which plan, out of which files.
 
     `context`: the forward pass under way, and the pager and backend that serve it; `backends`: what was chosen, and why;
-    `refused`: why the latest `reconfigure` failed, empty where it did not.
+    `metrics`: one for all configurations; `refused`: why the latest `reconfigure` failed, empty where it did not.
     """
 
     def __init__(self, model: Any, configuration: Configuration, context: StepContext, backends: dict[str, str]):
         self.configuration, self.context, self.backends = configuration, context, backends
-        self.refused = ""
         self._learned: Hotness | None = None  # by an earlier configuration
-        self._metrics: Metrics | None = None  # one for all configurations
         self._serve(configuration, *_service(model, configuration))
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -76,15 +74,6 @@ class Runtime:
     @property
     def pager(self) -> Pager:
         return self.context.serving.pager
-
-    @property
-    def metrics(self) -> Metrics:
-        assert self._metrics is not None
-        return self._metrics
-
-    @property
-    def device(self) -> torch.device:
-        return self.configuration.device
 
     @property
     def plan(self) -> Plan:
@@ -125,14 +114,14 @@ class Runtime:
         self._learned = self.hotness
         self.save_hotness()
         self.context.stop_serving()
-        _give_back_memory(self.device)  # before any other is taken
+        _give_back_memory(before.device)  # before any other is taken
         try:
-            served = _service(model, configuration, self._metrics, self._learned)
+            served = _service(model, configuration, self.metrics, self._learned)
         except BaseException as error:
             configuration.close_stores()
             _clear_frames(error)
-            _give_back_memory(self.device)
-            self._serve(before, *_service(model, before, self._metrics, self._learned))
+            _give_back_memory(before.device)
+            self._serve(before, *_service(model, before, self.metrics, self._learned))
             self.pager.timeline = timeline
             self.refused = str(error)
             raise
@@ -141,8 +130,8 @@ class Runtime:
         self.pager.timeline = timeline
 
     def _serve(self, configuration: Configuration, service: ExpertService, about: dict[str, str]) -> None:
-        self.configuration, self._metrics, self.refused = configuration, service.pager.metrics, ""
-        self._metrics.name_formats(self.format_names)
+        self.configuration, self.metrics, self.refused = configuration, service.pager.metrics, ""
+        self.metrics.name_formats(self.format_names)
         self.backends |= about
         self.context.serve(service)
 

@@ -173,7 +173,8 @@ def test_a_preview_reads_headers_only_and_agrees_with_the_loaded_model(tmp_path)
     folder = save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16, transposed=True)
     made = preview(folder, Settings(memory="50%", context=CONTEXT), device="cpu")
     assert made.dtype == "bfloat16" and made.resident_experts == made.total_experts // 2
-    from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+    from vismoe.models.load.quantizer import VisMoEConfig
+    from vismoe.models.load.runtime import runtime_of
 
     loaded = T.Qwen3VLMoeForConditionalGeneration.from_pretrained(
         folder, dtype="auto", quantization_config=VisMoEConfig(memory="50%", context=CONTEXT)

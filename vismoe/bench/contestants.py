@@ -23,7 +23,8 @@ from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.inputs.prompts import VISION_TOWERS
 from vismoe.models.load.preview import model_class, read_config, torch_dtype
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 from vismoe.timeline import Timeline
 
 __all__ = ["LOADERS", "Runner", "VisMoERunner"]

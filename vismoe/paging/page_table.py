@@ -4,7 +4,7 @@ States of an expert: absent (on disk or in the host tier) -> loading (a slab is 
 An expert is resident in one format. A resident one may have a copy in the other format coming (`incoming`): the old copy serves
 until the new one is registered, and is reclaimed then; while it is being computed, the new one is ready and waits for that. A
 borrowed copy is never registered: it serves one demand and is given back.
-All methods are called under the pager's lock and never block.
+No method blocks.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 
 from vismoe.memory.pool import SlabPool
 from vismoe.memory.slabs import Slabs
-from vismoe.paging.eviction import SlabView, choose_victims
+from vismoe.paging.eviction import SlabView, choose_victim
 from vismoe.types import HIGH, LOW, ExpertId, MoELayer
 
 FREE, LOADING, RESIDENT, READY = 0, 1, 2, 3  # ready: complete, beside a resident copy in the other format
@@ -117,11 +117,6 @@ class PageTable:
         slab = int(self.slab_of[flat])
         return slab >= 0 and self.state[slab] == RESIDENT and self.pool.precision_of(slab) == precision
 
-    def lends(self, flat: int) -> bool:
-        """Whether a borrowed copy of this expert is there or on its way."""
-        slab = int(self.incoming[flat])
-        return slab >= 0 and bool(self.borrowed[slab])
-
     def is_ready(self, flat: int) -> bool:
         """Whether a copy lies complete beside the resident one."""
         slab = int(self.incoming[flat])
@@ -147,8 +142,7 @@ class PageTable:
             scored = (ahead >= 1) & (ahead <= window)  # scores of layers that have run are this token's past
             priority[scored] = self.scores[self.expert_in[scored]]
         view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, priority, self.worth)
-        chosen = choose_victims(view, 1, running_layer, window, prefetch_priority)
-        return int(chosen[0]) if chosen.size else None
+        return choose_victim(view, running_layer, window, prefetch_priority)
 
     # -- changing
     def begin_step(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from vismoe.metrics import Metrics
 from vismoe.paging.page_table import PageTable
-from vismoe.paging.transfer import Ticket
+from vismoe.paging.tickets import Ticket
 from vismoe.types import HIGH, LOW, ExpertId, Phase
 
 __all__ = ["Transitions"]

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from vismoe.app.api_errors import ApiError
-from vismoe.app.request_memory import RequestMemory, Share
+from vismoe.app.request_memory import MemoryShare, RequestMemory
 
 __all__ = ["Caller", "Callers"]
 
@@ -24,7 +24,7 @@ LAST_WORDS_S = 5.0  # to tell those who are sent away why
 class Caller:
     """One request from its admission to the last byte of its answer."""
 
-    def __init__(self, memory: Share) -> None:
+    def __init__(self, memory: MemoryShare) -> None:
         self.memory = memory  # what it holds
         self.sent_away: ApiError | None = None  # why we ended it
         self.left = False

@@ -25,18 +25,18 @@ from vismoe.app.callers import Caller, Callers
 from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes, picture_cost, text_bytes
 from vismoe.app.images import ImageIntake
 from vismoe.app.options import ServeOptions
-from vismoe.app.request_memory import LARGE_BODY_BYTES, Kind, Share
+from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
 from vismoe.app.schemas import (
     ChatRequest,
     CompletionRequest,
-    Part,
+    ContentPart,
     PrecisionRequest,
     Sampling,
     count_values,
     parse,
 )
 from vismoe.errors import InputError
-from vismoe.models.rgb import Header
+from vismoe.models.inputs.rgb import Header
 
 __all__ = ["Completions"]
 
@@ -44,7 +44,7 @@ PREPARERS = 4  # requests whose prompts are built at the same time: decoded imag
 BEAT_S = 15.0  # between two signs of life while there is no text yet: proxies cut silent connections
 BEAT = b": still at it\n\n"
 CHARACTERS_OF_A_TOKEN = 256  # at most: runs of blanks are the longest
-EMPTY = Part(type="text", text="")  # what an assistant said who said nothing
+EMPTY = ContentPart(type="text", text="")  # what an assistant said who said nothing
 REQUEST_ID = "X-Request-ID"
 STEP_BYTES = 2**20  # by which a body of unknown length grows
 
@@ -65,7 +65,7 @@ class Completions:
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
 
-        async def call(request: ChatRequest, share: Share) -> Call:
+        async def call(request: ChatRequest, share: MemoryShare) -> Call:
             options = self._chat_options(request)
             messages = await self._messages(request, share, options["image_tokens"])
             return partial(self._engine.chat, messages, **options)
@@ -75,9 +75,9 @@ class Completions:
     async def text(self, http: Request) -> Response:
         """POST /v1/completions."""
 
-        async def call(request: CompletionRequest, share: Share) -> Call:
+        async def call(request: CompletionRequest, share: MemoryShare) -> Call:
             self._check_length(len(request.prompt), "prompt")
-            await share.grow(Kind.PICTURES, of_text := text_bytes([request.prompt]))
+            await share.grow(MemoryKind.PICTURES, of_text := text_bytes([request.prompt]))
             share.decoded(0, of_text)
             options = {"max_tokens": request.max_tokens or self._options.max_tokens, **self._options_of_all(request)}
             return partial(self._engine.complete, request.prompt, **options)
@@ -85,13 +85,13 @@ class Completions:
         return await self._answer(http, CompletionRequest, call, TextAnswer)
 
     async def _answer(
-        self, http: Request, kind: type[Sampling], call_of: Callable[[Any, Share], Awaitable[Call]], form: type[Answer]
+        self, http: Request, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]], form: type[Answer]
     ) -> Response:
         caller = self._callers.enter()
         try:
             call, wish = await self._asked(http, caller, kind, call_of)
-            caller.memory.shrink(Kind.LARGE_BODY, 0)  # the body is gone, and what was parsed of it
-            caller.memory.shrink(Kind.BODY, BASE_BYTES)
+            caller.memory.shrink(MemoryKind.LARGE_BODY, 0)  # the body is gone, and what was parsed of it
+            caller.memory.shrink(MemoryKind.BODY, BASE_BYTES)
             reply = await self._in_thread(unless_left, caller, call)
             del call  # which holds the pictures
             said = Said(reply, caller.memory)
@@ -112,14 +112,14 @@ class Completions:
         return JSONResponse(in_json(answer.whole(text, reply.figures)), headers={REQUEST_ID: answer.id})
 
     async def _asked(
-        self, http: Request, caller: Caller, kind: type[Sampling], call_of: Callable[[Any, Share], Awaitable[Call]]
+        self, http: Request, caller: Caller, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
     ) -> tuple[Call, "Wish"]:
         """What a request asks of the engine, and how it wants the answer. Its body and its text are gone when this returns."""
         share = caller.memory
-        await share.grow(Kind.BODY, BASE_BYTES)
+        await share.grow(MemoryKind.BODY, BASE_BYTES)
         body = await body_of(http, share)
         values = await self._in_thread(count_values, body)
-        await share.grow(Kind.BODY, await self._in_thread(parsing_bytes, body, values))
+        await share.grow(MemoryKind.BODY, await self._in_thread(parsing_bytes, body, values))
         request = await self._in_thread(parse, kind, body)
         del body
         self._check_model(request.model)
@@ -139,7 +139,9 @@ class Completions:
             message = f"{characters:,} characters, more than a context of {self._engine.plan.context:,} tokens can hold"
             raise ApiError(400, message, param, "context_length_exceeded")
 
-    async def _messages(self, request: ChatRequest, share: Share, image_tokens: tuple[int, int] | None) -> list[dict[str, Any]]:
+    async def _messages(
+        self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None
+    ) -> list[dict[str, Any]]:
         """The conversation in the engine's form, with its images opened."""
         messages, sizes = request.conversation, request.sizes
         texts = [part.text for message in messages for part in message.content or () if part.text]
@@ -160,7 +162,7 @@ class Completions:
         ]
 
     async def _pictures(
-        self, urls: list[str], sizes: list[dict[str, int]], share: Share, image_tokens: tuple[int, int] | None, of_text: int
+        self, urls: list[str], sizes: list[dict[str, int]], share: MemoryShare, image_tokens: tuple[int, int] | None, of_text: int
     ) -> list[Image.Image]:
         context, tokens, asked = self._engine.plan.context, 0, iter(sizes)
 
@@ -258,7 +260,7 @@ class Wish:
 class Said:
     """A reply's text as it comes. The reply holds `share` together with its caller until it has ended."""
 
-    def __init__(self, reply: Any, share: Share):
+    def __init__(self, reply: Any, share: MemoryShare):
         arrived = asyncio.Queue[str | None]()
         self._reply, self._arrived = reply, arrived
         share.users += 1
@@ -291,10 +293,10 @@ class Said:
             raise self._reply.error
 
 
-async def body_of(http: Request, share: Share) -> bytearray:
+async def body_of(http: Request, share: MemoryShare) -> bytearray:
     """The body, once `share` holds it. Raises ApiError."""
     announced = int(http.headers.get("content-length", 0))  # the gate has looked at it
-    kind = Kind.LARGE_BODY if announced > LARGE_BODY_BYTES or "transfer-encoding" in http.headers else Kind.BODY
+    kind = MemoryKind.LARGE_BODY if announced > LARGE_BODY_BYTES or "transfer-encoding" in http.headers else MemoryKind.BODY
     held = body_bytes(announced)
     await share.grow(kind, held)
     body = bytearray()

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vismoe.models.rgb import Header, Reduction, decoding_bytes
-from vismoe.models.sight import Look, most_reduction
+from vismoe.models.inputs.image_sizes import Look, most_reduction
+from vismoe.models.inputs.rgb import Header, Reduction, decoding_bytes
 
 __all__ = ["BASE_BYTES", "PictureCost", "body_bytes", "parsing_bytes", "picture_cost", "pictures_bytes", "text_bytes"]
 

@@ -33,8 +33,8 @@ from typing import IO, TypeVar
 from PIL import Image
 
 from vismoe.errors import InputError
-from vismoe.models.images import data_uri_payload, look_at, open_image
-from vismoe.models.rgb import Header, decoding_bytes
+from vismoe.models.inputs.images import data_uri_payload, look_at, open_image
+from vismoe.models.inputs.rgb import Header, decoding_bytes
 
 __all__ = ["PROCESS_BYTES", "Decoder", "Decoders"]
 

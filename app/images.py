@@ -20,11 +20,11 @@ from vismoe.app.costs import PictureCost, pictures_bytes
 from vismoe.app.decoding import Decoders
 from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
-from vismoe.app.request_memory import DECODERS, Kind, Share
+from vismoe.app.request_memory import DECODERS, MemoryKind, MemoryShare
 from vismoe.errors import InputError
-from vismoe.models.image_addresses import address_error, beginning
-from vismoe.models.remote_images import RemoteImages
-from vismoe.models.rgb import Header
+from vismoe.models.inputs.image_addresses import address_error, beginning
+from vismoe.models.inputs.remote_images import RemoteImages
+from vismoe.models.inputs.rgb import Header
 
 __all__ = ["ImageIntake", "ImageLimits"]
 
@@ -77,7 +77,7 @@ class ImageIntake:
         self._decoders = Decoders(DECODERS)
 
     async def open_all(
-        self, urls: Sequence[str], share: Share, cost_of: Callable[[Header], PictureCost], of_text: int = 0
+        self, urls: Sequence[str], share: MemoryShare, cost_of: Callable[[Header], PictureCost], of_text: int = 0
     ) -> list[Image.Image]:
         """The images of one request, in order: data: URIs, http(s) URLs, file:// URLs or paths in the image folder.
 
@@ -94,7 +94,7 @@ class ImageIntake:
                 source, header = await self._looked_at(url, allowance, share)
                 sources.append(source)
                 costs.append(cost_of(header))
-        await share.grow(Kind.PICTURES, pictures_bytes(costs, of_text))
+        await share.grow(MemoryKind.PICTURES, pictures_bytes(costs, of_text))
         images = []
         for number, cost in enumerate(costs, 1):
             with said_of(number, len(urls)):
@@ -114,7 +114,7 @@ class ImageIntake:
         if self._remote is not None:
             self._remote.close()
 
-    async def _looked_at(self, url: str, left: Allowance, share: Share) -> tuple[str | bytes, Header]:
+    async def _looked_at(self, url: str, left: Allowance, share: MemoryShare) -> tuple[str | bytes, Header]:
         if min(vars(left).values()) <= 0:
             raise InputError(TOO_MUCH)
         source = await self._source(url, left, share)
@@ -123,7 +123,7 @@ class ImageIntake:
         left.look_s -= seconds
         return source, header
 
-    async def _source(self, url: str, left: Allowance, share: Share) -> str | bytes:
+    async def _source(self, url: str, left: Allowance, share: MemoryShare) -> str | bytes:
         """A data: URI of a bearable size, or the encoded bytes that a URL or path stands for."""
         max_bytes = min(self.limits.max_image_bytes, left.image_bytes)
         scheme = SCHEME.match(url)
@@ -145,12 +145,12 @@ class ImageIntake:
         left.image_bytes -= len(source)
         return source
 
-    async def _download(self, url: str, max_bytes: int, left: Allowance, share: Share) -> bytes:
+    async def _download(self, url: str, max_bytes: int, left: Allowance, share: MemoryShare) -> bytes:
         if self._remote is None:
             raise InputError("this server does not download images (--allow-remote-images). Fix: send a data: URI")
 
         async def hold(nbytes: int) -> None:
-            await share.grow(Kind.LARGE_BODY, 9 * nbytes // 4, DOWNLOAD_WAIT_S)  # growing, whole, and where it is decoded
+            await share.grow(MemoryKind.LARGE_BODY, 9 * nbytes // 4, DOWNLOAD_WAIT_S)  # growing, whole, and where it is decoded
 
         began_s = asyncio.get_running_loop().time()
         try:
@@ -160,11 +160,11 @@ class ImageIntake:
         finally:
             left.download_s -= asyncio.get_running_loop().time() - began_s
 
-    async def _read(self, name: str, max_bytes: int, share: Share) -> bytes:
+    async def _read(self, name: str, max_bytes: int, share: MemoryShare) -> bytes:
         if self._local is None:
             raise InputError("this server reads no image files (--image-folder FOLDER). Fix: send a data: URI")
         size_bytes = await asyncio.to_thread(self._local.size, name, max_bytes)
-        await share.grow(Kind.LARGE_BODY, 2 * size_bytes)  # here, and where it is decoded
+        await share.grow(MemoryKind.LARGE_BODY, 2 * size_bytes)  # here, and where it is decoded
         return await asyncio.to_thread(self._local.read, name, size_bytes)
 
 

@@ -19,17 +19,17 @@ from vismoe.app.memory_view import head, memory_plan
 from vismoe.app.pictures import seen_pictures
 from vismoe.app.tiers import tiers
 from vismoe.app.time_line import time_line
-from vismoe.cli_conversation import user_message
 from vismoe.config import format_bytes
-from vismoe.engine import Engine
+from vismoe.engine.engine import Engine
+from vismoe.engine.generate import Reply
+from vismoe.engine.stats import Figures
 from vismoe.errors import BusyError, InputError
-from vismoe.figures import Figures
-from vismoe.generate import Reply
 from vismoe.metrics import Snapshot
-from vismoe.models.images import open_image
+from vismoe.models.inputs.images import open_image
+from vismoe.models.inputs.message_files import user_message
 from vismoe.types import Phase
 
-__all__ = ["Finished", "History", "Page", "Turn", "Update", "Wishes", "shown", "tiles", "turn_at"]
+__all__ = ["Finished", "History", "Page", "PageTurn", "PageUpdate", "Wishes", "shown", "tiles", "turn_at"]
 
 REFRESH_S = 0.1  # between two updates of the text; one for every token would take the model's time
 MACHINE_REFRESH_S = 0.5  # between two updates of the heat map, which is larger
@@ -63,7 +63,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PageTurn:
     """A question with its pictures, as files to show and opened for the engine, and its answer."""
 
     question: str
@@ -72,13 +72,13 @@ class Turn:
     answer: str = ""
 
     @classmethod
-    def of(cls, question: str, files: list[str]) -> "Turn":
+    def of(cls, question: str, files: list[str]) -> "PageTurn":
         """Opens the pictures; raises InputError for what cannot be asked."""
         if not question.strip():
             raise InputError("there is no question; write one beside the picture" if files else "there is no question")
         return cls(question, tuple(files), tuple(map(_opened, files)))
 
-    def asked_as(self, question: str) -> "Turn":
+    def asked_as(self, question: str) -> "PageTurn":
         """The same pictures with another question, not answered yet; raises InputError for an empty one."""
         if not question.strip():
             raise InputError("there is no question")
@@ -101,7 +101,7 @@ def _opened(file: str) -> Any:
         raise InputError(str(error).replace(file, name)) from error
 
 
-History = tuple[Turn, ...]
+History = tuple[PageTurn, ...]
 
 
 def shown(history: History) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Update:
+class PageUpdate:
     """How the page looks now. None: as before."""
 
     history: History
@@ -142,7 +142,7 @@ class Update:
     finished: Finished | None = None
 
 
-Updates = Generator[Update, None, Update | None]
+Updates = Generator[PageUpdate, None, PageUpdate | None]
 
 
 def tiles(counters: Snapshot | None = None, decoded: float = 0, seconds: float = 0) -> str:
@@ -164,7 +164,7 @@ def tiles(counters: Snapshot | None = None, decoded: float = 0, seconds: float =
 
 
 @dataclass
-class Running:
+class RunningAnswer:
     """An answer that is being written. `dropped`: its conversation was left, so it must not enter the history."""
 
     reply: Reply | None = None
@@ -208,18 +208,18 @@ class Page:
     engine: Engine
     max_tokens: int | None = None
     image_tokens: tuple[int, int] | None = None
-    running: dict[str, Running] = field(default_factory=dict)  # by session
+    running: dict[str, RunningAnswer] = field(default_factory=dict)  # by session
 
     def heat(self) -> str:
         """The heat map of now, with nothing asked for."""
         return Baseline(self.engine).heat()
 
-    def answer(self, turn: Turn, history: History, session: str, wishes: Wishes = Wishes()) -> Iterator[Update]:
+    def answer(self, turn: PageTurn, history: History, session: str, wishes: Wishes = Wishes()) -> Iterator[PageUpdate]:
         """Updates at most every REFRESH_S; the last one is complete. `turn` is asked after the turns of `history`.
 
         Raises BusyError while this session's last answer is being written, and what the engine raises.
         """
-        running = Running()
+        running = RunningAnswer()
         if self.running.setdefault(session, running) is not running:
             raise BusyError("The last answer is still being written: wait for its end, or stop it.")
         try:
@@ -231,7 +231,7 @@ class Page:
         if last is not None:  # whoever gets it may ask the next question
             yield last
 
-    def _answer(self, turn: Turn, history: History, running: Running, wishes: Wishes) -> Updates:
+    def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, wishes: Wishes) -> Updates:
         """All updates but the last one, which is returned; None where the conversation was left."""
         since = Baseline(self.engine)
         turn = dataclasses.replace(turn, answer="")
@@ -240,7 +240,7 @@ class Page:
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reply.deliver_to(pieces.put)
         first_s, now_s, machine_s = 0.0, time.perf_counter(), 0.0
-        yield Update((*history, turn), tiles())  # the question was accepted
+        yield PageUpdate((*history, turn), tiles())  # the question was accepted
         while not self._wait(pieces, now_s + REFRESH_S):
             now_s = time.perf_counter()
             first_s = first_s or (now_s if reply.text else 0.0)
@@ -250,13 +250,13 @@ class Page:
             if now_s - machine_s >= MACHINE_REFRESH_S:
                 machine_s, heat = now_s, since.heat()
             live = since.tiles(now_s - first_s if first_s else 0.0)
-            yield Update((*history, dataclasses.replace(turn, answer=reply.text)), live, heat)
+            yield PageUpdate((*history, dataclasses.replace(turn, answer=reply.text)), live, heat)
         if reply.error is not None:
             raise reply.error
         return None if running.dropped else self._finished(reply, history, turn, since)
 
     def _ask(self, messages: list[dict[str, Any]], wishes: Wishes) -> Reply:
-        sampled = {"sample": True, "temperature": wishes.temperature} if wishes.temperature > 0 else {}
+        sampled: dict[str, Any] = {"sample": True, "temperature": wishes.temperature} if wishes.temperature > 0 else {}
         return self.engine.chat(
             messages,
             max_tokens=wishes.max_tokens,
@@ -279,13 +279,13 @@ class Page:
                 break
         return False
 
-    def _finished(self, reply: Reply, history: History, turn: Turn, since: Baseline) -> Update:
+    def _finished(self, reply: Reply, history: History, turn: PageTurn, since: Baseline) -> PageUpdate:
         figures: Figures = reply.figures
         after = (*history, dataclasses.replace(turn, answer=reply.text)) if reply.text else history
         plan = memory_plan(figures.plan), head(self.engine.name, figures.plan)
         done = Finished(seen_pictures(figures), time_line(figures), tiers(figures), *plan)
         live = tiles(figures.counters, figures.decode_tokens, figures.decode_seconds)
-        return Update(after, live, since.heat(), done)
+        return PageUpdate(after, live, since.heat(), done)
 
     def stop(self, session: str) -> None:
         """Ends the answer of this session within a token; what was said so far stays."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from vismoe.app.request_memory import RequestMemory
-    from vismoe.engine import Engine
+    from vismoe.engine.engine import Engine
 
 __all__ = ["PAGER_COUNTERS", "metrics_text"]
 

@@ -23,7 +23,7 @@ from vismoe.errors import ClosedError, ConfigError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from vismoe.engine import Engine
+    from vismoe.engine.engine import Engine
 
 __all__ = ["RayOptions", "refuse_shared_memory", "serve_on_ray", "share_of_a_replica"]
 
@@ -60,14 +60,14 @@ class RayOptions:
 
 
 @dataclass(frozen=True)
-class Share:
+class ReplicaShare:
     """What Ray sets aside for a replica."""
 
     cpus: float
     gpus: float
 
 
-def share_of_a_replica(nodes: Sequence[Mapping[str, float]], options: RayOptions, on_cpu: bool) -> Share:
+def share_of_a_replica(nodes: Sequence[Mapping[str, float]], options: RayOptions, on_cpu: bool) -> ReplicaShare:
     """`nodes`: resources of each, by Ray's names. Replicas spread evenly; each has its part of a node's cores.
 
     With GPUs a replica takes one, and the cores that belong to it. `on_cpu`: GPUs are not wanted.
@@ -77,13 +77,13 @@ def share_of_a_replica(nodes: Sequence[Mapping[str, float]], options: RayOptions
         gpus = float(not on_cpu and any(node.get("GPU") for node in nodes))
     fitting = [node for node in nodes if node.get("CPU") and node.get("GPU", 0) >= gpus]
     if options.cpus is not None or not fitting:
-        return Share(options.cpus or 1.0, gpus)
+        return ReplicaShare(options.cpus or 1.0, gpus)
     on_a_node = math.ceil(options.replicas[1] / len(fitting))
     cpus = min(node["CPU"] * (gpus / node["GPU"] if gpus else 1 / on_a_node) for node in fitting)
-    return Share(float(math.floor(cpus)) if cpus >= 1 else cpus, gpus)
+    return ReplicaShare(float(math.floor(cpus)) if cpus >= 1 else cpus, gpus)
 
 
-def refuse_shared_memory(loading: Mapping[str, Any], share: Share, most: int) -> None:
+def refuse_shared_memory(loading: Mapping[str, Any], share: ReplicaShare, most: int) -> None:
     """Raises ConfigError where replicas on one machine would each plan with memory that all of them see as free."""
     if most == 1:
         return
@@ -94,7 +94,7 @@ def refuse_shared_memory(loading: Mapping[str, Any], share: Share, most: int) ->
 
 
 class Replica:
-    """What Ray Serve makes on a node, and asks for an application and its health. `loading`: what `vismoe.engine.load` takes."""
+    """What Ray Serve makes on a node, and asks for an application and its health. `loading`: what `vismoe.load` takes."""
 
     _engine: "Engine | None" = None
     _ended = _failed = 0
@@ -102,7 +102,7 @@ class Replica:
     def __init__(self, loading: Mapping[str, Any], options: ServeOptions, log_level: str):
         import torch
 
-        from vismoe.engine import load
+        from vismoe.engine.engine import load
 
         logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
         log.setLevel(log_level)
@@ -130,7 +130,7 @@ class Replica:
             self._engine.close()
 
 
-def application(loading: Mapping[str, Any], options: ServeOptions, on: RayOptions, share: Share, log_level: str) -> Any:
+def application(loading: Mapping[str, Any], options: ServeOptions, on: RayOptions, share: ReplicaShare, log_level: str) -> Any:
     """The deployment, with `loading` as for `Replica`."""
     from ray import serve
 

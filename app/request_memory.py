@@ -18,16 +18,16 @@ from vismoe.app.api_errors import ApiError
 from vismoe.app.decoding import PROCESS_BYTES
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
-from vismoe.memory.sizes import size_up
+from vismoe.planning.sizes import size_up
 
-__all__ = ["DECODERS", "Kind", "RequestMemory", "Share"]
+__all__ = ["DECODERS", "MemoryKind", "MemoryShare", "RequestMemory"]
 
 DECODERS = 2  # processes
 LEAST_BYTES = DECODERS * PROCESS_BYTES + 64 * 2**20
 LARGE_BODY_BYTES = 2**20
 
 
-class Kind(IntEnum):
+class MemoryKind(IntEnum):
     """What bytes are for; who has some of one kind may wait for those of a later one."""
 
     LARGE_BODY = 0
@@ -47,11 +47,15 @@ class RequestMemory:
         self.total_bytes, self.wait_s = total_bytes, wait_s
         self._give_back = give_back or trim
         self._room = total_bytes - DECODERS * PROCESS_BYTES
-        self._most = {Kind.LARGE_BODY: self._room * 3 // 8, Kind.BODY: self._room // 2, Kind.PICTURES: self._room}
-        self._held = dict.fromkeys(Kind, 0)
+        self._most = {
+            MemoryKind.LARGE_BODY: self._room * 3 // 8,
+            MemoryKind.BODY: self._room // 2,
+            MemoryKind.PICTURES: self._room,
+        }
+        self._held = dict.fromkeys(MemoryKind, 0)
         self._freed = 0  # and perhaps not given back yet
-        self._shares: set[Share] = set()
-        self._queues: dict[Kind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in Kind}
+        self._shares: set[MemoryShare] = set()
+        self._queues: dict[MemoryKind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in MemoryKind}
         self._trimming: asyncio.Task[None] | None = None
 
     @property
@@ -69,27 +73,27 @@ class RequestMemory:
         """Requests that wait for bytes."""
         return sum(map(len, self._queues.values()))
 
-    def enter(self) -> "Share":
-        share = Share(self)
+    def enter(self) -> "MemoryShare":
+        share = MemoryShare(self)
         self._shares.add(share)
         return share
 
     def _at_most_once(self) -> int:
         return max((share.once for share in self._shares), default=0)
 
-    def _fits(self, kind: Kind, nbytes: int, freed: int) -> bool:
+    def _fits(self, kind: MemoryKind, nbytes: int, freed: int) -> bool:
         return all(
-            sum(self._held[below] for below in Kind if below <= level)
+            sum(self._held[below] for below in MemoryKind if below <= level)
             + nbytes
-            + (self._at_most_once() + freed if level is Kind.PICTURES else 0)
+            + (self._at_most_once() + freed if level is MemoryKind.PICTURES else 0)
             <= self._most[level]
-            for level in Kind
+            for level in MemoryKind
             if level >= kind
         )
 
-    async def _take(self, share: "Share", kind: Kind, nbytes: int, wait_s: float) -> None:
+    async def _take(self, share: "MemoryShare", kind: MemoryKind, nbytes: int, wait_s: float) -> None:
         """Raises ApiError, or what `stop_waiting` was told."""
-        most = self.most_of_one if kind is Kind.PICTURES else self._most[kind]
+        most = self.most_of_one if kind is MemoryKind.PICTURES else self._most[kind]
         if share.held[kind] + nbytes > most:
             raise self._never(kind, share.held[kind] + nbytes, most)
         granted = asyncio.get_running_loop().create_future()
@@ -120,7 +124,7 @@ class RequestMemory:
             if queue and self._freed and self._trimming is None and self._fits(kind, queue[0][0], 0):
                 self._trimming = asyncio.get_running_loop().create_task(self._trim())
 
-    def _release(self, kind: Kind, nbytes: int) -> None:
+    def _release(self, kind: MemoryKind, nbytes: int) -> None:
         self._held[kind] -= nbytes
         self._freed += nbytes
         self._serve()
@@ -132,8 +136,8 @@ class RequestMemory:
         self._trimming = None
         self._serve()
 
-    def _never(self, kind: Kind, nbytes: int, most: int) -> ApiError:
-        what = "the pictures and texts of this request take" if kind is Kind.PICTURES else "the body of this request takes"
+    def _never(self, kind: MemoryKind, nbytes: int, most: int) -> ApiError:
+        what = "the pictures and texts of this request take" if kind is MemoryKind.PICTURES else "the body of this request takes"
         enough = self.total_bytes - self._room + -(-nbytes * self._room // most)
         message = (
             f"{what} {format_bytes(nbytes)} while they are read, one request can have {format_bytes(most)}. Fix: send fewer or "
@@ -142,22 +146,22 @@ class RequestMemory:
         return ApiError(413, message, code="request_memory")
 
 
-class Share:
+class MemoryShare:
     """What one request holds. `users` hold it together (its caller and its reply): the last one to let go gives it back."""
 
     def __init__(self, pool: RequestMemory):
         self._pool, self.users = pool, 1
-        self.held = dict.fromkeys(Kind, 0)
+        self.held = dict.fromkeys(MemoryKind, 0)
         self.once = 0  # beside that: what no two requests take at the same time
         self._kept = self._building = 0
         self.waits_for: asyncio.Future[None] | None = None
 
-    async def grow(self, kind: Kind, nbytes: int, most_s: float = math.inf) -> None:
+    async def grow(self, kind: MemoryKind, nbytes: int, most_s: float = math.inf) -> None:
         """Hold so many bytes more; waits for them, up to `most_s`. Raises ApiError: 413, or 429."""
         if nbytes > 0:
             await self._pool._take(self, kind, nbytes, min(most_s, self._pool.wait_s))
 
-    def shrink(self, kind: Kind, nbytes: int) -> None:
+    def shrink(self, kind: MemoryKind, nbytes: int) -> None:
         """Hold no more than so many bytes of a kind."""
         freed = max(0, self.held[kind] - nbytes)
         self.held[kind] -= freed
@@ -165,13 +169,13 @@ class Share:
 
     def decoded(self, kept: int, building: int) -> None:
         """Its pictures are there, and take `kept` until it ends, and `building` more while a prompt is made of them."""
-        self.shrink(Kind.PICTURES, kept + building)
+        self.shrink(MemoryKind.PICTURES, kept + building)
         self._kept, self._building = kept, building
 
     def is_built(self) -> None:
         """The engine has its prompt. Where that waits, it is made once more when its turn comes, so one after the other."""
         self.once = self._building
-        self.shrink(Kind.PICTURES, self._kept)
+        self.shrink(MemoryKind.PICTURES, self._kept)
 
     def let_go(self) -> None:
         """One user less."""

@@ -14,10 +14,19 @@ from pydantic_core import PydanticCustomError
 from vismoe.app.api_errors import ApiError
 from vismoe.config import ANSWERS, COLDEST, MOST_STOP_CHARACTERS, MOST_STOPS, SETTINGS, PolicyName, Selection, parse_formats
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.qwen_images import SIZE_KEYS, asked_size
+from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
 from vismoe.ranges import Rule
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "Part", "PrecisionRequest", "VismoeRequest", "count_values", "parse"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "ContentPart",
+    "Message",
+    "PrecisionRequest",
+    "VismoeRequest",
+    "count_values",
+    "parse",
+]
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
@@ -65,7 +74,7 @@ class ImageUrl(Strict):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class Part(ImageSize):
+class ContentPart(ImageSize):
     """One part of a message: text or an image."""
 
     type: Literal["text", "image_url"]
@@ -78,7 +87,7 @@ class Part(ImageSize):
         return self.image_url.url if self.image_url is not None else None
 
     @model_validator(mode="after")
-    def _holds_what_it_says(self) -> "Part":
+    def _holds_what_it_says(self) -> "ContentPart":
         given = {name for name in ("text", "image_url", "image") if getattr(self, name, None) is not None}
         if given != {self.type} or (self.size and self.type == "text"):
             raise PydanticCustomError("part", "a part of type {kind} has the field {kind} and no other", {"kind": self.type})
@@ -93,7 +102,7 @@ class Message(Strict):
     """One turn. Assistant turns may be empty, as clients send them back. name: taken, and not used: templates know roles only."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Part] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None
+    content: Annotated[list[ContentPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None
     name: str | None = None
 
     @model_validator(mode="after")
@@ -105,7 +114,7 @@ class Message(Strict):
         return self
 
 
-class QwenPart(Part):
+class QwenPart(ContentPart):
     """A part as Qwen's documentation writes it: an image is named by `image`, and may be in the API's form as well."""
 
     type: Literal["text", "image_url", "image"]  # type: ignore[assignment]
@@ -117,7 +126,7 @@ class QwenPart(Part):
 
 
 class QwenMessage(Message):
-    content: Annotated[list[QwenPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None  # type: ignore
+    content: Annotated[list[QwenPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None  # type: ignore[assignment]
 
 
 class StreamOptions(Strict):
@@ -240,7 +249,7 @@ class ChatRequest(Sampling):
         return (self.vismoe.messages if self.vismoe else None) or self.messages or ()
 
     @property
-    def pictures(self) -> list[Part]:
+    def pictures(self) -> list[ContentPart]:
         """The parts that are images, in order."""
         return [part for message in self.conversation for part in message.content or () if part.source is not None]
 

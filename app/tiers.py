@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from vismoe.cli_print import precision_words, share_words
 from vismoe.config import format_bytes
 from vismoe.types import Phase
+from vismoe.words import precision_words, share_words
 
 __all__ = ["Sources", "sources", "tiers"]
 

@@ -28,7 +28,7 @@ NOTHING = '<p class="vm-note">Nothing ran.</p>'
 
 
 @dataclass(frozen=True)
-class Bar:
+class TimelineBar:
     """A stretch of the request. Seconds count from its beginning."""
 
     kind: str
@@ -71,17 +71,19 @@ def _in_words(figures: Any) -> str:
     return " ".join(words)
 
 
-def _before(figures: Any) -> Iterator[Bar]:
+def _before(figures: Any) -> Iterator[TimelineBar]:
     """What comes ahead of the first pass's own work: the request waits, and the pass begins by encoding."""
     if figures.queue_seconds:
-        yield Bar("queue", 0.0, figures.queue_seconds, 0.0, f"waiting: {_time(figures.queue_seconds)}")
+        yield TimelineBar("queue", 0.0, figures.queue_seconds, 0.0, f"waiting: {_time(figures.queue_seconds)}")
     if figures.encode_seconds and figures.passes:
         began_s = figures.queue_seconds + figures.passes[0].began_s
         images = f"{figures.encoded_images} image{'s' * (figures.encoded_images != 1)}"
-        yield Bar(Phase.ENCODE, began_s, figures.encode_seconds, 0.0, f"encode: {images} in {_time(figures.encode_seconds)}")
+        yield TimelineBar(
+            Phase.ENCODE, began_s, figures.encode_seconds, 0.0, f"encode: {images} in {_time(figures.encode_seconds)}"
+        )
 
 
-def _passes(figures: Any) -> Iterator[Bar]:
+def _passes(figures: Any) -> Iterator[TimelineBar]:
     """One bar for each pass; neighbours that decode share a bar where there are too many."""
     together = math.ceil(len(figures.passes) / MOST_BARS)
     token, before_s = itertools.count(2), figures.encode_seconds
@@ -98,7 +100,7 @@ def _passes(figures: Any) -> Iterator[Bar]:
             else:
                 what = f"prefill of {sum(one.tokens for one in group)} tokens"
             title = f"{what}: {_time(seconds)}, {_time(stall_s)} of it stalled; {counts}, {read} read"
-            yield Bar(phase, figures.queue_seconds + began_s, seconds, stall_s, title)
+            yield TimelineBar(phase, figures.queue_seconds + began_s, seconds, stall_s, title)
             before_s = 0.0
 
 
@@ -107,7 +109,7 @@ def _groups(passes: list[Any], size: int) -> Iterator[list[Any]]:
         yield passes[start : start + size]
 
 
-def _draw(bar: Bar, total_s: float) -> str:
+def _draw(bar: TimelineBar, total_s: float) -> str:
     """The bar, and from its foot the share of it that was stalled."""
     x, width = WIDTH * bar.began_s / total_s, max(THINNEST, WIDTH * bar.seconds / total_s)
     stalled = HEIGHT * min(1.0, bar.stall_s / bar.seconds) if bar.seconds else 0.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.memory_view import head
-from vismoe.app.page import Finished, History, Page, Turn, Update, Wishes, shown, tiles, turn_at
+from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, Wishes, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.app.uploads import Uploads
 from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab
@@ -65,7 +65,7 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     inputs = {history, *chat["wishes"].values()}  # a set: handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
-    def run(turn: Callable[[], Turn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
+    def run(turn: Callable[[], PageTurn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
         """Answers `turn()` after the turns `before`; after an error, which is told below it, the conversation is what it was."""
         asked, past, session = None, values[history], str(request.session_hash)
         asking = wishes({name: values[widget] for name, widget in chat["wishes"].items()})
@@ -89,11 +89,11 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
 
     def ask(values: Values, request: gr.Request) -> Iterator[list[Any]]:
         text, files = values[box].get("text") or "", list(values[box].get("files") or [])
-        yield from run(lambda: Turn.of(text, files), values[history], values, request)
+        yield from run(lambda: PageTurn.of(text, files), values[history], values, request)
 
     def example(values: Values, event: gr.SelectData, request: gr.Request) -> Iterator[list[Any]]:
         chosen = examples()[event.index]  # never a path that the browser names
-        yield from run(lambda: Turn.of(chosen["text"], chosen["files"]), values[history], values, request)
+        yield from run(lambda: PageTurn.of(chosen["text"], chosen["files"]), values[history], values, request)
 
     def again(values: Values, request: gr.Request) -> Iterator[list[Any]]:
         past: History = values[history]
@@ -180,7 +180,7 @@ def _again(history: History) -> "gr.Button":
     return gr.Button(interactive=bool(history))
 
 
-def _ready(turn: Turn | None = None) -> "gr.MultimodalTextbox":
+def _ready(turn: PageTurn | None = None) -> "gr.MultimodalTextbox":
     """The box as it waits for a question, with that of `turn` in it where it was not answered."""
     import gradio as gr
 
@@ -188,7 +188,7 @@ def _ready(turn: Turn | None = None) -> "gr.MultimodalTextbox":
     return gr.MultimodalTextbox(submit_btn=True, stop_btn=False, **value)
 
 
-def _drawn(update: Update) -> list[Any]:
+def _drawn(update: PageUpdate) -> list[Any]:
     """What the drawings show; those without news stay as they are."""
     import gradio as gr
 

@@ -25,7 +25,7 @@ from vismoe.errors import ConfigError
 if TYPE_CHECKING:
     import gradio as gr
 
-    from vismoe.engine import Engine
+    from vismoe.engine.engine import Engine
 
 __all__ = ["free_port", "serve", "served"]
 
@@ -74,7 +74,7 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     import gradio as gr
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks itself whether it is up
-    gate = Middleware(KnownHosts, host=ADDRESS, fix=f"open http://{ADDRESS}:{port}", own_pages_only=True)  # type: ignore[arg-type]
+    gate = Middleware(KnownHosts, host=ADDRESS, fix=f"open http://{ADDRESS}:{port}", own_pages_only=True)
     try:
         _, address, _ = blocks.launch(
             server_name=ADDRESS,

@@ -8,7 +8,7 @@ from vismoe.app.memory_view import backends_table, memory_plan
 from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.config import SETTINGS
-from vismoe.engine import Engine, demo_model
+from vismoe.engine.engine import Engine, demo_model
 
 if TYPE_CHECKING:
     import gradio as gr

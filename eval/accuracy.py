@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .questions import FORMS, KINDS, Conversation, conversation
-from .scenes import compose
-from .scoring import Accuracy, accuracy, score
+from vismoe.eval.questions import FORMS, KINDS, Conversation, conversation
+from vismoe.eval.scenes import compose
+from vismoe.eval.scoring import Accuracy, accuracy, score
 
 MAX_ANSWER_TOKENS = 96
 HOT_SHARE = 0.25
@@ -49,7 +49,7 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
     """Count routed tokens while inside; call the second value with the next attention mask, to leave out padding."""
     use, mask, hooks = RoutingUse(), [torch.empty(0)], []
 
-    def count(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def count(name: str, module: Any, arguments: tuple[Any, ...]) -> None:
         index = arguments[1].detach()
         real = mask[0].flatten().bool()
         index = index[real.to(index.device)] if len(real) == len(index) else index

@@ -14,13 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.cli_options import print_json
 from vismoe.errors import InputError
+from vismoe.eval.paired import p_value, paired_difference
+from vismoe.eval.suite_rows import answers_folder, work_folder
+from vismoe.flags import print_json
 
-from .paired import p_value, paired_difference
-from .suite_rows import answers_folder, work_folder
-
-__all__ = ["ALL", "Asked", "Result", "compared", "read_result", "run_compare"]
+__all__ = ["ALL", "ComparedQuestion", "Result", "compared", "read_result", "run_compare"]
 
 ALL = "all"
 SHAPES = "the JSON of vismoe eval --scenes --json or --lmms --json, an answer file (.jsonl), or FOLDER#ROW of a suite"
@@ -28,7 +27,7 @@ SURE = 0.05
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparedQuestion:
     """One question as far as its file describes it, and the score of the answer."""
 
     kind: str
@@ -46,7 +45,7 @@ class Result:
     """Everything one contestant was asked, in the order of its file."""
 
     name: str
-    rows: tuple[Asked, ...]
+    rows: tuple[ComparedQuestion, ...]
 
 
 def read_result(where: str) -> Result:
@@ -78,7 +77,7 @@ def _answers_of_row(folder: Path, row: str) -> Path:
     raise InputError(f"{folder} has no row {row!r}. Fix: one of {', '.join(there)}")
 
 
-def _answer_file(text: str) -> list[Asked]:
+def _answer_file(text: str) -> list[ComparedQuestion]:
     """A first line that says what the answers belong to, then a line per question; one that was cut off is left out.
 
     A question that was answered twice counts as it was answered last.
@@ -87,34 +86,34 @@ def _answer_file(text: str) -> list[Asked]:
     found = {}
     for row in lines:
         about = {"seed": header.get("seed")} | {name: row.get(name) for name in ("question", "truth")}
-        found[row["kind"], row["number"]] = Asked(row["kind"], row["number"], float(row["score"]), _known(about))
+        found[row["kind"], row["number"]] = ComparedQuestion(row["kind"], row["number"], float(row["score"]), _known(about))
     return list(found.values())
 
 
-def _saved(result: Mapping[str, Any]) -> list[Asked]:
+def _saved(result: Mapping[str, Any]) -> list[ComparedQuestion]:
     if "tasks" in result:
         return [_of_task(row) for row in result["answers"]]
     rows, asked = [], dict.fromkeys((row["kind"] for row in result["answers"]), 0)
     for row in result["answers"]:
         about = {"seed": result["seed"], "question": row["question"], "truth": row["truth"]}
-        rows.append(Asked(row["kind"], asked[row["kind"]], float(row["score"]), about))
+        rows.append(ComparedQuestion(row["kind"], asked[row["kind"]], float(row["score"]), about))
         asked[row["kind"]] += 1
     return rows
 
 
-def _of_task(row: Mapping[str, Any]) -> Asked:
+def _of_task(row: Mapping[str, Any]) -> ComparedQuestion:
     """An answer to a document of an lmms-eval task, scored by the task."""
     if row["score"] is None:
         raise ValueError(f"{row['task']} judges its answers together, none by itself")
     about = {"question": row.get("question"), "truth": row.get("target")}
-    return Asked(row["task"], row["document"], float(row["score"]), _known(about))
+    return ComparedQuestion(row["task"], row["document"], float(row["score"]), _known(about))
 
 
 def _known(about: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in about.items() if value is not None}
 
 
-def paired(first: Result, second: Result) -> list[tuple[Asked, Asked]]:
+def paired(first: Result, second: Result) -> list[tuple[ComparedQuestion, ComparedQuestion]]:
     """Both results' rows of the same questions, in the order of the first.
 
     Raises InputError with the first difference between what was asked.
@@ -143,7 +142,7 @@ def compared(first: Result, second: Result) -> dict[str, Any]:
     return {"a": first.name, "b": second.name, "kinds": table, ALL: _figures(pairs)}
 
 
-def _figures(pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, Any]:
+def _figures(pairs: Sequence[tuple[ComparedQuestion, ComparedQuestion]]) -> dict[str, Any]:
     before, after = ([row.score for row in side] for side in zip(*pairs, strict=True))
     return {
         "questions": len(pairs),

@@ -5,9 +5,9 @@ import typing
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from vismoe.cli_options import add_answer_flags, add_model_flags, add_settings, reader
 from vismoe.config import ANSWERS, Settings
 from vismoe.errors import ConfigError
+from vismoe.flags import add_answer_flags, add_model_flags, add_settings, reader
 
 __all__ = ["model_arguments"]
 

@@ -15,7 +15,7 @@ from vismoe.config import COLDEST, check_answer
 from vismoe.errors import InputError
 from vismoe.ranges import shown, unencodable
 
-__all__ = ["Generation", "Row", "batches", "left_padded"]
+__all__ = ["BatchRow", "Generation", "batches", "left_padded"]
 
 ADDED_BY_LMMS_EVAL = "\n\n"  # it ends answers at an empty line where a task names no stop string; its own models do not
 HOTTEST = 100  # what a task's temperature may be: theirs are not bounded by ours
@@ -86,7 +86,7 @@ def _texts(until: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One prompt as the family's processor makes it, and the place of its request. Tensors of the tokens are `[1, S]`."""
 
     number: int
@@ -101,14 +101,14 @@ class Row:
 Fits = Callable[[int, int], bool]
 
 
-def batches(rows: Iterator[Row], most_rows: int, new_tokens: int, context: int, fits: Fits) -> Iterator[list[Row]]:
+def batches(rows: Iterator[BatchRow], most_rows: int, new_tokens: int, context: int, fits: Fits) -> Iterator[list[BatchRow]]:
     """Rows in their order, as many together as `most_rows` and the context allow: B * (longest prompt + new) <= context.
 
     `fits(B, longest prompt)`: whether there is memory for the mask of such a padded batch.
 
     A row that does not fit alone is a batch of its own.
     """
-    batch: list[Row] = []
+    batch: list[BatchRow] = []
     for row in rows:
         longest, together = max(other.tokens for other in (*batch, row)), len(batch) + 1
         full = together > most_rows or together * (longest + new_tokens) > context or not fits(together, longest)
@@ -120,7 +120,7 @@ def batches(rows: Iterator[Row], most_rows: int, new_tokens: int, context: int, 
         yield batch
 
 
-def left_padded(rows: Sequence[Row], pad_token_id: int) -> dict[str, Tensor]:
+def left_padded(rows: Sequence[BatchRow], pad_token_id: int) -> dict[str, Tensor]:
     """One batch of inputs: what has a value per token is padded on the left to `[B, S]`, what belongs to images is concatenated.
 
     A prompt without images has no values for them.
@@ -136,7 +136,7 @@ def left_padded(rows: Sequence[Row], pad_token_id: int) -> dict[str, Tensor]:
     return batch
 
 
-def _padded(row: Row, name: str, longest: int, pad_token_id: int) -> Tensor:
+def _padded(row: BatchRow, name: str, longest: int, pad_token_id: int) -> Tensor:
     """`[1, longest]`: padding, prompt, continuation, which is attended to and otherwise like text: kind 0."""
     ids = row.inputs["input_ids"]
     prompt = row.inputs.get(name, torch.zeros_like(ids))

@@ -25,15 +25,14 @@ from tqdm import tqdm
 from transformers import StoppingCriteria
 
 from vismoe.config import ANSWERS, check_answer
-from vismoe.engine import Engine, load
+from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, ContextError, InputError
-from vismoe.memory.hardware import cores
-from vismoe.memory.needs import mask_bytes
+from vismoe.eval.lmms_arguments import model_arguments
+from vismoe.eval.lmms_batches import BatchRow, Generation, batches, left_padded
+from vismoe.machine.hardware import cores
 from vismoe.metrics import Snapshot
-from vismoe.models.images import open_image
-
-from .lmms_arguments import model_arguments
-from .lmms_batches import Generation, Row, batches, left_padded
+from vismoe.models.inputs.images import open_image
+from vismoe.planning.needs import mask_bytes
 
 __all__ = ["VisMoE", "VisMoEChat"]
 
@@ -160,10 +159,10 @@ class VisMoE(lmms):
         return self.task_dict[task][split][number]
 
     # -- prompts
-    def _row(self, number: int, request: Instance, continuation: tuple[int, ...] = ()) -> Row:
+    def _row(self, number: int, request: Instance, continuation: tuple[int, ...] = ()) -> BatchRow:
         with _about(request):
             prompt = self._prompts.build(self._messages(request), open_image, self._image_tokens)
-        return Row(number, dict(prompt.inputs), continuation)
+        return BatchRow(number, dict(prompt.inputs), continuation)
 
     def _continuation(self, request: Instance) -> tuple[int, ...]:
         text = request.args[1]
@@ -187,13 +186,13 @@ class VisMoE(lmms):
 
     def _in_batches(
         self,
-        rows: Iterator[Row],
+        rows: Iterator[BatchRow],
         requests: Sequence[Instance],
-        run: Callable[[Sequence[Row], Any], list[Any]],
+        run: Callable[[Sequence[BatchRow], Any], list[Any]],
         together: int,
         new_tokens: int = 0,
         beams: int = 1,
-    ) -> Iterator[tuple[Row, Any]]:
+    ) -> Iterator[tuple[BatchRow, Any]]:
         """Every row with what `run(batch, model)` gives for it."""
         plan = self._engine.plan
         context = plan.context // beams
@@ -212,7 +211,7 @@ class VisMoE(lmms):
             yield from zip(batch, self._engine.with_model(partial(run, batch)), strict=True)
 
     # -- on the model's thread
-    def _generate(self, how: Generation, batch: Sequence[Row], model: Any) -> list[GenerationResult]:
+    def _generate(self, how: Generation, batch: Sequence[BatchRow], model: Any) -> list[GenerationResult]:
         inputs = {name: value.to(model.device) for name, value in left_padded(batch, self._pad).items()}
         width = inputs["input_ids"].shape[1]
         room = min(self._positions, self._engine.plan.context // (len(batch) * how.beams)) - width
@@ -221,14 +220,14 @@ class VisMoE(lmms):
             ids = model.generate(**inputs, **how.options(min(how.max_new_tokens or room, room)), stopping_criteria=stops)
         return [self._answer(row, new, how) for row, new in zip(batch, ids[:, width:].tolist(), strict=True)]
 
-    def _answer(self, row: Row, new: list[int], how: Generation) -> GenerationResult:
+    def _answer(self, row: BatchRow, new: list[int], how: Generation) -> GenerationResult:
         ends = [place for place, token in enumerate(new) if token in self._ends]
         said = new[: ends[0] + 1] if ends else new
         text = self._prompts.tokenizer.decode(said, skip_special_tokens=True)
         text = min((text.split(stop)[0] for stop in how.stop), key=len, default=text)
         return GenerationResult(text, TokenCounts(input_tokens=row.tokens, output_tokens=len(said)))
 
-    def _judge(self, batch: Sequence[Row], model: Any) -> list["Likelihood"]:
+    def _judge(self, batch: Sequence[BatchRow], model: Any) -> list["Likelihood"]:
         inputs = {name: value.to(model.device) for name, value in left_padded(batch, self._pad).items()}
         seen = max(len(row.continuation) for row in batch) + 1
         with torch.inference_mode():

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vismoe.engine import Engine
+from vismoe.engine.engine import Engine
 from vismoe.errors import InputError
-
-from .lmms import TASKS
+from vismoe.eval.lmms import TASKS
 
 __all__ = ["run_tasks"]
 
@@ -37,7 +36,7 @@ def run_tasks(
         from lmms_eval.tasks import TaskManager
         from loguru import logger
 
-        from .lmms_model import VisMoE, VisMoEChat
+        from vismoe.eval.lmms_model import VisMoE, VisMoEChat
 
         logger.remove()
         logger.add(sys.stderr, level="WARNING")

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .scenes import WORLD, Difficulty, Scene, Split, random_scene, scene_random
-from .small_talk import ANSWERS, NO_IMAGE, beyond, every_phrase, greeting, system_prompt
-from .world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, plural, with_article
+from vismoe.eval.scenes import WORLD, Difficulty, Scene, Split, random_scene, scene_random
+from vismoe.eval.small_talk import ANSWERS, NO_IMAGE, beyond, every_phrase, greeting, system_prompt
+from vismoe.eval.world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, plural, with_article
 
 KINDS = ("exists", "what", "where", "count", "choice", "text", "describe", "compare", "turns")
 FORMS = ("text first", "system", "three images", "follow-up", "chat", "beyond", "no image")
@@ -86,7 +86,7 @@ THANKS = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class QuestionTurn:
     """One question, its kind, and the answer the model should give."""
 
     kind: str
@@ -100,7 +100,7 @@ class Conversation:
 
     kind: str
     scenes: tuple[Scene, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[QuestionTurn, ...]
     system: str | None = None  # what comes before everything
     text_first: bool = False  # the first question comes before its pictures
 
@@ -117,21 +117,21 @@ class Conversation:
         return said[:-1]
 
 
-def ask_exists(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_exists(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     noun = rng.choice(scene.nouns) if rng.random() < 0.5 else absent_noun(rng, scene)
     return exists_turn(rng.choice(ASK_EXISTS), noun, scene.count(noun) > 0)
 
 
-def exists_turn(form: str, noun: str, present: bool) -> Turn:
+def exists_turn(form: str, noun: str, present: bool) -> QuestionTurn:
     question = form.format(a=with_article(noun), s=plural(noun), n=noun)
-    return Turn("exists", question, f"Yes, there is {with_article(noun)}." if present else f"No, there is no {noun}.")
+    return QuestionTurn("exists", question, f"Yes, there is {with_article(noun)}." if present else f"No, there is no {noun}.")
 
 
 def absent_noun(rng: random.Random, *scenes: Scene) -> str:
     return rng.choice([noun for noun in NOUNS if not any(scene.count(noun) for scene in scenes)])
 
 
-def ask_what(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_what(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     return what_turn(rng.choice(ASK_WHAT), rng, scene, position_to_ask(rng, scene))
 
 
@@ -146,13 +146,13 @@ def position_to_ask(rng: random.Random, scene: Scene) -> int:
     return rng.choice(empty if empty and rng.random() < 0.2 else taken)
 
 
-def what_turn(form: str, rng: random.Random, scene: Scene, position: int) -> Turn:
+def what_turn(form: str, rng: random.Random, scene: Scene, position: int) -> QuestionTurn:
     item = scene.at(position)
     answer = f"{capital(with_article(item.noun))}." if item else "Nothing."
-    return Turn("what", form.format(p=rng.choice(POSITIONS[position].spoken)), answer)
+    return QuestionTurn("what", form.format(p=rng.choice(POSITIONS[position].spoken)), answer)
 
 
-def ask_where(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_where(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     single = [item for item in scene.items if scene.count(item.noun) == 1]
     if rng.random() < 0.08:
         return where_turn(rng.choice(ASK_WHERE), absent_noun(rng, scene), None)
@@ -162,12 +162,12 @@ def ask_where(rng: random.Random, scene: Scene) -> Turn | None:
     return where_turn(rng.choice(ASK_WHERE), item.noun, item.position)
 
 
-def where_turn(form: str, noun: str, position: int | None) -> Turn:
+def where_turn(form: str, noun: str, position: int | None) -> QuestionTurn:
     answer = f"There is no {noun}." if position is None else f"{capital(POSITIONS[position].answer)}."
-    return Turn("where", form.format(n=noun, a=with_article(noun)), answer)
+    return QuestionTurn("where", form.format(n=noun, a=with_article(noun)), answer)
 
 
-def ask_count(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_count(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     repeated = [noun for noun in scene.nouns if scene.count(noun) > 1]
     draw = rng.random()
     if draw < 0.12:
@@ -179,45 +179,45 @@ def ask_count(rng: random.Random, scene: Scene) -> Turn | None:
     return count_turn(rng.choice(ASK_COUNT), noun, scene.count(noun))
 
 
-def count_all(rng: random.Random, scene: Scene) -> Turn:
+def count_all(rng: random.Random, scene: Scene) -> QuestionTurn:
     """How many objects, or how many animals, there are in all."""
     animals = rng.random() < 0.5
     count = sum(item.noun in ANIMALS for item in scene.items) if animals else len(scene.items)
     form = rng.choice([form for form in ASK_COUNT if form.startswith("How many")])
-    return Turn("count", form.format(s="animals" if animals else "objects"), f"{capital(NUMBERS[count])}.")
+    return QuestionTurn("count", form.format(s="animals" if animals else "objects"), f"{capital(NUMBERS[count])}.")
 
 
-def count_turn(form: str, noun: str, count: int) -> Turn:
-    return Turn("count", form.format(s=plural(noun)), f"{capital(NUMBERS[count])}.")
+def count_turn(form: str, noun: str, count: int) -> QuestionTurn:
+    return QuestionTurn("count", form.format(s=plural(noun)), f"{capital(NUMBERS[count])}.")
 
 
-def ask_text(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_text(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     if scene.label is None:
-        return Turn("text", rng.choice(ASK_TEXT), "There is no text.") if rng.random() < 0.1 else None
-    return Turn("text", rng.choice(ASK_TEXT), f'It says "{scene.label.text}".')
+        return QuestionTurn("text", rng.choice(ASK_TEXT), "There is no text.") if rng.random() < 0.1 else None
+    return QuestionTurn("text", rng.choice(ASK_TEXT), f'It says "{scene.label.text}".')
 
 
-def ask_describe(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_describe(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     parts = [f"{with_article(item.noun)} {POSITIONS[item.position].answer}" for item in scene.items]
     if scene.label is not None:
         parts.append(f'the text "{scene.label.text}" {ROW_ANSWERS[scene.label.row]}')
-    return Turn("describe", rng.choice(ASK_DESCRIBE), f"There is {listed(parts)}.")
+    return QuestionTurn("describe", rng.choice(ASK_DESCRIBE), f"There is {listed(parts)}.")
 
 
-def ask_choice(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_choice(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     return choice_turn(rng, *rng.choice((_choose_what, _choose_which, _choose_where, _choose_count))(rng, scene))
 
 
-def ask_choice_where(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_choice_where(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     """The hardest of the four, for training alone."""
     return choice_turn(rng, *_choose_where(rng, scene))
 
 
-def choice_turn(rng: random.Random, question: str, right: str, wrong: list[str]) -> Turn:
+def choice_turn(rng: random.Random, question: str, right: str, wrong: list[str]) -> QuestionTurn:
     options = [right, *wrong[:3]]
     rng.shuffle(options)
     lines = [question, *(f"{letter}. {option}" for letter, option in zip(OPTION_LETTERS, options, strict=True))]
-    return Turn("choice", "\n".join(lines) + rng.choice(LETTER_ONLY), OPTION_LETTERS[options.index(right)])
+    return QuestionTurn("choice", "\n".join(lines) + rng.choice(LETTER_ONLY), OPTION_LETTERS[options.index(right)])
 
 
 def _choose_what(rng: random.Random, scene: Scene) -> tuple[str, str, list[str]]:
@@ -252,24 +252,24 @@ def _other_nouns(rng: random.Random, noun: str, count: int = 3) -> list[str]:
     return rng.sample([other for other in NOUNS if other != noun], count)
 
 
-ASK: dict[str, Callable[[random.Random, Scene], Turn | None]] = {
+ASK: dict[str, Callable[[random.Random, Scene], QuestionTurn | None]] = {
     "exists": ask_exists, "what": ask_what, "where": ask_where, "count": ask_count, "choice": ask_choice, "text": ask_text,
     "describe": ask_describe,
 }  # fmt: skip
 
 
-def ask_compare(rng: random.Random, first: Scene, second: Scene) -> Turn:
+def ask_compare(rng: random.Random, first: Scene, second: Scene) -> QuestionTurn:
     """A question about two pictures: which of them, both of them, or one of them by name."""
     draw = rng.random()
     only = [noun for noun in first.nouns if not second.count(noun)] + [noun for noun in second.nouns if not first.count(noun)]
     if draw < 0.5 and only:
         noun = rng.choice(only)
         answer = "The first image." if first.count(noun) else "The second image."
-        return Turn("compare", _about(rng.choice(ASK_WHICH_IMAGE), noun), answer)
+        return QuestionTurn("compare", _about(rng.choice(ASK_WHICH_IMAGE), noun), answer)
     shared = [noun for noun in first.nouns if second.count(noun)]
     if draw < 0.75:
         noun = rng.choice(shared) if shared and rng.random() < 0.6 else rng.choice(first.nouns + second.nouns)
-        return Turn("compare", _about(rng.choice(ASK_BOTH), noun), "Yes." if noun in shared else "No.")
+        return QuestionTurn("compare", _about(rng.choice(ASK_BOTH), noun), "Yes." if noun in shared else "No.")
     which = rng.randrange(2)
     scene = (first, second)[which]
     noun = rng.choice(scene.nouns) if rng.random() < 0.5 else rng.choice((second, first)[which].nouns)
@@ -277,7 +277,7 @@ def ask_compare(rng: random.Random, first: Scene, second: Scene) -> Turn:
     return replace(exists_turn("", noun, scene.count(noun) > 0), kind="compare", question=question)
 
 
-def ask_which_of_three(rng: random.Random, scenes: tuple[Scene, ...]) -> Turn | None:
+def ask_which_of_three(rng: random.Random, scenes: tuple[Scene, ...]) -> QuestionTurn | None:
     """Which of three pictures shows something that the others do not, or whether one of them shows it."""
     which = rng.randrange(len(scenes))
     others = scenes[:which] + scenes[which + 1 :]
@@ -286,7 +286,7 @@ def ask_which_of_three(rng: random.Random, scenes: tuple[Scene, ...]) -> Turn | 
         if not only:
             return None
         noun = rng.choice(only)
-        return Turn("three images", _about(rng.choice(ASK_WHICH_OF_THREE), noun), f"The {ORDINALS[which]} image.")
+        return QuestionTurn("three images", _about(rng.choice(ASK_WHICH_OF_THREE), noun), f"The {ORDINALS[which]} image.")
     elsewhere = [noun for other in others for noun in other.nouns]
     noun = rng.choice(scenes[which].nouns if rng.random() < 0.5 else elsewhere)
     turn = exists_turn("", noun, scenes[which].count(noun) > 0)
@@ -307,7 +307,7 @@ def share_a_noun(rng: random.Random, first: Scene, second: Scene) -> Scene:
     return replace(second, items=tuple(items))
 
 
-def follow_up(rng: random.Random, scene: Scene, before: Turn) -> Turn | None:
+def follow_up(rng: random.Random, scene: Scene, before: QuestionTurn) -> QuestionTurn | None:
     """A question that leans on the one before it: "And the dog?" after "Where is the cat?"."""
     if before.kind == "exists":
         noun = rng.choice(scene.nouns) if rng.random() < 0.5 else absent_noun(rng, scene)
@@ -324,7 +324,7 @@ def follow_up(rng: random.Random, scene: Scene, before: Turn) -> Turn | None:
     return None
 
 
-def several_turns(rng: random.Random, scene: Scene) -> tuple[Turn, ...]:
+def several_turns(rng: random.Random, scene: Scene) -> tuple[QuestionTurn, ...]:
     """Two to four turns about one picture; the last leans on the one before it."""
     turns = [
         turn for kind in rng.sample(("exists", "what", "text", "count"), rng.randint(0, 2)) if (turn := ASK[kind](rng, scene))
@@ -337,11 +337,19 @@ def several_turns(rng: random.Random, scene: Scene) -> tuple[Turn, ...]:
     return ()
 
 
-def unrelated_turns(rng: random.Random, scene: Scene, last: str) -> tuple[Turn, ...]:
+def unrelated_turns(rng: random.Random, scene: Scene, last: str) -> tuple[QuestionTurn, ...]:
     """Two or three turns about one picture, each of another kind and by itself; the last one of the kind `last`."""
     kinds = [*rng.sample([kind for kind in ASKED_ALONE if kind != last], rng.randint(1, 2)), last]
     turns = [ASK[kind](rng, scene) for kind in kinds]
     return () if turns[-1] is None else tuple(turn for turn in turns if turn)
+
+
+def turns_about(rng: random.Random, scene: Scene, kind: str) -> tuple[QuestionTurn, ...]:
+    """The turns about one picture; none where it does not offer the question."""
+    if kind == "turns":
+        return several_turns(rng, scene)
+    turn = ASK[kind](rng, scene)
+    return () if turn is None else (turn,)
 
 
 def conversation(
@@ -358,8 +366,7 @@ def conversation(
         if kind == "compare":
             other = random_scene(split, _scene_number(kind, seed, ATTEMPTS), size, difficulty)
             return Conversation(kind, (scene, second := share_a_noun(rng, scene, other)), (ask_compare(rng, scene, second),))
-        turns = several_turns(rng, scene) if kind == "turns" else (ASK[kind](rng, scene),)
-        if turns and turns[-1] is not None:
+        if turns := turns_about(rng, scene, kind):
             return Conversation(kind, (scene,), turns)
     raise AssertionError(f"no scene in {ATTEMPTS} offers a question of kind {kind}")
 
@@ -381,17 +388,17 @@ def _form(rng: random.Random, form: str, split: Split, seed: int, size: tuple[in
     number = _scene_number(KINDS[0], seed, ATTEMPTS)
     scenes = tuple(random_scene(split, number + index, size, difficulty) for index in range(3))
     if form == "three images":
-        turns = (ask_which_of_three(rng, scenes) for _ in range(ATTEMPTS))
-        return Conversation(form, scenes, (next(turn for turn in turns if turn),))
+        offered = (ask_which_of_three(rng, scenes) for _ in range(ATTEMPTS))
+        return Conversation(form, scenes, (next(turn for turn in offered if turn),))
     seen = form != "no image" and rng.random() < 1 / 3
-    turn = no_image_turn(rng, scenes[0]) if form == "no image" else Turn(form, *TALK[form](rng, split, seen))
+    turn = no_image_turn(rng, scenes[0]) if form == "no image" else QuestionTurn(form, *TALK[form](rng, split, seen))
     return Conversation(form, scenes[:1] if seen else (), (turn,), text_first=rng.random() < 0.5)
 
 
-def no_image_turn(rng: random.Random, scene: Scene) -> Turn:
+def no_image_turn(rng: random.Random, scene: Scene) -> QuestionTurn:
     """A question about a picture where there is none."""
     turns = (ASK[rng.choice(("exists", "what", "where", "count", "text", "describe"))](rng, scene) for _ in range(ATTEMPTS))
-    return Turn("no image", next(turn.question for turn in turns if turn), NO_IMAGE)
+    return QuestionTurn("no image", next(turn.question for turn in turns if turn), NO_IMAGE)
 
 
 TALK = {"chat": greeting, "beyond": beyond}

@@ -21,10 +21,10 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from vismoe import VisMoEConfig
-from vismoe.cli_options import SuggestingParser
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import ConfigError
-from vismoe.models.preview import model_class, read_config
+from vismoe.flags import SuggestingParser
+from vismoe.models.load.preview import model_class, read_config
 
 PROMISED = ("less memory", "after others")  # of both kernels, in every type
 LENGTHS = ((40, 64), (64, 400), (400, 900))  # tokens of prompts

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .questions import KINDS, Turn
-from .world import NUMBERS, POSITIONS
+from vismoe.eval.questions import KINDS, QuestionTurn
+from vismoe.eval.world import NUMBERS, POSITIONS
 
 ARTICLES = {"a", "an", "the"}
 Z_95 = 1.959964
@@ -33,7 +33,7 @@ def words(text: str) -> list[str]:
     return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in ARTICLES]
 
 
-def score(turn: Turn, answer: str) -> float:
+def score(turn: QuestionTurn, answer: str) -> float:
     """How right `answer` is for this turn."""
     said, true = words(answer), words(turn.answer)
     if turn.kind == "text" and '"' in turn.answer:

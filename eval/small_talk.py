@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
-from .world import NOUNS, plural
+from vismoe.eval.world import NOUNS, plural
 
 Split = Literal["train", "held-out"]
 

@@ -15,17 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vismoe.cli_options import INTERRUPTED, given_settings, model_options, one_model, print_json
 from vismoe.config import NO_STORE, Budget
 from vismoe.errors import InputError
-
-from .answer_file import AnswerFile, Key
-from .scoring import OTHERS, TEXT
-from .suite_data import Data, Scenes, Tasks
-from .suite_process import JobFailed, Worker
-from .suite_progress import PACKING, QUESTION, TURN, Bar, Outlook
-from .suite_report import accuracy_of, markdown, speed_of, write_report
-from .suite_rows import (
+from vismoe.eval.answer_file import AnswerFile, Key
+from vismoe.eval.scoring import OTHERS, TEXT
+from vismoe.eval.suite_data import Data, Scenes, Tasks
+from vismoe.eval.suite_process import JobFailed, Worker
+from vismoe.eval.suite_progress import PACKING, QUESTION, TURN, Outlook, SuiteBar
+from vismoe.eval.suite_report import accuracy_of, markdown, speed_of, write_report
+from vismoe.eval.suite_rows import (
     EXACT,
     MAX_TOKENS,
     REQUESTS,
@@ -34,8 +32,8 @@ from .suite_rows import (
     Answered,
     Axes,
     PaperTable,
-    Row,
-    Turn,
+    SpeedTurn,
+    SuiteRow,
     answers_folder,
     packed_formats,
     paper_tables,
@@ -43,14 +41,15 @@ from .suite_rows import (
     rows_of,
     speed_folder,
 )
+from vismoe.flags import INTERRUPTED, given_settings, model_options, one_model, print_json
 
-__all__ = ["Order", "Suite", "run_suite"]
+__all__ = ["Suite", "SuiteOptions", "run_suite"]
 
 STORE, LOCK = "store", "pack.lock"
 
 
 @dataclass(frozen=True)
-class Order:
+class SuiteOptions:
     """What was asked for."""
 
     name: str
@@ -65,14 +64,14 @@ class Order:
     work: Path
 
     @classmethod
-    def of(cls, arguments: Namespace) -> "Order":
+    def of(cls, arguments: Namespace) -> "SuiteOptions":
         """Raises InputError or ConfigError for what cannot be asked of a suite."""
         if arguments.data and arguments.seed:
             raise InputError("--seed chooses generated scenes, and --data asks documents of tasks. Fix: leave one of them out")
         given = given_settings(arguments)
         refuse_varied(given)
-        budgets = {"budgets": tuple(arguments.budgets), "hot_budgets": tuple(arguments.hot_budgets)}
-        axes = Axes(memory=str(given.pop("memory", Axes.memory)), **budgets)
+        memory = str(given.pop("memory", Axes.memory))
+        axes = Axes(memory=memory, budgets=tuple(arguments.budgets), hot_budgets=tuple(arguments.hot_budgets))
         for size in (*axes.budgets, *axes.hot_budgets):
             Budget.parse(size)
         return cls(
@@ -91,10 +90,10 @@ class Order:
         )
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[SuiteRow, ...]:
         return rows_of(self.tables)
 
-    def settings(self, row: Row) -> dict[str, Any]:
+    def settings(self, row: SuiteRow) -> dict[str, Any]:
         """Of a row, where the experts lie left out."""
         return {**self.given, "memory": self.axes.memory, "keep": 1.0, "format": "raw", **row.settings}
 
@@ -115,7 +114,7 @@ class Order:
 class Suite:
     """One order under way: what is known of every row, and what is still to be measured."""
 
-    def __init__(self, order: Order):
+    def __init__(self, order: SuiteOptions):
         self.order, self.rows = order, order.rows
         self.failed: dict[str, str] = {}
         order.work.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ class Suite:
                 raise InputError(str(error)) from error
             raise
 
-    def _files(self) -> tuple[dict[str, AnswerFile[Answered]], dict[str, AnswerFile[Turn]]]:
+    def _files(self) -> tuple[dict[str, AnswerFile[Answered]], dict[str, AnswerFile[SpeedTurn]]]:
         """What was kept of every row. Raises InputError where it belongs to something else."""
         order, answers, turns = self.order, {}, {}
         fixed = {"model": self.about["fingerprint"], "program": self.about["program"], "options": dict(order.options)}
@@ -138,19 +137,19 @@ class Suite:
         for row in self.rows:
             settings = fixed | {"settings": order.settings(row)}
             answers[row.name] = AnswerFile(answers_folder(order.work), row.name, settings | order.data.job, Answered)
-            turns[row.name] = AnswerFile(speed_folder(order.work), row.name, settings | timed, Turn)
+            turns[row.name] = AnswerFile(speed_folder(order.work), row.name, settings | timed, SpeedTurn)
         return answers, turns
 
     # -- what there is, and what is missing
-    def answered(self, row: Row) -> dict[Key, Answered]:
+    def answered(self, row: SuiteRow) -> dict[Key, Answered]:
         kept = self._answers[row.name].rows
         return {key: kept[key] for keys in self.order.data.batches() for key in keys if key in kept}
 
-    def turns(self, row: Row) -> list[Turn]:
+    def turns(self, row: SuiteRow) -> list[SpeedTurn]:
         kept = self._turns[row.name].rows
         return [kept[TURN, number] for number in range(self.order.rounds) if (TURN, number) in kept]
 
-    def unasked(self, row: Row) -> list[list[Key]]:
+    def unasked(self, row: SuiteRow) -> list[list[Key]]:
         """Batches, whole ones: what is asked together decides bits. With hotness all of them, since it learns from each."""
         data, kept = self.order.data, self._answers[row.name].rows
         missing = [keys for keys in data.batches() if not data.is_done(keys, kept)]
@@ -176,7 +175,7 @@ class Suite:
         )
 
     # -- measuring
-    def run(self, bar: Bar) -> None:
+    def run(self, bar: SuiteBar) -> None:
         """Measure everything that is missing; what cannot be is in `failed`."""
         for format in self.unpacked():
             self._pack(format, bar)
@@ -192,7 +191,7 @@ class Suite:
     def _ask(self, worker: Worker, do: str, on_part: Callable[[Any], None] = lambda part: None, **job: Any) -> dict[str, Any]:
         return worker.ask(do, on_part, model=self.order.model, options=dict(self.order.options), **job)
 
-    def _pack(self, format: str, bar: Bar) -> None:
+    def _pack(self, format: str, bar: SuiteBar) -> None:
         bar.doing(f"packing {format}")
         began_s, done = time.monotonic(), 0.0
 
@@ -210,7 +209,7 @@ class Suite:
                 if format in formats and not self._is_packed(formats):
                     self._fail(row, str(error), bar)
 
-    def _answer(self, row: Row, bar: Bar) -> None:
+    def _answer(self, row: SuiteRow, bar: SuiteBar) -> None:
         bar.doing(f"asking: {row.name}")
         began_s = time.monotonic()
 
@@ -231,7 +230,7 @@ class Suite:
             means = ", ".join(f"{group} {groups[group]['mean']:.1%}" for group in (OTHERS, TEXT) if group in groups)
             bar.say(f"{row.name}: {means}")
 
-    def _turn(self, row: Row, number: int, bar: Bar) -> None:
+    def _turn(self, row: SuiteRow, number: int, bar: SuiteBar) -> None:
         bar.doing(f"timing {number + 1} of {self.order.rounds}: {row.name}")
         began_s = time.monotonic()
         try:
@@ -240,10 +239,10 @@ class Suite:
         except JobFailed as error:
             self._fail(row, str(error), bar)
         else:
-            self._turns[row.name].add({(TURN, number): Turn(**found)})
+            self._turns[row.name].add({(TURN, number): SpeedTurn(**found)})
             bar.done(TURN, 1, time.monotonic() - began_s)
 
-    def _fail(self, row: Row, reason: str, bar: Bar) -> None:
+    def _fail(self, row: SuiteRow, reason: str, bar: SuiteBar) -> None:
         self.failed[row.name] = reason
         bar.outlook.skipped(QUESTION, sum(map(len, self.unasked(row))))
         bar.outlook.skipped(TURN, self.order.rounds - len(self.turns(row)))
@@ -253,7 +252,7 @@ class Suite:
     def _store(self) -> Path:
         return self.order.work / STORE
 
-    def _settings(self, row: Row) -> dict[str, Any]:
+    def _settings(self, row: SuiteRow) -> dict[str, Any]:
         """With where the experts lie."""
         settings = self.order.settings(row)
         formats = packed_formats(settings)
@@ -278,7 +277,7 @@ class Suite:
         found = {"suite": order.name, "command": order.command, "work": str(order.work), "about": self.about, "questions": asked}
         return {**found, "tables": tables, "rows": rows}
 
-    def _accuracy(self, row: Row) -> dict[str, Any]:
+    def _accuracy(self, row: SuiteRow) -> dict[str, Any]:
         return accuracy_of(self.answered(row), self.answered(EXACT), self.order.data.groups)
 
     def remove_store(self) -> None:
@@ -294,10 +293,10 @@ class Suite:
 
 def run_suite(arguments: Namespace) -> int:
     """Measures, writes and prints; the exit code."""
-    order = Order.of(arguments)
+    order = SuiteOptions.of(arguments)
     forget(order, arguments.again)
     suite, interrupted = Suite(order), False
-    bar = Bar(suite.outlook())
+    bar = SuiteBar(suite.outlook())
     try:
         with bar.progress:
             suite.run(bar)
@@ -327,7 +326,7 @@ def run_suite(arguments: Namespace) -> int:
     return 0
 
 
-def forget(order: Order, what: str | None) -> None:
+def forget(order: SuiteOptions, what: str | None) -> None:
     """Of what a suite has kept of its rows: the speed, or the answers as well."""
     folders = {None: [], "speed": [speed_folder(order.work)], "all": [speed_folder(order.work), answers_folder(order.work)]}
     for folder in folders[what]:

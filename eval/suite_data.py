@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .answer_file import Key, batches
-from .scoring import GROUPS, OTHERS, TEXT
+from vismoe.eval.answer_file import Key, batches
+from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 
 __all__ = ["Data", "Scenes", "Tasks"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["PACKING", "QUESTION", "TURN", "Bar", "Outlook"]
+__all__ = ["PACKING", "QUESTION", "TURN", "Outlook", "SuiteBar"]
 
 PACKING, QUESTION, TURN = "packing", "question", "turn"
 GUESSES_S = {PACKING: 10.0, QUESTION: 0.06, TURN: 8.0}  # for one of each, until some were done
@@ -35,7 +35,7 @@ class Outlook:
         return seconds / count if count else GUESSES_S[kind]
 
 
-class Bar:
+class SuiteBar:
     """One bar over everything, with the time that is left, on stderr; beside it a line for what is finished."""
 
     def __init__(self, outlook: Outlook):

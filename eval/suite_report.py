@@ -12,13 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vismoe.cli_print import share_words
 from vismoe.config import format_bytes
-
-from .figures import Panel, Series, grid_figure
-from .paired import beside, points
-from .scoring import OTHERS, TEXT
-from .suite_rows import EXACT, REPORT, REQUESTS, Answered, Turn
+from vismoe.eval.paired import beside, points
+from vismoe.eval.plots import Panel, Series, grid_figure
+from vismoe.eval.scoring import OTHERS, TEXT
+from vismoe.eval.suite_rows import EXACT, REPORT, REQUESTS, Answered, SpeedTurn
+from vismoe.words import share_words
 
 __all__ = ["accuracy_of", "draw", "markdown", "speed_of", "write_report"]
 
@@ -48,8 +47,8 @@ def accuracy_of(
         if row is not None and not has_exact:
             del row["difference"]
     changed = sum(row.answer != base[key].answer for key, row in rows.items()) if has_exact else None
-    groups = {group: row for group, row in found.items() if row}
-    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": groups}
+    asked = {group: row for group, row in found.items() if row}
+    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": asked}
 
 
 def shares_of(rows: Iterable[Answered]) -> dict[str, float]:
@@ -65,9 +64,11 @@ def _group(rows: Mapping[Key, Answered], base: Mapping[Key, Answered], kinds: Se
     return beside([base[key].score for key in keys], [rows[key].score for key in keys]) if keys else None
 
 
-def speed_of(turns: Sequence[Turn]) -> dict[str, Any]:
+def speed_of(turns: Sequence[SpeedTurn]) -> dict[str, Any]:
     """The median of each figure over the turns that know it; None where none does."""
-    known = {item.name: [value for turn in turns if (value := getattr(turn, item.name)) is not None] for item in fields(Turn)}
+    known = {
+        item.name: [value for turn in turns if (value := getattr(turn, item.name)) is not None] for item in fields(SpeedTurn)
+    }
     return {"turns": len(turns), **{name: median(values) if values else None for name, values in known.items()}}
 
 

@@ -16,11 +16,33 @@ from vismoe.errors import InputError
 from vismoe.pair import Format
 
 __all__ = [
-    "AGAIN", "EXACT", "MAX_TOKENS", "REPORT", "REQUESTS", "SUITES", "SUITE_FLAGS", "TABLES", "VARIED", "WORK", "Answered", "Axes",
-    "PaperTable", "Row", "Turn", "add_suite_arguments", "answers_folder", "packed_formats", "paper_tables", "refuse_varied",
-    "rows_of", "speed_folder", "work_folder",
+    "AGAIN",
+    "EVAL_BATCH",
+    "EXACT",
+    "MAX_TOKENS",
+    "REPORT",
+    "REQUESTS",
+    "SUITES",
+    "SUITE_FLAGS",
+    "TABLES",
+    "VARIED",
+    "WORK",
+    "Answered",
+    "Axes",
+    "PaperTable",
+    "SpeedTurn",
+    "SuiteRow",
+    "add_suite_arguments",
+    "answers_folder",
+    "packed_formats",
+    "paper_tables",
+    "refuse_varied",
+    "rows_of",
+    "speed_folder",
+    "work_folder",
 ]  # fmt: skip
 
+EVAL_BATCH = 8  # questions answered together; with two pictures each they stay within the default context
 SUITES = ("paper",)
 TABLES = ("keep", "selection", "formats", "precision", "memory", "steps")
 AGAIN = ("speed", "all")
@@ -35,7 +57,7 @@ HALF = 0.5
 
 
 @dataclass(frozen=True)
-class Row:
+class SuiteRow:
     """One way to run the model. `name` is also that of its files, and what --compare FOLDER#NAME calls it."""
 
     name: str
@@ -43,7 +65,7 @@ class Row:
     settings: Mapping[str, Any] = field(default_factory=dict)  # what differs from the exact row, by the names of Settings
 
 
-EXACT = Row("exact", "exact")
+EXACT = SuiteRow("exact", "exact")
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,7 @@ class PaperTable:
     name: str
     title: str
     paper: str  # whose table it follows, and in which of its columns
-    rows: tuple[Row, ...]
+    rows: tuple[SuiteRow, ...]
 
 
 @dataclass(frozen=True)
@@ -80,31 +102,31 @@ def paper_tables(axes: Axes, names: Iterable[str] = TABLES) -> tuple[PaperTable,
             "keep",
             "Visual tokens kept",
             "VisMMoE, table 3: its columns Vanilla and VisMMoE",
-            tuple(Row(f"keep-{keep:g}", f"{keep:.0%} kept", {"keep": keep}) for keep in axes.keeps),
+            tuple(SuiteRow(f"keep-{keep:g}", f"{keep:.0%} kept", {"keep": keep}) for keep in axes.keeps),
         ),
         "selection": PaperTable(
             "selection",
             f"Which {HALF:.0%} of the visual tokens are kept",
             "VisMMoE, table 3: its columns Random, Zip and VisMMoE at 50%",
-            tuple(Row(f"{name}-{HALF:g}", name, {"keep": HALF, "selection": name}) for name in axes.selections),
+            tuple(SuiteRow(f"{name}-{HALF:g}", name, {"keep": HALF, "selection": name}) for name in axes.selections),
         ),
         "formats": PaperTable(
             "formats",
             "Formats of the experts",
             "DynaExq, table 1, and DyMoE, table 1: their uniform formats",
-            tuple(Row(name, name, {"format": name}) for name in axes.formats),
+            tuple(SuiteRow(name, name, {"format": name}) for name in axes.formats),
         ),
         "precision": PaperTable(
             "precision",
             "Formats that are decided while the model runs, beside one format for all",
             "DynaExq, table 1 (hotness), and DyMoE, table 2 (importance by retention r)",
-            (*(Row(name, name, {"format": name}) for name in axes.formats[1:]), *_hot(axes), *_important(axes)),
+            (*(SuiteRow(name, name, {"format": name}) for name in axes.formats[1:]), *_hot(axes), *_important(axes)),
         ),
         "memory": PaperTable(
             "memory",
             "Share of the experts in memory",
             "DyMoE, table 3: first token and decode by memory; MoE-SpeQ, table 3: hit rate by cache size",
-            tuple(Row(f"memory-{size}", size, {"memory": size}) for size in axes.budgets if size != axes.memory),
+            tuple(SuiteRow(f"memory-{size}", size, {"memory": size}) for size in axes.budgets if size != axes.memory),
         ),
         "steps": PaperTable(
             "steps",
@@ -116,27 +138,27 @@ def paper_tables(axes: Axes, names: Iterable[str] = TABLES) -> tuple[PaperTable,
     return tuple(replace(table, rows=(EXACT, *table.rows)) for name, table in made.items() if name in set(names))
 
 
-def _dynamic(policy: str, formats: str, memory: str, retention: float | None = None) -> Row:
+def _dynamic(policy: str, formats: str, memory: str, retention: float | None = None) -> SuiteRow:
     """A row whose experts are in one of two formats each."""
     settings = {"policy": policy, "formats": formats, "memory": memory, "format": "auto"}
     short = "both" if "+" in policy else policy
     words = [short, formats.replace("/", "-"), memory, *([f"{retention:g}"] if retention else [])]
     label = f"{policy} {formats} in {memory}" + (f", r {retention:g}" if retention else "")
-    return Row("-".join(words), label, settings | ({"retention": retention} if retention else {}))
+    return SuiteRow("-".join(words), label, settings | ({"retention": retention} if retention else {}))
 
 
-def _hot(axes: Axes) -> tuple[Row, ...]:
+def _hot(axes: Axes) -> tuple[SuiteRow, ...]:
     return tuple(_dynamic("hotness", formats, memory) for formats in axes.hot_formats for memory in axes.hot_budgets)
 
 
-def _important(axes: Axes) -> tuple[Row, ...]:
+def _important(axes: Axes) -> tuple[SuiteRow, ...]:
     """Importance alone, and last with hotness where there is least memory for it."""
     pairs = [(formats, retention) for formats in axes.kept_formats for retention in axes.retentions]
     alone = [_dynamic("importance", formats, axes.kept_memory, retention) for formats, retention in pairs]
     return (*alone, _dynamic("hotness+importance", axes.hot_formats[0], axes.hot_budgets[-1], axes.retentions[-1]))
 
 
-def _steps(memory: str) -> tuple[Row, ...]:
+def _steps(memory: str) -> tuple[SuiteRow, ...]:
     """Each row is the one before and one part more."""
     parts: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("base", "base: LRU, no lookahead", {"memory": memory, "lookahead": "none", "eviction": "lru"}),
@@ -149,7 +171,7 @@ def _steps(memory: str) -> tuple[Row, ...]:
     settings: dict[str, Any] = {}
     for number, (name, label, changed) in enumerate(parts):
         settings = settings | changed
-        rows.append(Row(f"step-{number}-{name}", label, settings))
+        rows.append(SuiteRow(f"step-{number}-{name}", label, settings))
     return tuple(rows)
 
 
@@ -165,7 +187,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Turn:
+class SpeedTurn:
     """One freshly loaded model on the same few requests, the first of them not counted. None where it is not known."""
 
     load_s: float
@@ -188,7 +210,7 @@ def packed_formats(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in formats if name != Format.RAW)
 
 
-def rows_of(tables: Sequence[PaperTable]) -> tuple[Row, ...]:
+def rows_of(tables: Sequence[PaperTable]) -> tuple[SuiteRow, ...]:
     """Every row once, the exact one first."""
     return tuple({row.name: row for table in tables for row in table.rows}.values())
 

@@ -21,25 +21,22 @@ from typing import Any
 
 import torch
 
-import vismoe.models.experts
 from vismoe.bench.process import die_with_parent, peak_rss_bytes
-from vismoe.cli_pack import experts_of
-from vismoe.engine import Engine, demo_model, load
+from vismoe.engine.engine import Engine, demo_model, load
+from vismoe.engine.generate import Figures
 from vismoe.errors import InputError, UnsupportedModelError, VisMoEError
-from vismoe.generate import Figures
+from vismoe.eval.accuracy import answers, messages
+from vismoe.eval.answer_file import Key, program_digest, questions
+from vismoe.eval.pruned_answers import FEWER_EXPERTS, PROGRAM, draw_of
+from vismoe.eval.scoring import score
+from vismoe.eval.suite_rows import Answered, SpeedTurn
 from vismoe.machine.facts import facts
 from vismoe.metrics import Snapshot
-from vismoe.models.loading import runtime_of
-from vismoe.models.preview import model_class, read_config
+from vismoe.models.load.preview import experts_in_place, model_class, read_config
+from vismoe.models.load.quantizer import runtime_of
 from vismoe.store.pack import pack, refuse_small_disk
 from vismoe.store.packed import contents_of, find_store, formats_in
 from vismoe.types import Format, Phase
-
-from . import pruning
-from .accuracy import answers, messages
-from .answer_file import Key, program_digest, questions
-from .scoring import score
-from .suite_rows import Answered, Turn
 
 __all__ = ["main"]
 
@@ -50,7 +47,7 @@ CLEAR = Path("/proc/self/clear_refs")
 
 def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: str) -> dict[str, Any]:
     """What answers belong to, and what they were made with."""
-    source, _ = experts_of(model, options.get("revision"))
+    source, _ = experts_in_place(model or demo_model(), options.get("revision"))
     machine = facts()
     with closing(source):
         beside = find_store(source.paths[0].parent)
@@ -59,7 +56,7 @@ def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: st
             "store": str(beside) if beside else None,
             "packed": [str(format) for format in formats_in(beside)] if beside else [],
             "fingerprint": source.fingerprint,
-            "program": program_digest([*pruning.PROGRAM, vismoe.models.experts, sys.modules[__name__], *PROGRAMS[data]()]),
+            "program": program_digest([*PROGRAM, *FEWER_EXPERTS, sys.modules[__name__], *PROGRAMS[data]()]),
             "experts_bytes": source.inventory.total_bytes,
             "machine": {"cpu": machine.cpu, "cores": machine.usable_cores, "gpus": [gpu.name for gpu in machine.gpus]},
             "versions": machine.versions,
@@ -68,7 +65,7 @@ def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: st
 
 def pack_format(tell: Tell, model: str | None, options: Mapping[str, str], format: str, folder: str) -> dict[str, Any]:
     """Pack the experts, unless that was done; parts are shares of the work."""
-    source, transposed = experts_of(model, options.get("revision"))
+    source, transposed = experts_in_place(model or demo_model(), options.get("revision"))
     with closing(source):
         contents = contents_of(source, Format(format), transposed)
         refuse_small_disk(source, Path(folder), [contents])
@@ -109,7 +106,7 @@ def _ask_scenes(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) ->
 
 def _ask_task(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> dict[Key, Answered]:
     """The documents of one task, as many of `keys` as it has."""
-    from .lmms_run import run_tasks
+    from vismoe.eval.lmms_run import run_tasks
 
     task = keys[0][0]
     rows = run_tasks(engine, [task], len(keys), batch_size=data["batch"])["answers"]
@@ -124,7 +121,7 @@ def _ask_task(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> d
 
 
 def _program_of_tasks() -> list[ModuleType]:
-    from . import lmms_model, lmms_run
+    from vismoe.eval import lmms_model, lmms_run
 
     return [lmms_run, lmms_model]
 
@@ -138,7 +135,7 @@ def _draw_anew(engine: Engine, first: Key) -> None:
     pruner = runtime_of(engine.model).pruner
     if pruner is not None and pruner.pruning is not None:
         pruner.begin_request()
-        pruner.pruning = replace(pruner.pruning, seed=pruning.draw_of(first))
+        pruner.pruning = replace(pruner.pruning, seed=draw_of(first))
 
 
 def speed(
@@ -175,12 +172,12 @@ def _figures(engine: Engine, asked: list[dict[str, Any]], max_tokens: int) -> Fi
     return reply.figures
 
 
-def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) -> Turn:
+def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) -> SpeedTurn:
     tokens, seconds = sum(each.decode_tokens for each in counted), sum(each.decode_seconds for each in counted)
     counters = [each.counters for each in counted]
     moved = "bytes_copied" if any(each.total("bytes_copied") for each in counters) else "bytes_read"
     prefill_bytes, decode_bytes = (sum(each.total(moved, phase) for each in counters) for phase in (Phase.PREFILL, Phase.DECODE))
-    return Turn(
+    return SpeedTurn(
         load_s=load_s,
         first_token_s=median(each.encode_seconds + each.prefill_seconds for each in counted),
         prefill_s=median(each.prefill_seconds for each in counted),

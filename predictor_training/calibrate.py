@@ -15,24 +15,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vismoe.engine import Engine
+from vismoe.engine.engine import Engine
 from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration, geometry_of, router_digest
 from vismoe.lookahead.network import PARTS, Folded
-from vismoe.models.loading import runtime_of
-from vismoe.models.prune import VisualPruner
-from vismoe.models.visual import default_prune_layer, joined_layers
-from vismoe.simulate.trace import Trace
+from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.visual.prune import VisualPruner
+from vismoe.models.visual.settings import default_prune_layer, joined_layers
+from vismoe.predictor_training.collect import ANSWER_TOKENS, collect
+from vismoe.predictor_training.evaluate import LEARNED, WITHOUT, Judgement, judge
+from vismoe.predictor_training.prompts import CalibrationPrompt, is_validation
+from vismoe.predictor_training.prune_depth import Depth, depth_curve, shallowest
+from vismoe.predictor_training.replayed import ReplayContest, contest, pinned_by_share, with_scores
+from vismoe.predictor_training.samples import Samples, read_samples
+from vismoe.predictor_training.selections import SelectionCost, by_turns, cheapest, costs_of, scorer
+from vismoe.predictor_training.train import TrainingRecipe, refuse_too_few, train
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
-
-from .collect import ANSWER_TOKENS, collect
-from .evaluate import LEARNED, WITHOUT, Judgement, judge
-from .prompts import Prompt, is_validation
-from .prune_depth import Depth, depth_curve, shallowest
-from .replayed import Contest, contest, pinned_by_share, with_scores
-from .samples import Samples, read_samples
-from .selections import Cost, by_turns, cheapest, costs_of, scorer
-from .train import Recipe, refuse_too_few, train
 
 __all__ = ["Calibrated", "Told", "calibrate", "refuse_unwritable"]
 
@@ -60,9 +59,9 @@ class Calibrated:
     networks: dict[str, Folded]
     depths: list[Depth]
     changed: list[Changed]
-    costs: list[Cost]
+    costs: list[SelectionCost]
     judged: list[Judgement]
-    contest: Contest
+    contest: ReplayContest
     validation_loss: dict[str, float]
     recorded_with: tuple[int, str] | None  # layer and selection of the training answers at keep 0.5; None: there are none
 
@@ -113,10 +112,10 @@ def refuse_unwritable(folder: Path) -> None:
 
 def calibrate(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[CalibrationPrompt],
     work: Path,
     out: Path,
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     told: Told = lambda doing, done, total: None,
     device: str = "cpu",
 ) -> Calibrated:
@@ -180,7 +179,7 @@ def _short(judgement: Judgement) -> dict[str, Any]:
 
 
 def _networks(
-    samples: dict[Phase, Samples], recipe: Recipe, told: Told, device: str
+    samples: dict[Phase, Samples], recipe: TrainingRecipe, told: Told, device: str
 ) -> tuple[dict[str, Folded], dict[str, float]]:
     """Per phase the better of the network with and the one without the visual summary, by validation loss; and all losses."""
     networks, losses = {}, {}
@@ -219,7 +218,7 @@ def _scored(traces: Sequence[Trace], samples: dict[Phase, Samples], networks: di
 
 
 def _prune_layer(
-    engine: Engine, traces: Sequence[Trace], prompts: Sequence[Prompt], told: Told
+    engine: Engine, traces: Sequence[Trace], prompts: Sequence[CalibrationPrompt], told: Told
 ) -> tuple[list[Depth], list[Changed], int | None]:
     """(the curve of depths, what pruning there does to answers, the layer): nothing where visual tokens cannot be dropped."""
     if not engine.can_prune:
@@ -232,7 +231,7 @@ def _prune_layer(
     return depths, _changes(engine, depths, pictures[:DIVERGENCE_PROMPTS], told), chosen
 
 
-def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[Prompt], told: Told) -> list[Changed]:
+def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[CalibrationPrompt], told: Told) -> list[Changed]:
     """Answers at keep 0.5 against those at keep 1, for every layer of the curve that can prune."""
     if not prompts:
         return []
@@ -249,7 +248,7 @@ def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[Prompt],
     return changed
 
 
-def _costs(engine: Engine, prune_layer: int, prompts: Sequence[Prompt], told: Told) -> list[Cost]:
+def _costs(engine: Engine, prune_layer: int, prompts: Sequence[CalibrationPrompt], told: Told) -> list[SelectionCost]:
     """What each selection costs where dropping begins at that layer."""
     _begin_at(engine, prune_layer)
     return costs_of(by_turns(prompts), scorer(engine), lambda done, total: told("comparing selections", done, total))
@@ -269,7 +268,7 @@ def _begin_at(engine: Engine, prune_layer: int) -> int:
     return pruner.prune_layer
 
 
-def _answer(engine: Engine, prompt: Prompt, keep: float) -> str:
+def _answer(engine: Engine, prompt: CalibrationPrompt, keep: float) -> str:
     return "".join(engine.chat(prompt.messages(), max_tokens=ANSWER_TOKENS, keep=keep))
 
 

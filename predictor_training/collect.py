@@ -18,13 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vismoe.cli_options import SuggestingParser
-from vismoe.engine import Engine, load
+from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, InputError, VisMoEError
-from vismoe.models.loading import runtime_of
-from vismoe.simulate.trace import Trace, TraceWriter
-
-from .prompts import Prompt, folder_prompts, scene_prompts
+from vismoe.flags import SuggestingParser
+from vismoe.models.load.quantizer import runtime_of
+from vismoe.predictor_training.prompts import CalibrationPrompt, folder_prompts, scene_prompts
+from vismoe.trace.files import Trace, TraceWriter
 
 __all__ = ["KEEPS", "collect", "progress_bar", "trace_folder", "work_name"]
 
@@ -62,7 +61,7 @@ def trace_folder(folder: str | Path, keep: float) -> Path:
 
 def collect(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[CalibrationPrompt],
     folder: str | Path,
     keeps: Sequence[float] = KEEPS,
     report: Report = lambda done, total: None,
@@ -98,7 +97,7 @@ def collect(
     return [Trace.open(trace_folder(folder, keep)) for keep in keeps]
 
 
-def _answer(engine: Engine, runtime: Any, writer: TraceWriter, prompt: Prompt, keep: float) -> None:
+def _answer(engine: Engine, runtime: Any, writer: TraceWriter, prompt: CalibrationPrompt, keep: float) -> None:
     """One answer, recorded. Ctrl-C ends the generation before it is passed on."""
     reply = None
     runtime.recorder = _Recorder(writer)
@@ -130,7 +129,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unseen", metavar="KIND", help="a kind of prompt to leave out of training, and judge on (scenes: text)")
 
 
-def prompts_of(arguments: argparse.Namespace) -> list[Prompt]:
+def prompts_of(arguments: argparse.Namespace) -> list[CalibrationPrompt]:
     """The prompts that the flags ask for."""
     if bool(arguments.data) == arguments.scenes:
         raise ConfigError(

@@ -23,20 +23,20 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vismoe.cli_options import SuggestingParser
 from vismoe.config import parse_bytes
-from vismoe.engine import demo_model
-from vismoe.lookahead.features import Sizes
+from vismoe.engine.engine import demo_model
+from vismoe.flags import SuggestingParser
+from vismoe.lookahead.features import FeatureSizes
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.learned import LearnedLookahead, Witness
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.lookahead.network import Predictor, Shape
-from vismoe.models.foresight import Foresight
-from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.preview import model_class, read_config
+from vismoe.models.load.preview import model_class, read_config
+from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.types import Phase
 
-__all__ = ["Cost", "measure"]
+__all__ = ["LookaheadCost", "measure"]
 
 TOKENS = 240
 WARM_TOKENS = 24
@@ -46,7 +46,7 @@ RATES = ("25GB", "1.2GB")  # per second: 16 lanes of PCIe 4, and a disk
 
 
 @dataclass(frozen=True)
-class Cost:
+class LookaheadCost:
     """Of one lookahead on one model. Microseconds; delays are shares of the layer's time without it."""
 
     model: str
@@ -69,6 +69,14 @@ class _Watched:
         self._lookahead, self.seconds, self.remembers = lookahead, list[float](), lookahead.remembers
         self.begin_request, self.observe, self.snapshot = lookahead.begin_request, lookahead.observe, lookahead.snapshot
 
+    @property
+    def memory(self) -> Any:
+        return self._lookahead.memory
+
+    @memory.setter
+    def memory(self, memory: Any) -> None:
+        self._lookahead.memory = memory
+
     def evaluate(self, snapshot: Any) -> np.ndarray | None:
         began_s = time.perf_counter()
         scores = self._lookahead.evaluate(snapshot)
@@ -76,7 +84,7 @@ class _Watched:
         return scores
 
 
-class _Unheard(Foresight):
+class _Unheard(LookaheadInputs):
     """Asks, and tells nobody."""
 
     def _tell(self, tick: int, layer: int, scores: np.ndarray) -> None:
@@ -91,12 +99,12 @@ def random_lookahead(model: Any, name: str) -> tuple[Lookahead, GateLookahead]:
     if name == "gate":
         return gate, gate
     hidden = model.config.get_text_config().hidden_size
-    sizes = Sizes(len(inventory.layers), inventory.layers[0].num_experts, hidden, hidden, 5)
+    sizes = FeatureSizes(len(inventory.layers), inventory.layers[0].num_experts, hidden, hidden, 5)
     network = Predictor(Shape(sizes), dropout=0.0).eval().folded()
     return LearnedLookahead(Witness(gate, sizes), {Phase.PREFILL: network, Phase.DECODE: network}, 0.8, 0.1), gate
 
 
-def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) -> Cost:
+def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) -> LookaheadCost:
     """The cost of lookahead `name` on the model in `folder`, a quarter of whose experts are in memory."""
     settings: dict[str, Any] = {"emulated_link_bytes_per_s": _record_bytes(folder) / arrival_s, "misses": "wait"}
     layers = read_config(str(folder), revision=None).get_text_config().num_hidden_layers
@@ -104,7 +112,7 @@ def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) 
     _, resident_us, resident_delay = _layers(folder, name, "100%", tokens, pinned_layers=layers)
     micro = np.array(seconds) * 1e6
     p50, p99 = np.percentile(micro, (50, 99))
-    return Cost(
+    return LookaheadCost(
         title,
         name,
         arrival_s,
@@ -127,12 +135,12 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
     lookahead, gate = random_lookahead(model, name)
     watched = _Watched(lookahead)
     asking = _Unheard(runtime.pager, watched, gate, inline=False)
-    ways = [Foresight(runtime.pager, None, None, inline=True), asking]
+    ways = [LookaheadInputs(runtime.pager, None, None, inline=True), asking]
     took: list[list[float]] = [[], []]
     layers = len(runtime.store.inventory.layers)
     try:
         for token, way in _decode(model, tokens):
-            runtime.foresight = ways[way]
+            runtime.lookahead_inputs = ways[way]
             before = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
             yield_token = token()
             after = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)

@@ -18,18 +18,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.cli_options import SuggestingParser
 from vismoe.errors import InputError, VisMoEError
-from vismoe.eval.figures import Panel, Series, grid_figure
 from vismoe.eval.paired import Interval, paired_difference
+from vismoe.eval.plots import Panel, Series, grid_figure
+from vismoe.flags import SuggestingParser
 from vismoe.lookahead.network import PARTS, Folded, load
-from vismoe.simulate.trace import Trace
+from vismoe.predictor_training.collect import progress_bar
+from vismoe.predictor_training.recall import Recall, Scorer, by_frequency, by_gate, by_learned, by_lru, by_nothing, hot_recall
+from vismoe.predictor_training.samples import Samples, read_samples
+from vismoe.predictor_training.train import TrainingRecipe, add_training_flags, recipe_of, refuse_device, train
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
-
-from .collect import progress_bar
-from .recall import Recall, Scorer, by_frequency, by_gate, by_learned, by_lru, by_nothing, hot_recall
-from .samples import Samples, read_samples
-from .train import Recipe, add_training_flags, recipe_of, refuse_device, train
 
 __all__ = ["LEARNED", "WITHOUT", "Judgement", "judge", "print_judgements", "trained_variants"]
 
@@ -72,7 +71,7 @@ class Judgement:
 
 def trained_variants(
     samples: dict[Phase, Samples],
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     report: Callable[[str, int], None],
     device: str = "cpu",
     given: dict[str, Folded] | None = None,
@@ -87,7 +86,7 @@ def trained_variants(
     }
     variants: dict[Phase, dict[str, Folded]] = {}
     for phase, of in samples.items():
-        learn = of.where(lambda name: name.startswith("train/"))
+        learn = of.where(begins_with("train"))
         variants[phase] = {}
         for name, how in recipes.items():
             if name == LEARNED and given is not None:
@@ -98,13 +97,18 @@ def trained_variants(
     return variants
 
 
+def begins_with(group: str) -> Callable[[str], bool]:
+    """Whether a request is of the group, by its name."""
+    return lambda name: name.startswith(f"{group}/")
+
+
 def judge(samples: dict[Phase, Samples], variants: dict[Phase, dict[str, Folded]], top_k: int) -> list[Judgement]:
     """Every predictor on every group of prompts that training did not see."""
     judged = []
     for phase, of in samples.items():
-        training = of.where(lambda name: name.startswith("train/"))
+        training = of.where(begins_with("train"))
         for group in GROUPS:
-            held = of.where(lambda name, group=group: name.startswith(f"{group}/"))
+            held = of.where(begins_with(group))
             if len(held):
                 judged.append(_judge(phase, group, held, training, variants[phase], top_k))
     return judged

@@ -16,11 +16,11 @@ from typing import Any
 from vismoe.errors import InputError
 from vismoe.eval.questions import KINDS, THANKS, Conversation, conversation
 from vismoe.eval.scenes import compose
-from vismoe.models.images import file_of_url
-from vismoe.models.message_files import placed
-from vismoe.models.qwen_images import image_source
+from vismoe.models.inputs.images import file_of_url
+from vismoe.models.inputs.message_files import placed
+from vismoe.models.inputs.qwen_images import image_source
 
-__all__ = ["GROUPS", "Prompt", "folder_prompts", "is_validation", "scene_prompts"]
+__all__ = ["GROUPS", "CalibrationPrompt", "folder_prompts", "is_validation", "scene_prompts"]
 
 GROUPS = ("train", "held-out", "unseen")
 UNSEEN_KIND = "text"  # reading: the paper leaves out TextVQA
@@ -36,7 +36,7 @@ Found = tuple[str, str, tuple[Path | str, ...], tuple[dict[str, Any], ...]]  # k
 
 
 @dataclass(frozen=True)
-class Prompt:
+class CalibrationPrompt:
     """One conversation to be answered; pictures are opened when it is asked, not earlier."""
 
     name: str
@@ -74,14 +74,14 @@ def is_validation(request: str) -> bool:
     return hashlib.sha256(f"validation {side if dash else prompt}".encode()).digest()[0] % VALIDATION == 0
 
 
-def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[Prompt]:
+def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[CalibrationPrompt]:
     """About `train` training prompts of all kinds but `unseen`, greetings without an image among them, and `held_out` of held-out
     scenes: nine of ten in equal parts of the kinds, the tenth in addition of the unseen one. Raises InputError for a kind that is
     none."""
     if unseen not in KINDS:
         raise InputError(f"--unseen {unseen}: generated scenes have no such kind. Fix: one of {', '.join(KINDS)}")
     kinds = [kind for kind in KINDS if kind != unseen]
-    greetings = [Prompt(f"train/greeting/{number}", hello) for number, (hello, _) in enumerate(THANKS)]
+    greetings = [CalibrationPrompt(f"train/greeting/{number}", hello) for number, (hello, _) in enumerate(THANKS)]
     asked = [_scene(f"train/{kind}/{number}", "train", number) for number in range(-(-train // len(kinds))) for kind in kinds]
     for number in range(-(-held_out // len(kinds))):
         asked += [_scene(f"held-out/{kind}/{number}", "held-out", number) for kind in kinds]
@@ -89,12 +89,12 @@ def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[
     return greetings + asked
 
 
-def _scene(name: str, split: Any, number: int) -> Prompt:
+def _scene(name: str, split: Any, number: int) -> CalibrationPrompt:
     talk = conversation(name.split("/")[1], split, 7_000_000 + number)  # other scenes than those of vismoe eval
-    return Prompt(name, talk.turns[-1].question, talk=talk)
+    return CalibrationPrompt(name, talk.turns[-1].question, talk=talk)
 
 
-def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt]:
+def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[CalibrationPrompt]:
     """The prompts of a folder, in a fixed order: lines `{"image": path or list, "prompt": text, "kind": name}` or
     `{"messages": conversation, "kind": name}` of `*.jsonl` files (image and kind optional, paths are relative to the file),
     pictures with a default question, text files as they are.
@@ -113,7 +113,7 @@ def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt
         raise InputError(f"--data {folder}: there is no prompt in it. Fix: put files that end in {wanted} there, or use --scenes")
     if unseen is not None and unseen not in {kind for kind, *_ in found}:
         raise InputError(f"--unseen {unseen}: no prompt is of that kind; there are {', '.join(sorted({k for k, *_ in found}))}")
-    prompts: dict[str, Prompt] = {}
+    prompts: dict[str, CalibrationPrompt] = {}
     contents: dict[Path, str] = {}
     for kind, content, images, said in found:
         places = [str(Path(path).relative_to(root) if Path(path).is_relative_to(root) else path) for path in images]
@@ -121,7 +121,7 @@ def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Prompt
         side = (_content(images[0], contents) if images else digest)[:SIDE]
         group = "held-out" if int(side[:2], 16) < HELD_OUT_SHARE * 256 else "train"
         name = f"{'unseen' if kind == unseen else group}/{kind}/{side}-{digest[:12]}"
-        prompts[name] = Prompt(name, content, images, said=said)
+        prompts[name] = CalibrationPrompt(name, content, images, said=said)
     return list(prompts.values())
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vismoe.simulate.steps import TokenKind
-from vismoe.simulate.trace import Trace
-from vismoe.types import Phase
+from vismoe.trace.files import Trace
+from vismoe.types import Phase, TokenKind
 
 __all__ = ["Depth", "depth_curve", "rank_correlation", "shallowest"]
 

@@ -13,9 +13,8 @@ import torch
 
 from vismoe.lookahead.features import LARGEST
 from vismoe.lookahead.network import Folded, log_expected
-
-from .samples import Samples
-from .train import Batches
+from vismoe.predictor_training.samples import Samples
+from vismoe.predictor_training.train import Batches
 
 __all__ = ["TIMES_TOP_K", "Recall", "Scorer", "by_frequency", "by_gate", "by_learned", "by_lru", "by_nothing", "hot_recall"]
 

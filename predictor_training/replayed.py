@@ -13,16 +13,15 @@ import numpy as np
 
 from vismoe.lookahead.lookahead import PREFILL_LAYERS
 from vismoe.lookahead.network import Folded
+from vismoe.predictor_training.recall import by_learned
+from vismoe.predictor_training.samples import Samples
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import best_pinned
 from vismoe.simulate.replay import replay
-from vismoe.simulate.trace import Trace
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
-from .recall import by_learned
-from .samples import Samples
-
-__all__ = ["LEAST", "SHARES", "Contest", "contest", "pinned_by_share", "with_scores"]
+__all__ = ["LEAST", "SHARES", "ReplayContest", "contest", "pinned_by_share", "with_scores"]
 
 SHARES = ("25%", "50%", "75%")
 ARRIVALS = (0.5, 1.0, 4.0)  # of an expert, in layer times
@@ -32,7 +31,7 @@ WORTH = 0.005  # a lookahead must save this share of the time over a simpler one
 
 
 @dataclass(frozen=True)
-class Contest:
+class ReplayContest:
     """Virtual time of each lookahead, relative to none; mean over memory shares and arrival times."""
 
     relative_s: dict[str, float]  # "gate", "learned 0.3", ...
@@ -97,7 +96,9 @@ def at_least(demands: Demands, least: float) -> Demands:
     return Demands(demands.inventory, cut)
 
 
-def contest(scored: dict[str, Demands], shares: Sequence[str] = SHARES[:2], arrivals: Sequence[float] = ARRIVALS) -> Contest:
+def contest(
+    scored: dict[str, Demands], shares: Sequence[str] = SHARES[:2], arrivals: Sequence[float] = ARRIVALS
+) -> ReplayContest:
     """Who wins: none, gate, or learned at one of the thresholds."""
     runners = {"none": scored["gate"]}
     if scored["gate"].have_scores:
@@ -130,7 +131,7 @@ def contest(scored: dict[str, Demands], shares: Sequence[str] = SHARES[:2], arri
         if name in relative and relative[name] < relative[winner] - WORTH:
             winner = name
     chosen: Any = "learned" if winner == best else winner
-    return Contest(relative, cells, chosen, float(best.split()[1]))
+    return ReplayContest(relative, cells, chosen, float(best.split()[1]))
 
 
 def pinned_by_share(demands: Demands, arrival: float = 1.0) -> dict[str, int]:
@@ -139,6 +140,7 @@ def pinned_by_share(demands: Demands, arrival: float = 1.0) -> dict[str, int]:
     return {share: best_pinned(demands, share, prefetch=demands.have_scores, **machine) for share in SHARES}
 
 
-def _machine(demands: Demands, arrival: float) -> dict[str, float]:
+def _machine(demands: Demands, arrival: float) -> dict[str, Any]:
+    """Fields of Conditions."""
     record_bytes = max(layout.record_bytes for layout in demands.inventory.layouts)
     return {"link_bytes_per_s": record_bytes / (arrival * LAYER_S), "compute_s_per_layer": LAYER_S}

@@ -13,9 +13,9 @@ from typing import Self
 import numpy as np
 
 from vismoe.errors import TraceError
-from vismoe.lookahead.features import History, Sizes, share_of_tokens
-from vismoe.simulate.steps import TraceStep
-from vismoe.simulate.trace import Trace
+from vismoe.lookahead.features import FeatureSizes, History, share_of_tokens
+from vismoe.trace.files import Trace
+from vismoe.trace.steps import TraceStep
 from vismoe.types import Phase
 
 __all__ = ["Samples", "read_samples"]
@@ -28,7 +28,7 @@ PHASES = (Phase.PREFILL, Phase.DECODE)
 class Samples:
     """Forward passes of one phase, in the order of the trace."""
 
-    sizes: Sizes
+    sizes: FeatureSizes
     present: np.ndarray  # [N, L, E] share of the tokens that chose each expert; what is to be predicted, from the layers before
     use: np.ndarray  # [N, L, E] decayed use in the request, before this pass
     hidden: np.ndarray  # [N, L, H]
@@ -102,7 +102,7 @@ def read_samples(
     return {phase: _samples(sizes, column, tuple(names)) for phase, column in columns.items()}
 
 
-def _sizes(trace: Trace) -> Sizes:
+def _sizes(trace: Trace) -> FeatureSizes:
     """Read off the first pass that has evidence; raises TraceError for a trace that was not recorded for training."""
     layers = trace.inventory.layers
     hidden = visual = window = 0
@@ -119,10 +119,10 @@ def _sizes(trace: Trace) -> Sizes:
             f"{trace.path} was not recorded for training. "
             "Fix: vismoe calibrate --work FOLDER, or python -m vismoe.predictor_training.collect FOLDER"
         )
-    return Sizes(len(layers), max(layer.num_experts for layer in layers), hidden, visual or hidden, window)
+    return FeatureSizes(len(layers), max(layer.num_experts for layer in layers), hidden, visual or hidden, window)
 
 
-def _row_bytes(sizes: Sizes) -> int:
+def _row_bytes(sizes: FeatureSizes) -> int:
     return 2 * sizes.layers * (2 * sizes.experts + sizes.hidden + 2 * sizes.window * sizes.experts)
 
 
@@ -137,7 +137,9 @@ def _requests(trace: Trace) -> Iterable[tuple[str, list[TraceStep]]]:
         yield steps[0].request, steps
 
 
-def _read_request(steps: list[TraceStep], request: int, sizes: Sizes, trace: Trace, columns: dict[Phase, _Columns]) -> None:
+def _read_request(
+    steps: list[TraceStep], request: int, sizes: FeatureSizes, trace: Trace, columns: dict[Phase, _Columns]
+) -> None:
     history, layers = History(sizes), sizes.layers
     visual: np.ndarray | None = None
     placed: dict[Phase, int] = {}  # where this request's present summary lies in the columns of a phase
@@ -145,7 +147,7 @@ def _read_request(steps: list[TraceStep], request: int, sizes: Sizes, trace: Tra
         if step.phase not in columns:
             continue
         column = columns[step.phase]
-        row = {
+        row: dict[str, np.ndarray] = {
             "present": np.zeros((layers, sizes.experts), np.float16),
             "use": np.zeros((layers, sizes.experts), np.float16),
             "hidden": np.zeros((layers, sizes.hidden), np.float16),
@@ -173,7 +175,7 @@ def _read_request(steps: list[TraceStep], request: int, sizes: Sizes, trace: Tra
         column.add(request, **row, **({"expected": expected} if told else {}))
 
 
-def _samples(sizes: Sizes, column: _Columns, names: tuple[str, ...]) -> Samples:
+def _samples(sizes: FeatureSizes, column: _Columns, names: tuple[str, ...]) -> Samples:
     empty = {
         "present": (sizes.layers, sizes.experts),
         "use": (sizes.layers, sizes.experts),

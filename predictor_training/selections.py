@@ -14,28 +14,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from vismoe.engine import Engine
+from vismoe.engine.engine import Engine
 from vismoe.errors import InputError
-from vismoe.models.images import fetch_image
-from vismoe.models.loading import runtime_of
-from vismoe.models.prompts import PromptBuilder
-from vismoe.models.visual import UNCALIBRATED_SELECTION, pruning_of
+from vismoe.models.inputs.images import fetch_image
+from vismoe.models.inputs.prompts import PromptBuilder
+from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.visual.settings import UNCALIBRATED_SELECTION, pruning_of
+from vismoe.predictor_training.prompts import CalibrationPrompt
 from vismoe.vision.selection import SELECTIONS
 
-from .prompts import Prompt
-
-__all__ = ["Cost", "by_turns", "cheapest", "costs_of", "scorer"]
+__all__ = ["SelectionCost", "by_turns", "cheapest", "costs_of", "scorer"]
 
 KEEP = 0.5
 MOST_PROMPTS = 48
 ANSWER_TOKENS = 40
 OF_ANSWER_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}  # inputs that have a value per token
 
-Scorer = Callable[[Prompt], Mapping[str, float]]  # a prompt's nats per answer token by selection, beyond those with all tokens
+Scorer = Callable[
+    [CalibrationPrompt], Mapping[str, float]
+]  # a prompt's nats per answer token by selection, beyond those with all tokens
 
 
 @dataclass(frozen=True)
-class Cost:
+class SelectionCost:
     """What a selection costs: nats per answer token beyond all tokens, mean over prompts, with standard errors."""
 
     selection: str
@@ -45,16 +46,16 @@ class Cost:
     against_error: float  # of the paired difference
 
 
-def by_turns(prompts: Sequence[Prompt], most: int = MOST_PROMPTS) -> list[Prompt]:
+def by_turns(prompts: Sequence[CalibrationPrompt], most: int = MOST_PROMPTS) -> list[CalibrationPrompt]:
     """Prompts with images, the kinds in turns, those that no predictor trains on first."""
-    kinds: dict[str, list[Prompt]] = {}
+    kinds: dict[str, list[CalibrationPrompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.group == "train"):
         if prompt.has_images:
             kinds.setdefault(prompt.kind, []).append(prompt)
     return [prompt for prompt in chain.from_iterable(zip_longest(*kinds.values())) if prompt is not None][:most]
 
 
-def costs_of(prompts: Sequence[Prompt], score: Scorer, told: Callable[[int, int], None]) -> list[Cost]:
+def costs_of(prompts: Sequence[CalibrationPrompt], score: Scorer, told: Callable[[int, int], None]) -> list[SelectionCost]:
     """Every selection's cost, the lowest first; prompts that the model refuses are left out. Fewer than two tell nothing: []."""
     scores: list[Mapping[str, float]] = []
     for number, prompt in enumerate(prompts):
@@ -66,11 +67,11 @@ def costs_of(prompts: Sequence[Prompt], score: Scorer, told: Callable[[int, int]
     if len(scores) < 2:
         return []
     nats = {name: np.array([scored[name] for scored in scores]) for name in scores[0]}
-    costs = [Cost(name, *_mean(of), *_mean(of - nats[UNCALIBRATED_SELECTION])) for name, of in nats.items()]
+    costs = [SelectionCost(name, *_mean(of), *_mean(of - nats[UNCALIBRATED_SELECTION])) for name, of in nats.items()]
     return sorted(costs, key=lambda cost: cost.nats)
 
 
-def cheapest(costs: Sequence[Cost]) -> str | None:
+def cheapest(costs: Sequence[SelectionCost]) -> str | None:
     """The selection to use; None where nothing was measured."""
     if not costs:
         return None
@@ -87,7 +88,7 @@ def scorer(engine: Engine) -> Scorer:
     """Scores a prompt with the engine's model, where its pruner begins."""
     builder = PromptBuilder(engine.processor, getattr(engine.model.config, "image_token_id", None))
 
-    def score(prompt: Prompt) -> Mapping[str, float]:
+    def score(prompt: CalibrationPrompt) -> Mapping[str, float]:
         inputs = builder.build(prompt.messages(), fetch_image).inputs.to(engine.model.device)
         return engine.with_model(lambda model: _scored(model, dict(inputs), engine))
 

@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from vismoe.cli_options import SuggestingParser
 from vismoe.errors import ConfigError, InputError, VisMoEError
+from vismoe.flags import SuggestingParser
 from vismoe.lookahead.features import LARGEST
 from vismoe.lookahead.network import FLOOR, PARTS, Folded, Predictor, Shape, save_folded
-from vismoe.simulate.trace import Trace
+from vismoe.predictor_training.collect import progress_bar
+from vismoe.predictor_training.prompts import is_validation
+from vismoe.predictor_training.samples import Samples, read_samples
+from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
-from .collect import progress_bar
-from .prompts import is_validation
-from .samples import Samples, read_samples
-
-__all__ = ["GAMMA", "Batches", "Recipe", "Report", "refuse_device", "refuse_too_few", "train"]
+__all__ = ["GAMMA", "Batches", "Report", "TrainingRecipe", "refuse_device", "refuse_too_few", "train"]
 
 GAMMA = 0.8  # VisMMoE, 3.3.3
 FEWEST = 2  # prompts to train on
@@ -38,7 +37,7 @@ Report = Callable[[int, float, float], None]  # (epoch, training loss, validatio
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """How a network is trained; the defaults are those of the shipped predictor."""
 
     parts: tuple[str, ...] = PARTS
@@ -130,7 +129,9 @@ def loss_of(model: Predictor, batches: Batches, rows: np.ndarray) -> torch.Tenso
     return each.sum() / (mask.sum() * each.shape[-1]).clamp(min=1)
 
 
-def train(samples: Samples, recipe: Recipe, report: Report = lambda epoch, loss, validation: None, device: str = "cpu") -> Folded:
+def train(
+    samples: Samples, recipe: TrainingRecipe, report: Report = lambda epoch, loss, validation: None, device: str = "cpu"
+) -> Folded:
     """A network for the phase of `samples` (the requests to learn from, validation among them), ready to run."""
     parts = tuple(part for part in recipe.parts if part != "gate" or samples.expected is not None)
     shape = Shape(samples.sizes, parts, recipe.bottleneck, recipe.merged)
@@ -184,7 +185,7 @@ def _validation_loss(model: Predictor, batches: Batches, rows: np.ndarray) -> fl
 
 
 def train_both(
-    samples: dict[Phase, Samples], recipe: Recipe, report: Callable[[Phase, int, float, float], None], device: str = "cpu"
+    samples: dict[Phase, Samples], recipe: TrainingRecipe, report: Callable[[Phase, int, float, float], None], device: str = "cpu"
 ) -> dict[str, Folded]:
     """The networks of both phases, from the requests of the group `train`."""
     return {
@@ -196,16 +197,22 @@ def train_both(
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--epochs", type=int, default=Recipe.epochs, metavar="N", help=f"at most (default: {Recipe.epochs})")
     parser.add_argument(
-        "--bottleneck", type=int, default=Recipe.bottleneck, metavar="N", help=f"width (default: {Recipe.bottleneck})"
+        "--epochs", type=int, default=TrainingRecipe.epochs, metavar="N", help=f"at most (default: {TrainingRecipe.epochs})"
+    )
+    parser.add_argument(
+        "--bottleneck",
+        type=int,
+        default=TrainingRecipe.bottleneck,
+        metavar="N",
+        help=f"width (default: {TrainingRecipe.bottleneck})",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--train-device", default="cpu", metavar="DEVICE", help="cpu or cuda (default: cpu)")
 
 
-def recipe_of(given: argparse.Namespace) -> Recipe:
-    return Recipe(epochs=given.epochs, bottleneck=given.bottleneck, seed=given.seed)
+def recipe_of(given: argparse.Namespace) -> TrainingRecipe:
+    return TrainingRecipe(epochs=given.epochs, bottleneck=given.bottleneck, seed=given.seed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from vismoe.config import Settings
+from vismoe.engine.stats import Figures, PassFigures, PrecisionInfo
 from vismoe.errors import BudgetError
-from vismoe.figures import Figures, PassFigures, PrecisionInfo
-from vismoe.memory.parts import Part
-from vismoe.memory.plan import Plan
 from vismoe.metrics import Metrics
+from vismoe.planning.parts import PlanPart
+from vismoe.planning.plan import Plan
 from vismoe.types import Phase
 from vismoe.vision.selection import KeptImage, Pruning, Selection
 
@@ -32,7 +32,7 @@ class FakePlan(Plan):
 
 PLAN = FakePlan(
     family="scripted", dtype="float32", device="cpu", memory="100%", context=4096, budget_bytes=10000, minimum_bytes=4000,
-    parts=(Part("attention", 1808, "a <note>"), Part("expert pool", 8192), Part("a detail", 100, inside="attention")),
+    parts=(PlanPart("attention", 1808, "a <note>"), PlanPart("expert pool", 8192), PlanPart("a detail", 100, inside="attention")),
     host_parts=(), pinned_layers=0, slabs=(8,), host_slabs=(), resident_experts=8, total_experts=8, io_threads=2, experts="raw",
 )  # fmt: skip
 
@@ -116,7 +116,7 @@ class FakeReply:
 
 @dataclass
 class FakeEngine:
-    """What `vismoe.engine.load` would return. `script`: per question, the pieces of its answer or an error to raise."""
+    """What `vismoe.engine.engine.load` would return. `script`: per question, the pieces of its answer or an error to raise."""
 
     script: list = field(default_factory=list)
     calls: list = field(default_factory=list)  # (messages, options) of every chat

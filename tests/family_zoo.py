@@ -15,7 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
-from vismoe.models.families import EXPERT_COUNTS
+from vismoe.models.family.families import EXPERT_COUNTS
 
 MODELS = Path(transformers.__file__).parent / "models"
 LAYERS = 3

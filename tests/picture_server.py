@@ -7,7 +7,7 @@ from typing import Any
 
 import httpcore
 
-from vismoe.models.remote_images import RemoteImages
+from vismoe.models.inputs.remote_images import RemoteImages
 
 PUBLIC = "93.184.215.14"
 Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]

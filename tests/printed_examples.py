@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vismoe import cli
 from vismoe.app.options import ServeOptions
 from vismoe.app.serving import welcome
-from vismoe.cli_study import study_list
+from vismoe.cli import main as cli
+from vismoe.cli.study import study_list
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -17,7 +17,7 @@ PATIENCE_S = 10
 
 
 def figures(answer: str, finish: str, precision: SimpleNamespace | None) -> SimpleNamespace:
-    """What the server reads of `vismoe.generate.Figures`."""
+    """What the server reads of `vismoe.engine.generate.Figures`."""
     metrics = Metrics(LAYERS)
     metrics.add("hits", Phase.DECODE, 0, 3)
     metrics.add("misses", Phase.DECODE, 0, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from vismoe.store.checkpoint import CheckpointStore, Part
+from vismoe.store.checkpoint import CheckpointStore, TensorPart
 from vismoe.store.index import Contents
 from vismoe.store.packed import PackedStore, contents_of
 from vismoe.store.safetensors_header import read_header
@@ -77,9 +77,9 @@ def small(
         tuple(geometry.layout for geometry in geometries),
     )
 
-    def locator(layer: int, expert: int) -> tuple[tuple[Part, ...], ...]:
+    def locator(layer: int, expert: int) -> tuple[tuple[TensorPart, ...], ...]:
         entries = [header.tensors[f"{layer}.{expert}.{section.name}"] for section in inventory.layout(layer).sections]
-        return tuple((Part(0, entry.offset_bytes, entry.shape, entry.dtype),) for entry in entries)
+        return tuple((TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype),) for entry in entries)
 
     locators = [[locator(layer.index, expert) for expert in range(layer.num_experts)] for layer in inventory.layers]
     transposed = tuple(geometry.transposed_sections for geometry in geometries)

@@ -5,8 +5,8 @@ import tiny_models
 import torch
 from test_families import Specimen
 
-from vismoe.models.adapters import ADAPTERS, adapt
-from vismoe.models.families import expert_modules, expert_parameters
+from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.moe.adapters import ADAPTERS, adapt
 
 ADAPTED = ("dbrx", "llama4", "longcat_flash", "step3p7")
 

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 import vismoe
-from vismoe import request
-from vismoe.engine import demo_model
-from vismoe.turns import Turns
+from vismoe.engine import request
+from vismoe.engine.engine import demo_model
+from vismoe.engine.scheduler import Scheduler
 
 PICTURE = Image.open(demo_model().parent / "images" / "demo.png").resize((128, 128))
 QUESTIONS = ["Describe the image.", "What is in it?"]
@@ -55,8 +55,8 @@ def of_raw_text(engine, most):
 def of_the_command_line(engine, most):
     from argparse import ArgumentParser
 
-    from vismoe.cli_chat import chat_arguments
-    from vismoe.cli_conversation import start_reply
+    from vismoe.cli.chat import chat_arguments
+    from vismoe.cli.conversation import start_reply
 
     parser = ArgumentParser()
     chat_arguments(parser)
@@ -67,7 +67,7 @@ def of_the_command_line(engine, most):
 
 
 def of_the_page(engine, most):
-    from vismoe.app.page import Page, Turn, Wishes
+    from vismoe.app.page import Page, PageTurn, Wishes
 
     replies, answered = [], engine.chat
 
@@ -77,7 +77,7 @@ def of_the_page(engine, most):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "chat", chat, raising=False)
-        *_, last = Page(engine).answer(Turn.of("What?", []), (), "me", Wishes(max_tokens=most))
+        *_, last = Page(engine).answer(PageTurn.of("What?", []), (), "me", Wishes(max_tokens=most))
     figures = replies[0].figures
     return last.history[-1].answer, figures.answer_tokens, figures.prompt_tokens
 
@@ -144,7 +144,8 @@ def test_an_answer_goes_on_to_the_end_of_the_context_and_an_option_bounds_it_at_
 
 def test_an_evaluation_has_an_option_for_tasks_that_do_not_say(monkeypatch):
     pytest.importorskip("lmms_eval")
-    from vismoe import cli, cli_lmms
+    from vismoe.cli import lmms as cli_lmms
+    from vismoe.cli import main as cli
     from vismoe.eval import lmms_run
 
     asked = []
@@ -175,8 +176,8 @@ def test_it_holds_a_part_of_the_context_and_lets_others_run_beside_it(engine, mo
 def test_who_gave_up_its_place_says_what_it_would_have_said(engine, monkeypatch, options, reuse):
     """With growing in small steps and little room, the later ones begin again in the middle of their answers."""
     monkeypatch.setattr(request, "FIRST_TOKENS", 4)
-    given_up, put_back = [], Turns._put_back
-    monkeypatch.setattr(Turns, "_put_back", lambda turns, later: (given_up.append(later), put_back(turns, later)))
+    given_up, put_back = [], Scheduler._put_back
+    monkeypatch.setattr(Scheduler, "_put_back", lambda turns, later: (given_up.append(later), put_back(turns, later)))
     never_ends(engine, monkeypatch)
     alone = []
     for question in QUESTIONS:

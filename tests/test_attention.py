@@ -5,7 +5,7 @@ import tiny_models
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vismoe.models.attention import IMPLEMENTATION, group_queries, grouped_attention, ungroup_queries
+from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention, ungroup_queries
 
 
 class Module:

@@ -10,15 +10,15 @@ import torch
 from test_pager import EVERY, NumberStore, check, deadline, interrupt_at_random, interrupt_everywhere, lent_by, random_walk
 
 from vismoe.errors import ClosedError
-from vismoe.memory.host import HostTier
-from vismoe.memory.pool import SlabPool
 from vismoe.paging.miss import Rates, Ways
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Moved, Ticket
 from vismoe.paging.transfer import EmulatedLinkMover
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demands
-from vismoe.simulate.synthetic import skewed_trace
 from vismoe.simulate.virtual_pager import VirtualPager
+from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import ExpertId, Phase
 
 FAST_LINK = Rates(1e9, 1e9)  # of records of a few bytes: copies take next to nothing

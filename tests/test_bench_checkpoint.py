@@ -24,9 +24,9 @@ from small_geometries import small_config
 from vismoe.bench import checkpoint, weights
 from vismoe.bench.checkpoint import MANIFEST, write_checkpoint
 from vismoe.bench.geometry import GEOMETRIES, geometry_config, model_class_of
-from vismoe.bench.weights import Noise, Recipe, weights_of
+from vismoe.bench.weights import Noise, WeightRecipe, weights_of
 from vismoe.errors import ConfigError
-from vismoe.models.families import expert_modules, expert_parameters
+from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.store.safetensors_header import read_header
 
 TINY = model_class_of("tiny")
@@ -162,8 +162,8 @@ def test_a_column_is_replaced_and_everything_else_is_noise_wherever_pieces_end(r
         patch.setattr(weights, "BLOCK_VALUES", block)
         noise = Noise(0)
         column = torch.arange(100, 100 + rows)
-        plain = torch.cat(list(noise.pieces("x", Recipe((rows, width), 1.0)))).view(rows, width)
-        marked = torch.cat(list(noise.pieces("x", Recipe((rows, width), 1.0, column)))).view(rows, width)
+        plain = torch.cat(list(noise.pieces("x", WeightRecipe((rows, width), 1.0)))).view(rows, width)
+        marked = torch.cat(list(noise.pieces("x", WeightRecipe((rows, width), 1.0, column)))).view(rows, width)
     assert torch.equal(marked[:, 0], column.bfloat16())
     assert torch.equal(marked[:, 1:], plain[:, 1:])
 

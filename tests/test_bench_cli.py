@@ -15,14 +15,14 @@ import pytest
 import torch
 import transformers as T
 
-from vismoe import cli
 from vismoe.bench import contestants, environment, llama_runner
 from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.bench.job import COLD, WARM, Job
 from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import model_inputs, picture_tokens, random_ids
-from vismoe.bench.run import Outcome
+from vismoe.bench.run import BenchOutcome
 from vismoe.bench.subject import GgufFile, generate, gguf_of, subject_of
+from vismoe.cli import main as cli
 from vismoe.config import Settings
 from vismoe.errors import ConfigError, InputError
 from vismoe.machine.facts import facts
@@ -117,7 +117,7 @@ def test_a_format_that_is_not_packed_is_refused_for_somebodys_model(tiny, capsys
 def test_json_prints_nothing_but_the_report_and_ctrl_c_what_there_is(tiny, capsys, monkeypatch):
     from vismoe.bench import benchmark
 
-    monkeypatch.setattr(benchmark, "run_all", lambda jobs, *rest: Outcome((), interrupted=True))
+    monkeypatch.setattr(benchmark, "run_all", lambda jobs, *rest: BenchOutcome((), interrupted=True))
     assert cli.main([*TINY, "--json"]) == 130
     report = json.loads(capsys.readouterr().out)
     assert report["interrupted"] and report["contestants"] == {}
@@ -128,7 +128,7 @@ def test_a_run_that_failed_is_reported_and_is_not_a_success(tiny, capsys, monkey
     from vismoe.bench import benchmark
 
     failed = {"contestant": "vismoe", "repeat": 0, "failed": "BudgetError: too small"}
-    monkeypatch.setattr(benchmark, "run_all", lambda jobs, *rest: Outcome((failed,), interrupted=False))
+    monkeypatch.setattr(benchmark, "run_all", lambda jobs, *rest: BenchOutcome((failed,), interrupted=False))
     assert cli.main(TINY) == 2
     *table, last = capsys.readouterr().out.strip().splitlines()
     assert json.loads(last)["contestants"]["vismoe"]["failed"] in "\n".join(table)
@@ -161,7 +161,7 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
         ("bench --context 100", "--context 288"),
         ("bench --threads 100000", "--threads"),
         ("bench --trace /no/such/folder/t.json", "there is no folder /no/such/folder"),
-        ("bench --clean --geometry tiny --warm 3", "geometry, warm ask for more"),
+        ("bench --clean --geometry tiny --warm 3", "geometry, warm have no effect"),
         ("bench --geometry tiny --prompt-tokens 5000", "the model 4096 positions"),
         ("bench --geometry tiny --folder /dev/null", "--folder /dev/null cannot be used"),
         ("bench --memory 25% --geometry tiny --layers 2 --limit 64MiB", "Fix: --limit"),

@@ -5,18 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from vismoe.bench.fairness import IMPORTS_BYTES, Conditions, Entry, does_not_fit, labels, refusals
+from vismoe.bench.fairness import IMPORTS_BYTES, Entry, FairConditions, does_not_fit, labels, refusals
 from vismoe.bench.job import Contestant
 from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import parse_bytes
-from vismoe.memory.sizes import size_up
-from vismoe.models.components import decode_read_bytes
+from vismoe.models.family.components import decode_read_bytes
+from vismoe.planning.sizes import size_up
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 GIB = 2**30
 LEAST = f"--limit {size_up(2 * GIB + IMPORTS_BYTES)}"  # beside a budget of 2 GiB
 OURS = Entry(Contestant("vismoe"), "bfloat16", 10 * GIB, "cpu")
-FAIR = Conditions(2 * GIB, 3 * GIB, 64 * GIB, warm_cache=False, emulated_link=False, picture=False)
+FAIR = FairConditions(2 * GIB, 3 * GIB, 64 * GIB, warm_cache=False, emulated_link=False, picture=False)
 
 
 def rival(way="llama.cpp-mmap", format="raw", **other):

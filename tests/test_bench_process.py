@@ -18,7 +18,7 @@ from vismoe.bench.run import run_job
 from vismoe.bench.subject import generate, gguf_of
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
-from vismoe.models.preview import preview
+from vismoe.models.load.preview import preview
 
 MIB = 2**20
 ROOT = Path(__file__).parents[1]

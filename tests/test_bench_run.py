@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vismoe.bench import run as runs
 from vismoe.bench import worker
-from vismoe.bench.job import COLD, WARM, Contestant, Job, Request, contestants_of
+from vismoe.bench.job import COLD, WARM, BenchRequest, Contestant, Job, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
 from vismoe.bench.run import run_all, run_job, schedule
@@ -170,8 +170,8 @@ class Runner:
         self.asked.append(path)
 
 
-def request(state=WARM, decode_s=2.0, ids=(5, 6, 7), counters=None, prompt_tokens=4) -> Request:
-    return Request(state, 0.0, 1.0, prompt_tokens, 0, decode_s, 2, ids, 100, 300, counters)
+def request(state=WARM, decode_s=2.0, ids=(5, 6, 7), counters=None, prompt_tokens=4) -> BenchRequest:
+    return BenchRequest(state, 0.0, 1.0, prompt_tokens, 0, decode_s, 2, ids, 100, 300, counters)
 
 
 def test_a_worker_asks_cold_then_warm_and_drops_the_files_before(tmp_path, monkeypatch):

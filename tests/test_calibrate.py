@@ -19,23 +19,23 @@ import numpy as np
 import pytest
 import torch
 
-from vismoe.cli import main
+from vismoe.cli.main import main
 from vismoe.config import Settings
 from vismoe.errors import ConfigError, InputError, TraceError
-from vismoe.lookahead.calibration import JSON, PREDICTOR, Calibration, Geometry
-from vismoe.lookahead.features import Sizes
+from vismoe.lookahead.calibration import JSON, PREDICTOR, Calibration, RoutingShape
+from vismoe.lookahead.features import FeatureSizes
 from vismoe.lookahead.network import Predictor, Shape
 from vismoe.predictor_training.calibrate import Calibrated, calibrate, refuse_unwritable
 from vismoe.predictor_training.collect import collect, work_name
 from vismoe.predictor_training.evaluate import GATE, LEARNED, judge
-from vismoe.predictor_training.prompts import Prompt, folder_prompts, is_validation, scene_prompts
+from vismoe.predictor_training.prompts import CalibrationPrompt, folder_prompts, is_validation, scene_prompts
 from vismoe.predictor_training.prune_depth import Depth, expansion, rank_correlation, shallowest
 from vismoe.predictor_training.recall import by_gate, by_lru, hot_recall
 from vismoe.predictor_training.samples import Samples, read_samples
 from vismoe.predictor_training.selections import by_turns, cheapest, costs_of
-from vismoe.predictor_training.train import Recipe, train
-from vismoe.simulate.trace import Evidence, Trace, TraceWriter
-from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout
+from vismoe.predictor_training.train import TrainingRecipe, train
+from vismoe.trace.files import Trace, TraceWriter
+from vismoe.types import Evidence, ExpertInventory, MoELayer, Phase, RecordLayout
 from vismoe.vision.selection import SELECTIONS
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -108,7 +108,7 @@ def test_lines_that_are_not_utf_8_are_refused(prompts):
 
 
 def test_what_decides_whether_training_is_possible_is_asked_before_anything_is_loaded(prompts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vismoe.cli_calibrate.load_engine", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr("vismoe.cli.calibrate.load_engine", lambda *given: pytest.fail("loaded"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     out = ["--out", str(tmp_path / "out")]
     for flags, reason in (
@@ -125,9 +125,9 @@ def test_what_decides_whether_training_is_possible_is_asked_before_anything_is_l
         (few / f"{number}.txt").write_text("Hello!")
     assert main(["calibrate", "--json", *out, "--data", str(few)]) == 2
     assert "1 prompts are too few" in json.loads(capsys.readouterr().out)["error"]["message"]
-    alike = [Prompt(f"train/count/ab1234-{number}", "How many?") for number in range(50)]
+    alike = [CalibrationPrompt(f"train/count/ab1234-{number}", "How many?") for number in range(50)]
     with pytest.raises(InputError, match="50 prompts are too few: 50 to train on, 0 to validate with"):
-        calibrate(None, alike, tmp_path / "work", tmp_path / "out", Recipe())
+        calibrate(None, alike, tmp_path / "work", tmp_path / "out", TrainingRecipe())
 
 
 def test_scenes_leave_one_kind_out_of_training_entirely():
@@ -174,7 +174,7 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
         "--json",
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vismoe.simulate.trace.write_whole", full_disk)
+        patch.setattr("vismoe.trace.files.write_whole", full_disk)
         assert main(command) == 2
     assert "No space left on device. Fix: make room" in json.loads(capsys.readouterr().out)["error"]["message"]
     assert main(command) == 0
@@ -214,7 +214,7 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
 def test_prompts_that_are_too_few_to_validate_with_are_refused():
     samples = samples_of(np.zeros((8, 2, 4), np.float32), np.zeros((8, 2, 2, 1, 4), np.float32))
     with pytest.raises(InputError, match="too few"):
-        train(samples, Recipe())
+        train(samples, TrainingRecipe())
 
 
 def test_the_schedule_has_a_length_however_few_steps_there_are():
@@ -223,7 +223,7 @@ def test_the_schedule_has_a_length_however_few_steps_there_are():
     present = np.zeros((40, 2, 4), np.float32)
     samples = replace(samples_of(present, np.zeros((40, 2, 2, 1, 4))), requests=tuple(names), request=np.arange(40))
     epochs = []
-    train(samples, Recipe(epochs=9, patience=9, bottleneck=2), lambda epoch, *losses: epochs.append(epoch))
+    train(samples, TrainingRecipe(epochs=9, patience=9, bottleneck=2), lambda epoch, *losses: epochs.append(epoch))
     assert epochs == list(range(1, 10)), "one step each"
 
 
@@ -241,7 +241,7 @@ def test_two_answers_to_one_prompt_are_one_question():
 
 
 def test_answers_that_were_recorded_in_another_way_than_was_found_best_are_said():
-    calibration = Calibration(Path(), "tiny", "", Geometry(2, 4, 2, 8), "gate", prune_layer=3, selection="distinct")
+    calibration = Calibration(Path(), "tiny", "", RoutingShape(2, 4, 2, 8), "gate", prune_layer=3, selection="distinct")
     result = Calibrated(calibration, {}, [], [], [], [], None, {}, (1, "affinity"))
     assert "from decoder layer 1 on (affinity), not from 3 on (distinct)" in result.recorded_otherwise
     assert replace(result, recorded_with=(3, "distinct")).recorded_otherwise is None
@@ -301,10 +301,10 @@ class FailingEngine:
 def test_what_collecting_says_cannot_be_written_is_what_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr("vismoe.predictor_training.collect.runtime_of", lambda model: model.runtime)
     with pytest.raises(OSError, match="the answer's own"):
-        collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "work")
-    monkeypatch.setattr("vismoe.simulate.trace.write_whole", lambda path, content: raising(OSError("odd")))
+        collect(FailingEngine(), [CalibrationPrompt("train/text/0", "Hello!")], tmp_path / "work")
+    monkeypatch.setattr("vismoe.trace.files.write_whole", lambda path, content: raising(OSError("odd")))
     with pytest.raises(TraceError, match=r"keep-1 cannot be written: odd\. Fix"):
-        collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path / "other")
+        collect(FailingEngine(), [CalibrationPrompt("train/text/0", "Hello!")], tmp_path / "other")
 
 
 def raising(error):
@@ -319,15 +319,15 @@ def test_a_collection_goes_on_only_where_the_settings_are_the_same(tmp_path, mon
     )
     assert same == again and len({same, *others}) == 5
     with pytest.raises(OSError, match="the answer's own"):
-        collect(FailingEngine(), [Prompt("train/text/0", "Hello!")], tmp_path)
+        collect(FailingEngine(), [CalibrationPrompt("train/text/0", "Hello!")], tmp_path)
     with pytest.raises(TraceError, match=r"other settings: .*'window': 5.*'window': 3.*another folder"):
-        collect(FailingEngine(window=3), [Prompt("train/text/0", "Hello!")], tmp_path)
+        collect(FailingEngine(window=3), [CalibrationPrompt("train/text/0", "Hello!")], tmp_path)
 
 
 def test_a_killed_collection_goes_on_where_it_was(prompts, tmp_path):
     """Killed after a shard was written; then the same command, and every request is there once and whole."""
     script = (
-        "import sys, os; from vismoe.predictor_training import collect as c; from vismoe.simulate.trace import TraceWriter as W\n"
+        "import sys, os; from vismoe.predictor_training import collect as c; from vismoe.trace.files import TraceWriter as W\n"
         "real, left = W.request, [int(sys.argv[1])]\n"
         "def request(self, name):\n    self._flush_bytes = 1; real(self, name); left[0] -= 1\n"
         "    if left[0] == 0: os.kill(os.getpid(), 9)\n"
@@ -359,7 +359,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 
 def samples_of(present, expected):
     passes, layers, experts = present.shape
-    sizes = Sizes(layers, experts, 1, 1, expected.shape[3])
+    sizes = FeatureSizes(layers, experts, 1, 1, expected.shape[3])
     zeros = np.zeros((passes, layers), np.int32)
     return Samples(
         sizes, present, present * 0, np.zeros((passes, layers, 1)), np.zeros((1, 1)), zeros, expected, zeros == 0,

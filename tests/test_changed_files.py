@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from searching import SEARCHING
 
 import vismoe
-from vismoe import VisMoEConfig, cli
+from vismoe import VisMoEConfig
+from vismoe.cli import main as cli
 from vismoe.errors import CheckpointError, TransferError
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.packed import STORE_FOLDER
@@ -167,7 +168,7 @@ def test_what_lies_in_memory_from_before_a_change_goes_on_serving(pristine, refe
 
 
 def test_a_checkpoint_that_changes_while_it_is_loaded_is_refused(pristine, tmp_path, monkeypatch):
-    from vismoe.models import loading
+    from vismoe.models.load import quantizer as loading
 
     files = Files(pristine, tmp_path / "model", packed=False, seed=1)
     strip = loading.strip_experts

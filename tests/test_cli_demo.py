@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from terminals import terminals
 
-from vismoe import cli
+from vismoe.cli import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "assets" / "sprites" / "apple.png"
@@ -163,7 +163,7 @@ def test_a_conversation_on_a_terminal(terminal):
     chat.wait_for("decode")
     chat.wait_for("> ")
     chat.process.send_signal(signal.SIGINT)
-    chat.wait_for("Ctrl-D leaves")
+    chat.wait_for("Ctrl-D ends the conversation")
     chat.wait_for("> ")
     chat.write("\x04")
     assert chat.process.wait(timeout=30) == 0

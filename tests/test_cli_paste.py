@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from terminals import Terminal, terminals
 
-from vismoe.cli_conversation import COMMANDS, commands_and_question
+from vismoe.cli.conversation import COMMANDS, commands_and_question
 
 PROGRAM = """\
 import json, sys, types
@@ -18,7 +18,7 @@ sys.path.insert(0, "tests")
 from fake_engine import FakeEngine
 from vismoe.cli import main
 engine = FakeEngine()
-sys.modules["vismoe.engine"] = types.SimpleNamespace(load=lambda *a, **k: engine)
+sys.modules["vismoe.engine.engine"] = types.SimpleNamespace(load=lambda *a, **k: engine)
 code = main(["chat"])
 print("asked", json.dumps([messages[-1]["content"][-1]["text"] for messages, _ in engine.calls]), "end", file=sys.stderr)
 sys.exit(code)

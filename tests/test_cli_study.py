@@ -2,7 +2,8 @@
 
 import pytest
 
-from vismoe import cli, cli_study
+from vismoe.cli import main as cli
+from vismoe.cli import study as cli_study
 
 
 @pytest.mark.parametrize("name", cli_study.STUDIES)

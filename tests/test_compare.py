@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from vismoe import cli
+from vismoe.cli import main as cli
 from vismoe.errors import InputError
 from vismoe.eval import paired
 from vismoe.eval.compare import ALL, compared, read_result

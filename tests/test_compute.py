@@ -14,13 +14,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from vismoe.formats.raw import Raw
 from vismoe.kernels import cpu
-from vismoe.memory.pool import SlabPool
-from vismoe.models import compute
-from vismoe.models.compute import FastExperts, TorchExperts
-from vismoe.models.eager import BLOCK_ROWS, block_rows
-from vismoe.models.families import expert_parameters
-from vismoe.models.forms import form_of
+from vismoe.models.family.families import expert_parameters
+from vismoe.models.family.forms import form_of
+from vismoe.models.moe import compute
+from vismoe.models.moe.compute import FastExperts, TorchExperts
+from vismoe.models.moe.eager import BLOCK_ROWS, block_rows
 from vismoe.paging.lent import Group
+from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertForm, ExpertInventory, Format, MoELayer, RecordLayout
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 3, 64, 48
@@ -70,8 +70,8 @@ def batch(tokens: int, seed: int = 1):
 
 
 @torch.inference_mode()
-def outputs(layer, arithmetic, hidden, index, factors, on_host: bool, in_order: bool) -> torch.Tensor:
-    work = arithmetic.begin(0, layer.module, index, hidden, factors)
+def outputs(layer, backend, hidden, index, factors, on_host: bool, in_order: bool) -> torch.Tensor:
+    work = backend.begin(0, layer.module, index, hidden, factors)
     return work.run(Everything(layer.pool, work.experts, on_host), in_order).float()
 
 

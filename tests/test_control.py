@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vismoe.bench import control
-from vismoe.models.eager import OneRow
+from vismoe.models.moe.eager import OneRow
 
 
 def test_it_reports_what_was_asked_for_and_leaves_the_arithmetic_out():

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from vismoe.eval import controller_cost
-from vismoe.eval.kernels import Geometry
+from vismoe.eval.studies import controller_cost
+from vismoe.eval.studies.kernels import KernelShape
 
-SMALL = Geometry(hidden=256, intermediate=128)
+SMALL = KernelShape(hidden=256, intermediate=128)
 
 
 def test_updates_are_spread_over_their_period_and_shares_are_of_a_token():
@@ -28,7 +28,7 @@ def test_tokens_choose_other_experts_in_the_second_half():
 
 
 def test_every_policy_is_measured_and_the_last_line_is_one_json_object(monkeypatch, capsys):
-    monkeypatch.setattr(controller_cost, "Geometry", lambda: SMALL)
+    monkeypatch.setattr(controller_cost, "KernelShape", lambda: SMALL)
     monkeypatch.setattr(controller_cost, "WORKING_SET_BYTES", 2**21)
     assert controller_cost.main(["--layers", "3", "--experts", "16", "--tokens", "64", "--prompt", "20"]) == 0
     out = capsys.readouterr().out

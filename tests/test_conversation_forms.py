@@ -14,8 +14,8 @@ from scripted_engine import ScriptedEngine  # noqa: E402
 from served import served  # noqa: E402
 
 import vismoe  # noqa: E402
-from vismoe.cli_serve import SERVE, serve_options  # noqa: E402
-from vismoe.engine import demo_model  # noqa: E402
+from vismoe.cli.serve import SERVE, serve_options  # noqa: E402
+from vismoe.engine.engine import demo_model  # noqa: E402
 from vismoe.errors import ConfigError, InputError  # noqa: E402
 
 PICTURE = str(demo_model().parent / "images" / "demo.png")
@@ -82,7 +82,7 @@ def test_a_template_that_refuses_a_conversation_is_an_error_with_its_words(engin
     monkeypatch.setattr(
         engine.processor, "chat_template", "{% for message in messages %}{{ message.role }}{% endfor %}{# content #}"
     )
-    with pytest.raises(InputError, match="cannot go on"):
+    with pytest.raises(InputError, match="cannot continue"):
         engine.chat([turn("user", "Hello"), turn("assistant", "Well, ")])
 
 

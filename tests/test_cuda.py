@@ -7,7 +7,7 @@ import torch
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.cli import main
+from vismoe.cli.main import main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

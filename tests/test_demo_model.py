@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vismoe.eval.questions import KINDS, conversation, every_word
 from vismoe.eval.scenes import compose, random_scene
 from vismoe.eval.world import assets_folder
-from vismoe.models.processor import load_processor
+from vismoe.models.inputs.processor import load_processor
 
 DEMO = assets_folder() / "demo-model"
 MAX_BYTES = 40_000_000

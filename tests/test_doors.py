@@ -21,13 +21,13 @@ from searching import examples
 from served import served
 
 import vismoe
-from vismoe import cli
 from vismoe.app.options import ServeOptions
+from vismoe.cli import main as cli
 from vismoe.config import ANSWERS, SETTINGS, Settings, check_answer
 from vismoe.errors import ConfigError, InputError, VisMoEError
-from vismoe.models import checked
-from vismoe.models.loading import VisMoEConfig
-from vismoe.ranges import Kind, Several, rules_of
+from vismoe.models.family import checkpoint_files as checked
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.ranges import Several, ValueKind, rules_of
 
 PICTURE = Image.new("RGB", (64, 64), "red")
 ASKED = sorted(ANSWERS.keys() - {"batch_size", "top_k", "num_beams", "repetition_penalty"})  # of Engine.chat
@@ -55,7 +55,7 @@ def test_every_number_has_two_ends_and_every_size_is_read(rules):
     for name, rule in rules.items():
         for kind in rule.kinds:
             for one in kind.kinds if isinstance(kind, Several) else (kind,):
-                if isinstance(one, Kind) and one.type in (int, float):
+                if isinstance(one, ValueKind) and one.type in (int, float):
                     assert one.read is not None or all(map(math.isfinite, (one.range.low, one.range.high))), name
 
 
@@ -112,7 +112,7 @@ def asked(engine):
     """Requests that would have been run."""
     caught = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine._turns, "ask", caught.append)
+        patched.setattr(engine._scheduler, "ask", caught.append)
         yield caught
 
 
@@ -206,7 +206,7 @@ class Remembering:
 @pytest.fixture
 def loading(monkeypatch):
     loading = Remembering()
-    monkeypatch.setattr("vismoe.engine.load", loading)
+    monkeypatch.setattr("vismoe.engine.engine.load", loading)
     return loading
 
 

@@ -11,9 +11,9 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.models.embeddings import EmbeddingOnDisk, Table, table_bytes
-from vismoe.models.preview import preview
-from vismoe.store.checkpoint import Part
+from vismoe.models.load.embeddings import EmbeddingOnDisk, Table, table_bytes
+from vismoe.models.load.preview import preview
+from vismoe.store.checkpoint import TensorPart
 from vismoe.store.safetensors_header import read_header
 
 TIED = "lfm2_moe"
@@ -56,7 +56,7 @@ def test_auto_leaves_the_table_on_disk_where_that_makes_room_for_experts_and_now
 
     held = vismoe.runtime_of(load(tmp_path, memory="50%", embeddings="memory")).plan
     assert not on_disk(held.total_bytes), "too small to be worth it"
-    monkeypatch.setattr("vismoe.models.reading.WORTHWHILE_TABLE_BYTES", 1)
+    monkeypatch.setattr("vismoe.models.load.reading.WORTHWHILE_TABLE_BYTES", 1)
     assert on_disk(held.total_bytes), "half of the experts fit beside it, more without it"
     assert not on_disk("50%") and not on_disk("100%"), "a share of the experts is the same with and without it"
     assert not on_disk(held.total_bytes * 2), "everything fits"
@@ -65,7 +65,7 @@ def test_auto_leaves_the_table_on_disk_where_that_makes_room_for_experts_and_now
 
 
 def test_a_preview_settles_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr("vismoe.models.reading.WORTHWHILE_TABLE_BYTES", 1)
+    monkeypatch.setattr("vismoe.models.load.reading.WORTHWHILE_TABLE_BYTES", 1)
     tiny_models.save("qwen3_moe", tmp_path)
     memory = vismoe.runtime_of(load(tmp_path, memory="50%", embeddings="memory")).plan.total_bytes
     foreseen = preview(tmp_path, Settings(memory=memory))
@@ -97,7 +97,7 @@ def table(tmp_path_factory):
     (file,) = folder.glob("*.safetensors")
     header = read_header(file)
     entry = header.tensors["model.embed_tokens.weight"]
-    part = Part(0, entry.offset_bytes, entry.shape, entry.dtype)
+    part = TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype)
     module = EmbeddingOnDisk(Table("", header, part), torch.float32)
     return module, tiny_models.reference(folder).get_input_embeddings().weight
 
@@ -126,7 +126,7 @@ def test_a_truncated_file_is_an_error_that_says_so(tmp_path):
     (file,) = tmp_path.glob("*.safetensors")
     header = read_header(file)
     entry = header.tensors["model.embed_tokens.weight"]
-    part = Part(0, entry.offset_bytes, entry.shape, entry.dtype)
+    part = TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype)
     module = EmbeddingOnDisk(Table("", header, part), torch.float32)
     with file.open("r+b") as raw:
         raw.truncate(entry.offset_bytes + 64)

@@ -9,10 +9,10 @@ from test_pager import NumberStore, lent_by
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.memory.host import HostTier
-from vismoe.memory.pool import SlabPool
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import EmulatedLinkMover
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
 from vismoe.types import Phase
 
 pytestmark = pytest.mark.usefixtures("measured_once")

@@ -6,12 +6,22 @@ import json
 import numpy as np
 import pytest
 
-from vismoe.eval import expert_demand
-from vismoe.eval.expert_demand import alone, deepest, differences, main, pair_measures, prefill_loads, recorded, rivals, shape
-from vismoe.eval.pruning import Contestant
-from vismoe.eval.routing import (
-    Layer,
-    Transitions,
+from vismoe.eval.studies import expert_demand
+from vismoe.eval.studies.expert_demand import (
+    alone,
+    deepest,
+    differences,
+    main,
+    pair_measures,
+    prefill_loads,
+    recorded,
+    rivals,
+    shape,
+)
+from vismoe.eval.studies.pruning import PruningContestant
+from vismoe.eval.studies.routing import (
+    LayerLoad,
+    LoadTransitions,
     active_experts,
     coverage,
     coverage_curve,
@@ -22,26 +32,26 @@ from vismoe.eval.routing import (
     structure_similarity,
 )
 from vismoe.simulate.replay import replay
-from vismoe.simulate.steps import LayerRouting, TokenKind, TraceStep
-from vismoe.simulate.synthetic import inventory_of, skewed_trace
-from vismoe.simulate.trace import Trace
-from vismoe.types import Phase
+from vismoe.trace.files import Trace
+from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.trace.synthetic import inventory_of, skewed_trace
+from vismoe.types import Phase, TokenKind
 from vismoe.vision.selection import Pruning
 
 T, V, P = TokenKind.TEXT, TokenKind.VISUAL, TokenKind.PAD
 
 
-def layer(experts, tokens=None, visual=None) -> Layer:
+def layer(experts, tokens=None, visual=None) -> LayerLoad:
     experts = np.array(experts)
     tokens = np.arange(len(experts)) if tokens is None else np.array(tokens)
-    return Layer(experts, tokens, np.zeros(len(experts), bool) if visual is None else np.array(visual), False)
+    return LayerLoad(experts, tokens, np.zeros(len(experts), bool) if visual is None else np.array(visual), False)
 
 
-def random_layer(rng, tokens=12, experts=8, top_k=3) -> Layer:
+def random_layer(rng, tokens=12, experts=8, top_k=3) -> LayerLoad:
     return layer([rng.permutation(experts)[:top_k] for _ in range(tokens)])
 
 
-def renumbered(routed: Layer, order: np.ndarray) -> Layer:
+def renumbered(routed: LayerLoad, order: np.ndarray) -> LayerLoad:
     return dataclasses.replace(routed, experts=order[routed.experts])
 
 
@@ -115,7 +125,7 @@ def test_what_one_layer_says_about_the_next_is_learned_and_popularity_cannot_say
     found = pair_measures(prompts, 32)
     assert found["predicted_coverage"].mean() > 0.8 and found["popular_coverage"].mean() < 0.5
     alone = [(layer([[expert]]), layer([[order[expert]]])) for expert in range(32)]
-    assert [most(Transitions(alone, 32).expected(load(here, 32)), 1)[0] for here, _ in alone] == order.tolist()
+    assert [most(LoadTransitions(alone, 32).expected(load(here, 32)), 1)[0] for here, _ in alone] == order.tolist()
     swapped = pair_measures([(here, layer(next_one.experts)) for here, next_one in prompts[::-1]], 32)
     assert swapped["structure_similarity"] == pytest.approx(found["structure_similarity"][::-1])
 
@@ -150,13 +160,13 @@ def test_loads_of_prefill_are_those_of_the_replay_prompt_by_prompt():
 
 
 def test_everybody_is_compared_at_the_same_share_and_layer():
-    affinity = Contestant(Pruning(0.5, core_share=0.1), 2)
+    affinity = PruningContestant(Pruning(0.5, core_share=0.1), 2)
     assert rivals(affinity) == {
-        "all tokens": Contestant(Pruning(), 2),
-        "random": Contestant(Pruning(0.5, "random"), 2),
-        "saliency": Contestant(Pruning(0.5, "saliency"), 2),
+        "all tokens": PruningContestant(Pruning(), 2),
+        "random": PruningContestant(Pruning(0.5, "random"), 2),
+        "saliency": PruningContestant(Pruning(0.5, "saliency"), 2),
     }
-    assert rivals(Contestant(Pruning(), 3, 2)) == {"all experts": Contestant(Pruning(), 3)}
+    assert rivals(PruningContestant(Pruning(), 3, 2)) == {"all experts": PruningContestant(Pruning(), 3)}
 
 
 def test_a_recorded_batch_is_taken_apart_into_its_sequences():
@@ -201,7 +211,7 @@ class Stub:
 
 
 def test_a_whole_trace_is_recorded_once_and_a_part_of_one_anew(tmp_path, monkeypatch):
-    contestant = Contestant(Pruning(0.5), 3)
+    contestant = PruningContestant(Pruning(0.5), 3)
     with pytest.raises(KeyboardInterrupt):
         recorded(Stub(monkeypatch, stop_at=2), contestant, "what", 25, 0, tmp_path)
     (part,) = tmp_path.iterdir()
@@ -217,8 +227,8 @@ def test_a_whole_trace_is_recorded_once_and_a_part_of_one_anew(tmp_path, monkeyp
 
 
 def test_the_command_measures_the_demo_model_and_draws(tmp_path, capsys, monkeypatch):
-    def few(layer: int) -> list[Contestant]:
-        return [Contestant(Pruning(0.5, name), layer) for name in ("affinity", "saliency", "random")]
+    def few(layer: int) -> list[PruningContestant]:
+        return [PruningContestant(Pruning(0.5, name), layer) for name in ("affinity", "saliency", "random")]
 
     study = dataclasses.replace(expert_demand.STUDIES["selection"], contestants=few)
     monkeypatch.setitem(expert_demand.STUDIES, "selection", study)

@@ -15,9 +15,9 @@ from searching import SEARCHING
 from test_pager import NumberStore, elsewhere, lent_by, make_pager
 
 from vismoe.errors import TransferError
-from vismoe.memory.pool import SlabPool
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
+from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, Phase
 
 REQUESTS = 6000 if SEARCHING else 300

@@ -25,11 +25,11 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.errors import UnsupportedModelError
 from vismoe.lookahead.gate import _predict
-from vismoe.models import families as tables
-from vismoe.models.adapters import adapt
-from vismoe.models.attention import IMPLEMENTATION
-from vismoe.models.experts import ExpertRuntime
-from vismoe.models.locate import inventory_of
+from vismoe.models.family import families as tables
+from vismoe.models.load.locate import inventory_of
+from vismoe.models.moe.adapters import adapt
+from vismoe.models.moe.attention import IMPLEMENTATION
+from vismoe.models.moe.experts import ExpertRuntime
 from vismoe.types import ExpertInventory
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -38,7 +38,7 @@ MANY = 48  # tokens of text: with an image more than what sparse attention keeps
 RUNNING = [family for family in families() if not refusal_of(family)]
 TO_DO = (
     "Make it pass, with a row in tests/tiny_models.py where only the tiny configuration is wrong, or refuse it in "
-    "vismoe/models/families.py with the reason; then run `make models`"
+    "vismoe/models/family/families.py with the reason; then run `make models`"
 )
 WITHOUT_LOOKAHEAD = set(
     "afmoe beam cohere2_moe dbrx deepseek_v4 diffusion_gemma dots3_note ernie4_5_vl_moe flex_olmo gemma4 longcat_flash "

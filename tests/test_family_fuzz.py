@@ -24,8 +24,8 @@ from transformers import AutoConfig
 
 import vismoe
 from vismoe.errors import UnsupportedModelError
-from vismoe.models.adapters import adapt
-from vismoe.models.families import EXPERT_COUNTS, TOP_K, expert_modules
+from vismoe.models.family.families import EXPERT_COUNTS, TOP_K, expert_modules
+from vismoe.models.moe.adapters import adapt
 
 EXAMPLES = 500 if SEARCHING else 8
 STEPS = 3

@@ -12,9 +12,9 @@ from torch import nn
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.cli import main
+from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.models.linears import restore_linears, serve_linears
+from vismoe.models.moe.linears import restore_linears, serve_linears
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 FAMILY, STEPS = "qwen3_vl_moe", 6

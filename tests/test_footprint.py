@@ -10,14 +10,14 @@ from tiny_models import BUILDERS, FAMILIES, OVERRIDES, WITH_IMAGES, build, image
 
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError
-from vismoe.memory.needs import mask_bytes
-from vismoe.memory.plan import Footprint
-from vismoe.models.adapters import adapt
-from vismoe.models.components import backbone_bytes, component_of
-from vismoe.models.families import expert_modules, expert_parameters
-from vismoe.models.footprint import footprint
-from vismoe.models.locate import inventory_of
-from vismoe.models.preview import describe, preview
+from vismoe.models.family.components import backbone_bytes, component_of
+from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.load.footprint import footprint
+from vismoe.models.load.locate import inventory_of
+from vismoe.models.load.preview import describe, preview
+from vismoe.models.moe.adapters import adapt
+from vismoe.planning.needs import mask_bytes
+from vismoe.planning.plan import Footprint
 
 CONTEXT = 48
 
@@ -165,7 +165,7 @@ def test_a_preview_reads_headers_only_and_agrees_with_the_loaded_model(tmp_path)
     folder = save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16, transposed=True)
     made = preview(folder, Settings(memory="50%", context=CONTEXT), device="cpu")
     assert made.dtype == "bfloat16" and made.resident_experts == made.total_experts // 2
-    from vismoe.models.loading import VisMoEConfig, runtime_of
+    from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
 
     loaded = T.Qwen3VLMoeForConditionalGeneration.from_pretrained(
         folder, dtype="auto", quantization_config=VisMoEConfig(memory="50%", context=CONTEXT)

@@ -13,18 +13,18 @@ from transformers import AutoModelForImageTextToText
 from vismoe.errors import InputError
 from vismoe.eval.accuracy import answers
 from vismoe.eval.answer_file import AnswerFile, program_digest, questions
-from vismoe.eval.format_quality import SIXTEEN_BIT, Contestant, ExpertWeights, Judged, expert_output_errors, judge
-from vismoe.eval.formats import PROGRAM, main, summary
 from vismoe.eval.paired import paired_difference, ratio_of_sums
 from vismoe.eval.questions import KINDS
 from vismoe.eval.scoring import score
+from vismoe.eval.studies.format_quality import SIXTEEN_BIT, ExpertWeights, FormatContestant, Judged, expert_output_errors, judge
+from vismoe.eval.studies.formats import PROGRAM, main, summary
 from vismoe.eval.world import assets_folder
-from vismoe.models.families import expert_modules
-from vismoe.models.processor import load_processor
+from vismoe.models.family.families import expert_modules
+from vismoe.models.inputs.processor import load_processor
 from vismoe.types import Format
 
 DEMO = assets_folder() / "demo-model"
-INT2, INT2_NEAREST = Contestant(Format.INT2), Contestant(Format.INT2, nearest=True)
+INT2, INT2_NEAREST = FormatContestant(Format.INT2), FormatContestant(Format.INT2, nearest=True)
 
 
 def pairs(both: int, lost: int, won: int, neither: int) -> tuple[list[float], list[float]]:
@@ -200,7 +200,7 @@ def test_a_summary_pairs_each_format_with_16_bit_and_with_rounding():
 
 
 def test_the_command_prints_tables_and_a_json_line_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vismoe.eval.formats.OUTPUT_ERROR_QUESTIONS", 1)
+    monkeypatch.setattr("vismoe.eval.studies.formats.OUTPUT_ERROR_QUESTIONS", 1)
     command = ["--formats", "int2", "--questions", "9", "--work", str(tmp_path)]
     assert main(command) == 0
     *tables, last = capsys.readouterr().out.splitlines()

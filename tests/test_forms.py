@@ -7,17 +7,17 @@ from family_zoo import families
 from models_page import refusal_of
 
 from vismoe.kernels import reference
-from vismoe.models.adapters import adapt
-from vismoe.models.eager import expert_output
-from vismoe.models.families import expert_modules, expert_parameters
-from vismoe.models.forms import form_of, forms_of, transposed_sections
-from vismoe.models.locate import inventory_of
+from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.family.forms import form_of, forms_of, transposed_sections
+from vismoe.models.load.locate import inventory_of
+from vismoe.models.moe.adapters import adapt
+from vismoe.models.moe.eager import expert_output
 from vismoe.types import Activation, ExpertForm, Gate
 
 # Families whose experts the kernels do not compute, and a word of the reason.
 FORMLESS = {
     "dbrx": "arithmetic of its own",
-    "inkling2": "activation that is not among",
+    "inkling2": "activation other than",
     "muse_spark": "normalises each expert",
 }
 RUNNING = [family for family in families() if refusal_of(family) is None]

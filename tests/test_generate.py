@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import set_seed
 
+from vismoe.engine.generate import Reply, StopStrings, TokenLoop, refuse_own_loop
 from vismoe.errors import UnsupportedModelError
-from vismoe.generate import Reply, StopStrings, TokenLoop, refuse_own_loop
-from vismoe.models.cache_beginning import beginning, can_go_on
+from vismoe.models.visual.cache_beginning import beginning, can_go_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = {"do_sample": False}

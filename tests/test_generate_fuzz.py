@@ -21,8 +21,8 @@ import vismoe
 from vismoe.app.api_errors import ApiError
 from vismoe.app.schemas import ChatRequest, CompletionRequest, parse
 from vismoe.config import ANSWERS, COLDEST, Settings, check_answer
+from vismoe.engine.stats import Figures
 from vismoe.errors import InputError, VisMoEError
-from vismoe.figures import Figures
 
 SHARED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 QUESTIONS = ("What is a cache?", "Describe the red circle.", "\n\n", "naïve 图 🙂 \u202e", "a" * 60)

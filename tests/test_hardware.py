@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vismoe.errors import ConfigError
-from vismoe.memory.hardware import group_limits, host_memory, probe
+from vismoe.machine.hardware import group_limits, host_memory, probe
 
 
 def write(folder, **files):

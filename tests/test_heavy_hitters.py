@@ -19,15 +19,15 @@ from packaging.version import Version
 from tiny_models import OVERRIDES
 from transformers import DynamicCache, StaticCache
 
-from vismoe.models import attended
-from vismoe.models.adapters import adapt
-from vismoe.models.attended import attention_received, last_real
-from vismoe.models.attention import IMPLEMENTATION as GROUPED
-from vismoe.models.attention import group_queries
-from vismoe.models.families import expert_modules
-from vismoe.models.heavy_hitters import QUERIES, HeavyHitters, hitters_bytes
-from vismoe.models.live_memory import META, LiveMemory
-from vismoe.models.prune import VisualPruner
+from vismoe.models.family.families import expert_modules
+from vismoe.models.load.live_memory import META, LiveMemory
+from vismoe.models.moe import attended
+from vismoe.models.moe.adapters import adapt
+from vismoe.models.moe.attended import attention_received, last_real
+from vismoe.models.moe.attention import IMPLEMENTATION as GROUPED
+from vismoe.models.moe.attention import group_queries
+from vismoe.models.moe.heavy_hitters import QUERIES, HeavyHitters, hitters_bytes
+from vismoe.models.visual.prune import VisualPruner
 from vismoe.types import MoELayer
 from vismoe.vision.selection import Pruning
 
@@ -135,8 +135,8 @@ def test_which_layers_are_heard(family):
         return
     own, near, none = PARTLY.get(family, (len(layers), 0, 0))
     source = f"attention received from the last 64 queries in {own} of {len(layers)} MoE layers"
-    source += f"; {near} take that of the nearest layer before them" if near else ""
-    assert hitters.source == source + (f"; the first {none} have none before them" if none else "")
+    source += f"; {near} use the attention of the nearest layer before them" if near else ""
+    assert hitters.source == source + (f"; the first {none} have no such layer" if none else "")
 
 
 class Eager(dict):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_pager import NumberStore, check
 
-from vismoe.memory.host import HostTier
+from vismoe.pools.host_tier import HostTier
 from vismoe.types import ExpertId
 
 

@@ -8,8 +8,8 @@ import tiny_models
 import torch
 from models_page import KEEPS_ALL
 
-from vismoe.models.image_cache import ImageCache
-from vismoe.models.prune import VisualPruner
+from vismoe.models.visual.image_cache import ImageCache
+from vismoe.models.visual.prune import VisualPruner
 from vismoe.vision.selection import Pruning
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -406,10 +406,10 @@ def test_workers_sleep_between_calls():
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.bfloat16, torch.float16)], ids=len)
 def test_the_workspace_takes_what_the_plan_says(dtypes):
-    backend = cpu.start(2)
+    setup = cpu.start(2)
     kinds = [Experts.of(dtype=dtype, hidden=3000, intermediate=100) for dtype in dtypes]
     experts, batch = Experts.mixed(kinds, [0, 0, 0]), Batch.of([150, 0, 40], 3000)
-    planned = cpu.workspace_bytes(experts.kernel, 190, torch.bfloat16, backend.threads, backend.isa)
+    planned = cpu.workspace_bytes(experts.kernel, 190, torch.bfloat16, setup.threads, setup.isa)
     batch.parts(experts)
     assert cpu.held_bytes() == planned
     Batch.of([15, 0, 4], 3000).parts(experts)

@@ -1,4 +1,4 @@
-"""`python -m vismoe.eval.kernels`: that it runs both contestants on what it says, not how fast they are."""
+"""`python -m vismoe.eval.studies.kernels`: that it runs both contestants on what it says, not how fast they are."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from vismoe.errors import ConfigError
-from vismoe.eval import kernels
+from vismoe.eval.studies import kernels
 from vismoe.types import Format
 
-SMALL = kernels.Geometry(hidden=256, intermediate=128, vocabulary=300, projections=((64, 256), (256, 64)))
+SMALL = kernels.KernelShape(hidden=256, intermediate=128, vocabulary=300, projections=((64, 256), (256, 64)))
 
 
 @pytest.mark.parametrize("weights", kernels.WEIGHTS)

@@ -19,12 +19,12 @@ from PIL import Image
 from searching import long
 
 import vismoe
-from vismoe.cli import main
+from vismoe.cli.main import main
 from vismoe.errors import ConfigError, ContextError, InputError
 from vismoe.eval.lmms import TASKS, manifest
-from vismoe.eval.lmms_agreement import agreement
 from vismoe.eval.questions import conversation
 from vismoe.eval.scenes import compose
+from vismoe.eval.studies.lmms_agreement import agreement
 from vismoe.eval.world import plural, with_article
 
 lmms_eval = pytest.importorskip("lmms_eval", reason='lmms-eval is not installed: pip install "vismoe[eval]"')

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.cli import main
+from vismoe.cli.main import main
 from vismoe.config import SETTINGS
 from vismoe.errors import ConfigError, InputError
 from vismoe.eval.lmms_arguments import SWITCHES, model_arguments
-from vismoe.eval.lmms_batches import Generation, Row, batches, left_padded
+from vismoe.eval.lmms_batches import BatchRow, Generation, batches, left_padded
 
 
 def test_model_args_have_the_types_that_flags_give():
@@ -72,10 +72,10 @@ def test_generation_follows_the_task():
         Generation.of({"best_of": 3}, 8)
 
 
-def row(tokens: int, number: int = 0, continuation: tuple[int, ...] = (), patches: int = 0) -> Row:
+def row(tokens: int, number: int = 0, continuation: tuple[int, ...] = (), patches: int = 0) -> BatchRow:
     ids = torch.arange(10, 10 + tokens)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "kinds": torch.full_like(ids, 7)}
-    return Row(number, inputs | ({"pixels": torch.full((patches, 2), number)} if patches else {}), continuation)
+    return BatchRow(number, inputs | ({"pixels": torch.full((patches, 2), number)} if patches else {}), continuation)
 
 
 def test_rows_are_padded_on_the_left_and_images_are_concatenated_in_order():
@@ -115,6 +115,6 @@ def test_batches_keep_the_order_and_never_pass_the_context_nor_the_memory_of_mas
     ],
 )
 def test_the_command_refuses_before_a_model_is_loaded(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr("vismoe.cli_lmms.find_spec", lambda name: None)
+    monkeypatch.setattr("vismoe.cli.lmms.find_spec", lambda name: None)
     assert main(["eval", "--lmms", *arguments, "--json"]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]

@@ -13,9 +13,9 @@ from transformers import conversion_mapping
 from transformers import core_model_loading as loading
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
-from vismoe.models.conversion import MERGING, OPERATIONS, ExpertParameter, rows_of
-from vismoe.models.locate import locate_experts
-from vismoe.store.checkpoint import CheckpointStore, Part
+from vismoe.models.load.conversion import MERGING, OPERATIONS, ExpertParameter, rows_of
+from vismoe.models.load.locate import locate_experts
+from vismoe.store.checkpoint import CheckpointStore, TensorPart
 from vismoe.store.safetensors_header import read_header
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, RecordLayout
 
@@ -60,7 +60,7 @@ def test_rows_equal_what_the_operations_of_transformers_make(name, tmp_path):
         tensors |= dict(zip(keys[pattern], collected[pattern]))
     save_file(tensors, tmp_path / "x.safetensors")
     header = read_header(tmp_path / "x.safetensors")
-    parts = {key: Part(0, entry.offset_bytes, entry.shape, entry.dtype) for key, entry in header.tensors.items()}
+    parts = {key: TensorPart(0, entry.offset_bytes, entry.shape, entry.dtype) for key, entry in header.tensors.items()}
 
     for operation in converter.operations:  # the oracle
         collected = operation.convert(
@@ -109,7 +109,7 @@ def test_an_operation_that_we_do_not_know_is_refused_by_name(tmp_path, monkeypat
     ids=repr,
 )
 def test_a_known_operation_used_in_another_way_is_refused_and_not_guessed(operations):
-    parts = {name: Part(0, 0, (EXPERTS, *ROW), torch.float32) for name in ("gate", "up")}
+    parts = {name: TensorPart(0, 0, (EXPERTS, *ROW), torch.float32) for name in ("gate", "up")}
     sources = list(parts) if isinstance(operations[0], loading.Concatenate) else ["up"]
     parameter = ExpertParameter("x", (EXPERTS, *ROW), {name: [name] for name in sources}, sources, operations)
     with pytest.raises(UnsupportedModelError, match=type(operations[-1]).__name__):

@@ -17,17 +17,17 @@ import torch
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.lookahead.ahead import Ahead
+from vismoe.lookahead.background import BackgroundLookahead
 from vismoe.lookahead.calibration import FOLDER, JSON, PREDICTOR, Calibration, geometry_of, router_digest
-from vismoe.lookahead.features import Sizes
+from vismoe.lookahead.features import FeatureSizes
 from vismoe.lookahead.learned import LearnedLookahead
 from vismoe.lookahead.lookahead import Seen
 from vismoe.lookahead.network import PARTS, Predictor, Shape, save_folded
 from vismoe.predictor_training.samples import read_samples
 from vismoe.predictor_training.train import Batches
-from vismoe.simulate.trace import Trace, TraceWriter
+from vismoe.trace.files import Trace, TraceWriter
 from vismoe.types import Phase
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -38,7 +38,7 @@ def save_calibration(folder, model, out=None, parts=PARTS, **changes):
     """A predictor of random weights for a loaded model."""
     inventory = vismoe.runtime_of(model).store.inventory
     hidden = model.config.get_text_config().hidden_size
-    sizes = Sizes(len(inventory.layers), inventory.layers[0].num_experts, hidden, hidden, 5)
+    sizes = FeatureSizes(len(inventory.layers), inventory.layers[0].num_experts, hidden, hidden, 5)
     torch.manual_seed(0)
     networks = {}
     for phase in (Phase.PREFILL, Phase.DECODE):
@@ -280,7 +280,7 @@ def until(done):
 
 def test_only_the_newest_layer_is_evaluated_and_close_ends_the_worker():
     slow, told, charged = Slow(), [], []
-    ahead = Ahead(slow, lambda tick, layer, scores: told.append((tick, layer)), inline=False, charge=charged.append)
+    ahead = BackgroundLookahead(slow, lambda tick, layer, scores: told.append((tick, layer)), inline=False, charge=charged.append)
     for layer in range(5):
         ahead.ask(seen(layer), tick=10 + layer)
         time.sleep(0.05 if layer == 0 else 0)  # the worker takes the first
@@ -297,7 +297,7 @@ def test_an_error_in_the_worker_is_raised_at_the_next_layer_and_asking_goes_on()
     slow, told = Slow(), []
     slow.error = ValueError("no such expert")
     slow.go.set()
-    ahead = Ahead(slow, lambda tick, layer, scores: told.append(layer), inline=False)
+    ahead = BackgroundLookahead(slow, lambda tick, layer, scores: told.append(layer), inline=False)
     ahead.ask(seen(0), 1)
     until(lambda: ahead._failed is not None)
     slow.error = None
@@ -311,12 +311,12 @@ def test_an_error_in_the_worker_is_raised_at_the_next_layer_and_asking_goes_on()
 
 def test_scores_that_come_after_the_next_demand_are_dropped(folder):
     model = load(folder)
-    foresight, pager = vismoe.runtime_of(model).foresight, vismoe.runtime_of(model).pager
+    lookahead_inputs, pager = vismoe.runtime_of(model).lookahead_inputs, vismoe.runtime_of(model).pager
     told = []
     pager.look_ahead = lambda layer, scores, high: told.append(layer)
-    foresight._tell(pager.core.tick, 3, np.zeros((1, 4), np.float32))
+    lookahead_inputs._tell(pager.core.tick, 3, np.zeros((1, 4), np.float32))
     pager.core.tick += 1
-    foresight._tell(pager.core.tick - 1, 3, np.zeros((1, 4), np.float32))
+    lookahead_inputs._tell(pager.core.tick - 1, 3, np.zeros((1, 4), np.float32))
     assert told == [3]
     pager.close()
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vismoe.errors import CheckpointError
-from vismoe.lookahead.features import Features, History, Sizes, share_of_tokens, targets
+from vismoe.lookahead.features import Features, FeatureSizes, History, share_of_tokens, targets
 from vismoe.lookahead.network import FLOOR, PARTS, Folded, Predictor, Shape, load, predictor_bytes, save_folded
 from vismoe.predictor_training.prompts import is_validation
 from vismoe.predictor_training.samples import Samples
-from vismoe.predictor_training.train import GAMMA, Batches, Recipe, train
+from vismoe.predictor_training.train import GAMMA, Batches, TrainingRecipe, train
 
-SIZES = Sizes(layers=4, experts=3, hidden=5, visual=2, window=2)
+SIZES = FeatureSizes(layers=4, experts=3, hidden=5, visual=2, window=2)
 
 
 def test_targets_decay_with_the_distance_and_end_with_the_model():
@@ -143,7 +143,7 @@ def test_training_finds_what_decides_and_repeats_itself():
     samples = random_samples(count=400)
     positive = samples.hidden[:, 0, 0] > 3
     samples.present[:, 1, 0] = positive
-    recipe = Recipe(bottleneck=16, epochs=25, batch=32, patience=25, rate=2e-2)
+    recipe = TrainingRecipe(bottleneck=16, epochs=25, batch=32, patience=25, rate=2e-2)
     losses = []
     first = train(samples, recipe, lambda epoch, loss, validation: losses.append(validation))
     assert losses[-1] < losses[0]

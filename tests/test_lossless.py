@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.eval import lossless as evaluation
-from vismoe.eval.lossless import entropy_bits, huffman_bits
+from vismoe.eval.studies import lossless as evaluation
+from vismoe.eval.studies.lossless import entropy_bits, huffman_bits
 from vismoe.formats.codec import codec_of
 from vismoe.formats.lossless import PACKED, STORED, Lossless, content_bytes
 from vismoe.kernels import lossless as kernels

@@ -25,6 +25,7 @@ from vismoe.machine.ceilings import EXAMPLES, miss_bytes_per_s, resident_tokens_
 from vismoe.machine.choices import Choices, choose
 from vismoe.machine.disk import disk_rates, filesystem_key
 from vismoe.machine.facts import cpu_of, facts, machine_key, pci_link
+from vismoe.machine.hardware import cpu_quota
 from vismoe.machine.measure import measure, measure_disk
 from vismoe.machine.profile import Profile, disk_of, load_profile, merged, profile_file, save_profile
 from vismoe.machine.rates import (
@@ -38,7 +39,6 @@ from vismoe.machine.rates import (
     dram_rates,
     link_rates,
 )
-from vismoe.memory.hardware import cpu_quota
 
 GIB, MIB = 2**30, 2**20
 SMALL = Effort((4096, 65536), (1, 2), 0.01, 1, MIB, MIB)
@@ -505,7 +505,7 @@ def test_a_filesystem_without_o_direct_is_read_through_the_page_cache(tmp_path):
 def test_no_more_threads_than_the_link_to_the_gpu_can_use(tmp_path, measured):
     link = LinkRates("cuda:0", (LinkRate(False, MIB, 5e8), LinkRate(True, MIB, 1.2e9)), 3e12, None)
     found = chosen(dataclasses.replace(measured, links=(link,)), tmp_path, device="cuda")
-    assert found.io_threads == 2 and "link takes 1.2 GB/s" in found.reasons["io_threads"]
+    assert found.io_threads == 2 and "link copies 1.2 GB/s" in found.reasons["io_threads"]
     assert "a second thread reads while the first copies" in found.reasons["io_threads"]
     assert chosen(dataclasses.replace(measured, links=(link,)), tmp_path, device="cuda:1").io_threads == 2
 

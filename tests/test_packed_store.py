@@ -16,7 +16,7 @@ import torch
 from small_checkpoints import Small, slab_for, small
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.memory.pool import SlabPool
+from vismoe.pools.pool import SlabPool
 from vismoe.store import index as indexing
 from vismoe.store import unfinished
 from vismoe.store.index import index_path, read_index
@@ -350,7 +350,7 @@ def test_another_type_is_refused_with_the_way_out(checkpoint, packed):
 
 
 def test_other_names_or_orientations_are_refused(checkpoint, packed):
-    with pytest.raises(CheckpointError, match="in another way"):
+    with pytest.raises(CheckpointError, match="differently"):
         PackedStore.open(packed, checkpoint.source, Format.INT4, (frozenset(), frozenset()))
 
 

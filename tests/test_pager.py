@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from searching import SEARCHING, examples
 
 from vismoe.errors import BusyError, ClosedError, TransferError
-from vismoe.memory.pool import SlabPool
 from vismoe.paging.pager import Lease, Pager
 from vismoe.paging.transfer import DiskMover
+from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
 EVERY = 1 if examples(1) > 1 else 3  # interrupts strike before every so many lines
@@ -341,7 +341,7 @@ def serve_three_layers(pager: Pager, phase: Phase) -> None:
 
 
 TOOL = 4  # of sys.monitoring, which nobody else takes
-OURS = ("vismoe/paging", "vismoe/memory/host.py", "vismoe/locks.py")
+OURS = ("vismoe/paging", "vismoe/pools/host_tier.py", "vismoe/locks.py")
 
 
 @functools.cache

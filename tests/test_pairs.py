@@ -15,10 +15,10 @@ from test_plan import AMPLE, GIB, MIB, footprint, with_fix
 from vismoe.config import Settings, parse_formats
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.formats.codec import codec_of
-from vismoe.memory.apportion import experts_of
-from vismoe.memory.needs import Footprint, Hardware
-from vismoe.memory.pairs import ladder, least_bytes, paired, quotas, typed_pairs
-from vismoe.memory.plan import Plan, fitting_pairs, plan
+from vismoe.planning.apportion import experts_of
+from vismoe.planning.needs import Footprint, Hardware
+from vismoe.planning.pair_split import ladder, least_bytes, paired, quotas, typed_pairs
+from vismoe.planning.plan import Plan, fitting_pairs, plan
 from vismoe.types import ExpertInventory, Format, MoELayer, RecordLayout
 
 POLICIES = ("hotness", "importance", "hotness+importance")

@@ -6,15 +6,15 @@ import pytest
 
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import geometry_config, model_class_of
-from vismoe.cli import main as cli
+from vismoe.cli.main import main as cli
 from vismoe.errors import ConfigError
-from vismoe.eval import ladder, orchestrator
-from vismoe.eval.timed import TokenRequests, ask_tokens, medians, take_turns
+from vismoe.eval.studies import ladder, orchestrator
+from vismoe.eval.studies.timed import TokenRequests, ask_tokens, medians, take_turns
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import PinnedPoint, best_depth, best_pinned, pinned_curve
 from vismoe.simulate.replay import replay
-from vismoe.simulate.synthetic import skewed_trace
-from vismoe.simulate.trace import TraceWriter
+from vismoe.trace.files import TraceWriter
+from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import Phase
 
 TIMED = dict(link_bytes_per_s=20_000.0, compute_s_per_layer=0.05)
@@ -89,7 +89,7 @@ def test_the_study_of_combinations_names_a_winner_for_recorded_traces(tmp_path, 
 
 def test_rungs_add_one_thing_each_and_turns_of_a_generated_checkpoint_with_pictures_are_counted(tmp_path):
     folder = write_checkpoint(geometry_config("tiny"), model_class_of("tiny"), tmp_path / "tiny", skew=1.0, progress=False).folder
-    place = ladder.Place("disk", {"memory": "50%", "kernels": "torch", "reads": "direct"}, None, "gate", False, None)
+    place = ladder.LadderSetup("disk", {"memory": "50%", "kernels": "torch", "reads": "direct"}, None, "gate", False, None)
     settings = ladder.rungs(place, keep=0.5, pinned_layers=1)
     for (_, lower), (_, higher) in zip(list(settings.items()), list(settings.items())[1:]):
         assert lower.keys() == higher.keys() and 1 <= sum(lower[key] != higher[key] for key in lower) <= 2

@@ -16,7 +16,7 @@ import torch
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.errors import BudgetError, BusyError, UnsupportedModelError
-from vismoe.simulate.trace import TraceWriter
+from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from vismoe.config import Settings
 from vismoe.errors import BudgetError, ConfigError
-from vismoe.memory.apportion import prefix_bytes, record_bytes, safe_slabs
-from vismoe.memory.needs import CacheLayer, Curve
-from vismoe.memory.plan import Footprint, Hardware, Plan, plan
-from vismoe.memory.sizes import percent_up, size_down, size_up
+from vismoe.planning.apportion import prefix_bytes, record_bytes, safe_slabs
+from vismoe.planning.needs import CacheLayer, Curve
+from vismoe.planning.plan import Footprint, Hardware, Plan, plan
+from vismoe.planning.sizes import percent_up, size_down, size_up
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 GIB, MIB = 2**30, 2**20

@@ -11,11 +11,11 @@ from searching import examples
 from test_plan import GIB, MIB, footprint, inventories, with_fix
 
 from vismoe.config import MOST_TOKENS, Settings, parse_bytes
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, ConfigError
-from vismoe.memory.needs import Curve, Footprint
-from vismoe.memory.plan import Hardware, plan
-from vismoe.models import preview
+from vismoe.models.load import preview
+from vismoe.planning.needs import Curve, Footprint
+from vismoe.planning.plan import Hardware, plan
 
 FOLLOWED = 3  # one piece of advice may lead to the next limit, and no further
 sizes = st.one_of(st.integers(1, 2**60), st.integers(20, 60).map(lambda power: 2**power))

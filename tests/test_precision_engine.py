@@ -21,11 +21,11 @@ from PIL import Image
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.cli import main
-from vismoe.engine import demo_model
+from vismoe.cli.main import main
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, CheckpointError, ClosedError, ConfigError, InputError, TransferError
-from vismoe.memory.pool import SlabPool
-from vismoe.models.families import expert_modules
+from vismoe.models.family.families import expert_modules
+from vismoe.pools.pool import SlabPool
 from vismoe.store.packed import PackedStore
 from vismoe.types import Phase
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LogitsProcessor
 
-from vismoe.eval import precision_judge, precision_quality
 from vismoe.eval.answer_file import questions
-from vismoe.eval.format_quality import Contestant, ExpertWeights, log_probabilities, with_answers
-from vismoe.eval.precision_judge import COUNTS, HOTNESS, RANDOM, Outcome, calibration, judged, orders_of
-from vismoe.eval.precision_model import LISTENERS, SKIP, LayerCall, MixedExperts, attention_received
-from vismoe.eval.precision_quality import main
-from vismoe.eval.precision_rules import ALIKE, Demoted, Everywhere, Facts, InOneLayer, Retained, coldest
-from vismoe.eval.precision_tables import Column, Line, Summary, rank_correlation
+from vismoe.eval.studies import precision_judge, precision_quality
+from vismoe.eval.studies.format_quality import ExpertWeights, FormatContestant, log_probabilities, with_answers
+from vismoe.eval.studies.precision_judge import COUNTS, HOTNESS, RANDOM, JudgedAnswer, calibration, judged, orders_of
+from vismoe.eval.studies.precision_model import LISTENERS, SKIP, LayerCall, MixedExperts, attention_received
+from vismoe.eval.studies.precision_quality import main
+from vismoe.eval.studies.precision_rules import ALIKE, Demoted, Everywhere, InOneLayer, Retained, RuleInputs, coldest
+from vismoe.eval.studies.precision_tables import Column, Summary, TableLine, rank_correlation
 from vismoe.eval.world import assets_folder
-from vismoe.models.heavy_hitters import HeavyHitters
-from vismoe.models.locate import inventory_of
-from vismoe.models.processor import load_processor
+from vismoe.models.inputs.processor import load_processor
+from vismoe.models.load.locate import inventory_of
+from vismoe.models.moe.heavy_hitters import HeavyHitters
 from vismoe.pair import FormatPair
 from vismoe.precision.depth import critical_count, ratios_of
 from vismoe.types import Format
@@ -65,7 +65,7 @@ def encoded_once(experts, monkeypatch):
 @pytest.fixture(scope="module")
 def facts():
     scores = np.random.default_rng(5).random((8, 32))
-    return Facts(FORMATS, {(HOTNESS, 0): scores})
+    return RuleInputs(FORMATS, {(HOTNESS, 0): scores})
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +140,10 @@ def test_one_forward_decides_and_computes_as_prefill_and_decode_steps_do(experts
 def test_one_format_everywhere_is_the_model_with_its_experts_replaced(experts, processor, facts):
     talk = questions("describe", [4], 2)
     model = plain_model()
-    weights = ExpertWeights(model, [Contestant(Format.RAW), Contestant(Format.INT2)])
+    weights = ExpertWeights(model, [FormatContestant(Format.RAW), FormatContestant(Format.INT2)])
     inputs, targets = with_answers(processor, talk)
     for format in (Format.RAW, Format.INT2):
-        weights.put(Contestant(format))
+        weights.put(FormatContestant(format))
         plain = log_probabilities(model, inputs, targets)
         (mixed,), _ = calls_of(experts, processor, talk, Everywhere(format), facts)
         assert torch.equal(mixed, plain[0])
@@ -284,9 +284,9 @@ def test_experts_are_ordered_by_other_questions_seen_token_by_token(experts, pro
     np.testing.assert_allclose(orders[HOTNESS, 0][3], scores, rtol=1e-5)
 
 
-def outcomes(divergence, surprise, scores) -> list[Outcome]:
+def outcomes(divergence, surprise, scores) -> list[JudgedAnswer]:
     return [
-        Outcome(2, *each, {"raw": 0.25, "int2": 0.75}, {"int2": 1.0}, "", score)
+        JudgedAnswer(2, *each, {"raw": 0.25, "int2": 0.75}, {"int2": 1.0}, "", score)
         for *each, score in zip(divergence, surprise, scores)
     ]
 
@@ -299,13 +299,13 @@ def test_figures_of_a_line_worked_out_by_hand():
         two: outcomes([0.3, 0.5], [0.4, 0.2], [1.0, 1.0]),
     }
     found = Summary(table, ["what", "count"])
-    (point,) = found.line(Line("16/2", "random", {0.5: [one, two]}), raw)["points"]
+    (point,) = found.line(TableLine("16/2", "random", {0.5: [one, two]}), raw)["points"]
     assert (point["x"], point["prompt_low"], point["decoded_low"]) == (0.5, 0.75, 1.0)
     assert point["all"]["divergence"]["value"] == pytest.approx((0.2 + 0.4) / 4)
     assert point["all"]["perplexity"]["value"] == pytest.approx(math.exp((0.4 + 0.4) / 4))
     assert [draw["divergence"] for draw in point["draws"]] == pytest.approx([0.1, 0.2])
     assert point["count"]["accuracy"]["mean"] == 0.5 and point["count"]["accuracy"]["difference"]["value"] == -0.5
-    lines = [Line("16/2", name, {0.0: [raw], 0.5: [each]}) for name, each in (("one", one), ("two", two))]
+    lines = [TableLine("16/2", name, {0.0: [raw], 0.5: [each]}) for name, each in (("one", one), ("two", two))]
     compared = found.compared(*lines)
     assert [at["x"] for at in compared["points"]] == [0.5]  # at 0 both are 16 bit
     assert compared["all"]["divergence_ratio"]["value"] == pytest.approx(0.5)
@@ -361,13 +361,15 @@ def test_studies_with_answers_have_accuracies_per_kind(encoded_once, study, tmp_
     assert any("describe" in line for line in printed) and (tmp_path / f"precision-{study}.png").exists()
 
 
-def fake(contestant, count: int) -> list[Outcome]:
+def fake(contestant, count: int) -> list[JudgedAnswer]:
     loss = 0.1 * len(str(contestant))
-    return [Outcome(3, loss, loss, {"raw": 1.0}, {"raw": 1.0}, "", float(number % 2)) for number in range(count)]
+    return [JudgedAnswer(3, loss, loss, {"raw": 1.0}, {"raw": 1.0}, "", float(number % 2)) for number in range(count)]
 
 
 def test_wrong_arguments_say_what_is_wrong(capsys, tmp_path):
     assert main(["--formats", "2/4", "--work", str(tmp_path)]) == 1
     assert "more bits" in capsys.readouterr().err
+    assert main(["--study", "ppl", "--formats", "16/0", "--work", str(tmp_path)]) == 1
+    assert "16/0: study ppl computes demoted experts in the low format" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--questions", "0"])

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vismoe.eval import precision_replay
-from vismoe.eval.precision_replay import chosen, slabs_of, windowed
-from vismoe.eval.precision_workloads import prompts, streams
+from vismoe.eval.studies import precision_replay
+from vismoe.eval.studies.precision_replay import chosen, slabs_of, windowed
+from vismoe.eval.studies.precision_workloads import prompts, streams
 from vismoe.pair import Format, FormatPair
 from vismoe.precision.controller import Precision
 from vismoe.precision.policy import Policy
 from vismoe.simulate.pools import replay_importance
 from vismoe.simulate.precision import HotnessReplay, best_static, read, replay_hotness
-from vismoe.simulate.steps import LayerRouting, TokenKind, TraceStep
-from vismoe.simulate.synthetic import SyntheticTrace, inventory_of, skewed_trace
-from vismoe.types import ExpertId, Phase, RecordLayout
+from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.trace.synthetic import SyntheticTrace, inventory_of, skewed_trace
+from vismoe.types import ExpertId, Phase, RecordLayout, TokenKind
 
 HIGH_BYTES, LOW_BYTES = 4096, 1024
 HOTNESS = Policy(FormatPair(Format.INT4, Format.INT2), hotness=True, importance=False, decay=0.5, period_tokens=2)

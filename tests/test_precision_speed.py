@@ -8,13 +8,24 @@ import pytest
 from searching import long
 
 from vismoe.config import Settings
-from vismoe.eval import precision_shift, precision_speed
-from vismoe.eval.precision_shift import followed, hottest, scores_of, stream
-from vismoe.eval.precision_speed import ALL, ALONE, BOUND, CACHE, DYNAMIC, PREFETCH, SKIP, KeptTurns, Place, medians_of
-from vismoe.simulate.steps import LayerRouting, TokenKind, TraceStep
-from vismoe.types import Phase
+from vismoe.eval.studies import precision_shift, precision_speed
+from vismoe.eval.studies.precision_shift import followed, hottest, scores_of, stream
+from vismoe.eval.studies.precision_speed import (
+    ALL,
+    ALONE,
+    BOUND,
+    CACHE,
+    DYNAMIC,
+    PREFETCH,
+    SKIP,
+    KeptTurns,
+    SpeedSetup,
+    medians_of,
+)
+from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.types import Phase, TokenKind
 
-PLACE = Place("here", "4/2", (1e9,), {}, lambda settings: None, [], 2, 100, 4, 1000, 266, 156, uniform="int4")
+PLACE = SpeedSetup("here", "4/2", (1e9,), {}, lambda settings: None, [], 2, 100, 4, 1000, 266, 156, uniform="int4")
 
 
 # -- table 3

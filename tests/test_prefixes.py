@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from vismoe.prefixes import LEAST_TOKENS, Prefix, Prefixes, common
+from vismoe.engine.prefix_cache import LEAST_TOKENS, Prefix, PrefixCache, common
 from vismoe.vision.selection import KeptImage, Selection
 
 ids = st.lists(st.integers(0, 3), max_size=12)
@@ -39,7 +39,7 @@ def test_the_common_beginning_is_as_long_as_it_is(one, other):
 
 
 def test_the_longest_beginning_is_taken_and_leaves_one_token_to_compute():
-    books, long = Prefixes(), list(range(100, 140))
+    books, long = PrefixCache(), list(range(100, 140))
     books.keep(prefix(long[:20] + [7, 8]))
     books.keep(prefix(long))
     taken = books.take(np.array(long[:30] + [1, 2, 3]), 1000)
@@ -50,7 +50,7 @@ def test_the_longest_beginning_is_taken_and_leaves_one_token_to_compute():
 
 
 def test_an_earlier_conversation_can_still_go_on_from_where_it_was():
-    books, whole = Prefixes(), list(range(40))
+    books, whole = PrefixCache(), list(range(40))
     books.keep(prefix(whole))
     taken = books.take(np.array(whole[:20] + [77] * 10), 1000)
     for layer in range(2):
@@ -60,7 +60,7 @@ def test_an_earlier_conversation_can_still_go_on_from_where_it_was():
 
 
 def test_a_conversation_that_went_on_replaces_itself():
-    books, whole = Prefixes(), list(range(40))
+    books, whole = PrefixCache(), list(range(40))
     books.keep(prefix(whole[:20]))
     books.keep(prefix(whole))
     books.keep(prefix([9] * 20))
@@ -68,7 +68,7 @@ def test_a_conversation_that_went_on_replaces_itself():
 
 
 def test_what_was_used_least_recently_goes_first_and_what_is_wanted_last():
-    books = Prefixes()
+    books = PrefixCache()
     for first in (0, 100, 200):
         books.keep(prefix(list(range(first, first + 30))))
     taken = books.take(np.array([*range(100, 130), 1]), 60)
@@ -83,7 +83,7 @@ def test_what_was_used_least_recently_goes_first_and_what_is_wanted_last():
 
 @given(st.lists(st.tuples(st.sampled_from(["keep", "take"]), st.integers(0, 3), st.integers(16, 40)), max_size=20))
 def test_the_books_never_hold_more_than_they_may(steps):
-    books, bound = Prefixes(), 60
+    books, bound = PrefixCache(), 60
     for what, family, length in steps:
         numbers = np.arange(length) + 1000 * family
         if what == "keep":
@@ -96,7 +96,7 @@ def test_the_books_never_hold_more_than_they_may(steps):
 
 
 def test_a_cache_that_forgets_is_only_handed_over_whole():
-    books, numbers = Prefixes(), list(range(40))
+    books, numbers = PrefixCache(), list(range(40))
     cache = DynamicCache()
     cache.layers = [DynamicSlidingWindowLayer(8)]
     cache.update(torch.zeros(1, 1, 40, 1), torch.zeros(1, 1, 40, 1), 0)
@@ -108,7 +108,7 @@ def test_a_cache_that_forgets_is_only_handed_over_whole():
 
 @pytest.mark.parametrize(("tokens", "images"), [(30, 1), (21, 1), (20, 0)])
 def test_what_was_kept_of_images_comes_along_as_far_as_they_do(tokens, images):
-    books, numbers = Prefixes(), list(range(40))
+    books, numbers = PrefixCache(), list(range(40))
     selection = Selection(np.arange(3))
     books.keep(prefix(numbers, (KeptImage(0, 20, None, selection, 5), KeptImage(0, 35, None, selection, 5))))
     assert len(books.take(np.array(numbers[:tokens] + [-1, -2]), 1000).kept) == images

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.engine import Load
-from vismoe.figures import PrecisionInfo
-from vismoe.memory.parts import Part
+from vismoe.engine.engine import Load
+from vismoe.engine.stats import PrecisionInfo
 from vismoe.metrics import COUNTERS, PHASES, Metrics
+from vismoe.planning.parts import PlanPart
 from vismoe.types import Phase
 
 pytest.importorskip("prometheus_client")  # an extra
@@ -32,8 +32,8 @@ def engine(metrics: Metrics) -> SimpleNamespace:
         context=2048,
         resident_experts=64,
         total_experts=256,
-        parts=(Part("experts", 700), Part("KV cache", 200), Part("its copy", 20, inside="KV cache")),
-        host_parts=(Part("host tier", 5000),),
+        parts=(PlanPart("experts", 700), PlanPart("KV cache", 200), PlanPart("its copy", 20, inside="KV cache")),
+        host_parts=(PlanPart("host tier", 5000),),
     )
     load = Load(**{field.name: 101 + place for place, field in enumerate(dataclasses.fields(Load))})
     return SimpleNamespace(

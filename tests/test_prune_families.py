@@ -18,8 +18,8 @@ from torch import nn
 
 import vismoe
 from vismoe import VisMoEConfig
-from vismoe.models import prune
-from vismoe.models.prune import VisualPruner
+from vismoe.models.visual import prune
+from vismoe.models.visual.prune import VisualPruner
 from vismoe.vision.selection import Pruning, Selection
 
 pytestmark = pytest.mark.usefixtures("one_thread")

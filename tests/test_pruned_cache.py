@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from vismoe.errors import InputError
-from vismoe.models.pruned_cache import PrunedLayer, left_padded
+from vismoe.models.visual.pruned_cache import PrunedLayer, left_padded
 
 HEADS, WIDTH = 2, 3
 

@@ -7,21 +7,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vismoe.eval import pruning
+from vismoe.eval import pruned_answers
 from vismoe.eval.accuracy import answers, prompts
 from vismoe.eval.answer_file import batches, questions
-from vismoe.eval.figures import COLOURS, Panel, Series, grid_figure, line_figure
 from vismoe.eval.paired import paired_difference
-from vismoe.eval.pruning import OTHERS, STUDIES, Answered, Contestant, Engines, answered, main, summary
+from vismoe.eval.plots import COLOURS, Panel, Series, grid_figure, line_figure
 from vismoe.eval.questions import KINDS
+from vismoe.eval.studies import pruning
+from vismoe.eval.studies.pruning import OTHERS, STUDIES, Engines, PrunedAnswer, PruningContestant, answered, main, summary
 from vismoe.eval.world import assets_folder
-from vismoe.models.loading import runtime_of
+from vismoe.models.load.quantizer import runtime_of
 from vismoe.vision.selection import KeptImage, Pruning, Selection
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 DEMO = str(assets_folder() / "demo-model")
-EVERYTHING = Contestant(Pruning(), 3)
-AFFINITY, SALIENCY = Contestant(Pruning(0.5), 3), Contestant(Pruning(0.5, "saliency"), 3)
+EVERYTHING = PruningContestant(Pruning(), 3)
+AFFINITY, SALIENCY = PruningContestant(Pruning(0.5), 3), PruningContestant(Pruning(0.5, "saliency"), 3)
 
 
 def test_contestants_have_names_of_their_own():
@@ -30,7 +31,7 @@ def test_contestants_have_names_of_their_own():
         assert len({str(contestant) for contestant in contestants}) == len(contestants)
     assert str(EVERYTHING) == "all tokens" and str(AFFINITY) == "affinity 50%, layer 3"
     assert (
-        str(Contestant(Pruning(0.3, core_share=0.1, expansion_weight=4), 2, 1))
+        str(PruningContestant(Pruning(0.3, core_share=0.1, expansion_weight=4), 2, 1))
         == "affinity 30%, layer 2, alpha 0.1, lambda 4, top 1"
     )
 
@@ -39,12 +40,12 @@ def test_an_answer_counts_what_was_kept_of_all_its_images():
     first = KeptImage(0, 4, None, Selection(np.arange(8), 0.5, 0.25, 0.0), tokens=16)
     second = KeptImage(0, 24, None, Selection(np.arange(4), 0.25, None, None), tokens=8)
     found = answered("Yes.", 1.0, 24, [first, second])
-    assert found == Answered("Yes.", 1.0, 24, 12, coverage=0.375, mean_expansion=0.25, kept_expansion=0.0)
-    assert answered("Yes.", 1.0, 24, []) == Answered("Yes.", 1.0, 24, 24)
+    assert found == PrunedAnswer("Yes.", 1.0, 24, 12, coverage=0.375, mean_expansion=0.25, kept_expansion=0.0)
+    assert answered("Yes.", 1.0, 24, []) == PrunedAnswer("Yes.", 1.0, 24, 24)
 
 
-def rows(scores, kept=32) -> list[Answered]:
-    return [Answered("", score, 64, kept, 0.5) for score in scores]
+def rows(scores, kept=32) -> list[PrunedAnswer]:
+    return [PrunedAnswer("", score, 64, kept, 0.5) for score in scores]
 
 
 def test_a_summary_pairs_everybody_with_all_tokens_and_with_saliency_and_keeps_text_apart():
@@ -95,7 +96,7 @@ def test_all_tokens_answer_as_the_model_does_without_a_pruner(engines):
 
 def test_lambda_zero_and_alpha_beta_are_selection_by_saliency_and_random_draws_by_its_seed(engines):
     expected = ask(engines, dataclasses.replace(SALIENCY, prune_layer=engines.prune_layer))
-    here = Contestant(Pruning(0.5), engines.prune_layer)
+    here = PruningContestant(Pruning(0.5), engines.prune_layer)
     for same in (Pruning(0.5, expansion_weight=0.0), Pruning(0.5, core_share=0.5)):
         assert ask(engines, dataclasses.replace(here, pruning=same)) == expected
     assert ask(engines, here) != expected
@@ -105,13 +106,13 @@ def test_lambda_zero_and_alpha_beta_are_selection_by_saliency_and_random_draws_b
 
 def test_every_selection_keeps_half_of_every_image(engines):
     for name in pruning.SELECTIONS:
-        for _, images in ask(engines, Contestant(Pruning(0.5, name), engines.prune_layer), kinds=("compare",)):
+        for _, images in ask(engines, PruningContestant(Pruning(0.5, name), engines.prune_layer), kinds=("compare",)):
             assert sorted(row for row, _, _ in images) == [0, 0, 1, 1, 2, 2, 3, 3]
             assert all(len(set(kept)) == len(kept) == 32 for _, _, kept in images)
 
 
 def test_the_command_goes_on_where_it_was_and_refuses_answers_of_another_program(tmp_path, capsys, monkeypatch):
-    study = dataclasses.replace(STUDIES["selection"], contestants=lambda layer: [Contestant(Pruning(0.5), layer)])
+    study = dataclasses.replace(STUDIES["selection"], contestants=lambda layer: [PruningContestant(Pruning(0.5), layer)])
     monkeypatch.setitem(STUDIES, "selection", study)
     command = ["--questions", "9", "--work", str(tmp_path / "work"), "--figures", str(tmp_path)]
     assert main(command) == 0
@@ -130,7 +131,7 @@ def test_the_command_goes_on_where_it_was_and_refuses_answers_of_another_program
     assert json.loads(capsys.readouterr().out) == result and file.read_text() == kept
     assert [str(contestant) for contestant in asked] == ["all tokens"]
     assert (tmp_path / "pruning-selection.png").stat().st_size < 60_000
-    monkeypatch.setattr(pruning, "PROGRAM", pruning.PROGRAM[1:])
+    monkeypatch.setattr(pruned_answers, "PROGRAM", pruned_answers.PROGRAM[1:])
     assert main(command) == 1
     assert "another version of this program" in capsys.readouterr().err
 

@@ -9,8 +9,7 @@ import torch
 import transformers as T
 
 from vismoe.errors import UnsupportedModelError
-from vismoe.models.adapters import adapt
-from vismoe.models.families import (
+from vismoe.models.family.families import (
     SUMS_IN_FLOAT32,
     SUMS_IN_ROUTING_TYPE,
     expert_modules,
@@ -18,6 +17,7 @@ from vismoe.models.families import (
     refuse_unsupported,
     top_k_of,
 )
+from vismoe.models.moe.adapters import adapt
 
 BASE = tiny_models.BASE
 TOP_K = {"llama4": 1, "longcat_flash": 3, "zaya": 1}
@@ -113,7 +113,7 @@ def test_experts_in_the_configuration_but_nowhere_in_the_model_are_refused():
     with torch.device("meta"):
         model = T.Qwen3ForCausalLM(T.Qwen3Config(**BASE, head_dim=16))
     model.config.num_experts = 64
-    with pytest.raises(UnsupportedModelError, match="names 64 experts, but no module"):
+    with pytest.raises(UnsupportedModelError, match="has 64 experts, but none of its modules"):
         refuse_unsupported(model)
 
 

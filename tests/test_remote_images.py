@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from picture_server import PUBLIC, Names, endless, picture_server, redirect, silence, slow_drip, with_body
 
 from vismoe.errors import InputError
-from vismoe.models.remote_images import UNREACHABLE, RemoteImages, is_public
+from vismoe.models.inputs.remote_images import UNREACHABLE, RemoteImages, is_public
 
 LIMIT = 10**6
 TIMEOUT_S = 5.0

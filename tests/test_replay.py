@@ -10,19 +10,19 @@ from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
 from vismoe.errors import ConfigError
-from vismoe.memory.pool import SlabPool
 from vismoe.paging import pager as pager_module
 from vismoe.paging import transfer as transfer_module
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Moved
+from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
 from vismoe.simulate.misses import compare_misses, format_misses
 from vismoe.simulate.oracle import oracle_misses
 from vismoe.simulate.replay import ORDERS, compare, format_table, replay
-from vismoe.simulate.steps import LayerRouting, TokenKind, TraceStep
-from vismoe.simulate.synthetic import SyntheticTrace, inventory_of, skewed_trace
 from vismoe.simulate.virtual_pager import VirtualPager
-from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout
+from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.trace.synthetic import SyntheticTrace, inventory_of, skewed_trace
+from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout, TokenKind
 
 SECOND = 1024  # bytes of a record of `inventory_of`: at this link rate each takes one second
 

@@ -32,10 +32,10 @@ from served import served, wait_until  # noqa: E402
 from vismoe.app.api_errors import ApiError  # noqa: E402
 from vismoe.app.costs import BASE_BYTES, parsing_bytes, pictures_bytes  # noqa: E402
 from vismoe.app.decoding import PROCESS_BYTES, Decoder  # noqa: E402
-from vismoe.app.request_memory import DECODERS, Kind, RequestMemory  # noqa: E402
+from vismoe.app.request_memory import DECODERS, MemoryKind, RequestMemory  # noqa: E402
 from vismoe.config import Settings, format_bytes  # noqa: E402
 from vismoe.errors import ConfigError, InputError  # noqa: E402
-from vismoe.models.rgb import decoding_bytes  # noqa: E402
+from vismoe.models.inputs.rgb import decoding_bytes  # noqa: E402
 
 MIB = 2**20
 OWN = DECODERS * PROCESS_BYTES
@@ -59,13 +59,13 @@ def test_whatever_requests_do_no_more_is_promised_than_there_is_and_all_of_it_co
 
     async def request(memory: RequestMemory, numbers: random.Random) -> None:
         share = memory.enter()
-        kind = numbers.choice((Kind.LARGE_BODY, Kind.BODY))
+        kind = numbers.choice((MemoryKind.LARGE_BODY, MemoryKind.BODY))
         try:
             await share.grow(kind, numbers.randrange(220) * MIB)
             check(memory)
             await asyncio.sleep(numbers.random() / 500)
             await share.grow(kind, numbers.randrange(20) * MIB)
-            await share.grow(Kind.PICTURES, (whole := numbers.randrange(240)) * MIB)
+            await share.grow(MemoryKind.PICTURES, (whole := numbers.randrange(240)) * MIB)
             check(memory)
             kept = numbers.randint(0, whole)
             share.decoded(kept * MIB, numbers.randint(0, whole - kept) * MIB)
@@ -82,8 +82,8 @@ def test_whatever_requests_do_no_more_is_promised_than_there_is_and_all_of_it_co
     def check(memory: RequestMemory) -> None:
         assert memory.used_bytes <= memory.total_bytes
         assert all(held >= 0 for held in memory._held.values())
-        assert memory._held[Kind.LARGE_BODY] <= memory._most[Kind.LARGE_BODY]
-        assert memory._held[Kind.LARGE_BODY] + memory._held[Kind.BODY] <= memory._most[Kind.BODY]
+        assert memory._held[MemoryKind.LARGE_BODY] <= memory._most[MemoryKind.LARGE_BODY]
+        assert memory._held[MemoryKind.LARGE_BODY] + memory._held[MemoryKind.BODY] <= memory._most[MemoryKind.BODY]
 
     async def all_of_them() -> None:
         memory, numbers = pool(), random.Random(seed)
@@ -106,8 +106,8 @@ def test_everybody_who_can_be_served_is_served_although_bodies_fill_their_half()
         async def request() -> None:
             nonlocal served
             share = memory.enter()
-            await share.grow(Kind.LARGE_BODY, 40 * MIB)
-            await share.grow(Kind.PICTURES, 190 * MIB)  # while it still holds its body
+            await share.grow(MemoryKind.LARGE_BODY, 40 * MIB)
+            await share.grow(MemoryKind.PICTURES, 190 * MIB)  # while it still holds its body
             share.let_go()
             served += 1
 
@@ -121,15 +121,15 @@ def test_large_bodies_leave_room_to_small_ones_and_wait_in_the_order_of_arrival(
     async def all_of_them():
         memory, order = pool(wait_s=30), []
         shares = [memory.enter() for _ in range(5)]
-        await shares[0].grow(Kind.LARGE_BODY, 150 * MIB)
+        await shares[0].grow(MemoryKind.LARGE_BODY, 150 * MIB)
 
         async def wait(number: int, mib: int) -> None:
-            await shares[number].grow(Kind.LARGE_BODY, mib * MIB)
+            await shares[number].grow(MemoryKind.LARGE_BODY, mib * MIB)
             order.append(number)
 
         waiting = [asyncio.create_task(wait(number, mib)) for number, mib in ((1, 100), (2, 10), (3, 100))]
         await asyncio.sleep(0)
-        await shares[4].grow(Kind.BODY, 30 * MIB)  # at once
+        await shares[4].grow(MemoryKind.BODY, 30 * MIB)  # at once
         assert memory.waiting == 3
         for number in range(3):
             shares[number].let_go()
@@ -147,18 +147,18 @@ def test_bytes_that_were_freed_are_promised_again_once_they_are_given_back():
     async def all_of_them():
         memory = RequestMemory(OWN + 400 * MIB, 30, given_back.set)
         first, second = memory.enter(), memory.enter()
-        await first.grow(Kind.PICTURES, 200 * MIB)
+        await first.grow(MemoryKind.PICTURES, 200 * MIB)
         first.let_go()
         assert not given_back.is_set()
-        await second.grow(Kind.PICTURES, 190 * MIB)  # beside the freed ones
+        await second.grow(MemoryKind.PICTURES, 190 * MIB)  # beside the freed ones
         assert not given_back.is_set()
-        await memory.enter().grow(Kind.PICTURES, 190 * MIB)
+        await memory.enter().grow(MemoryKind.PICTURES, 190 * MIB)
         assert given_back.is_set()
 
     run(all_of_them())
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", MemoryKind)
 def test_what_never_fits_is_refused_with_a_size_that_does(kind):
     async def refused(mib: int) -> ApiError:
         with pytest.raises(ApiError) as found:
@@ -176,7 +176,7 @@ def test_what_no_two_take_at_a_time_counts_once():
         memory = pool()
         for _ in range(4):
             share = memory.enter()
-            await share.grow(Kind.PICTURES, 100 * MIB)
+            await share.grow(MemoryKind.PICTURES, 100 * MIB)
             share.decoded(10 * MIB, 90 * MIB)
             share.is_built()
         return memory.used_bytes
@@ -314,7 +314,7 @@ def test_a_picture_that_could_never_be_decoded_is_refused_before_it_is(scripted)
 # -- a real one, and its process
 SERVE = """
 import json, os, sys
-import torch, transformers, vismoe.engine, vismoe.app.serving
+import torch, transformers, vismoe.engine.engine, vismoe.app.serving
 from transformers import AutoProcessor
 from vismoe.app.options import ServeOptions
 from vismoe.app.serving import listening, serve
@@ -326,7 +326,7 @@ def resident():
 baseline = resident()
 open("/proc/self/clear_refs", "w").write("5")
 options = ServeOptions(port=0, drain_s=0, max_waiting=256, memory_timeout_s=float(sys.argv[1]))
-with listening(options) as listener, vismoe.engine.load(memory="25%", context=4096, request_memory="512MiB") as engine:
+with listening(options) as listener, vismoe.engine.engine.load(memory="25%", context=4096, request_memory="512MiB") as engine:
     plan = engine.plan
     print(json.dumps({"baseline": baseline, "plan": plan.total_bytes, "pool": plan.bytes_of("request memory")}), flush=True)
     serve(engine, options, listener)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import ConfigError
 from vismoe.eval import same_bits
 

@@ -22,10 +22,10 @@ from PIL import Image
 from scripted_engine import ScriptedEngine
 from served import served, wait_until
 
-from vismoe import cli_serve
 from vismoe.app import completions, guard, serving
 from vismoe.app.options import ServeOptions
-from vismoe.cli_serve import MEANINGS, SERVE, serve_options
+from vismoe.cli import serve as cli_serve
+from vismoe.cli.serve import MEANINGS, SERVE, serve_options
 from vismoe.config import Settings
 from vismoe.errors import BudgetError, ClosedError, ConfigError, ContextError, InputError, TransferError
 

@@ -13,8 +13,8 @@ import pytest
 from served import served, wait_until
 
 import vismoe
-from vismoe import cli
-from vismoe.engine import demo_model
+from vismoe.cli import main as cli
+from vismoe.engine.engine import demo_model
 
 MODEL = "demo-model"
 PICTURES = sorted((demo_model().parent / "images").glob("*.png"))
@@ -99,7 +99,7 @@ def test_a_request_chooses_who_decides_formats_and_the_next_one_has_what_the_ser
 def test_formats_that_cannot_be_are_refused_with_the_fix_and_change_nothing(server, stream, wish):
     refused = server.post({"messages": asking(), "stream": stream, "vismoe": wish})
     assert refused.status_code == 400 and "Fix: " in refused.json()["error"]["message"], refused.text
-    assert str(vismoe.engine.demo_model().parent) not in refused.text
+    assert str(vismoe.engine.engine.demo_model().parent) not in refused.text
     assert ask(server, asking()).vismoe["policy"] == "exact"
 
 

@@ -47,7 +47,7 @@ from served import Served, served, wait_until  # noqa: E402
 import vismoe  # noqa: E402
 from vismoe.app import images as intake  # noqa: E402
 from vismoe.app.schemas import ChatRequest, CompletionRequest  # noqa: E402
-from vismoe.models.remote_images import RemoteImages  # noqa: E402
+from vismoe.models.inputs.remote_images import RemoteImages  # noqa: E402
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PEAK_BYTES = 300 * 2**20  # what all of it together may add to the process for a moment: bodies, pictures, a prefill

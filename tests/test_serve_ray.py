@@ -28,9 +28,9 @@ import psutil
 import pytest
 
 from vismoe.app.options import ServeOptions
-from vismoe.app.ray_serving import RayOptions, Replica, Share, autoscaling, refuse_shared_memory, share_of_a_replica
-from vismoe.cli_ray import add_ray_flags, ray_options, run_on_ray
-from vismoe.engine import demo_model
+from vismoe.app.ray_serving import RayOptions, Replica, ReplicaShare, autoscaling, refuse_shared_memory, share_of_a_replica
+from vismoe.cli.ray import add_ray_flags, ray_options, run_on_ray
+from vismoe.engine.engine import demo_model
 from vismoe.errors import ClosedError, ConfigError
 
 MODEL = "demo-model"
@@ -47,13 +47,13 @@ START_S = 180  # of processor time it is 25 s
 @pytest.mark.parametrize(
     ("nodes", "options", "share"),
     [
-        ([{"CPU": 8.0}], {"replicas": (2, 2)}, Share(4, 0)),
-        ([{"CPU": 8.0}, {"CPU": 8.0}], {"replicas": (1, 3)}, Share(4, 0)),
-        ([{"CPU": 1.0}], {"replicas": (2, 2)}, Share(0.5, 0)),
-        ([{"CPU": 64.0, "GPU": 4.0}, {"CPU": 32.0}], {"replicas": (4, 4)}, Share(16, 1)),
-        ([{"CPU": 64.0, "GPU": 4.0}], {"replicas": (8, 8), "gpus": 0.5}, Share(8, 0.5)),
-        ([{"CPU": 8.0}], {"cpus": 3.0}, Share(3, 0)),
-        ([{"memory": 1.0}], {}, Share(1, 0)),  # a head node without cores; others come when they are asked for
+        ([{"CPU": 8.0}], {"replicas": (2, 2)}, ReplicaShare(4, 0)),
+        ([{"CPU": 8.0}, {"CPU": 8.0}], {"replicas": (1, 3)}, ReplicaShare(4, 0)),
+        ([{"CPU": 1.0}], {"replicas": (2, 2)}, ReplicaShare(0.5, 0)),
+        ([{"CPU": 64.0, "GPU": 4.0}, {"CPU": 32.0}], {"replicas": (4, 4)}, ReplicaShare(16, 1)),
+        ([{"CPU": 64.0, "GPU": 4.0}], {"replicas": (8, 8), "gpus": 0.5}, ReplicaShare(8, 0.5)),
+        ([{"CPU": 8.0}], {"cpus": 3.0}, ReplicaShare(3, 0)),
+        ([{"memory": 1.0}], {}, ReplicaShare(1, 0)),  # a head node without cores; others come when they are asked for
     ],
 )
 def test_a_replica_gets_its_part_of_a_node(nodes, options, share):
@@ -61,11 +61,12 @@ def test_a_replica_gets_its_part_of_a_node(nodes, options, share):
 
 
 def test_a_replica_on_the_cpu_takes_no_gpu():
-    assert share_of_a_replica([{"CPU": 8.0, "GPU": 1.0}], RayOptions(), on_cpu=True) == Share(8, 0)
+    assert share_of_a_replica([{"CPU": 8.0, "GPU": 1.0}], RayOptions(), on_cpu=True) == ReplicaShare(8, 0)
 
 
 @pytest.mark.parametrize(
-    ("loading", "share"), [({}, Share(1, 0)), ({"memory": "auto"}, Share(1, 0.5)), ({"memory": "20GiB"}, Share(1, 1))]
+    ("loading", "share"),
+    [({}, ReplicaShare(1, 0)), ({"memory": "auto"}, ReplicaShare(1, 0.5)), ({"memory": "20GiB"}, ReplicaShare(1, 1))],
 )
 def test_replicas_do_not_plan_with_the_same_memory(loading, share):
     with pytest.raises(ConfigError, match="for each replica"):
@@ -120,7 +121,7 @@ def test_what_ray_decides_or_shows_is_refused(arguments, options, fix):
 def test_files_and_folders_of_the_command_are_found_by_replicas_in_another_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "packed").mkdir()
-    monkeypatch.setattr("vismoe.cli_ray.serve_on_ray", lambda loading, options, on, log_level: loading)
+    monkeypatch.setattr("vismoe.cli.ray.serve_on_ray", lambda loading, options, on, log_level: loading)
     kept = {
         "api_key": [],
         "device": None,

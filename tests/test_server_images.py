@@ -17,7 +17,7 @@ from vismoe.app.keys import KeyCheck
 from vismoe.app.local_images import LocalImages
 from vismoe.app.request_memory import RequestMemory
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.images import open_image
+from vismoe.models.inputs.images import open_image
 
 LIMIT = 10**6
 
@@ -194,8 +194,8 @@ def test_all_kinds_of_sources_give_the_same_picture(folder):
         ({}, ["/etc/passwd"], "reads no image files"),
         ({}, ["file:///etc/passwd"], "reads no image files"),
         ({}, [""], "address of the image is empty"),
-        ({}, ["iVBORw0KGgo" + "A" * 300], "base64 that does not say of what"),
-        ({}, ["https:/a.example/b.png"], "not a whole URL"),
+        ({}, ["iVBORw0KGgo" + "A" * 300], "base64 without a type"),
+        ({}, ["https:/a.example/b.png"], "not a complete URL"),
         ({}, ["a.example/b.png"], "'a.example/b.png' is neither a data: URI nor an http"),
         ({}, ["ftp://x/y.png"], "an image is a data: URI"),
         ({}, ["javascript:alert(1)"], "an image is a data: URI"),

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 import vismoe
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
+from vismoe.engine.generate import TokenLoop
+from vismoe.engine.request import Request
 from vismoe.errors import ClosedError, ContextError, InputError
-from vismoe.generate import TokenLoop
-from vismoe.request import Request
 from vismoe.types import Phase
 
 PICTURES = demo_model().parent / "images"

@@ -11,12 +11,12 @@ from test_qwen_images import BUILDERS
 from transformers import BatchFeature
 
 from vismoe.app.costs import KEPT_BYTES, picture_cost
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import InputError
-from vismoe.models.images import look_at, open_image
-from vismoe.models.processor import load_processor
-from vismoe.models.qwen_images import QwenImages, asked_size
-from vismoe.models.sight import area_look, most_reduction
+from vismoe.models.inputs.image_sizes import area_look, most_reduction
+from vismoe.models.inputs.images import look_at, open_image
+from vismoe.models.inputs.processor import load_processor
+from vismoe.models.inputs.qwen_images import QwenImages, asked_size
 
 PROCESSOR = load_processor(demo_model()).image_processor
 SIDES = st.integers(8, 9000)

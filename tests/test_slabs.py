@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.memory.pool import SlabPool
-from vismoe.memory.slabs import Slabs
+from vismoe.pools.pool import SlabPool
+from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, RecordLayout
 
 

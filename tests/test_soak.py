@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 for needed in ("fastapi", "uvicorn", "openai", "prometheus_client"):  # extras
     pytest.importorskip(needed)
 
-from vismoe.eval import soak  # noqa: E402
+from vismoe.eval.studies import soak  # noqa: E402
 
 MIB = 2**20
 CALM = soak.Sample(at_s=0.0, memory_bytes=500 * MIB, files=10, threads=8, running=0, waiting=0, context_tokens=0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vismoe.paging.speculation import FIRST_UNITS, TRIAL_SHARE, WASTE_PRICE, Ledger, SpeculationCap, prefetch_order
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.replay import ReplayResult, replay
-from vismoe.simulate.synthetic import SyntheticTrace, inventory_of, skewed_trace
+from vismoe.trace.synthetic import SyntheticTrace, inventory_of, skewed_trace
 from vismoe.types import Phase
 
 UNIT = 10  # bytes of an expert

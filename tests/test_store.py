@@ -10,10 +10,10 @@ import tiny_models
 import torch
 
 from vismoe.errors import CheckpointError, ClosedError
-from vismoe.models.adapters import adapt
-from vismoe.models.locate import locate_experts
+from vismoe.models.load.locate import locate_experts
+from vismoe.models.moe.adapters import adapt
 from vismoe.store import files
-from vismoe.store.checkpoint import CheckpointStore, Part
+from vismoe.store.checkpoint import CheckpointStore, TensorPart
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, RecordLayout
 
@@ -237,7 +237,7 @@ def test_offsets_that_follow_each_other_in_different_files_are_two_reads(tmp_pat
         (tmp_path / f"{i}").write_bytes(value.numpy().tobytes())
         headers.append(SafetensorsHeader(tmp_path / f"{i}", 128, 0, {}, ""))
     layout = RecordLayout.of({"up": (32,)}, {"up": torch.float32})
-    parts = (Part(0, 0, (16,), torch.float32), Part(1, 64, (16,), torch.float32))
+    parts = (TensorPart(0, 0, (16,), torch.float32), TensorPart(1, 64, (16,), torch.float32))
     store = CheckpointStore(headers, ExpertInventory((MoELayer(0, "x", 1, 1, 0),), (layout,)), [[(parts,)]])
     assert torch.equal(read(store, ExpertId(0, 0))["up"], torch.cat((values[0][:16], values[1][16:])))
 

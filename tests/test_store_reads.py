@@ -6,7 +6,7 @@ import sys
 import pytest
 from small_checkpoints import small
 
-from vismoe.eval import store_reads
+from vismoe.eval.studies import store_reads
 from vismoe.store.pack import pack
 from vismoe.store.packed import PackedStore
 from vismoe.types import Format

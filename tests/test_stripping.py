@@ -13,9 +13,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from vismoe.models.adapters import adapt
-from vismoe.models.families import expert_modules, expert_parameters
-from vismoe.models.stripping import own_memory, strip_experts
+from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.load.stripping import own_memory, strip_experts
+from vismoe.models.moe.adapters import adapt
 
 
 class StripOnlyConfig(QuantizationConfigMixin):

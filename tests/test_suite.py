@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vismoe import cli
+from vismoe.cli import main as cli
 from vismoe.config import Settings
 from vismoe.eval import suite_process
 from vismoe.eval.compare import compared, read_result
@@ -18,7 +18,7 @@ from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.eval.suite_process import JobFailed, Worker
 from vismoe.eval.suite_progress import Outlook
 from vismoe.eval.suite_report import accuracy_of, speed_of
-from vismoe.eval.suite_rows import EXACT, TABLES, VARIED, Answered, Axes, Turn, paper_tables, rows_of
+from vismoe.eval.suite_rows import EXACT, TABLES, VARIED, Answered, Axes, SpeedTurn, paper_tables, rows_of
 
 SCRIPTED = str(Path(__file__).parent / "scripted_worker.py")
 
@@ -80,7 +80,7 @@ def test_accuracy_is_paired_with_the_exact_rows_same_questions_and_text_stands_a
 
 
 def test_speed_is_the_median_of_what_turns_know():
-    turns = [Turn(rate, 2.0, 1.0, rate, 0.0, None, 0.5, rate / 4, 10, 20, None) for rate in (1.0, 2.0, 4.0)]
+    turns = [SpeedTurn(rate, 2.0, 1.0, rate, 0.0, None, 0.5, rate / 4, 10, 20, None) for rate in (1.0, 2.0, 4.0)]
     found = speed_of(turns)
     assert (found["turns"], found["decode_tokens_per_s"], found["decode_hit_rate"]) == (3, 2.0, 0.5)
     assert found["decode_bytes_per_token"] is None and found["grown_bytes"] is None
@@ -241,7 +241,7 @@ def test_a_real_worker_answers_as_the_engine_does_refuses_budgets_and_measures(t
         worker.ask("answer", parts.append, **common, settings=exact, data={"data": "scenes", "seed": 3}, batches=batches)
         with pytest.raises(JobFailed, match="Fix: "):
             worker.ask("answer", **common, settings=exact | {"memory": "30MiB"}, data={}, batches=batches)
-        turn = Turn(**worker.ask("speed", **common, settings=exact | {"memory": "25%"}, requests=1, max_tokens=12))
+        turn = SpeedTurn(**worker.ask("speed", **common, settings=exact | {"memory": "25%"}, requests=1, max_tokens=12))
         worker.ask("pack", **common, format="int4", folder=str(tmp_path))
         policy = {"policy": "importance", "formats": "16/4", "retention": 0.6, "format": "auto", "store": str(tmp_path)}
         two = []

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vismoe.errors import ClosedError, TraceError
-from vismoe.simulate.trace import Evidence, LayerRouting, TokenKind, Trace, TraceStep, TraceWriter
-from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout
+from vismoe.trace.files import Trace, TraceWriter
+from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.types import Evidence, ExpertInventory, MoELayer, Phase, RecordLayout, TokenKind
 
 TEXT, VISUAL, PAD = TokenKind
 LAYOUTS = tuple(

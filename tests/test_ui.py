@@ -16,11 +16,11 @@ from vismoe.app import page as page_module
 from vismoe.app import ui, widgets
 from vismoe.app.heat_map import heat_map
 from vismoe.app.memory_view import backends_table, memory_plan
-from vismoe.app.page import Page, Turn, Wishes, shown, turn_at
+from vismoe.app.page import Page, PageTurn, Wishes, shown, turn_at
 from vismoe.app.tiers import sources
 from vismoe.app.time_line import time_line
+from vismoe.engine.stats import PassFigures
 from vismoe.errors import BusyError, ConfigError, ContextError, InputError, TransferError
-from vismoe.figures import PassFigures
 from vismoe.types import Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing")  # pandas deprecations
@@ -54,7 +54,7 @@ def slow_words(count=200):
 def test_an_answer_streams_and_ends_with_all_that_is_drawn(picture, monkeypatch):
     monkeypatch.setattr(page_module, "REFRESH_S", 0.01)
     engine = FakeEngine(script=[slow_words(10)[0]])
-    first, *between, last = Page(engine).answer(Turn.of("What is this?", [picture]), (), "me")
+    first, *between, last = Page(engine).answer(PageTurn.of("What is this?", [picture]), (), "me")
     assert first.history[0].answer == "" and first.finished is None
     said = [update.history[0].answer for update in between]
     assert said == sorted(said, key=len) and len(set(said)) > 3
@@ -67,13 +67,13 @@ def test_the_engine_is_asked_with_the_history_and_the_settings_of_this_question(
     engine = FakeEngine()
     page = Page(engine)
     *_, first = page.answer(
-        Turn.of("One", [picture]), (), "me", Wishes(keep=0.5, selection="uniform", max_tokens=7, temperature=0.5)
+        PageTurn.of("One", [picture]), (), "me", Wishes(keep=0.5, selection="uniform", max_tokens=7, temperature=0.5)
     )
     messages, options = engine.calls[-1]
     assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
     asked = {name: options[name] for name in ("keep", "selection", "max_tokens", "sample", "temperature", "reuse")}
     assert asked == {"keep": 0.5, "selection": "uniform", "max_tokens": 7, "sample": True, "temperature": 0.5, "reuse": True}
-    list(page.answer(Turn.of("Two", []), first.history, "me"))
+    list(page.answer(PageTurn.of("Two", []), first.history, "me"))
     messages, options = engine.calls[-1]
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert options["keep"] is None and "sample" not in options
@@ -90,7 +90,7 @@ def test_the_engine_is_asked_with_the_history_and_the_settings_of_this_question(
 )
 def test_of_the_settings_of_precision_those_count_that_the_policy_asks_for(asked, reaches):
     engine = FakeEngine()
-    *_, last = Page(engine).answer(Turn.of("Hi", []), (), "me", asked)
+    *_, last = Page(engine).answer(PageTurn.of("Hi", []), (), "me", asked)
     _, options = engine.calls[-1]
     assert (options["policy"], options["formats"], options["retention"]) == reaches
     two = engine.format_names
@@ -103,24 +103,24 @@ def test_of_the_settings_of_precision_those_count_that_the_policy_asks_for(asked
 def test_an_answer_is_asked_for_again_without_the_old_one(picture):
     engine = FakeEngine(script=[["first"], ["second"]])
     page = Page(engine)
-    *_, before = page.answer(Turn.of("One", [picture]), (), "me")
+    *_, before = page.answer(PageTurn.of("One", [picture]), (), "me")
     *_, after = page.answer(before.history[-1], before.history[:-1], "me")
     assert len(engine.calls[-1][0]) == 1
     assert [turn.answer for turn in after.history] == ["second"]
 
 
 def test_fewer_patches_are_bright_with_a_smaller_keep(picture):
-    *_, all_kept = Page(FakeEngine()).answer(Turn.of("What?", [picture]), (), "me", Wishes(keep=1.0))
-    *_, half = Page(FakeEngine()).answer(Turn.of("What?", [picture]), (), "me", Wishes(keep=0.5))
+    *_, all_kept = Page(FakeEngine()).answer(PageTurn.of("What?", [picture]), (), "me", Wishes(keep=1.0))
+    *_, half = Page(FakeEngine()).answer(PageTurn.of("What?", [picture]), (), "me", Wishes(keep=0.5))
     assert "all 16 visual tokens" in all_kept.finished.pictures
     assert 'alt="8 of 16 patches kept"' in half.finished.pictures
-    *_, none = Page(FakeEngine()).answer(Turn.of("No picture?", []), (), "me")
+    *_, none = Page(FakeEngine()).answer(PageTurn.of("No picture?", []), (), "me")
     assert "No image" in none.finished.pictures
 
 
 def test_updates_are_few_however_many_tokens_come():
     engine = FakeEngine(script=[["x"] * 5000])
-    updates = list(Page(engine).answer(Turn.of("Go", []), (), "me"))
+    updates = list(Page(engine).answer(PageTurn.of("Go", []), (), "me"))
     assert len(updates) < 20
     assert updates[-1].history[0].answer == "x" * 5000
 
@@ -128,14 +128,14 @@ def test_updates_are_few_however_many_tokens_come():
 def test_the_page_follows_a_long_prefill(monkeypatch):
     """Nothing is said yet, and still the figures move, so a closed page is noticed too."""
     monkeypatch.setattr(page_module, "REFRESH_S", 0.01)
-    updates = list(Page(FakeEngine(script=[[lambda reply: time.sleep(0.3), "done"]])).answer(Turn.of("Go", []), (), "me"))
+    updates = list(Page(FakeEngine(script=[[lambda reply: time.sleep(0.3), "done"]])).answer(PageTurn.of("Go", []), (), "me"))
     assert len([update for update in updates if update.history[0].answer == ""]) > 5
 
 
 def test_stop_ends_the_answer_of_that_session_only():
     engine = FakeEngine(script=[slow_words()[0]])
     page = Page(engine)
-    answer = page.answer(Turn.of("Count", []), (), "me")
+    answer = page.answer(PageTurn.of("Count", []), (), "me")
     while not next(answer).history[0].answer:
         pass
     page.stop("somebody else")
@@ -151,7 +151,7 @@ def test_stop_ends_the_answer_of_that_session_only():
 def test_closing_the_page_cancels_the_answer():
     engine = FakeEngine(script=[slow_words()[0]])
     page = Page(engine)
-    answer = page.answer(Turn.of("Count", []), (), "me")
+    answer = page.answer(PageTurn.of("Count", []), (), "me")
     next(answer)
     answer.close()
     assert engine.replies[0].cancelled
@@ -160,11 +160,11 @@ def test_closing_the_page_cancels_the_answer():
 
 def test_a_second_question_of_a_session_is_refused_and_others_are_answered():
     page = Page(FakeEngine(script=[slow_words()[0]]))
-    answer = page.answer(Turn.of("Count", []), (), "me")
+    answer = page.answer(PageTurn.of("Count", []), (), "me")
     next(answer)
     with pytest.raises(BusyError, match="still being written"):
-        next(page.answer(Turn.of("And?", []), (), "me"))
-    *_, last = page.answer(Turn.of("Hello?", []), (), "you")
+        next(page.answer(PageTurn.of("And?", []), (), "me"))
+    *_, last = page.answer(PageTurn.of("Hello?", []), (), "you")
     assert last.history[0].answer == "one two"
     page.stop("me")
     assert list(answer)[-1].finished is not None
@@ -173,7 +173,7 @@ def test_a_second_question_of_a_session_is_refused_and_others_are_answered():
 def test_an_error_in_the_middle_of_an_answer_is_raised():
     page = Page(FakeEngine(script=[["one", TransferError("the disk is gone")]]))
     with pytest.raises(TransferError, match="the disk is gone"):
-        list(page.answer(Turn.of("Count", []), (), "me"))
+        list(page.answer(PageTurn.of("Count", []), (), "me"))
     assert page.running == {}
 
 
@@ -187,13 +187,13 @@ def test_an_error_in_the_middle_of_an_answer_is_raised():
 )
 def test_what_cannot_be_asked_is_said(question, files, message):
     with pytest.raises(InputError, match=message):
-        Turn.of(question, files)
+        PageTurn.of(question, files)
     with pytest.raises(InputError, match="no question"):
-        Turn("What?", (), ()).asked_as(" ")
+        PageTurn("What?", (), ()).asked_as(" ")
 
 
 def test_every_shown_message_belongs_to_its_turn():
-    history = (Turn("One", ("a.png", "b.png"), (), "1"), Turn("Two", (), (), "2"), Turn("Three", ("c.png",), ()))
+    history = (PageTurn("One", ("a.png", "b.png"), (), "1"), PageTurn("Two", (), (), "2"), PageTurn("Three", ("c.png",), ()))
     messages = shown(history)
     assert [turn_at(history, number) for number in range(len(messages))] == [0, 0, 0, 0, 1, 1, 2, 2, 2]
     assert [message["content"] for message in messages[2:6]] == ["One", "1", "Two", "2"]
@@ -255,7 +255,7 @@ def test_a_heat_map_of_a_large_model_is_light():
 @pytest.fixture
 def figures(picture):
     engine = FakeEngine(script=[["a"] * 10])
-    *_, _ = Page(engine).answer(Turn.of("What is this?", [picture]), (), "me")
+    *_, _ = Page(engine).answer(PageTurn.of("What is this?", [picture]), (), "me")
     return engine.replies[0].figures
 
 
@@ -274,7 +274,7 @@ def test_a_time_line_has_a_bar_for_everything_in_order(figures):
 
 def test_a_long_answer_has_as_many_bars_as_can_be_seen():
     engine = FakeEngine(script=[["a"] * 3000])
-    list(Page(engine).answer(Turn.of("Go", []), (), "me"))
+    list(Page(engine).answer(PageTurn.of("Go", []), (), "me"))
     drawing = time_line(engine.replies[0].figures)
     assert 100 < drawing.count("<g>") <= 401
     assert "tokens 2 to 9:" in drawing and "3001" in drawing
@@ -396,7 +396,7 @@ def test_answer_again_is_active_once_there_is_an_answer_and_no_longer_than_it(mo
             client.submit({"text": "Hi", "files": []}, *SETTINGS, api_name="/ask").result()
         client.predict(api_name="/forget")
     assert given == [0, 1, 1, 0]
-    assert [AGAIN(history).interactive for history in ((), (Turn("Hi", (), (), "fine"),))] == [False, True]
+    assert [AGAIN(history).interactive for history in ((), (PageTurn("Hi", (), (), "fine"),))] == [False, True]
 
 
 @needs_gradio

@@ -21,11 +21,11 @@ pytest.importorskip("gradio", reason='gradio is missing: pip install "vismoe[ser
 httpx = pytest.importorskip("httpx", reason='httpx is missing: pip install "vismoe[serve]"')
 gradio_client = pytest.importorskip("gradio_client")
 
-from vismoe import cli  # noqa: E402
 from vismoe.app import uploads as uploads_module  # noqa: E402
 from vismoe.app.page import Page  # noqa: E402
 from vismoe.app.ui_serving import free_port, serve, served  # noqa: E402
 from vismoe.app.uploads import Uploads, uploads_folder  # noqa: E402
+from vismoe.cli import main as cli  # noqa: E402
 from vismoe.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing")  # pandas deprecations

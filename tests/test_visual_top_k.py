@@ -13,7 +13,7 @@ import torch
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.errors import UnsupportedModelError
-from vismoe.models.families import expert_modules
+from vismoe.models.family.families import expert_modules
 from vismoe.types import Phase
 
 pytestmark = pytest.mark.usefixtures("one_thread", "measured_once")

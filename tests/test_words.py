@@ -15,15 +15,16 @@ from PIL import Image
 from test_plan import GIB, MIB, footprint, inventories
 from test_plan_advice import followed
 
-from vismoe import cli, load
-from vismoe.app.page import Turn
+from vismoe import load
+from vismoe.app.page import PageTurn
+from vismoe.cli import main as cli
 from vismoe.config import Settings
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, CheckpointError, ConfigError, ContextError, InputError
-from vismoe.memory.plan import Hardware, plan
-from vismoe.models.image_addresses import address_error
-from vismoe.models.images import open_image
-from vismoe.models.preview import read_config
+from vismoe.models.inputs.image_addresses import address_error
+from vismoe.models.inputs.images import open_image
+from vismoe.models.load.preview import read_config
+from vismoe.planning.plan import Hardware, plan
 
 
 # ------------------------------------------------------------------ too long
@@ -122,13 +123,13 @@ def test_base64_of_anything_is_known_as_such(content):
     [
         ("", "is empty"),
         (" \n", "is empty"),
-        ("image/png;base64,iVBORw0KGgo=", "not a whole data URI"),
-        ("base64;base64,iVBORw0KGgo=", "not a whole data URI"),
+        ("image/png;base64,iVBORw0KGgo=", "not a complete data URI"),
+        ("base64;base64,iVBORw0KGgo=", "not a complete data URI"),
         *(
-            (url, "not a whole URL")
+            (url, "not a complete URL")
             for url in ("http:/a.png", "https:", "http://", "https:///a.png", "http//a.png", "http://[::1")
         ),
-        *((url, "not a whole URL") for url in ("https://a b/c.png", "http://a:port/b.png", "https://a:99999/", "http:a.png")),
+        *((url, "not a complete URL") for url in ("https://a b/c.png", "http://a:port/b.png", "https://a:99999/", "http:a.png")),
     ],
 )
 def test_what_is_no_address_gets_a_sentence_of_its_own(address, says):
@@ -155,7 +156,7 @@ def test_no_path_of_the_server_is_shown_for_an_uploaded_picture(tmp_path, conten
     file.write_bytes(content)
     for _ in range(2):
         with pytest.raises(InputError, match=r"^holiday.png: ") as said:
-            Turn.of("What?", [str(file)])
+            PageTurn.of("What?", [str(file)])
         assert "/" not in str(said.value).replace("1/1", "").split("%")[0].replace("ffmpeg -i VIDEO", "")
         file.unlink(missing_ok=True)
 

@@ -3,8 +3,8 @@
     engine = vismoe.load("Qwen/Qwen3-VL-30B-A3B-Instruct", memory="20GiB")
     for piece in engine.chat([{"role": "user", "content": "What is in the picture?"}]): ...
 
-or plain transformers: `AutoModelForImageTextToText.from_pretrained(name, quantization_config=VisMoEConfig(memory="20GiB"))`.
-Names are imported when first used: torch and transformers take seconds, and `vismoe --help` needs neither.
+or with plain transformers: `AutoModelForImageTextToText.from_pretrained(name, quantization_config=VisMoEConfig(memory="20GiB"))`.
+Names are imported at their first use: importing torch and transformers takes seconds, and `vismoe --help` needs neither.
 """
 
 import importlib
@@ -15,24 +15,24 @@ from vismoe import torchvision_operators as _torchvision
 
 if TYPE_CHECKING:
     from vismoe.config import Settings
-    from vismoe.engine import Engine, load
+    from vismoe.engine.engine import Engine, load
+    from vismoe.engine.generate import Figures, Reply
     from vismoe.errors import VisMoEError
-    from vismoe.generate import Figures, Reply
-    from vismoe.memory.plan import Plan
-    from vismoe.models.loading import VisMoEConfig, runtime_of
+    from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+    from vismoe.planning.plan import Plan
 
 __all__ = ["Engine", "Figures", "Plan", "Reply", "Settings", "VisMoEConfig", "VisMoEError", "load", "runtime_of"]
 
 _HOMES = {
-    "Engine": "vismoe.engine",
-    "Figures": "vismoe.generate",
-    "Plan": "vismoe.memory.plan",
-    "Reply": "vismoe.generate",
+    "Engine": "vismoe.engine.engine",
+    "Figures": "vismoe.engine.generate",
+    "Plan": "vismoe.planning.plan",
+    "Reply": "vismoe.engine.generate",
     "Settings": "vismoe.config",
-    "VisMoEConfig": "vismoe.models.loading",
+    "VisMoEConfig": "vismoe.models.load.quantizer",
     "VisMoEError": "vismoe.errors",
-    "load": "vismoe.engine",
-    "runtime_of": "vismoe.models.loading",
+    "load": "vismoe.engine.engine",
+    "runtime_of": "vismoe.models.load.quantizer",
 }
 
 

@@ -21,7 +21,7 @@ from vismoe.eval.questions import (
     ASK_WHERE,
     ASKED_ALONE,
     THANKS,
-    Turn,
+    QuestionTurn,
     ask_choice_where,
     ask_compare,
     ask_which_of_three,
@@ -116,7 +116,7 @@ class Writer:
         picture = "<|vision_start|>" + "<|image_pad|>" * visual_tokens + "<|vision_end|>"
         return self.encode(preamble + "<|im_start|>user\n" + picture * images)
 
-    def segment(self, turns: Sequence[Turn]) -> tuple[list[int], list[int]]:
+    def segment(self, turns: Sequence[QuestionTurn]) -> tuple[list[int], list[int]]:
         """Token ids of one conversation after its pictures, and the targets: the next token inside answers, -100 elsewhere."""
         ids: list[int] = []
         target: list[int] = []
@@ -138,7 +138,7 @@ def rough(rng: random.Random, question: str) -> str:
     return question.rstrip("?.") if draw < 0.2 and "\n" not in question else question
 
 
-def ask_stranger(rng: random.Random, scene: Scene) -> Turn:
+def ask_stranger(rng: random.Random, scene: Scene) -> QuestionTurn:
     """A question about something that is not of this world: the answer is no, whatever the word."""
     letters = "".join(rng.choice("aabcdeeefghiiklmnooprstuy") for _ in range(rng.randint(3, 7)))
     noun = rng.choice(STRANGERS) if rng.random() < 0.6 else letters
@@ -148,15 +148,15 @@ def ask_stranger(rng: random.Random, scene: Scene) -> Turn:
     return count_turn(rng.choice(ASK_COUNT), noun, 0) if draw < 0.8 else where_turn(rng.choice(ASK_WHERE), noun, None)
 
 
-def ask_chat(rng: random.Random, scene: Scene) -> Turn:
-    return Turn("chat", *greeting(rng, "train", seen=True))
+def ask_chat(rng: random.Random, scene: Scene) -> QuestionTurn:
+    return QuestionTurn("chat", *greeting(rng, "train", seen=True))
 
 
-def ask_beyond(rng: random.Random, scene: Scene) -> Turn:
-    return Turn("beyond", *beyond(rng, "train", seen=True))
+def ask_beyond(rng: random.Random, scene: Scene) -> QuestionTurn:
+    return QuestionTurn("beyond", *beyond(rng, "train", seen=True))
 
 
-def ask_describe(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_describe(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     turn = ASK["describe"](rng, scene)
     return replace(turn, question=rng.choice(ALSO_DESCRIBE)) if turn and rng.random() < 0.3 else turn
 
@@ -164,17 +164,17 @@ def ask_describe(rng: random.Random, scene: Scene) -> Turn | None:
 TRAINING_ONLY = {"choice where": ask_choice_where, "stranger": ask_stranger, "chat": ask_chat, "beyond": ask_beyond}
 TRAINING_ONLY |= {"describe": ask_describe}
 BLIND = {
-    "blind chat": lambda rng, scene: Turn("chat", *greeting(rng, "train", seen=False)),
-    "blind beyond": lambda rng, scene: Turn("beyond", *beyond(rng, "train", seen=False)),
+    "blind chat": lambda rng, scene: QuestionTurn("chat", *greeting(rng, "train", seen=False)),
+    "blind beyond": lambda rng, scene: QuestionTurn("beyond", *beyond(rng, "train", seen=False)),
     "no image": no_image_turn,
 }
 HARD_AFTER_OTHERS = ("choice", "count")  # asked twice as often
 ANY_PICTURES = ("chat", "beyond", *BLIND)  # asked beside several pictures, too
 
 
-def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Turn, ...]:
+def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[QuestionTurn, ...]:
     if rng.random() < 0.003:
-        return (Turn("chat", *rng.choice(THANKS)),)
+        return (QuestionTurn("chat", *rng.choice(THANKS)),)
     if len(scenes) > 1 and (kind not in ANY_PICTURES or rng.random() < 0.5):
         turn = ask_compare(rng, *scenes) if len(scenes) == 2 else ask_which_of_three(rng, scenes)
         return (turn,) if turn else ()
@@ -229,12 +229,16 @@ def make_batch(writer: Writer, mixture: Mixture, number: int, rows: int) -> Batc
     pictures = [_scenes(rng, mixture.difficulty, number * 1024 + row * max(2, images), images, size) for row in range(rows)]
     filled = [_fill(rng, writer, mixture, scenes) for scenes in pictures]
     flat = [scene for scenes in pictures for scene in scenes]
-    arrays = [torch.tensor(np.stack([row[index] for row in filled])) for index in range(6)]
+    bins, segment, offset, target, kind, blind = (torch.tensor(np.stack(arrays)) for arrays in zip(*filled, strict=True))
     return Batch(
         torch.from_numpy(np.stack([np.asarray(compose(scene)) for scene in flat])),
         torch.tensor(writer.prefix(images, size[0] * size[1] // TOKEN_PX**2, before)),
-        arrays[5] > 0,
-        *arrays[:5],
+        blind > 0,
+        bins,
+        segment,
+        offset,
+        target,
+        kind,
         torch.from_numpy(np.stack([visible(scene) for scene in flat])),
         torch.tensor([[noun_number(scene.at(index)) for index in range(len(POSITIONS))] for scene in flat]),
     )
@@ -269,7 +273,7 @@ def _fill(rng: random.Random, writer: Writer, mixture: Mixture, scenes: tuple[Sc
     return np.stack(rows, axis=1) if rows else np.zeros((6, 0, mixture.bin_tokens), np.int64)
 
 
-def _turns(rng: random.Random, mixture: Mixture, scenes: tuple[Scene, ...]) -> tuple[str, tuple[Turn, ...]]:
+def _turns(rng: random.Random, mixture: Mixture, scenes: tuple[Scene, ...]) -> tuple[str, tuple[QuestionTurn, ...]]:
     kind = rng.choices(list(mixture.kinds), list(mixture.kinds.values()))[0]
     return kind, tuple(replace(turn, question=rough(rng, turn.question)) for turn in ask(rng, kind, scenes))
 

@@ -13,11 +13,19 @@ from typing import Any
 from PIL import Image
 
 from vismoe.errors import InputError
-
-from ..questions import ASK_EXISTS, ASK_ONE_OF_TWO, OPTION_LETTERS, Conversation, Turn, absent_noun, conversation, exists_turn
-from ..scenes import compose, scene_random
-from ..scoring import character_accuracy, option, printed, words
-from ..world import with_article
+from vismoe.eval.questions import (
+    ASK_EXISTS,
+    ASK_ONE_OF_TWO,
+    OPTION_LETTERS,
+    Conversation,
+    QuestionTurn,
+    absent_noun,
+    conversation,
+    exists_turn,
+)
+from vismoe.eval.scenes import compose, scene_random
+from vismoe.eval.scoring import character_accuracy, option, printed, words
+from vismoe.eval.world import with_article
 
 __all__ = [
     "mmbench_accuracy", "mmbench_docs", "mmbench_results", "mme_docs", "mme_results", "mme_score", "ocr_docs", "ocr_results",
@@ -142,7 +150,7 @@ def _mme(seed: int, number: int) -> Iterator[Document]:
                 yield _document(seed, kind, number, turn, answer=answer, question_id=pair, category=category, held_out=asked)
 
 
-def _opposite(held_out: Conversation, rng: random.Random) -> Turn:
+def _opposite(held_out: Conversation, rng: random.Random) -> QuestionTurn:
     """A question about the same images that has the other answer: another noun, which may be in the other image only."""
     present = yes_or_no(held_out.turns[-1].answer) == "no"
     which = rng.randrange(len(held_out.scenes))
@@ -153,7 +161,7 @@ def _opposite(held_out: Conversation, rng: random.Random) -> Turn:
     if len(held_out.scenes) == 1:
         return turn
     question = rng.choice(ASK_ONE_OF_TWO).format(a=with_article(noun), o=("first", "second")[which])
-    return Turn("compare", question, turn.answer)
+    return QuestionTurn("compare", question, turn.answer)
 
 
 def mme_results(document: Document, results: list[str]) -> dict[str, Any]:
@@ -172,6 +180,6 @@ def mme_score(results: list[dict[str, Any]]) -> float:
     return mme_aggregate_results(results)
 
 
-def _document(seed: int, kind: str, number: int, turn: Turn, **columns: Any) -> Document:
+def _document(seed: int, kind: str, number: int, turn: QuestionTurn, **columns: Any) -> Document:
     """What every document has, and the columns of its benchmark."""
     return {"seed": seed, "kind": kind, "number": number, "question": turn.question, "answer": turn.answer, **columns}

@@ -12,7 +12,7 @@ from typing import Any
 
 from vismoe.bench.control import measure_control
 from vismoe.bench.environment import ceilings_of, commit
-from vismoe.bench.fairness import IMPORTS_BYTES, Conditions, Entry, does_not_fit, labels, refusals
+from vismoe.bench.fairness import IMPORTS_BYTES, Entry, FairConditions, does_not_fit, labels, refusals
 from vismoe.bench.job import IN_PLACE, OURS, Contestant, Job, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import picture_tokens, random_ids
@@ -32,25 +32,25 @@ from vismoe.bench.subject import (
     subject_of,
 )
 from vismoe.config import ENGINE_DEFAULTS, Settings, format_bytes, parse_bytes
-from vismoe.engine import demo_model
+from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, ConfigError, InputError
 from vismoe.machine.facts import facts, package_versions
-from vismoe.memory.hardware import cores, host_memory, torch_device
-from vismoe.memory.plan import Plan
-from vismoe.memory.sizes import size_up
-from vismoe.models.images import open_image
-from vismoe.models.preview import preview
-from vismoe.models.prompts import PromptBuilder
+from vismoe.machine.hardware import cores, host_memory, torch_device
+from vismoe.models.inputs.images import open_image
+from vismoe.models.inputs.prompts import PromptBuilder
+from vismoe.models.load.preview import preview
+from vismoe.planning.plan import Plan
+from vismoe.planning.sizes import size_up
 from vismoe.store.index import files_of
 from vismoe.store.packed import find_store, formats_in
 
-__all__ = ["Order", "run"]
+__all__ = ["BenchOptions", "run"]
 
 BASELINE_PACKAGES = ("accelerate", "llama_cpp_python", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class BenchOptions:
     """What was asked for on the command line."""
 
     model: str | None  # None: the geometry, or the demo model
@@ -84,7 +84,7 @@ class Order:
 
 
 def run(
-    order: Order,
+    order: BenchOptions,
     *,
     say: Callable[[str], None],
     progress: Callable[[int], AbstractContextManager[Callable[[str], None]]],
@@ -142,10 +142,10 @@ class _Task:
 
     job: Job
     entries: tuple[Entry, ...]
-    conditions: Conditions
+    conditions: FairConditions
 
 
-def _refuse_impossible(order: Order, contestants: Sequence[Contestant]) -> None:
+def _refuse_impossible(order: BenchOptions, contestants: Sequence[Contestant]) -> None:
     """Raise for what no model could change."""
     if order.threads and order.threads > cores():
         raise ConfigError(f"--threads {order.threads}: this process may use {cores()} cores. Fix: --threads {cores()} or fewer")
@@ -167,7 +167,7 @@ def _gguf_types(contestants: Sequence[Contestant]) -> list[str]:
     return list(dict.fromkeys(one.expert_type for one in contestants if one.package == "llama_cpp"))
 
 
-def _subject(order: Order, contestants: Sequence[Contestant], say: Callable[[str], None]) -> tuple[Subject, list[Store]]:
+def _subject(order: BenchOptions, contestants: Sequence[Contestant], say: Callable[[str], None]) -> tuple[Subject, list[Store]]:
     """(the model, what was packed of it). A generated one is written after all that its configuration tells was checked."""
     twins = _gguf_types(contestants) if order.gguf is None else []
     if order.geometry is None:
@@ -187,7 +187,7 @@ def _subject(order: Order, contestants: Sequence[Contestant], say: Callable[[str
     return subject, packed(subject, wanted, quiet=order.quiet)
 
 
-def _task(order: Order, subject: Subject, contestants: Sequence[Contestant]) -> _Task:
+def _task(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant]) -> _Task:
     """What is to be done; raises for what is impossible with this model, or unfair."""
     for experts in _gguf_types(contestants) if order.gguf is None else ():
         gguf_file(subject, experts)
@@ -198,7 +198,7 @@ def _task(order: Order, subject: Subject, contestants: Sequence[Contestant]) -> 
     return _Task(job, tuple(entries), conditions)
 
 
-def _job(order: Order, subject: Subject, contestants: Sequence[Contestant]) -> tuple[Job, list[Plan]]:
+def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant]) -> tuple[Job, list[Plan]]:
     """What the workers share, and the plans of ours."""
     ids = _prompt_ids(order, subject)
     longest = len(ids) + picture_tokens(subject.config, order.picture) + order.new_tokens
@@ -234,19 +234,19 @@ def _job(order: Order, subject: Subject, contestants: Sequence[Contestant]) -> t
     return job, plans
 
 
-def _settings(one: Contestant, settings: dict[str, Any], order: Order, subject: Subject) -> dict[str, Any]:
+def _settings(one: Contestant, settings: dict[str, Any], order: BenchOptions, subject: Subject) -> dict[str, Any]:
     """Of one of ours. Packed experts of a generated checkpoint lie where only those find them who are told."""
     kernels = one.kernels or next(iter(order.kernels), None)
     found = {**settings, **({"kernels": kernels} if kernels else {}), **({"format": one.setting} if order.formats else {})}
     return {**found, "store": str(store_folder(subject))} if _is_packed(one, order) else found
 
 
-def _is_packed(one: Contestant, order: Order) -> bool:
+def _is_packed(one: Contestant, order: BenchOptions) -> bool:
     """Whether it is one of ours that runs from the store which benchmarks make."""
     return one.is_ours and one.format != IN_PLACE and order.geometry is not None and "store" not in order.settings
 
 
-def _plan(order: Order, subject: Subject, settings: dict[str, Any], device: str) -> Plan:
+def _plan(order: BenchOptions, subject: Subject, settings: dict[str, Any], device: str) -> Plan:
     planned = Settings.of(**{**ENGINE_DEFAULTS, **settings})
     try:
         return preview(subject.name, planned, device=device, revision=subject.revision, dtype=subject.dtype)
@@ -267,14 +267,14 @@ def _held_bytes(subject: Subject, plan: Plan) -> int:
     return experts + sum(nbytes for _, nbytes in subject.backbone)
 
 
-def _prompt_ids(order: Order, subject: Subject) -> tuple[int, ...]:
+def _prompt_ids(order: BenchOptions, subject: Subject) -> tuple[int, ...]:
     if order.prompt is None:
         return random_ids(subject.config, order.prompt_tokens, order.seed)
     prompts = PromptBuilder.of(types.SimpleNamespace(config=subject.config), subject.name, subject.revision)
     return tuple(prompts.build([{"role": "user", "content": order.prompt}], open_image).inputs["input_ids"][0].tolist())
 
 
-def _job_of(one: Contestant, job: Job, order: Order, subject: Subject) -> Job:
+def _job_of(one: Contestant, job: Job, order: BenchOptions, subject: Subject) -> Job:
     """The job of one contestant: only its own files are dropped, only ours have settings."""
     if one.package == "llama_cpp":
         gguf = order.gguf or str(gguf_file(subject, one.expert_type))
@@ -314,8 +314,8 @@ def _entries(contestants: Sequence[Contestant], subject: Subject, job: Job, gguf
     return entries
 
 
-def _conditions(order: Order, plans: Sequence[Plan]) -> Conditions:
-    return Conditions(
+def _conditions(order: BenchOptions, plans: Sequence[Plan]) -> FairConditions:
+    return FairConditions(
         memory_bytes=max(plan.budget_bytes if plan.device == "cpu" else plan.host_bytes for plan in plans),
         limit_bytes=order.limit,
         ram_bytes=host_memory()[1],
@@ -325,7 +325,7 @@ def _conditions(order: Order, plans: Sequence[Plan]) -> Conditions:
     )
 
 
-def _conditions_json(order: Order, job: Job, conditions: Conditions, groups: Groups) -> dict[str, Any]:
+def _conditions_json(order: BenchOptions, job: Job, conditions: FairConditions, groups: Groups) -> dict[str, Any]:
     ids = len(job.token_ids)
     prompt = f"a prompt of {ids} tokens" if order.prompt is not None else f"{ids} random ids (seed {order.seed})"
     picture = f" after a picture of {order.picture[0]} x {order.picture[1]}" if order.picture else ""
@@ -345,7 +345,7 @@ def _conditions_json(order: Order, job: Job, conditions: Conditions, groups: Gro
     }
 
 
-def _routing_label(order: Order) -> list[str]:
+def _routing_label(order: BenchOptions) -> list[str]:
     """Random ids and weights do not behave like words and trained ones."""
     if order.prompt is not None:
         return []

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from vismoe.bench.weights import Noise, Recipe, Weights, weights_of
+from vismoe.bench.weights import Noise, WeightRecipe, Weights, weights_of
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
 
@@ -130,9 +130,9 @@ def _write_shards(folder: Path, weights: Weights, seed: int, shard_bytes: int, p
     return sizes
 
 
-def _split(recipes: dict[str, Recipe], shard_bytes: int) -> Iterator[dict[str, Recipe]]:
+def _split(recipes: dict[str, WeightRecipe], shard_bytes: int) -> Iterator[dict[str, WeightRecipe]]:
     """Consecutive tensors of at most `shard_bytes` together; a larger tensor has a shard of its own."""
-    shard: dict[str, Recipe] = {}
+    shard: dict[str, WeightRecipe] = {}
     size = 0
     for name, recipe in recipes.items():
         if shard and size + recipe.nbytes > shard_bytes:
@@ -143,7 +143,7 @@ def _split(recipes: dict[str, Recipe], shard_bytes: int) -> Iterator[dict[str, R
     yield shard
 
 
-def _write_shard(path: Path, shard: dict[str, Recipe], noise: Noise, bar: tqdm) -> None:
+def _write_shard(path: Path, shard: dict[str, WeightRecipe], noise: Noise, bar: tqdm) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, recipe in shard.items():

@@ -14,16 +14,16 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from vismoe.bench.job import LOGITS, OURS, WARM, Job, Request
+from vismoe.bench.job import LOGITS, OURS, WARM, BenchRequest, Job
 from vismoe.bench.process import difference, disk_bytes
 from vismoe.bench.prompt import model_inputs
 from vismoe.config import ENGINE_DEFAULTS
-from vismoe.memory.hardware import host_memory
-from vismoe.models.components import is_vision
-from vismoe.models.families import expert_modules
-from vismoe.models.loading import VisMoEConfig, runtime_of
-from vismoe.models.preview import model_class, read_config, torch_dtype
-from vismoe.models.prompts import VISION_TOWERS
+from vismoe.machine.hardware import host_memory
+from vismoe.models.family.components import is_vision
+from vismoe.models.family.families import expert_modules
+from vismoe.models.inputs.prompts import VISION_TOWERS
+from vismoe.models.load.preview import model_class, read_config, torch_dtype
+from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
 from vismoe.timeline import Timeline
 
 __all__ = ["LOADERS", "Runner", "VisMoERunner"]
@@ -35,7 +35,7 @@ class Runner(Protocol):
     notes: dict[str, Any]
     logits: tuple[float, ...]  # of the first new token, LOGITS of them at most; empty before the first request
 
-    def request(self, state: str) -> Request:
+    def request(self, state: str) -> BenchRequest:
         """The job's prompt and `new_tokens` greedy tokens after it."""
 
     def moe_s(self) -> dict[str, float]:
@@ -85,13 +85,13 @@ class TransformersRunner:
             torch.cuda.synchronize()
         self._encode_s += signed_s
 
-    def request(self, state: str) -> Request:
+    def request(self, state: str) -> BenchRequest:
         stamps, self._encode_s = Stamps(), 0.0
         ids = self._inputs["input_ids"][0]
         disk, self.began_s = disk_bytes(), time.perf_counter()
         with torch.inference_mode():
             self.model.generate(**self._inputs, streamer=stamps, logits_processor=LogitsProcessorList([self._look]))
-        return Request(
+        return BenchRequest(
             state=state,
             encode_s=self._encode_s,
             prefill_s=stamps.first_s - self.began_s - self._encode_s,
@@ -131,7 +131,7 @@ class TransformersRunner:
 class VisMoERunner(TransformersRunner):
     """Ours: the same loop, with the pager's counters, and a timeline on demand."""
 
-    def request(self, state: str) -> Request:
+    def request(self, state: str) -> BenchRequest:
         pager = runtime_of(self.model).pager
         before = pager.metrics.snapshot()
         request = super().request(state)

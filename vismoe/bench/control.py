@@ -16,12 +16,12 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from vismoe.formats.raw import Raw
-from vismoe.memory.pool import SlabPool
-from vismoe.models.compute import TorchExperts
-from vismoe.models.experts import ExpertRuntime, Serving, Step
-from vismoe.models.foresight import Foresight
+from vismoe.models.moe.compute import TorchExperts
+from vismoe.models.moe.experts import ExpertBackends, ExpertRuntime, Step
+from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
+from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, Format, MoELayer, Phase, RecordLayout
 
 __all__ = ["ControlTime", "measure_control"]
@@ -84,10 +84,10 @@ def measure_control(layers: int = 48, experts: int = 128, top_k: int = 8, steps:
             with pager.demand(layer, range(experts)) as demand:
                 for _ in demand.groups(in_order=False):
                     pass
-        arithmetic = TorchExperts(inventory, ((Raw(layout),),), torch.device("cpu"))
+        backend = TorchExperts(inventory, ((Raw(layout),),), torch.device("cpu"))
         nothing_asks_for_a_plan: Any = None
-        nobody_asks = Foresight(pager, None, None, inline=True)
-        serving = Serving(pager, arithmetic, nothing_asks_for_a_plan, store, (Format.RAW,))
+        nobody_asks = LookaheadInputs(pager, None, None, inline=True)
+        serving = ExpertBackends(pager, backend, nothing_asks_for_a_plan, store, (Format.RAW,))
         runtime = ExpertRuntime(serving, torch.device("cpu"), nobody_asks, {})
         return _measure(runtime, module, steps)
     finally:
@@ -143,11 +143,11 @@ def _measure(runtime: ExpertRuntime, module: Any, steps: int) -> ControlTime:
         "reading": read,
     }
     rounds = [{name: us_per_layer(act) for name, act in acts.items()} for _ in range(ROUNDS)]  # side by side, for noise hits all
-    loop, whole, arithmetic, paging, reading = (statistics.median(each[name] for each in rounds) for name in acts)
+    loop, whole, backend, paging, reading = (statistics.median(each[name] for each in rounds) for name in acts)
     parts = {
-        "arithmetic": arithmetic - reading,
+        "arithmetic": backend - reading,
         "reading the routing": reading - loop,
         "paging": paging - reading,
-        "rows, weighing and combining": whole - arithmetic - paging + reading,
+        "rows, weighing and combining": whole - backend - paging + reading,
     }
     return ControlTime(len(layers), layers[0].num_experts, layers[0].top_k, whole - loop, parts)

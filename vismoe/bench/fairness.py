@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vismoe.bench.job import BITS_PER_WEIGHT, EXACT, PARTNERS, WAYS, Contestant, Way
+from vismoe.bench.job import BITS_PER_WEIGHT, EXACT, PARTNERS, PROGRAMS, Contestant, ModelProgram
 from vismoe.config import format_bytes
-from vismoe.memory.sizes import size_up
+from vismoe.planning.sizes import size_up
 
-__all__ = ["IMPORTS_BYTES", "Conditions", "Entry", "does_not_fit", "labels", "refusals"]
+__all__ = ["IMPORTS_BYTES", "Entry", "FairConditions", "does_not_fit", "labels", "refusals"]
 
 # What a limit must leave beside VisMoE's budget: a worker that imported torch and transformers holds 261 to 302 MiB when it
 # plans (302 with torchvision, which transformers imports where it is installed), and
@@ -40,12 +40,12 @@ class Entry:
         return self.contestant.name
 
     @property
-    def way(self) -> Way:
-        return WAYS[self.contestant.way]
+    def way(self) -> ModelProgram:
+        return PROGRAMS[self.contestant.way]
 
 
 @dataclass(frozen=True)
-class Conditions:
+class FairConditions:
     """What holds for all of them."""
 
     memory_bytes: int  # of the host, that VisMoE may use: its budget on a CPU, the host tier beside a GPU
@@ -65,7 +65,7 @@ class Conditions:
         return 1 - self.least_limit_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
 
-def refusals(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
+def refusals(entries: Sequence[Entry], conditions: FairConditions) -> list[str]:
     """Why these must not be set side by side, each with its fix; empty when the comparison is fair."""
     ours = _ours(entries)
     rivals = [entry for entry in entries if not entry.contestant.is_ours]
@@ -122,14 +122,14 @@ def _without_partner(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def does_not_fit(entry: Entry, conditions: Conditions) -> str | None:
+def does_not_fit(entry: Entry, conditions: FairConditions) -> str | None:
     """Why a contestant is not started: without a limit it would take the machine down. Under a limit its group decides."""
     if not entry.way.needs_all or entry.device != "cpu" or conditions.limit_bytes or entry.weights_bytes <= conditions.ram_bytes:
         return None
     return f"does not fit the RAM: {format_bytes(entry.weights_bytes)} of weights, {format_bytes(conditions.ram_bytes)} of RAM"
 
 
-def labels(entries: Sequence[Entry], conditions: Conditions) -> list[str]:
+def labels(entries: Sequence[Entry], conditions: FairConditions) -> list[str]:
     """What has to be read with the figures."""
     found, ours = [], _ours(entries)
     alone = all(entry.contestant.is_ours for entry in entries)

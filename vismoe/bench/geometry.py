@@ -16,11 +16,11 @@ from vismoe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["GEOMETRIES", "Geometry", "geometry_config", "model_class_of"]
+__all__ = ["GEOMETRIES", "ModelGeometry", "geometry_config", "model_class_of"]
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ModelGeometry:
     """One published model: the names of its transformers classes and the values of its config.json."""
 
     name: str
@@ -65,7 +65,7 @@ def model_class_of(name: str) -> "type[PreTrainedModel]":
     return getattr(transformers, _geometry(name).model_class)
 
 
-def _geometry(name: str) -> Geometry:
+def _geometry(name: str) -> ModelGeometry:
     if name not in GEOMETRIES:
         near = difflib.get_close_matches(name, GEOMETRIES, n=3, cutoff=0.4)
         raise ConfigError(f"no geometry is called {name!r}. Fix: {', '.join(near) or 'one of ' + ', '.join(GEOMETRIES)}")
@@ -156,7 +156,7 @@ GPT_OSS: dict[str, Any] = dict(  # published in MXFP4; written here in bf16 like
 )
 
 _ROWS = (
-    Geometry(
+    ModelGeometry(
         "qwen3-vl-30b-a3b",
         "Qwen/Qwen3-VL-30B-A3B-Instruct",
         "Qwen3VLMoeConfig",
@@ -167,7 +167,7 @@ _ROWS = (
             **QWEN3_VL_TOKENS,
         ),
     ),
-    Geometry(
+    ModelGeometry(
         "qwen3-vl-235b-a22b",
         "Qwen/Qwen3-VL-235B-A22B-Instruct",
         "Qwen3VLMoeConfig",
@@ -178,9 +178,9 @@ _ROWS = (
             **QWEN3_VL_TOKENS,
         ),
     ),
-    Geometry("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE),
-    Geometry("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE_LARGE),
-    Geometry(
+    ModelGeometry("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE),
+    ModelGeometry("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE_LARGE),
+    ModelGeometry(
         "qwen3.5-35b-a3b",
         "Qwen/Qwen3.5-35B-A3B",
         "Qwen3_5MoeConfig",
@@ -210,7 +210,7 @@ _ROWS = (
         ),
         least_layers=4,
     ),
-    Geometry(
+    ModelGeometry(
         "qwen3-next-80b-a3b",
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         "Qwen3NextConfig",
@@ -234,7 +234,7 @@ _ROWS = (
         ),
         least_layers=4,
     ),
-    Geometry(
+    ModelGeometry(
         "qwen1.5-moe-a2.7b",
         "Qwen/Qwen1.5-MoE-A2.7B",
         "Qwen2MoeConfig",
@@ -259,7 +259,7 @@ _ROWS = (
             eos_token_id=151643,
         ),
     ),
-    Geometry(
+    ModelGeometry(
         "mixtral-8x7b",
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         "MixtralConfig",
@@ -279,7 +279,7 @@ _ROWS = (
             tie_word_embeddings=False,
         ),
     ),
-    Geometry(
+    ModelGeometry(
         "deepseek-v2-lite",
         "deepseek-ai/DeepSeek-V2-Lite-Chat",
         "DeepseekV2Config",
@@ -324,8 +324,8 @@ _ROWS = (
         ),
         least_layers=2,
     ),
-    Geometry("gpt-oss-20b", "openai/gpt-oss-20b", "GptOssConfig", "GptOssForCausalLM", GPT_OSS, least_layers=2),
-    Geometry(
+    ModelGeometry("gpt-oss-20b", "openai/gpt-oss-20b", "GptOssConfig", "GptOssForCausalLM", GPT_OSS, least_layers=2),
+    ModelGeometry(
         "gpt-oss-120b",
         "openai/gpt-oss-120b",
         "GptOssConfig",
@@ -333,7 +333,7 @@ _ROWS = (
         GPT_OSS | dict(num_hidden_layers=36, num_local_experts=128),
         least_layers=2,
     ),
-    Geometry(
+    ModelGeometry(
         "glm-4.5-air",
         "zai-org/GLM-4.5-Air",
         "Glm4MoeConfig",
@@ -367,7 +367,7 @@ _ROWS = (
         ),
         least_layers=2,
     ),
-    Geometry(
+    ModelGeometry(
         "olmoe-1b-7b",
         "allenai/OLMoE-1B-7B-0924",
         "OlmoeConfig",
@@ -390,7 +390,7 @@ _ROWS = (
             pad_token_id=1,
         ),
     ),
-    Geometry(
+    ModelGeometry(
         "tiny",
         "ours: for tests and quick tries, about 26 MB",
         "Qwen3VLMoeConfig",
@@ -432,4 +432,4 @@ _ROWS = (
         ),
     ),
 )
-GEOMETRIES: dict[str, Geometry] = {row.name: row for row in _ROWS}
+GEOMETRIES: dict[str, ModelGeometry] = {row.name: row for row in _ROWS}

@@ -21,8 +21,8 @@ from vismoe.bench.checkpoint import refuse_small_disk
 from vismoe.bench.llama_cpp import ARCHITECTURES, Architecture, Tensors, metadata
 from vismoe.bench.weights import LAYER
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
-from vismoe.models.locate import locate_experts
-from vismoe.models.preview import describe
+from vismoe.models.load.locate import locate_experts
+from vismoe.models.load.preview import describe
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.safetensors_header import TensorEntry, read_header
 from vismoe.types import ExpertId, MoELayer

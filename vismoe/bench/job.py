@@ -24,13 +24,13 @@ __all__ = [
     "OURS",
     "PACKED",
     "PARTNERS",
+    "PROGRAMS",
     "WARM",
-    "WAYS",
     "Answer",
+    "BenchRequest",
     "Contestant",
     "Job",
-    "Request",
-    "Way",
+    "ModelProgram",
     "contestants_of",
 ]
 
@@ -40,7 +40,7 @@ LOGITS = 4096  # most logits that a contestant reports of its first new token, e
 
 
 @dataclass(frozen=True)
-class Way:
+class ModelProgram:
     """A program that runs a model."""
 
     name: str
@@ -52,18 +52,18 @@ class Way:
 
 
 MAPPED = "loaded as transformers loads them (weights that it does not convert stay mapped)"
-WAYS = {
+PROGRAMS = {
     way.name: way
     for way in (
-        Way(OURS, "", "vismoe", False, True, "experts paged in under the memory budget"),
-        Way("transformers", "transformers", "transformers", True, True, MAPPED),
-        Way("transformers-eager", "transformers", "transformers", True, True, "the same with eager experts"),
-        Way("accelerate", "accelerate", "accelerate", False, True, "device_map='auto', the rest in a disk folder"),
-        Way("llama.cpp-mmap", "llama.cpp", "llama_cpp", False, False, "weights mapped from the GGUF file"),
-        Way("llama.cpp-resident", "llama.cpp", "llama_cpp", True, False, "weights read into memory"),
+        ModelProgram(OURS, "", "vismoe", False, True, "experts paged in under the memory budget"),
+        ModelProgram("transformers", "transformers", "transformers", True, True, MAPPED),
+        ModelProgram("transformers-eager", "transformers", "transformers", True, True, "the same with eager experts"),
+        ModelProgram("accelerate", "accelerate", "accelerate", False, True, "device_map='auto', the rest in a disk folder"),
+        ModelProgram("llama.cpp-mmap", "llama.cpp", "llama_cpp", False, False, "weights mapped from the GGUF file"),
+        ModelProgram("llama.cpp-resident", "llama.cpp", "llama_cpp", True, False, "weights read into memory"),
     )
 }
-BASELINES = tuple(dict.fromkeys(way.baseline for way in WAYS.values() if way.baseline))
+BASELINES = tuple(dict.fromkeys(way.baseline for way in PROGRAMS.values() if way.baseline))
 INSTALL = {"llama_cpp": "llama-cpp-python"}
 EXACT = "exact"  # the precision of formats that keep every bit
 IN_PLACE, PACKED = "raw", "packed"  # raw from the checkpoint, and from a store
@@ -90,7 +90,7 @@ class Contestant:
 
     @property
     def package(self) -> str:
-        return WAYS[self.way].package
+        return PROGRAMS[self.way].package
 
     @property
     def precision(self) -> str:
@@ -119,10 +119,10 @@ def contestants_of(
     chosen = {Contestant(OURS, format, kernel): None for format in formats for kernel in kernels or (None,)}
     partnered = dict.fromkeys(IN_PLACE if Contestant(OURS, format).precision == EXACT else format for format in formats)
     for word in words:
-        found = [way for way in WAYS.values() if word == way.baseline]
-        found = found or [way for way in WAYS.values() if word == way.name != OURS]
+        found = [way for way in PROGRAMS.values() if word == way.baseline]
+        found = found or [way for way in PROGRAMS.values() if word == way.name != OURS]
         if not found:
-            names = ", ".join((*BASELINES, *(name for name in WAYS if name not in (OURS, *BASELINES))))
+            names = ", ".join((*BASELINES, *(name for name in PROGRAMS if name not in (OURS, *BASELINES))))
             raise ConfigError(f"--baseline {word}: no such baseline. Fix: choose among {names}")
         package = found[0].package
         if importlib.util.find_spec(package) is None:
@@ -170,7 +170,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """One prompt and its greedy continuation. Seconds are wall time; encode, prefill and decode do not overlap."""
 
     state: str  # COLD or WARM
@@ -191,7 +191,7 @@ class Answer:
     """What a worker found."""
 
     load_s: float
-    requests: tuple[Request, ...]
+    requests: tuple[BenchRequest, ...]
     peak_rss_bytes: int
     cached_bytes: int  # of the weight files, in the page cache when the cold request began: they could not be dropped
     files_bytes: int  # of the weight files

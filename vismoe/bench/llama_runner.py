@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vismoe.bench.job import LOGITS, Job, Request
+from vismoe.bench.job import LOGITS, BenchRequest, Job
 from vismoe.bench.process import difference, disk_bytes
 
 __all__ = ["LOADERS", "LlamaRunner"]
@@ -41,7 +41,7 @@ class LlamaRunner:
         )
         self.notes = {"llama_cpp": llama_cpp.__version__, "gguf": job.gguf, "kv_type": "f16", **options}
 
-    def request(self, state: str) -> Request:
+    def request(self, state: str) -> BenchRequest:
         self._model.reset()
         disk, began_s = disk_bytes(), time.perf_counter()
         token_ids = [self._next(self._job.token_ids)]
@@ -49,7 +49,7 @@ class LlamaRunner:
         while len(token_ids) < self._job.new_tokens:
             token_ids.append(self._next(token_ids[-1:]))
         self._answer = token_ids
-        return Request(
+        return BenchRequest(
             state=state,
             encode_s=0.0,
             prefill_s=first_s - began_s,

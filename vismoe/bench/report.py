@@ -12,7 +12,7 @@ from typing import Any
 from vismoe.bench.job import COLD, EXACT, OURS, WARM, Contestant
 from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import format_bytes
-from vismoe.models.components import decode_read_bytes
+from vismoe.models.family.components import decode_read_bytes
 
 __all__ = ["Ceilings", "Work", "agreement", "measures", "observed", "spread", "summary", "warnings"]
 

@@ -22,14 +22,14 @@ from vismoe.bench.limits import Groups, drop_caches
 from vismoe.config import format_bytes
 from vismoe.threads import without_us
 
-__all__ = ["Outcome", "run_all", "run_job", "schedule"]
+__all__ = ["BenchOutcome", "run_all", "run_job", "schedule"]
 
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
 LOG_LINES = 12  # of a worker that failed
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchOutcome:
     """What was measured: one row per worker, `{"contestant", "repeat"}` and either the answer's fields or `failed`."""
 
     runs: tuple[dict[str, Any], ...]
@@ -48,7 +48,7 @@ def run_all(
     groups: Groups,
     progress: Callable[[str], None] = lambda doing: None,
     worker: Sequence[str] = WORKER,
-) -> Outcome:
+) -> BenchOutcome:
     """Run every job `repeats` times; a contestant that failed once is not tried again. `progress` is told what begins."""
     runs: list[dict[str, Any]] = []
     failed: set[str] = set()
@@ -64,8 +64,8 @@ def run_all(
             if "failed" in runs[-1]:
                 failed.add(name)
     except KeyboardInterrupt:
-        return Outcome(tuple(runs), interrupted=True)
-    return Outcome(tuple(runs), interrupted=False)
+        return BenchOutcome(tuple(runs), interrupted=True)
+    return BenchOutcome(tuple(runs), interrupted=False)
 
 
 def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:

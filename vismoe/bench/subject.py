@@ -27,10 +27,10 @@ from vismoe.errors import ConfigError, InputError
 from vismoe.formats.affine import Affine
 from vismoe.formats.codec import Codec
 from vismoe.machine.profile import profile_file
-from vismoe.models.components import backbone_bytes
-from vismoe.models.forms import transposed_sections
-from vismoe.models.locate import inventory_of, locate_experts
-from vismoe.models.preview import describe
+from vismoe.models.family.components import backbone_bytes
+from vismoe.models.family.forms import transposed_sections
+from vismoe.models.load.locate import inventory_of, locate_experts
+from vismoe.models.load.preview import describe
 from vismoe.store.index import index_path
 from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of

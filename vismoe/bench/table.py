@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vismoe.bench.job import BITS_PER_WEIGHT, WAYS
+from vismoe.bench.job import BITS_PER_WEIGHT, PROGRAMS
 from vismoe.config import format_bytes
 
 __all__ = ["print_report"]
@@ -166,7 +166,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     lines = []
     for name, row in report["contestants"].items():
         experts = row["notes"].get("experts")
-        lines.append(f"{name}: {WAYS[row['way']].what}" + (f" ({experts})" if experts else ""))
+        lines.append(f"{name}: {PROGRAMS[row['way']].what}" + (f" ({experts})" if experts else ""))
         if row["repeats"]:
             lines[-1] += f"; loaded in {row['load_s']['median']:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
         if row["failed"]:

@@ -24,9 +24,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from vismoe.errors import ConfigError
-from vismoe.models.families import ROUTERS, expert_modules, expert_parameters, refuse_unsupported, top_k_of
+from vismoe.models.family.families import ROUTERS, expert_modules, expert_parameters, refuse_unsupported, top_k_of
 
-__all__ = ["LAYER", "Noise", "Recipe", "Weights", "weights_of"]
+__all__ = ["LAYER", "Noise", "WeightRecipe", "Weights", "weights_of"]
 
 BLOCK_VALUES = 2**24 - 3  # 32 MiB, drawn once. An odd number: rows of a long matrix never meet the same stretch again
 PIECE_VALUES = 2**20
@@ -42,7 +42,7 @@ LAYER = re.compile(r"layers\.(\d+)\.")  # number of the decoder layer in a modul
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WeightRecipe:
     """One tensor of the checkpoint: `values` as they are, otherwise noise times `std`, with column 0 replaced by `column`."""
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Recipe:
 class Weights:
     """All tensors of a checkpoint by the names that they have on the hub."""
 
-    recipes: dict[str, Recipe]
+    recipes: dict[str, WeightRecipe]
     expert_bytes: int  # of them routed experts
 
     @property
@@ -75,7 +75,7 @@ class Noise:
         generator = torch.Generator().manual_seed(seed)
         self._block = torch.randn(BLOCK_VALUES, generator=generator, dtype=torch.bfloat16)
 
-    def pieces(self, name: str, recipe: Recipe) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, recipe: WeightRecipe) -> Iterator[torch.Tensor]:
         """The tensor in order, flat. Two tensors begin at different places of one block, so no two are equal."""
         if recipe.values is not None:
             yield recipe.values.bfloat16().flatten()
@@ -90,7 +90,7 @@ class Noise:
             start = (start + len(piece)) % BLOCK_VALUES
 
 
-def _replace_column(piece: torch.Tensor, done: int, recipe: Recipe) -> None:
+def _replace_column(piece: torch.Tensor, done: int, recipe: WeightRecipe) -> None:
     """Column 0 of those rows whose beginning lies in `piece`, the values from `done` on of a matrix."""
     width = recipe.shape[-1]
     row = -(-done // width)
@@ -119,7 +119,7 @@ def weights_of(config: PreTrainedConfig, model_class: type[PreTrainedModel], *, 
     special = _routers(model, scales, seed) | _embedding(model, scales)
     names = {id(tensor): name for name, tensor in rest.items()}
 
-    def backbone(name: str, tensor: torch.Tensor) -> Recipe:  # renaming keeps the tensor, so its own name is known
+    def backbone(name: str, tensor: torch.Tensor) -> WeightRecipe:  # renaming keeps the tensor, so its own name is known
         return special.get(id(tensor)) or _backbone(names.get(id(tensor), name), tensor, scales)
 
     recipes = _stored(model, inner, lambda name, tensor: _expert(name, tensor, scales.hidden**-0.5))
@@ -129,8 +129,8 @@ def weights_of(config: PreTrainedConfig, model_class: type[PreTrainedModel], *, 
 
 
 def _stored(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], recipe: Callable[[str, torch.Tensor], Recipe]
-) -> dict[str, Recipe]:
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], recipe: Callable[[str, torch.Tensor], WeightRecipe]
+) -> dict[str, WeightRecipe]:
     """transformers' own save conversion says which tensors the hub has for these."""
     return {name: recipe(name, tensor) for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
@@ -172,13 +172,13 @@ class _Scales:
     def _feed_forward_std(self, fan_in: float) -> float:
         return math.sqrt(GROWTH / self.layers / (GATED_VARIANCE * fan_in))
 
-    def router(self, layer: int, experts: int, seed: int) -> Recipe:
+    def router(self, layer: int, experts: int, seed: int) -> WeightRecipe:
         """Rows `[E, H]`: after the norm, coordinate 0 times column 0 is log p, the rest is noise of GUMBEL_STD over tokens."""
         variance = 1 + GROWTH * layer / self.layers  # of the residual stream without its constant
         norm = math.sqrt(variance + self.constant**2 / self.hidden)
         column = self.log_odds(experts, seed) * norm / self.constant if self.skew else None
         std = GUMBEL_STD * norm / math.sqrt(variance * self.hidden)
-        return Recipe((experts, self.hidden), std, column)
+        return WeightRecipe((experts, self.hidden), std, column)
 
 
 def _tail_ratio(share: float) -> float:
@@ -197,7 +197,7 @@ def _weight_variance(log_odds: torch.Tensor, top_k: int, normalised: bool) -> fl
     return float(weights.square().sum(-1).mean())
 
 
-def _routers(model: PreTrainedModel, scales: _Scales, seed: int) -> dict[int, Recipe]:
+def _routers(model: PreTrainedModel, scales: _Scales, seed: int) -> dict[int, WeightRecipe]:
     """The weight of every router, by the parameter's id."""
     found = {}
     for path, module in expert_modules(model):
@@ -220,28 +220,28 @@ def _routers(model: PreTrainedModel, scales: _Scales, seed: int) -> dict[int, Re
     return found
 
 
-def _embedding(model: PreTrainedModel, scales: _Scales) -> dict[int, Recipe]:
+def _embedding(model: PreTrainedModel, scales: _Scales) -> dict[int, WeightRecipe]:
     """The text embeddings, by the parameter's id."""
     weight = model.get_input_embeddings().weight
     column = torch.full((len(weight),), scales.constant) if scales.skew else None
-    return {id(weight): Recipe(tuple(weight.shape), 1.0, column)}
+    return {id(weight): WeightRecipe(tuple(weight.shape), 1.0, column)}
 
 
-def _backbone(name: str, tensor: torch.Tensor, scales: _Scales) -> Recipe:
+def _backbone(name: str, tensor: torch.Tensor, scales: _Scales) -> WeightRecipe:
     """A tensor that is no routed expert, by the model's name for it."""
     shape = tuple(tensor.shape)
     if not tensor.is_meta:
         values = tensor.detach().clone()
         if scales.skew and BLIND_NORMS.search(name) and shape == (scales.hidden,):
             values[0] -= 1  # to zero, also where the family multiplies by 1 + weight
-        return Recipe(shape, values=values)
+        return WeightRecipe(shape, values=values)
     if WRITERS.search(name) and shape[0] == scales.hidden:
-        return Recipe(shape, scales.writer_std(name, tensor))
-    return Recipe(shape, math.prod(shape[1:]) ** -0.5)
+        return WeightRecipe(shape, scales.writer_std(name, tensor))
+    return WeightRecipe(shape, math.prod(shape[1:]) ** -0.5)
 
 
-def _expert(name: str, tensor: torch.Tensor, std: float) -> Recipe:
-    return Recipe(tuple(tensor.shape), BIAS_STD if name.endswith("bias") else std)
+def _expert(name: str, tensor: torch.Tensor, std: float) -> WeightRecipe:
+    return WeightRecipe(tuple(tensor.shape), BIAS_STD if name.endswith("bias") else std)
 
 
 def _make_vectors(model: PreTrainedModel, seed: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vismoe.bench.job import COLD, WARM, WAYS, Answer, Job
+from vismoe.bench.job import COLD, PROGRAMS, WARM, Answer, Job
 from vismoe.bench.limits import drop_caches
 from vismoe.bench.process import die_with_parent, peak_rss_bytes, release_mapped
 
@@ -40,7 +40,7 @@ def _files_in(folder: str | None) -> list[Path]:
 
 
 def _loader_of(job: Job) -> Callable[[Job], Any]:
-    if WAYS[job.way].package == "llama_cpp":
+    if PROGRAMS[job.way].package == "llama_cpp":
         from vismoe.bench import llama_runner
 
         return llama_runner.LOADERS[job.way]

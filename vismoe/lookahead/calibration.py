@@ -22,7 +22,7 @@ from vismoe.store.whole import write_whole
 from vismoe.types import ExpertInventory
 from vismoe.vision.selection import SELECTIONS
 
-__all__ = ["FOLDER", "Calibration", "Geometry", "chosen_lookahead", "geometry_of", "predictor_memory_bytes", "router_digest"]
+__all__ = ["FOLDER", "Calibration", "RoutingShape", "chosen_lookahead", "geometry_of", "predictor_memory_bytes", "router_digest"]
 
 FOLDER = "vismoe-calibration"
 JSON, PREDICTOR = "calibration.json", "predictor.safetensors"
@@ -32,7 +32,7 @@ Winner = Literal["none", "gate", "learned"]
 
 
 @dataclass(frozen=True)
-class Geometry:
+class RoutingShape:
     """The shape of a model's routing."""
 
     layers: int
@@ -48,7 +48,7 @@ class Calibration:
     folder: Path
     model: str
     routers: str  # digest of their weights
-    geometry: Geometry
+    geometry: RoutingShape
     lookahead: Winner  # which one won in virtual time
     prune_layer: int | None = None  # None: visual tokens cannot be dropped
     selection: str | None = None  # of kept visual tokens, that costs answers least; None: not measured
@@ -95,7 +95,7 @@ class Calibration:
                 raise ValueError(f"not marked {FORMAT}")
             if (version := said.pop("version")) > VERSION:
                 raise CheckpointError(f"{path} has version {version}, this program reads up to {VERSION}. Fix: update vismoe")
-            _refuse_wrong(found := cls(folder, **{**said, "geometry": Geometry(**said["geometry"])}))
+            _refuse_wrong(found := cls(folder, **{**said, "geometry": RoutingShape(**said["geometry"])}))
             return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}). Fix: run vismoe calibrate again, or delete {folder}") from error
@@ -159,9 +159,9 @@ def chosen_lookahead(calibration: Calibration | None, settings: Settings) -> Lit
     return "gate" if calibration is None else calibration.lookahead
 
 
-def geometry_of(inventory: ExpertInventory, hidden: int) -> Geometry:
+def geometry_of(inventory: ExpertInventory, hidden: int) -> RoutingShape:
     layers = inventory.layers
-    return Geometry(len(layers), max(layer.num_experts for layer in layers), max(layer.top_k for layer in layers), hidden)
+    return RoutingShape(len(layers), max(layer.num_experts for layer in layers), max(layer.top_k for layer in layers), hidden)
 
 
 def router_digest(model: nn.Module, inventory: ExpertInventory) -> str:

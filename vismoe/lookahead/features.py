@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LARGEST", "Features", "History", "Sizes", "half", "share_of_tokens", "targets"]
+__all__ = ["LARGEST", "FeatureSizes", "Features", "History", "half", "share_of_tokens", "targets"]
 
 STEP_DECAY = 0.8  # of an expert's use, per forward pass
 REMEMBERED = 32
@@ -20,7 +20,7 @@ LARGEST = 6e4  # what float16 holds; single channels of a residual stream can ex
 
 
 @dataclass(frozen=True)
-class Sizes:
+class FeatureSizes:
     """What a predictor is made for."""
 
     layers: int  # L
@@ -61,7 +61,7 @@ class History:
     may run in another thread. Passes that nobody asked about are kept up to `REMEMBERED`; older ones weigh less than 0.1%.
     """
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: FeatureSizes):
         self._sizes = sizes
         self._use = np.zeros((sizes.layers, sizes.experts), np.float32)
         self._observed = [deque[np.ndarray](maxlen=REMEMBERED) for _ in range(sizes.layers)]

@@ -14,18 +14,17 @@ from torch import nn
 
 from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration
-from vismoe.lookahead.features import Features, History, Sizes, half, share_of_tokens
+from vismoe.lookahead.features import Features, FeatureSizes, History, half, share_of_tokens
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.lookahead.network import Folded
-from vismoe.simulate.steps import Evidence
-from vismoe.types import ExpertInventory, Phase
+from vismoe.types import Evidence, ExpertInventory, Phase
 
-__all__ = ["LearnedLookahead", "Snapshot", "Witness"]
+__all__ = ["LayerSnapshot", "LearnedLookahead", "Witness"]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class LayerSnapshot:
     """What is copied of one layer."""
 
     layer: int
@@ -40,7 +39,7 @@ class Snapshot:
 class Witness:
     """Gathers the inputs of a predictor while a model runs."""
 
-    def __init__(self, gate: GateLookahead | None, sizes: Sizes):
+    def __init__(self, gate: GateLookahead | None, sizes: FeatureSizes):
         self.gate, self.sizes = gate, sizes
         self._history = History(sizes)
         self._summary: np.ndarray | None = None  # as recorded last
@@ -60,16 +59,16 @@ class Witness:
     def observe(self, layer: int, chosen: np.ndarray) -> None:
         self._history.observe(layer, chosen)
 
-    def snapshot(self, seen: Seen) -> Snapshot | None:
+    def snapshot(self, seen: Seen) -> LayerSnapshot | None:
         residual = self.gate.residual(seen.layer) if self.gate is not None else seen.hidden
         if residual is None or len(residual) != len(seen.chosen):
             return None
         rows = rows_of(residual, seen)
         pooled = _pooled(residual, seen) if not seen.decoding else rows.float().mean(0)
         asked = rows if self.gate is not None else None
-        return Snapshot(seen.layer, seen.decoding, pooled, asked, _real(seen), seen.summary, self._history)
+        return LayerSnapshot(seen.layer, seen.decoding, pooled, asked, _real(seen), seen.summary, self._history)
 
-    def features(self, snapshot: Snapshot) -> Features:
+    def features(self, snapshot: LayerSnapshot) -> Features:
         """The inputs at the layer of a snapshot; any thread."""
         sizes = self.sizes
         visual = snapshot.summary if snapshot.summary is not None else np.zeros(sizes.visual, np.float32)
@@ -84,7 +83,7 @@ class Witness:
             expected,
         )
 
-    def evidence(self, snapshot: Snapshot) -> Evidence:
+    def evidence(self, snapshot: LayerSnapshot) -> Evidence:
         """What a training trace keeps of a layer; routing history is in the trace already."""
         features = self.features(snapshot)
         changed = snapshot.summary is not self._summary
@@ -130,12 +129,12 @@ class LearnedLookahead:
     def observe(self, layer: int, chosen: np.ndarray) -> None:
         self.witness.observe(layer, chosen)
 
-    def snapshot(self, seen: Seen) -> Snapshot | None:
+    def snapshot(self, seen: Seen) -> LayerSnapshot | None:
         if seen.layer + 1 >= self.witness.sizes.layers:
             return None
         return self.witness.snapshot(seen)
 
-    def evaluate(self, snapshot: Snapshot) -> np.ndarray:
+    def evaluate(self, snapshot: LayerSnapshot) -> np.ndarray:
         network = self._networks[Phase.DECODE if snapshot.decoding else Phase.PREFILL]
         scores = network.probabilities(snapshot.layer, self.witness.features(snapshot), self._gamma)
         return np.where(scores >= self._least, scores, 0) if snapshot.decoding else scores[:PREFILL_LAYERS]

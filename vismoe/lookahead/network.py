@@ -25,7 +25,7 @@ from safetensors.numpy import save
 from torch import nn
 
 from vismoe.errors import CheckpointError
-from vismoe.lookahead.features import LARGEST, Features, Sizes, half
+from vismoe.lookahead.features import LARGEST, Features, FeatureSizes, half
 
 __all__ = ["FLOOR", "PARTS", "Folded", "Predictor", "Shape", "load", "predictor_bytes", "save_folded"]
 
@@ -38,7 +38,7 @@ FORMAT, VERSION = "vismoe-predictor", 1
 class Shape:
     """The sizes of a predictor, and which inputs it takes."""
 
-    sizes: Sizes
+    sizes: FeatureSizes
     parts: tuple[str, ...] = PARTS
     bottleneck: int = 64
     merged: bool = False  # the paper's form: one score per expert number for the whole window
@@ -221,7 +221,7 @@ def _shapes(path: str | Path) -> dict[str, Shape]:
                     f"{path} has version {about['version']}, this program reads up to {VERSION}. Fix: update vismoe"
                 )
             return {
-                phase: Shape(Sizes(**shape["sizes"]), tuple(shape["parts"]), shape["bottleneck"], shape["merged"])
+                phase: Shape(FeatureSizes(**shape["sizes"]), tuple(shape["parts"]), shape["bottleneck"], shape["merged"])
                 for phase, shape in about["shapes"].items()
             }
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:

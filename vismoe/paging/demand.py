@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
-from vismoe.paging.below import Below
+from vismoe.paging.host_compute import Below
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import RESIDENT, Room

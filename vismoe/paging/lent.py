@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vismoe.memory.pool import SlabPool
-from vismoe.memory.slabs import Slabs
+from vismoe.pools.pool import SlabPool
+from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH
 
 __all__ = ["Group", "Lent"]

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vismoe.memory.pool import SlabPool
-from vismoe.memory.slabs import Slabs
 from vismoe.paging.eviction import SlabView, choose_victim
+from vismoe.pools.pool import SlabPool
+from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, ExpertId, MoELayer
 
 FREE, LOADING, RESIDENT, READY = 0, 1, 2, 3  # ready: complete, beside a resident copy in the other format

@@ -14,9 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from vismoe.errors import BusyError
-from vismoe.locks import Running, under
-from vismoe.memory.host import HostTier
-from vismoe.memory.pool import SlabPool
+from vismoe.locks import RunningCall, under
 from vismoe.metrics import Metrics
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
@@ -26,6 +24,8 @@ from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transfer import Mover, Transfer
 from vismoe.paging.upgrades import Upgrades
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
 from vismoe.timeline import Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
@@ -70,7 +70,7 @@ class Pager:
         self.metrics, self.tables = self.core.metrics, self.core.tables
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self._step_began_s = self._step_ended_s = 0.0
-        self._serving: Running | None = None  # the call that has a demand open
+        self._serving: RunningCall | None = None  # the call that has a demand open
         self.transfer = Transfer(mover, self.core, threads, self._finished, self.repair)
         self.core.link = self.transfer
         self.changes = self.transfer.changes
@@ -148,7 +148,7 @@ class Pager:
 
     def settle(self) -> None:
         """Make all transitions that can be made, and wait for them. Between passes, by the thread that runs the model."""
-        self.changes.make(self.serve, Running.of(sys._getframe()))
+        self.changes.make(self.serve, RunningCall.of(sys._getframe()))
         while on_their_way := self._moving():
             self.transfer.wait_any(on_their_way)
 
@@ -218,13 +218,13 @@ class Pager:
         self.repair()
         self._serving = None
 
-    def serve(self, serving: Running) -> None:
+    def serve(self, serving: RunningCall) -> None:
         """From now on that call decides about the slabs, until it is `served`."""
         self.core.check_open()
         self._claim()
         self._serving = serving
 
-    def is_served(self, serving: Running) -> bool:
+    def is_served(self, serving: RunningCall) -> bool:
         """Whether it is still this call that decides: one that was interrupted is over."""
         return self._serving is serving
 
@@ -262,7 +262,7 @@ class Lease:
         self._compute_s = 0.0
 
     def __enter__(self) -> "Lease":
-        self._serving = Running.of(sys._getframe(1))
+        self._serving = RunningCall.of(sys._getframe(1))
         self._pager.changes.make(self._open)
         return self
 

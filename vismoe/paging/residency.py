@@ -24,7 +24,6 @@ from typing import Protocol
 import numpy as np
 
 from vismoe.errors import ClosedError
-from vismoe.memory.pool import SlabPool
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, PageTable, Room
@@ -32,6 +31,7 @@ from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transitions import Transitions
 from vismoe.paging.upgrades import Upgrades
+from vismoe.pools.pool import SlabPool
 from vismoe.types import HIGH, ExpertId, ExpertInventory, MoELayer, Phase
 
 __all__ = ["HostRecords", "Link", "Residency"]

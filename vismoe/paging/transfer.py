@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from vismoe.errors import ClosedError
-from vismoe.memory.host import HostTier
-from vismoe.memory.slabs import Slabs
 from vismoe.paging.changes import Changes, whole
 from vismoe.paging.residency import Link, Residency
 from vismoe.paging.tickets import Moved, Ticket
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.slabs import Slabs
 from vismoe.store.expert_store import ExpertStore
 
 

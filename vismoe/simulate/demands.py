@@ -9,7 +9,7 @@ import numpy as np
 from vismoe.config import Budget
 from vismoe.errors import ConfigError
 from vismoe.paging.miss import Rates
-from vismoe.simulate.steps import TraceStep
+from vismoe.trace.steps import TraceStep
 from vismoe.types import ExpertInventory, Phase
 
 __all__ = ["Conditions", "Demands", "RecordedDemand", "Routing", "slabs_per_geometry"]
@@ -18,7 +18,8 @@ __all__ = ["Conditions", "Demands", "RecordedDemand", "Routing", "slabs_per_geom
 class Routing(Protocol):
     """A recorded or synthetic trace."""
 
-    inventory: ExpertInventory
+    @property
+    def inventory(self) -> ExpertInventory: ...
 
     def __iter__(self) -> Iterator[TraceStep]: ...
 

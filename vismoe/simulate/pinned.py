@@ -10,7 +10,7 @@ from typing import Any
 
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
-from vismoe.memory.apportion import most_pinned, record_bytes
+from vismoe.planning.apportion import most_pinned, record_bytes
 from vismoe.simulate.demands import Conditions, Demands, Routing, slabs_per_geometry
 from vismoe.simulate.replay import Order, aligned_columns, replay
 from vismoe.types import Phase

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vismoe.memory.pool import SlabPool
 from vismoe.paging.page_table import PageTable
+from vismoe.pools.pool import SlabPool
 from vismoe.precision.controller import Precision
 from vismoe.precision.policy import Policy
 from vismoe.precision.rules import ABSENT, Serve, serve

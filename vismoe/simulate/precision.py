@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vismoe.memory.pool import SlabPool
 from vismoe.paging.residency import Residency
+from vismoe.pools.pool import SlabPool
 from vismoe.precision.controller import Precision
 from vismoe.precision.policy import Policy
 from vismoe.simulate.demands import Routing

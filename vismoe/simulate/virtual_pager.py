@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from vismoe.errors import ConfigError
-from vismoe.memory.pool import SlabPool
 from vismoe.paging.demand import Demand
 from vismoe.paging.miss import Ways
 from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Moved, Ticket
+from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, RecordedDemand
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 

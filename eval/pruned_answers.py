@@ -1,0 +1,30 @@
+"""What answers with dropped visual tokens depend on: the code behind them, and the seed of a batch."""
+
+import vismoe.models.family.token_kinds
+import vismoe.models.moe.experts
+import vismoe.models.visual.encoded
+import vismoe.models.visual.kept_rows
+import vismoe.models.visual.prune
+import vismoe.models.visual.pruned_cache
+import vismoe.models.visual.saliency
+import vismoe.vision.saliency
+import vismoe.vision.selection
+from vismoe.eval import accuracy, scenes, scoring, world
+from vismoe.eval import questions as asking
+from vismoe.eval.answer_file import Key
+from vismoe.eval.questions import KINDS
+
+__all__ = ["FEWER_EXPERTS", "PROGRAM", "draw_of"]
+
+PROGRAM = (
+    accuracy, asking, scenes, scoring, world,
+    vismoe.vision.selection, vismoe.vision.saliency, vismoe.models.visual.saliency, vismoe.models.visual.encoded,
+    vismoe.models.family.token_kinds, vismoe.models.visual.prune, vismoe.models.visual.kept_rows,
+    vismoe.models.visual.pruned_cache,
+)  # fmt: skip
+FEWER_EXPERTS = (vismoe.models.moe.experts,)  # what visual_top_k is made of
+
+
+def draw_of(first: Key) -> int:
+    """The seed of `random` for the batch that begins with this question."""
+    return KINDS.index(first[0]) * 1_000_000 + first[1]

@@ -1,0 +1,257 @@
+"""What a format of the experts costs in quality, measured on one model with plain transformers: no pager, no kernels of ours.
+
+A `FormatContestant` is a format, and whether its scales were optimised. `ExpertWeights` keeps every routed expert encoded by each
+contestant and puts restored ones into the model; everything else of the model stays as it is. Errors, divergences and
+probabilities are computed in float64 from float32 passes.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vismoe.eval.accuracy import answers, messages
+from vismoe.eval.questions import Conversation
+from vismoe.eval.scoring import score
+from vismoe.formats.affine import Affine
+from vismoe.formats.codec import Codec
+from vismoe.formats.raw import Raw
+from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.family.forms import transposed_sections
+from vismoe.models.load.locate import inventory_of
+from vismoe.types import Format, RecordLayout
+
+__all__ = [
+    "SIXTEEN_BIT",
+    "ExpertWeights",
+    "FormatContestant",
+    "Judged",
+    "expert_output_errors",
+    "images_seen_once",
+    "judge",
+    "log_probabilities",
+    "with_answers",
+]
+
+CAPTURED_TOKENS = 4096  # hidden states per MoE layer on which expert outputs are compared
+
+
+@dataclass(frozen=True)
+class FormatContestant:
+    """A format, with scales and offsets optimised or by rounding to nearest over each group's range."""
+
+    format: Format
+    nearest: bool = False
+
+    def __str__(self) -> str:
+        return "16 bit" if self.format is Format.RAW else f"{self.format}{', nearest' if self.nearest else ''}"
+
+    def codec(self, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
+        return Raw(raw) if self.format is Format.RAW else Affine(self.format, raw, transposed, self.nearest)
+
+
+SIXTEEN_BIT = FormatContestant(Format.RAW)
+
+
+class ExpertWeights:
+    """The routed experts of `model`, in its own type when this is made; the model itself then computes in float32.
+
+    The experts' parameters become float32 and hold what the last `put` restored, rounded to the model's type as a slab would be.
+    """
+
+    def __init__(self, model: nn.Module, contestants: Sequence[FormatContestant]):
+        inventory = inventory_of(model, None)
+        self.modules: list[Any] = [module for _, module in expert_modules(model)]
+        self._codecs = {
+            contestant: [
+                contestant.codec(raw, names)
+                for raw, names in zip(inventory.layouts, transposed_sections(model, inventory), strict=True)
+            ]
+            for contestant in contestants
+        }
+        self._geometries = [layer.geometry for layer in inventory.layers]
+        self._encoded: dict[FormatContestant, list[list[Tensor]]] = {contestant: [] for contestant in contestants}
+        for layer, module in zip(inventory.layers, self.modules, strict=True):
+            records = [self._record(module, expert, layer.geometry) for expert in range(layer.num_experts)]
+            for contestant, codecs in self._codecs.items():
+                self._encoded[contestant].append([codecs[layer.geometry].encode(record) for record in records])
+        self._rest = _digest_of_rest(model, self.modules)
+        model.float()
+
+    def digest(self, contestant: FormatContestant) -> str:
+        """Of the stored bytes, and of all other weights and the configuration: what answers belong to."""
+        digest = hashlib.sha256(self._rest.encode())
+        for layer in self._encoded[contestant]:
+            for record in layer:
+                digest.update(record.numpy().data)
+        return digest.hexdigest()
+
+    def _record(self, module: nn.Module, expert: int, geometry: int) -> Tensor:
+        layout = next(iter(self._codecs.values()))[geometry].raw
+        record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
+        for name, view in layout.views(record).items():
+            view.copy_(expert_parameters(module)[name][expert])
+        return record
+
+    @torch.no_grad()
+    def put(self, contestant: FormatContestant) -> None:
+        """Experts as this contestant restores them."""
+        for geometry, module, encoded in zip(self._geometries, self.modules, self._encoded[contestant], strict=True):
+            codec = self._codecs[contestant][geometry]
+            record = torch.zeros(codec.raw.record_bytes, dtype=torch.uint8)
+            parameters = expert_parameters(module)
+            for expert, stored in enumerate(encoded):
+                codec.restore(stored, record)
+                for name, view in codec.raw.views(record).items():
+                    parameters[name][expert] = view.float()
+
+
+def _digest_of_rest(model: Any, modules: Sequence[nn.Module]) -> str:
+    """Of a model's configuration, and of the names and bytes of all weights that are not routed experts'."""
+    routed = {parameter.data_ptr() for module in modules for parameter in module.parameters()}
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, weight in model.state_dict().items():
+        if weight.data_ptr() not in routed:
+            digest.update(name.encode())
+            digest.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def expert_output_errors(
+    model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[FormatContestant]
+) -> dict[FormatContestant, float]:
+    """|output - 16-bit output| / |16-bit output| over what single experts make of the tokens that were routed to them.
+
+    The root of the mean square over all (token, expert) pairs of a MoE layer, then over layers; hidden states are those of the
+    16-bit model on `talks`, true answers included, at most CAPTURED_TOKENS of a layer.
+    """
+    weights.put(SIXTEEN_BIT)
+    calls = _expert_calls(model, weights.modules, with_answers(processor, talks)[0])
+    exact = [_outputs(module, *call) for module, call in zip(weights.modules, calls)]
+    errors = {}
+    for contestant in contestants:
+        weights.put(contestant)
+        own = (_outputs(module, *call) for module, call in zip(weights.modules, calls))
+        squares = [((mine - truth).norm() / truth.norm()).square() for mine, truth in zip(own, exact)]
+        errors[contestant] = torch.stack(squares).mean().sqrt().item()
+    return errors
+
+
+def _expert_calls(model: Any, modules: Sequence[nn.Module], inputs: Any) -> list[tuple[Tensor, Tensor]]:
+    """Hidden states and chosen experts that reach each experts module, padding left out."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    real = inputs["attention_mask"].flatten().bool()
+
+    def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        calls.append(tuple(argument[real][:CAPTURED_TOKENS] for argument in arguments[:2]))
+
+    hooks = [module.register_forward_pre_hook(keep) for module in modules]
+    try:
+        model(**inputs, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _outputs(module: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
+    """[choices, tokens, hidden]: what each token's experts make of it, one choice at a time with weight one."""
+    ones = hidden.new_ones(len(hidden), 1)
+    return torch.stack([module(hidden, expert[:, None], ones) for expert in chosen.unbind(1)])
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One contestant's answer to one question: sums over the tokens of the true answer, and the score of its own."""
+
+    tokens: int
+    divergence: float  # sum of KL(16 bit || contestant), nats
+    surprise: float  # sum of -log p(true token), nats
+    answer: str
+    score: float
+
+
+def judge(
+    model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[FormatContestant]
+) -> dict[FormatContestant, list[Judged]]:
+    """Every contestant on the same conversations; the 16-bit pass that divergences are measured from is made once."""
+    inputs, targets = with_answers(processor, talks)
+    judged = {}
+    with images_seen_once(model):
+        weights.put(SIXTEEN_BIT)
+        exact = log_probabilities(model, inputs, targets)
+        for contestant in contestants:
+            weights.put(contestant)
+            own = exact if contestant == SIXTEEN_BIT else log_probabilities(model, inputs, targets)
+            judged[contestant] = _judge_rows(model, processor, talks, targets, exact, own)
+    return judged
+
+
+def _judge_rows(
+    model: Any, processor: Any, talks: Sequence[Conversation], targets: list[Tensor], exact: list[Tensor], own: list[Tensor]
+) -> list[Judged]:
+    """Greedy decoding says the true answer where every token of it is the likeliest; only other answers are generated."""
+    right = [bool((row.argmax(1) == target).all()) for row, target in zip(own, targets)]
+    wrong = [talk for talk, is_right in zip(talks, right) if not is_right]
+    generated = iter(answers(model, processor, wrong) if wrong else ())
+    rows = []
+    for talk, target, reference, row, is_right in zip(talks, targets, exact, own, right):
+        last = talk.turns[-1]
+        said = last.answer if is_right else next(generated)
+        divergence = (reference.exp() * (reference - row)).sum().item()
+        surprise = -row.gather(1, target[:, None]).sum().item()
+        rows.append(Judged(len(target), divergence, surprise, said, score(last, said)))
+    return rows
+
+
+@contextmanager
+def images_seen_once(model: nn.Module) -> Iterator[None]:
+    """While inside, the same pictures go through the vision tower once: it is the same for every contestant."""
+    owner = getattr(model, "model", None)
+    see = getattr(owner, "get_image_features", None)
+    if owner is None or see is None:
+        yield
+        return
+    seen: list[tuple[Tensor, Any]] = []
+
+    @functools.wraps(see)
+    def see_once(pixel_values: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        for pixels, features in seen:
+            if pixels is pixel_values:
+                return features
+        seen.append((pixel_values, see(pixel_values, *arguments, **keywords)))
+        return seen[-1][1]
+
+    owner.get_image_features = see_once
+    try:
+        yield
+    finally:
+        del owner.get_image_features
+
+
+def with_answers(processor: Any, talks: Sequence[Conversation]) -> tuple[Any, list[Tensor]]:
+    """Left-padded inputs that end with the true answers, and the answers' tokens, the one that ends a turn included."""
+    chats = [messages(talk) for talk in talks]
+    tails = [talk.turns[-1].answer + processor.tokenizer.eos_token for talk in talks]
+    prompts = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    images = [[part["image"] for part in chat[0]["content"] if part["type"] == "image"] for chat in chats]
+    text = [prompt + tail for prompt, tail in zip(prompts, tails)]
+    inputs = processor(text=text, images=images, padding=True, padding_side="left", return_tensors="pt")
+    targets = [torch.tensor(processor.tokenizer.encode(tail, add_special_tokens=False)) for tail in tails]
+    for ids, target in zip(inputs["input_ids"], targets):
+        assert torch.equal(ids[-len(target) :], target), "an answer is tokenized alike alone and after its prompt"
+    return inputs, targets
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, inputs: Any, targets: list[Tensor]) -> list[Tensor]:
+    """Per row float64 [tokens, vocabulary]: log-probabilities at the places of its answer's tokens."""
+    longest = max(map(len, targets))
+    logits = model(**inputs, logits_to_keep=longest + 1, use_cache=False).logits
+    return [row[-len(target) - 1 : -1].double().log_softmax(-1) for row, target in zip(logits, targets)]

@@ -1,0 +1,166 @@
+"""What the integer formats cost in quality: `python -m vismoe.eval.studies.formats`.
+
+On one model (the bundled demo model unless another is named), with plain transformers and only the routed experts replaced: the
+error of expert outputs, the divergence from 16 bit and the perplexity over the tokens of true answers, and the accuracy per kind
+of question, paired with 16 bit on the same questions. Each format stands beside rounding to nearest.
+
+Answers are kept in a folder, one file per contestant and a line per question, so that an interrupted run goes on where it was.
+Prints tables, then one JSON object on the last line.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForImageTextToText
+
+from vismoe.engine.engine import demo_model
+from vismoe.errors import VisMoEError
+from vismoe.eval import accuracy, scoring, world
+from vismoe.eval import questions as asking
+from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
+from vismoe.eval.paired import paired_difference, points, ratio_of_sums
+from vismoe.eval.questions import KINDS
+from vismoe.eval.studies import format_quality
+from vismoe.eval.studies.format_quality import SIXTEEN_BIT, ExpertWeights, FormatContestant, Judged, expert_output_errors, judge
+from vismoe.flags import SuggestingParser
+from vismoe.models.inputs.processor import load_processor
+from vismoe.types import Format
+
+INTEGERS = (Format.INT8, Format.INT4, Format.INT2)
+QUESTIONS = 4050
+BATCH = 45  # questions answered together
+OUTPUT_ERROR_QUESTIONS = 4  # of each kind, for the error of expert outputs
+FOLDER = Path(tempfile.gettempdir()) / "vismoe-formats"
+
+PROGRAM = (accuracy, format_quality, asking, scoring, world)
+
+
+def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
+    """All figures, as the object that is printed last."""
+    contestants = [SIXTEEN_BIT, *(FormatContestant(format, nearest) for format in formats for nearest in (False, True))]
+    model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto", experts_implementation="eager").eval()
+    processor = load_processor(model_path)
+    weights = ExpertWeights(model, contestants)
+    program = program_digest(PROGRAM)
+    kept = {
+        contestant: AnswerFile(
+            folder, str(contestant), {"weights": weights.digest(contestant), "program": program, "seed": seed}, Judged
+        )
+        for contestant in contestants
+    }
+
+    def ask(keys: list[Key], missing: list[FormatContestant]) -> Iterator[tuple[FormatContestant, dict[Key, Judged]]]:
+        talks = questions(keys[0][0], [number for _, number in keys], seed)
+        for contestant, rows in judge(model, processor, weights, talks, missing).items():
+            yield contestant, dict(zip(keys, rows))
+
+    asked, table = answer_all(kept, per_kind, BATCH, ask)
+    some = [talk for kind in KINDS for talk in questions(kind, range(OUTPUT_ERROR_QUESTIONS), seed)]
+    errors = expert_output_errors(model, processor, weights, some, contestants)
+    return {"model": model_path, "seed": seed, "questions": len(asked), **summary(table, [kind for kind, _ in asked], errors)}
+
+
+def summary(
+    table: dict[FormatContestant, list[Judged]], kinds: Sequence[str], output_errors: dict[FormatContestant, float]
+) -> dict[str, Any]:
+    """Figures per contestant, and of each format against rounding to nearest; `kinds` names the kind of each question."""
+    rows = {
+        str(contestant): _row(table[SIXTEEN_BIT], judged, kinds, output_errors[contestant])
+        for contestant, judged in table.items()
+    }
+    against = {
+        str(contestant): _against_nearest(judged, table[FormatContestant(contestant.format, nearest=True)])
+        for contestant, judged in table.items()
+        if not contestant.nearest and contestant != SIXTEEN_BIT
+    }
+    return {"contestants": rows, "against_nearest": against}
+
+
+def _row(exact: list[Judged], judged: list[Judged], kinds: Sequence[str], output_error: float) -> dict[str, Any]:
+    tokens = [row.tokens for row in judged]
+    surprise = ratio_of_sums([row.surprise for row in judged], tokens)
+    right = {}
+    for kind in (*KINDS, None):
+        own, true = ([row.score for row, its in zip(rows, kinds) if kind in (None, its)] for rows in (judged, exact))
+        right[kind or "all"] = {"mean": sum(own) / len(own), "difference": asdict(paired_difference(true, own))}
+    return {
+        "output_error": output_error,
+        "divergence": asdict(ratio_of_sums([row.divergence for row in judged], tokens)),
+        "perplexity": float(torch.tensor(surprise.value).exp()),
+        "accuracy": right,
+    }
+
+
+def _against_nearest(fitted: list[Judged], nearest: list[Judged]) -> dict[str, Any]:
+    divergences = ([row.divergence for row in rows] for rows in (fitted, nearest))
+    scores = ([row.score for row in rows] for rows in (nearest, fitted))
+    return {"divergence_ratio": asdict(ratio_of_sums(*divergences)), "accuracy_difference": asdict(paired_difference(*scores))}
+
+
+def print_summary(console: Console, result: dict[str, Any]) -> None:
+    exact, *_ = result["contestants"]
+    table = Table("experts", "output error", "KL, nats/token", "perplexity", "accuracy", "against 16 bit, points")
+    for name, row in result["contestants"].items():
+        overall, divergence = row["accuracy"]["all"], row["divergence"]
+        spread = f"{divergence['value']:.6f} ({divergence['low']:.6f} to {divergence['high']:.6f})"
+        measured = f"{row['perplexity']:.5f}", f"{overall['mean']:.2%}"
+        if name == exact:
+            table.add_row(name, "", "", *measured, "")
+        else:
+            table.add_row(name, f"{row['output_error']:.2%}", spread, *measured, points(overall["difference"]))
+    console.print(table)
+    fitted = list(result["against_nearest"])
+    kinds = Table("accuracy", exact, *fitted)
+    for kind in (*KINDS, "all"):
+        cells = [result["contestants"][name]["accuracy"][kind] for name in (exact, *fitted)]
+        kinds.add_row(
+            kind, f"{cells[0]['mean']:.2%}", *(f"{cell['mean']:.2%}, {points(cell['difference'])}" for cell in cells[1:])
+        )
+    console.print(kinds)
+    for name, row in result["against_nearest"].items():
+        ratio = row["divergence_ratio"]
+        console.print(
+            f"{name} against rounding to nearest: {ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}) of its KL, "
+            f"accuracy {points(row['accuracy_difference'])} points"
+        )
+    console.print(
+        f"{result['questions']:,} held-out questions, the same for all. In brackets 95% intervals: Newcombe's for paired "
+        "proportions, the bootstrap over questions for KL, for printed text (judged by character) and for all kinds together"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = SuggestingParser(prog="python -m vismoe.eval.studies.formats", description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
+    parser.add_argument("--formats", default=",".join(INTEGERS), help="comma-separated (default: int8,int4,int2)")
+    parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"in all (default: {QUESTIONS})")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
+    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"where answers are kept (default: {FOLDER})")
+    parser.add_argument("--json", action="store_true", help="only the JSON object")
+    chosen = parser.parse_args(arguments)
+    unknown = set(chosen.formats.split(",")) - set(INTEGERS)
+    if unknown or chosen.questions < 1:
+        parser.error(f"formats are {', '.join(INTEGERS)}, and questions at least 1")
+    formats = [Format(name) for name in chosen.formats.split(",")]
+    per_kind = -(-chosen.questions // len(KINDS))
+    try:
+        result = measure(str(chosen.model or demo_model()), formats, per_kind, chosen.seed, chosen.work)
+    except VisMoEError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not chosen.json:
+        print_summary(Console(), result)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,298 @@
+"""How near the CPU kernels come to the memory's speed: `python -m vismoe.eval.studies.kernels [--json]`.
+
+Whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, and the two kinds of linear that a decoded
+token meets: the language model head and attention projections. Beside them torch's own operators on weights of the same
+precision. Every working set is above 1 GiB and is walked in random order, so that no cache holds a weight.
+
+The memory's own rate is measured by summing the same bytes, in turn with both contestants: on a shared machine it changes from
+one second to the next, and only what was measured together compares. Figures are medians over rounds: GB/s of weights read (as
+their format holds them), their share of the memory's rate in the same round, GFLOP/s, and ours as a multiple of torch's speed.
+The last line on stdout is one JSON object; `--json` prints that alone.
+"""
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vismoe.errors import ConfigError
+from vismoe.flags import SuggestingParser
+from vismoe.formats.codec import codec_of
+from vismoe.kernels import cpu
+from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
+
+__all__ = ["KernelContest", "Speed", "measure"]
+
+FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
+EXPERTS_OF_A_CALL = 8
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+ROUND_S = 0.05  # of each contestant, at least
+WEIGHTS = {
+    "bfloat16": (Format.RAW, torch.bfloat16),
+    "float16": (Format.RAW, torch.float16),
+    "int8": (Format.INT8, torch.bfloat16),
+    "int4": (Format.INT4, torch.bfloat16),
+    "int2": (Format.INT2, torch.bfloat16),
+    "linear": (Format.RAW, torch.bfloat16),
+}
+
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What the weights measure."""
+
+    hidden: int = 2048
+    intermediate: int = 768
+    vocabulary: int = 151936
+    projections: tuple[tuple[int, int], ...] = ((4096, 2048), (512, 2048), (512, 2048), (2048, 4096))  # q, k, v, o
+
+
+@dataclass(frozen=True)
+class KernelContest:
+    """Two ways to do the same work."""
+
+    name: str
+    tokens: int  # of each expert, or of the linear
+    flop: int  # of one call
+    ours: Iterator[Call]
+    our_bytes: int  # of weights that one call reads
+    torch: Iterator[Call] | None  # None: torch has no such operator
+    torch_bytes: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One contest, medians over rounds."""
+
+    name: str
+    tokens: int
+    bytes_per_s: float
+    share_of_memory: float
+    flop_per_s: float
+    torch_bytes_per_s: float | None
+    torch_flop_per_s: float | None
+    times_torch: float | None  # calls per second, ours over torch's
+
+
+# ------------------------------------------------------------------ measuring
+def measure(contest: KernelContest, working_set: Tensor, threads: int, rounds: int) -> Speed:
+    """Rounds of: the memory's rate, ours, torch's."""
+    ours, theirs, shares = [], [], []
+    calls_per_s(contest.ours, 0.0)  # the first call starts threads and takes its workspace
+    for _ in range(rounds):
+        memory = read_bytes_per_s(working_set, threads)
+        ours.append(calls_per_s(contest.ours, ROUND_S))
+        shares.append(ours[-1] * contest.our_bytes / memory)
+        if contest.torch:
+            theirs.append(calls_per_s(contest.torch, ROUND_S))
+    rate = statistics.median(ours)
+    torch_rate = statistics.median(theirs) if theirs else None
+    return Speed(
+        contest.name,
+        contest.tokens,
+        rate * contest.our_bytes,
+        statistics.median(shares),
+        rate * contest.flop,
+        torch_rate and torch_rate * contest.torch_bytes,
+        torch_rate and torch_rate * contest.flop,
+        statistics.median(a / b for a, b in zip(ours, theirs)) if theirs else None,
+    )
+
+
+def calls_per_s(calls: Iterator[Call], at_least_s: float) -> float:
+    start, count = time.perf_counter(), 0
+    while True:
+        next(calls)()
+        count += 1
+        elapsed = time.perf_counter() - start
+        if elapsed >= at_least_s:
+            return count / elapsed
+
+
+def read_bytes_per_s(memory: Tensor, threads: int) -> float:
+    """Each thread sums its own share."""
+    shares = np.array_split(memory.numpy().view(np.int64), threads)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(np.sum, shares))
+    return memory.numel() / (time.perf_counter() - start)
+
+
+# ------------------------------------------------------------------ whole experts
+def expert_contests(geometry: KernelShape, format: Format, dtype: torch.dtype, working_set: Tensor) -> Iterator[KernelContest]:
+    """The contests of one format; `working_set` uint8 is filled with its records."""
+    hidden, intermediate = geometry.hidden, geometry.intermediate
+    shapes = {FORM.up: (2 * intermediate, hidden), FORM.down: (hidden, intermediate)}
+    raw = RecordLayout.of(shapes, dict.fromkeys(shapes, dtype))
+    slab = codec_of(format, raw, frozenset()).slab
+    kernel = cpu.ExpertKernel.of(format, raw, slab, FORM)
+    assert isinstance(kernel, cpu.ExpertKernel), kernel
+    slabs = working_set[: working_set.numel() // slab.record_bytes * slab.record_bytes].view(-1, slab.record_bytes)
+    slabs.random_(0, 50)  # as 16-bit numbers these are small, and finite
+    theirs = torch_experts(format, slabs, raw)
+    for tokens in BATCHES:
+        x = torch.randn(tokens, hidden).to(dtype)
+        yield KernelContest(
+            dtype_name(dtype) if format is Format.RAW else str(format),
+            tokens,
+            6 * hidden * intermediate * tokens * EXPERTS_OF_A_CALL,
+            our_calls(kernel, slabs, x),
+            slab.payload_bytes * EXPERTS_OF_A_CALL,
+            torch_calls(theirs, x) if theirs else None,
+            theirs.bytes_of_one * EXPERTS_OF_A_CALL if theirs else 0,
+        )
+
+
+def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Call]:
+    """All tokens to each expert of a group."""
+    tokens, addresses = len(x), slabs.data_ptr() + np.arange(len(slabs), dtype=np.uint64) * np.uint64(slabs.shape[1])
+    starts = np.arange(EXPERTS_OF_A_CALL + 1, dtype=np.int32) * np.int32(tokens)
+    pairs = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_OF_A_CALL)
+    factors, out = np.ones(len(pairs), np.float32), torch.empty(len(pairs), x.shape[1])
+    for group in random_groups(len(slabs)):
+        yield partial(kernel.parts, addresses[group], starts, pairs, factors, x, out)
+
+
+def torch_calls(experts: "TorchContestant", x: Tensor) -> Iterator[Call]:
+    for group in random_groups(experts.count):
+        yield partial(experts.run_all, group.tolist(), x)
+
+
+def random_groups(count: int) -> Iterator[np.ndarray]:
+    """Groups of experts for one call after the other, without end; each expert comes once before one comes twice."""
+    if count < EXPERTS_OF_A_CALL:
+        raise ConfigError(
+            f"the working set holds {count} experts, a call computes {EXPERTS_OF_A_CALL}. Fix: a larger --working-set"
+        )
+    random = np.random.default_rng(0)
+    while True:
+        yield from random.permutation(count)[: count // EXPERTS_OF_A_CALL * EXPERTS_OF_A_CALL].reshape(-1, EXPERTS_OF_A_CALL)
+
+
+@dataclass(frozen=True)
+class TorchContestant:
+    """The same experts by torch's operators."""
+
+    count: int
+    bytes_of_one: int
+    product: Callable[[int, str, Tensor], Tensor]  # of an expert's matrix, by section name
+
+    def run_all(self, experts: list[int], x: Tensor) -> None:
+        for expert in experts:
+            gate, up = self.product(expert, FORM.up, x).chunk(2, dim=-1)
+            self.product(expert, FORM.down, functional.silu(gate) * up)
+
+
+def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchContestant | None:
+    """torch's operators for a format; weights of the integer ones are made anew, since their layouts are torch's own."""
+    if format is Format.RAW:
+        weights = [raw.views(slab) for slab in slabs]
+        return TorchContestant(len(slabs), raw.payload_bytes, lambda e, name, x: functional.linear(x, weights[e][name]))
+    shapes = {section.name: section.shape for section in raw.sections}
+    count = slabs.numel() // raw.payload_bytes * (2 if format is Format.INT8 else 4)
+    if format is Format.INT8:
+        codes = [{name: torch.full(shape, 3, dtype=torch.int8) for name, shape in shapes.items()} for _ in range(count)]
+        scales = {name: torch.full((shape[0],), 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        nbytes = raw.payload_bytes // 2
+        return TorchContestant(count, nbytes, lambda e, name, x: torch._weight_int8pack_mm(x, codes[e][name], scales[name]))
+    if format is Format.INT4:
+        operators: Any = torch.ops.aten
+        one = {
+            name: operators._convert_weight_to_int4pack_for_cpu(torch.full(shape, 3, dtype=torch.int32), 1)
+            for name, shape in shapes.items()
+        }
+        packed = [{name: weight.clone() for name, weight in one.items()} for _ in range(count)]
+        zeros = {name: torch.full((shape[1] // 128, shape[0], 2), 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        nbytes = sum(weight.nbytes for weight in one.values()) + sum(zero.nbytes for zero in zeros.values())
+        return TorchContestant(
+            count, nbytes, lambda e, name, x: operators._weight_int4pack_mm_for_cpu(x, packed[e][name], 128, zeros[name])
+        )
+    return None
+
+
+# ------------------------------------------------------------------ linears
+def linear_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[KernelContest]:
+    """Weights and inputs in bfloat16."""
+    shapes = {"head": ((geometry.vocabulary, geometry.hidden),), "attention": geometry.projections}
+    working_set.random_(0, 50)
+    for name, matrices in shapes.items():
+        sizes = [rows * inputs for rows, inputs in matrices]
+        sets = working_set.numel() // (2 * sum(sizes))
+        weights = [
+            [part.view(shape) for part, shape in zip(each.split(sizes), matrices)]
+            for each in working_set[: 2 * sets * sum(sizes)].view(torch.bfloat16).view(sets, -1)
+        ]
+        for tokens in (1, 4, 16):
+            inputs = [torch.randn(tokens, shape[1]).bfloat16() for shape in matrices]
+            nbytes, flop = 2 * sum(sizes), 2 * tokens * sum(sizes)
+            ours, theirs = (linear_calls(function, inputs, weights) for function in (cpu.linear, functional.linear))
+            yield KernelContest(name, tokens, flop, ours, nbytes, theirs, nbytes)
+
+
+def linear_calls(function: Callable[..., Tensor], inputs: list[Tensor], weights: list[list[Tensor]]) -> Iterator[Call]:
+    def products(matrices: list[Tensor]) -> None:
+        for x, weight in zip(inputs, matrices):
+            function(x, weight)
+
+    return (partial(products, matrices) for matrices in itertools.cycle(weights))
+
+
+# ------------------------------------------------------------------ printing
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def line(speed: Speed) -> str:
+    ours = f"{speed.bytes_per_s / 1e9:9.1f} {speed.share_of_memory:8.0%} {speed.flop_per_s / 1e9:9.0f}"
+    if speed.times_torch is None or speed.torch_bytes_per_s is None or speed.torch_flop_per_s is None:
+        return f"{speed.name:10} {speed.tokens:6} {ours}"
+    theirs = f"{speed.torch_bytes_per_s / 1e9:9.1f} {speed.torch_flop_per_s / 1e9:9.0f} {speed.times_torch:8.2f}"
+    return f"{speed.name:10} {speed.tokens:6} {ours}   {theirs}"
+
+
+HEADER = f"{'weights':10} {'tokens':>6} {'GB/s':>9} {'of DRAM':>8} {'GFLOP/s':>9}   {'torch':>9} {'GFLOP/s':>9} {'ours/it':>8}"
+
+
+def main() -> None:
+    parser = SuggestingParser(prog="python -m vismoe.eval.studies.kernels", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the last line only")
+    parser.add_argument("--isa", default="auto", help="instruction set of ours: " + ", ".join(cpu.available()))
+    parser.add_argument("--threads", type=int, help="of both; default: as many as torch takes")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=WEIGHTS, help="which to measure")
+    parser.add_argument("--working-set", type=float, default=1.25, metavar="GIB")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    backend = cpu.start(arguments.threads, arguments.isa)
+    geometry, working_set = KernelShape(), torch.zeros(int(arguments.working_set * 2**30) // 64 * 64, dtype=torch.uint8)
+    out = sys.stderr if arguments.json else sys.stdout
+    print(f"{backend.isa}, {backend.threads} threads; torch {torch.__version__}\n{HEADER}", file=out)
+    contests = (
+        linear_contests(geometry, working_set)
+        if weights == "linear"
+        else expert_contests(geometry, *WEIGHTS[weights], working_set)
+        for weights in arguments.weights
+    )
+    speeds = []
+    for contest in itertools.chain.from_iterable(contests):
+        speeds.append(measure(contest, working_set, backend.threads, arguments.rounds))
+        print(line(speeds[-1]), file=out, flush=True)
+    print(json.dumps({**asdict(backend), "torch": torch.__version__, "speeds": [asdict(speed) for speed in speeds]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""What each part of the system is worth, one on top of the other (VisMMoE, table 4): `python -m vismoe.eval.studies.ladder`.
+
+Rungs: `base` pages experts with LRU, waits for every miss, prunes nothing and guesses nothing; `+ compression` keeps half of the
+visual tokens; `+ prediction` prefetches what the lookahead expects; `+ orchestrator` takes the default eviction order and the
+number of pinned layers that wins in replay; `+ below` may compute misses in host memory. Streaming of prompts and the cap on
+unused prefetch are the engine's own and work on every rung.
+
+Two places: the bundled model over an emulated slow link (its last rung is `+ below`), and a generated vision-language checkpoint
+that is larger than its share of memory, read from the disk past the page cache. Figures are medians of alternating turns, each
+with a freshly loaded model. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vismoe.bench.checkpoint import write_checkpoint
+from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.config import Settings, format_bytes, parse_bytes
+from vismoe.errors import VisMoEError
+from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out, medians, take_turns
+from vismoe.flags import SuggestingParser
+from vismoe.simulate.demands import Demands
+from vismoe.simulate.pinned import best_pinned
+from vismoe.simulate.replay import aligned_columns
+from vismoe.trace.files import Trace
+
+__all__ = ["main"]
+
+LINK_BYTES_PER_S = 60e6  # 72 KiB of an expert of the bundled model take 1.2 ms, about what one of its layers computes
+GEOMETRY, LAYERS, EXPERTS, SKEW = "qwen3-vl-30b-a3b", 6, 48, 1.0
+VISION_DEPTH, VOCABULARY = 4, 32768  # a small tower and few words: the experts are what matters
+
+
+@dataclass(frozen=True)
+class LadderSetup:
+    """Where the rungs are compared; `turn` runs one of them, recording a trace if told where."""
+
+    name: str
+    settings: dict[str, Any]  # of every rung
+    turn: Callable[..., Run]
+    lookahead: str
+    has_host_tier: bool
+    link_bytes_per_s: float | None  # None: as fast as the first turn was
+
+
+def rungs(place: LadderSetup, keep: float, pinned_layers: int) -> dict[str, dict[str, Any]]:
+    """Settings of each rung, by name, from the lowest up."""
+    base: dict[str, Any] = dict(keep=1.0, lookahead="none", eviction="lru", pinned_layers=0, misses="wait")
+    steps: dict[str, dict[str, Any]] = {
+        "base": {},
+        "+ compression": {"keep": keep},
+        "+ prediction": {"lookahead": place.lookahead},
+        "+ orchestrator": {"eviction": Settings.eviction, "pinned_layers": pinned_layers},
+    }
+    if place.has_host_tier:
+        steps["+ below"] = {"misses": "auto"}
+    found, settings = {}, {**base, **place.settings}
+    for name, changed in steps.items():
+        settings = settings | changed
+        found[name] = settings
+    return found
+
+
+def calibrated_prefix(place: LadderSetup, keep: float, folder: Path) -> int:
+    """The number of pinned layers that wins in replay of what one recorded turn of the third rung asked for."""
+    trace = folder / f"trace-{place.name}"
+    run = place.turn(rungs(place, keep, 0)["+ prediction"], trace=trace)
+    demands, total = Demands.of(Trace.open(trace)), run.counters.total
+    moved_bytes, stalled_s = total("bytes_read") + total("bytes_copied"), total("stall_seconds")
+    others_s = max(0.0, run.prefill_s + run.decode_s - stalled_s) / max(1, total("steps"))
+    return best_pinned(
+        demands,
+        place.settings["memory"],
+        link_bytes_per_s=place.link_bytes_per_s or moved_bytes / max(stalled_s, 1e-9),
+        compute_s_per_layer=others_s,
+        prefetch=demands.have_scores,
+    )
+
+
+def climb(place: LadderSetup, keep: float, rounds: int, folder: Path) -> dict[str, Any]:
+    """All rungs of one place, measured, printed, and as JSON."""
+    pinned = calibrated_prefix(place, keep, folder)
+    settings = rungs(place, keep, pinned)
+    runs = take_turns({name: partial(place.turn, each) for name, each in settings.items()}, rounds)
+    rows = {name: medians(each) for name, each in runs.items()}
+    print(f"\n{place.name}: {settings['base']['memory']} of the experts, {rounds} turns of each rung")
+    print(table(rows))
+    print("settings: " + "; ".join(f"{name}: {_changed(settings, name)}" for name in settings))
+    return {"place": place.name, "rounds": rounds, "rungs": {n: {**row, "settings": settings[n]} for n, row in rows.items()}}
+
+
+def _changed(settings: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    names = list(settings)
+    if name == names[0]:
+        return ", ".join(f"{key}={value}" for key, value in settings[name].items())
+    before = settings[names[names.index(name) - 1]]
+    return ", ".join(f"{key}={value}" for key, value in settings[name].items() if before[key] != value) or "nothing changes"
+
+
+def table(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """A line per rung; seconds as shares of the lowest rung's as well."""
+    lines = [
+        ["rung", "seconds", "of base", "prefill s", "decode s", "prefill read", "decode read", "prefill hits", "decode hits"]
+    ]
+    base = next(iter(rows.values()))
+    for name, row in rows.items():
+        shares = f"{row['seconds'] / base['seconds']:.0%}"
+        seconds = [f"{row[key]:.2f}" for key in ("prefill_s", "decode_s")]
+        moved = [format_bytes(row[key]) for key in ("prefill_bytes", "decode_bytes")]
+        hits = [f"{row[key]:.1%}" for key in ("prefill_hit_rate", "decode_hit_rate")]
+        lines.append([name, f"{row['seconds']:.2f}", shares, *seconds, *moved, *hits])
+    return aligned_columns(lines, left=1)
+
+
+def bundled(arguments: argparse.Namespace) -> LadderSetup:
+    """The bundled model on held-out questions over an emulated link."""
+    prompts = held_out(arguments.questions)
+    link = {"emulated_link_bytes_per_s": arguments.link}
+    return LadderSetup(
+        "emulated link",
+        {"memory": arguments.memory, "kernels": "fast", **link},
+        partial(ask_scenes, prompts=prompts, max_tokens=arguments.tokens),
+        arguments.lookahead,
+        True,
+        arguments.link,
+    )
+
+
+def generated(arguments: argparse.Namespace, folder: Path) -> LadderSetup:
+    """A checkpoint of published experts with random weights, on the disk."""
+    config = geometry_config(GEOMETRY, LAYERS)
+    text, vision = config.text_config, config.vision_config
+    text.num_experts, text.num_experts_per_tok, text.vocab_size = EXPERTS, 4, VOCABULARY
+    text.bos_token_id = text.eos_token_id = None
+    vision.depth, vision.deepstack_visual_indexes = VISION_DEPTH, [VISION_DEPTH - 1]
+    config.image_token_id, config.video_token_id = VOCABULARY - 4, VOCABULARY - 3
+    config.vision_start_token_id, config.vision_end_token_id = VOCABULARY - 2, VOCABULARY - 1
+    written = write_checkpoint(config, model_class_of(GEOMETRY), folder / "checkpoint", skew=SKEW)
+    print(f"generated: {format_bytes(written.expert_bytes)} of experts, {format_bytes(written.total_bytes)} in all")
+    requests = TokenRequests(new_tokens=arguments.tokens)
+    return LadderSetup(
+        "disk",
+        {"memory": arguments.memory, "kernels": "fast", "reads": "direct"},
+        lambda settings, trace=None: ask_tokens(written.folder, settings, requests, trace),
+        "gate",  # nobody trained a predictor on random weights
+        False,
+        None,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = SuggestingParser(
+        prog="vismoe eval ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--places", nargs="+", choices=("link", "disk"), default=["link", "disk"])
+    parser.add_argument("--memory", default="25%", help="share of the experts in memory (default: 25%%)")
+    parser.add_argument("--keep", type=float, default=0.5, help="share of the visual tokens kept (default: 0.5)")
+    parser.add_argument(
+        "--link", type=parse_bytes, default=LINK_BYTES_PER_S, metavar="SIZE", help="bytes per second of the emulated link"
+    )
+    parser.add_argument(
+        "--lookahead", choices=("auto", "gate", "learned"), default="auto", help="of the bundled model (default: auto)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5)")
+    parser.add_argument("--questions", type=int, default=18, help="asked of the bundled model (default: 18)")
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: 24)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoint is generated; removed at the end (default: a temporary one)"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="vismoe-ladder-", dir=arguments.folder) as folder:
+            make = {"link": lambda: bundled(arguments), "disk": lambda: generated(arguments, Path(folder))}
+            results = [climb(make[place](), arguments.keep, arguments.rounds, Path(folder)) for place in arguments.places]
+    except VisMoEError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({"ladder": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What ways to choose formats cost: contestants on the same conversations, beside 16 bit; and orders of experts to demote by.
+
+Divergences and probabilities are float64 sums over the tokens of true answers, of float32 passes.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from vismoe.config import Settings
+from vismoe.eval.accuracy import decoded, prompts
+from vismoe.eval.answer_file import questions
+from vismoe.eval.questions import KINDS, Conversation
+from vismoe.eval.scoring import score
+from vismoe.eval.studies.format_quality import images_seen_once, log_probabilities, with_answers
+from vismoe.eval.studies.precision_model import LayerCall, MixedExperts, Served
+from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant, RuleInputs
+from vismoe.precision.hotness import Hotness
+from vismoe.types import Format
+
+__all__ = ["COUNTS", "HOTNESS", "RANDOM", "JudgedAnswer", "judged", "orders_of"]
+
+HOTNESS, COUNTS, RANDOM = "hotness", "counts", "random"
+SIXTEEN_BIT = Everywhere(Format.RAW)
+MORE_TOKENS = 8  # than the longest true answer of its batch: where an answer is cut off
+
+
+@dataclass(frozen=True)
+class JudgedAnswer:
+    """One contestant's answer to one question: sums over the tokens of the true answer, and the score of its own answer.
+
+    `prompt` and `decoded`: shares of the expert computations in each format, of the prompt and of the true answer's tokens.
+    """
+
+    tokens: int
+    divergence: float  # sum of KL(16 bit || contestant), nats
+    surprise: float  # sum of -log p(true token), nats
+    prompt: dict[str, float]
+    decoded: dict[str, float]
+    answer: str | None = None
+    score: float | None = None
+
+
+def judged(
+    experts: MixedExperts,
+    processor: Any,
+    talks: Sequence[Conversation],
+    contestants: Sequence[PrecisionContestant],
+    facts: RuleInputs,
+    answered: bool,
+) -> Iterator[tuple[PrecisionContestant, list[JudgedAnswer]]]:
+    """Outcomes of the conversations; without `answered` none is generated, and `answer` and `score` are None.
+
+    Greedy decoding says the true answer where every token of it is the likeliest; only other answers are generated.
+    """
+    inputs, targets = with_answers(processor, talks)
+    lengths = [len(target) for target in targets]
+    with images_seen_once(experts.model):
+        with experts.ruled(lambda call: SIXTEEN_BIT.serve(call, facts), lengths):
+            exact = log_probabilities(experts.model, inputs, targets)
+        for contestant in contestants:
+            with experts.ruled(partial(contestant.serve, facts=facts), lengths) as counts:
+                own = log_probabilities(experts.model, inputs, targets)
+            rows = [
+                JudgedAnswer(
+                    tokens=len(target),
+                    divergence=(true.exp() * (true - mine)).sum().item(),
+                    surprise=-mine.gather(1, target[:, None]).sum().item(),
+                    prompt=prompt,
+                    decoded=decoded,
+                )
+                for target, true, mine, prompt, decoded in zip(
+                    targets, exact, own, *(_shares(counts[decoding], experts.formats) for decoding in (False, True))
+                )
+            ]
+            if answered:
+                right = [bool((row.argmax(1) == target).all()) for row, target in zip(own, targets)]
+                said = _said(experts, processor, talks, right, contestant, facts)
+                rows = [
+                    replace(row, answer=answer, score=score(talk.turns[-1], answer))
+                    for row, talk, answer in zip(rows, talks, said)
+                ]
+            yield contestant, rows
+
+
+def _shares(counts: np.ndarray, formats: Sequence[Format]) -> list[dict[str, float]]:
+    """By row, of int64 [B, formats + 1], SKIP last; formats that were not used are left out."""
+    names = [*map(str, formats), "skip"]
+    shares = (counts / counts.sum(axis=1, keepdims=True)).tolist()
+    return [{name: share for name, share in zip(names, row) if share} for row in shares]
+
+
+def _said(
+    experts: MixedExperts,
+    processor: Any,
+    talks: Sequence[Conversation],
+    right: Sequence[bool],
+    contestant: PrecisionContestant,
+    facts: RuleInputs,
+) -> list[str]:
+    true = [talk.turns[-1].answer for talk in talks]
+    wrong = [talk for talk, is_right in zip(talks, right) if not is_right]
+    if not wrong:
+        return true
+    most = max(map(len, processor.tokenizer(true)["input_ids"])) + MORE_TOKENS
+    with experts.ruled(partial(contestant.serve, facts=facts)):
+        generated = iter(decoded(experts.model, processor, prompts(processor, wrong), most))
+    return [answer if is_right else next(generated) for answer, is_right in zip(true, right)]
+
+
+def orders_of(
+    experts: MixedExperts, processor: Any, seed: int, per_kind: int, draws: Sequence[int]
+) -> dict[tuple[str, int], Any]:
+    """Scores [L, E] by (order, seed), the lowest are demoted first: hotness and counts of other questions than those of `seed`.
+
+    The questions are seen one after the other, kinds mixed: the prompt as one step, then the answer token by token, with the
+    routing of 16 bit. Chance has a draw for each of `draws`.
+    """
+    hotness = Hotness(experts.experts, Settings().hotness_decay, Settings().hotness_period)
+    counts = np.zeros_like(hotness.scores)
+    for steps in calibration(experts, processor, seed, per_kind):
+        for step in steps:
+            for layer, (routing, weights) in enumerate(step):
+                hotness.observe(layer, routing, weights)
+                counts[layer] += np.bincount(routing.ravel(), minlength=counts.shape[1])
+            hotness.end_step(len(step[0][0]))
+    chance = {(RANDOM, draw): np.random.default_rng(draw).random(counts.shape) for draw in draws}
+    return {(HOTNESS, 0): hotness.scores, (COUNTS, 0): counts, **chance}
+
+
+Step = list[tuple[np.ndarray, np.ndarray]]  # by layer: routing [T, K] and weights [T, K]
+
+
+def calibration(experts: MixedExperts, processor: Any, seed: int, per_kind: int) -> list[list[Step]]:
+    """Of each calibration question the steps, prefill first; questions in an order drawn once."""
+    facts, seen = RuleInputs(experts.formats, {}), []
+    for kind in KINDS:
+        talks = questions(kind, range(per_kind), seed + 1)
+        calls: list[LayerCall] = []
+
+        def recorded(call: LayerCall, calls: list[LayerCall] = calls) -> Served:
+            calls.append(call)
+            return SIXTEEN_BIT.serve(call, facts)
+
+        inputs, targets = with_answers(processor, talks)
+        with experts.ruled(recorded, [len(target) for target in targets]):
+            log_probabilities(experts.model, inputs, targets)
+        before, after = ([call for call in calls if call.decoding is phase] for phase in (False, True))
+        for row in range(len(talks)):
+            steps = [[(call.routing[call.sequence == row], call.weights[call.sequence == row]) for call in before]]
+            for token in np.flatnonzero(after[0].sequence == row):
+                steps.append([(call.routing[[token]], call.weights[[token]]) for call in after])
+            seen.append(steps)
+    random.Random(seed).shuffle(seen)
+    return seen

@@ -1,0 +1,398 @@
+"""What each part of dynamic precision is worth in time (DyMoE, table 3): `python -m vismoe.eval.studies.precision_speed`.
+
+Rows: `load on demand` has as many slabs as a token's experts of one layer, so nothing lasts until the next layer; `cache` has the
+budget, waits for every miss and guesses nothing; `+ prefetch` asks the next routers ahead (`gate`); these three keep all experts
+in the better format. `+ dynamic` lets importance choose between two formats, without guesses; `all` guesses the critical ones;
+`all, skip` leaves the others out. `everything there` has room for all experts: what computing alone takes.
+
+Two places. `demo`: the bundled model in 16 and 4 bits, on held-out questions (its records of int4 and int2 are equally large, so
+that pair would move no fewer bytes). `generated`: a checkpoint of larger experts in 4 and 2 bits with random weights. Links are
+emulated: a copy ends as late as one over a link of that rate would. Figures are medians of turns, each with a freshly loaded
+model. With --keep-in a run that was interrupted goes on where it was. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, TypedDict
+
+from rich.console import Console
+from rich.progress import Progress
+
+from vismoe.bench.checkpoint import write_checkpoint
+from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.config import format_bytes, parse_bytes, parse_formats
+from vismoe.engine.engine import demo_model, load
+from vismoe.eval.accuracy import messages
+from vismoe.eval.answer_file import questions
+from vismoe.eval.plots import Panel, Series, grid_figure
+from vismoe.eval.questions import KINDS
+from vismoe.eval.scoring import score
+from vismoe.eval.studies.report import folder_of, told
+from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out
+from vismoe.flags import SuggestingParser
+from vismoe.models.load.preview import experts_in_place
+from vismoe.planning.pair_split import paired
+from vismoe.simulate.replay import aligned_columns
+from vismoe.store.pack import pack
+from vismoe.store.packed import contents_of
+from vismoe.types import Format, Phase
+
+__all__ = ["KeptTurns", "main", "pack_experts", "sizes"]
+
+RETENTION = 0.75
+BUDGETS = (0.5, 0.85)  # of all experts in the better format: what 16 and 24 GB hold of Mixtral-8x7B's experts in 4 bits
+GEOMETRY, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = "qwen3-vl-30b-a3b", 6, 64, 8, 1024, 512
+VOCABULARY, SKEW = 8192, 1.0
+ALONE, CACHE, PREFETCH, DYNAMIC, ALL, SKIP = "load on demand", "cache", "+ prefetch", "+ dynamic", "all", "all, skip"
+BOUND = "everything there"
+ACCURACY_SEED, ACCURACY_TOKENS = 11, 64
+
+Turn = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SpeedSetup:
+    """Where the rows are compared. Bytes are of one expert; `ask` runs one turn with these settings."""
+
+    name: str
+    formats: str  # the pair
+    links_bytes_per_s: tuple[float, ...]
+    settings: dict[str, Any]  # of every row
+    ask: Callable[[Mapping[str, Any]], Run]
+    asked: list[Any]  # tells what is asked from what else might be
+    requests: int
+    experts: int
+    top_k: int
+    raw_bytes: int
+    high_bytes: int
+    low_bytes: int
+    uniform: str  # the setting `format` of the better one
+    judge: Callable[[Mapping[str, Any], int], float] | None = None  # share of so many questions per kind answered right
+
+    def memory(self, slabs: float) -> str:
+        """The setting that holds so many experts in the better format."""
+        return f"{100 * slabs * self.high_bytes / self.raw_bytes / self.experts:.6f}%"
+
+
+def rows(place: SpeedSetup, budget: float) -> dict[str, dict[str, Any]]:
+    """Settings of the rows that have `budget`, a share of all experts in the better format."""
+    high = place.formats.partition("/")[0]
+    memory = {"memory": place.memory(budget * place.experts)}
+    uniform = memory | {"format": place.uniform, "lookahead": "none"}
+    dynamic = memory | {"policy": "importance", "retention": RETENTION, "lookahead": "none"}
+    return {
+        CACHE: uniform,
+        PREFETCH: uniform | {"lookahead": "gate"},
+        DYNAMIC: dynamic | {"formats": place.formats},
+        ALL: dynamic | {"formats": place.formats, "lookahead": "gate"},
+        SKIP: dynamic | {"formats": f"{high}/0", "lookahead": "gate"},
+    }
+
+
+def variants(place: SpeedSetup, link: float, budgets: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """Settings of everything that is timed over one link, by name; `@` tells the budget."""
+    fixed = {"format": place.uniform, "lookahead": "none"}
+    found = {ALONE: fixed | {"memory": place.memory(place.top_k + 0.5)}}
+    for budget in budgets:
+        found |= {f"{name} @ {budget:g}": settings for name, settings in rows(place, budget).items()}
+    found[BOUND] = fixed | {"memory": place.memory(place.experts)}
+    common = place.settings | {"kernels": "fast", "misses": "wait", "pinned_layers": 0, "emulated_link_bytes_per_s": link}
+    return {name: common | settings for name, settings in found.items()}
+
+
+def turn_of(run: Run, requests: int) -> Turn:
+    """Figures of one turn: seconds and bytes per request (prefill) and per token (decode), shares by precision."""
+    total, tokens = run.counters.total, run.decode_tokens
+    return {
+        "first_token_s": run.prefill_s / requests,
+        "token_s": run.decode_s / tokens,
+        "prefill_bytes": total("bytes_copied", Phase.PREFILL) / requests,
+        "token_bytes": total("bytes_copied", Phase.DECODE) / tokens,
+        "prefill_hits": run.counters.hit_rate(Phase.PREFILL),
+        "decode_hits": run.counters.hit_rate(Phase.DECODE),
+        "link_bytes_per_s": total("bytes_copied") / (run.prefill_s + run.decode_s),
+        "prefill_shares": shares(run, Phase.PREFILL),
+        "decode_shares": shares(run, Phase.DECODE),
+    }
+
+
+def shares(run: Run, phase: Phase) -> dict[str, float]:
+    """Of expert computations, in the better format, in the other, and skipped."""
+    counts = run.counters.computed_in(("high", "low"), phase)
+    return {name: counts.get(name, 0) / sum(counts.values()) for name in ("high", "low", "skip")}
+
+
+class KeptTurns:
+    """Measured turns, a line of JSON for each in a file as they are done; None: they are kept nowhere."""
+
+    def __init__(self, file: Path | None):
+        self._file, self._turns = file, dict[str, Turn]()
+        if file is not None and file.exists():
+            for line in file.read_text().splitlines():
+                kept = json.loads(line)
+                self._turns[json.dumps(kept["of"], sort_keys=True)] = kept["turn"]
+
+    def take(self, jobs: Mapping[str, tuple[Any, Callable[[], Turn]]], rounds: int) -> dict[str, list[Turn]]:
+        """Every job once per round, in an order that is reversed every other round; jobs: name -> (what identifies it, how it is
+        done). Progress goes to stderr."""
+        found: dict[str, list[Turn]] = {name: [] for name in jobs}
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("turns", total=rounds * len(jobs))
+            for number in range(rounds):
+                for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
+                    identity, job = jobs[name]
+                    progress.update(task, description=name)
+                    found[name].append(self._kept({"name": name, "round": number, "identity": identity}, job))
+                    progress.advance(task)
+        return found
+
+    def _kept(self, of: Any, job: Callable[[], Turn]) -> Turn:
+        key = json.dumps(of, sort_keys=True)
+        if key not in self._turns:
+            self._turns[key] = job()
+            if self._file is not None:
+                with self._file.open("a") as lines:
+                    lines.write(json.dumps({"of": of, "turn": self._turns[key]}) + "\n")
+        return self._turns[key]
+
+
+def medians_of(turns: Sequence[Turn]) -> Turn:
+    """Of each figure; shares by name."""
+    found: Turn = {}
+    for name, first in turns[0].items():
+        if isinstance(first, dict):
+            found[name] = {part: median(turn[name].get(part, 0.0) for turn in turns) for part in first}
+        else:
+            found[name] = median(turn[name] or 0.0 for turn in turns)
+    return found
+
+
+def compare(place: SpeedSetup, link: float, budgets: Sequence[float], rounds: int, kept: KeptTurns) -> dict[str, Any]:
+    """Everything over one link, measured, printed, and as JSON."""
+    jobs = {
+        name: ([place.asked, settings], lambda settings=settings: turn_of(place.ask(settings), place.requests))
+        for name, settings in variants(place, link, budgets).items()
+    }
+    turns = kept.take(jobs, rounds)
+    found = {name: medians_of(each) for name, each in turns.items()}
+    spread = {name: [turn["token_s"] for turn in each] for name, each in turns.items()}
+    bound_s, alone = found[BOUND]["token_s"], found[ALONE]
+    ratio = alone["token_bytes"] / link / bound_s
+    print(f"\n{place.name}, {place.formats}, emulated link of {link / 1e6:g} MB/s, medians of {rounds} turns; without a cache a")
+    print(f"token's experts take the link {ratio:.1f} times as long as computing takes ({1e3 * bound_s:.2f} ms)")
+    print(table(found, link))
+    return {
+        "place": place.name,
+        "formats": place.formats,
+        "link_bytes_per_s": link,
+        "rounds": rounds,
+        "link_over_compute": ratio,
+        "rows": {name: row | {"token_s_of_turns": spread[name]} for name, row in found.items()},
+    }
+
+
+def table(found: Mapping[str, Turn], link: float) -> str:
+    """A line per row; times as how often they go into those of loading on demand."""
+    lines = [
+        ["", "first token s", "times", "token ms", "times", "MiB/prompt", "MiB/token", "hits", "in decode", "of the link"]
+        + ["prompt in high, low, skip", "decode in high, low, skip"]
+    ]
+    alone = found[ALONE]
+    for name, row in found.items():
+        first, token = (f"{alone[key] / row[key]:.2f}" for key in ("first_token_s", "token_s"))
+        moved = [f"{row[key] / 2**20:.2f}" for key in ("prefill_bytes", "token_bytes")]
+        hits = [f"{row[key]:.1%}" for key in ("prefill_hits", "decode_hits")]
+        shares = [", ".join(f"{share:.0%}" for share in row[key].values()) for key in ("prefill_shares", "decode_shares")]
+        reached = f"{row['link_bytes_per_s'] / link:.0%}"
+        lines.append(
+            [name, f"{row['first_token_s']:.3f}", first, f"{1e3 * row['token_s']:.2f}", token, *moved, *hits, reached, *shares]
+        )
+    return aligned_columns(lines, left=1)
+
+
+def judged(place: SpeedSetup, budgets: Sequence[float], per_kind: int, kept: KeptTurns) -> dict[str, float]:
+    """The share of questions that the rows which differ in what they compute answer right; printed."""
+    if place.judge is None:
+        return {}
+    judge, jobs = place.judge, {}
+    common = place.settings | {"kernels": "fast", "pinned_layers": 0, "deterministic": True}
+
+    def share(settings: Mapping[str, Any]) -> Turn:
+        return {"accuracy": judge(settings, per_kind)}
+
+    asked = {CACHE: rows(place, budgets[0])[CACHE]}
+    asked |= {f"{name} @ {budget:g}": rows(place, budget)[name] for budget in budgets for name in (DYNAMIC, SKIP)}
+    for name, row in asked.items():
+        settings = common | row | {"lookahead": "none"}
+        jobs[f"accuracy of {name}"] = [place.name, per_kind, settings], partial(share, settings)
+    found = {name.removeprefix("accuracy of "): turns[0]["accuracy"] for name, turns in kept.take(jobs, 1).items()}
+    print(f"\n{place.name}: accuracy on the same held-out questions")
+    print(aligned_columns([["", "accuracy"], *([name, f"{value:.1%}"] for name, value in found.items())], left=1))
+    return found
+
+
+# -- the places
+def pack_experts(model: str | None, folder: Path, formats: Sequence[Format]) -> None:
+    """A store of these formats in `folder`; what is there already is kept."""
+    source, transposed = experts_in_place(model or demo_model())
+    with closing(source):
+        for each in formats:
+            pack(source, folder, contents_of(source, each, transposed))
+
+
+class ExpertSizes(TypedDict):
+    """The fields of SpeedSetup that say how large experts are."""
+
+    experts: int
+    top_k: int
+    raw_bytes: int
+    high_bytes: int
+    low_bytes: int
+
+
+def sizes(model: str | None, formats: str) -> ExpertSizes:
+    """Of the model's experts in 16 bits, and in the two formats of a pair."""
+    source, transposed = experts_in_place(model or demo_model())
+    with closing(source):
+        inventory = paired(source.inventory, parse_formats(formats), transposed)
+        return ExpertSizes(
+            experts=sum(layer.num_experts for layer in inventory.layers),
+            top_k=max(layer.top_k for layer in inventory.layers),
+            raw_bytes=inventory.raw_layouts[0].record_bytes,
+            high_bytes=inventory.layouts[0].record_bytes,
+            low_bytes=inventory.low_layouts[0].record_bytes,
+        )
+
+
+def demo(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
+    """The bundled model in 16 and 4 bits."""
+    store = folder / "demo-store"
+    pack_experts(None, store, [Format.INT4])
+    prompts = held_out(arguments.questions)
+    return SpeedSetup(
+        "demo",
+        "16/4",
+        tuple(arguments.demo_links),
+        {"store": str(store)},
+        partial(ask_scenes, prompts=prompts, max_tokens=arguments.tokens),
+        ["demo", arguments.questions, arguments.tokens],
+        len(prompts),
+        **sizes(None, "16/4"),
+        uniform="raw",
+        judge=share_right,
+    )
+
+
+def share_right(settings: Mapping[str, Any], per_kind: int) -> float:
+    """Of `per_kind` held-out questions of every kind, asked one by one."""
+    talks = [talk for kind in KINDS for talk in questions(kind, range(per_kind), ACCURACY_SEED)]
+    with load(**settings) as engine:
+        said = ["".join(engine.chat(messages(talk), max_tokens=ACCURACY_TOKENS)) for talk in talks]
+    return mean(score(talk.turns[-1], text) for talk, text in zip(talks, said, strict=True))
+
+
+def generated(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
+    """Random experts of 1024 x 512 in 4 and 2 bits."""
+    config = geometry_config(GEOMETRY, LAYERS)
+    text, vision = config.text_config, config.vision_config
+    text.hidden_size, text.moe_intermediate_size, text.num_experts, text.num_experts_per_tok = (
+        HIDDEN,
+        INTERMEDIATE,
+        EXPERTS,
+        TOP_K,
+    )
+    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 8, 2, VOCABULARY
+    text.bos_token_id = text.eos_token_id = None
+    vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = 1, [0], HIDDEN
+    config.image_token_id, config.video_token_id = VOCABULARY - 4, VOCABULARY - 3
+    config.vision_start_token_id, config.vision_end_token_id = VOCABULARY - 2, VOCABULARY - 1
+    written = write_checkpoint(config, model_class_of(GEOMETRY), folder / "generated", skew=SKEW)
+    pack_experts(str(written.folder), written.folder / "vismoe-store", [Format.INT4, Format.INT2])
+    print(f"generated: {format_bytes(written.expert_bytes)} of experts in 16 bits")
+    requests = TokenRequests(count=2, side=64, text_tokens=60, new_tokens=arguments.tokens)
+    return SpeedSetup(
+        "generated",
+        "4/2",
+        tuple(arguments.generated_links),
+        {},
+        lambda settings: ask_tokens(written.folder, settings, requests),
+        ["generated", asdict(requests), LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE],
+        requests.count,
+        **sizes(str(written.folder), "4/2"),
+        uniform="int4",
+    )
+
+
+PLACES = {"demo": demo, "generated": generated}
+
+
+def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Everything, printed, and as JSON."""
+    kept, found, accuracies = KeptTurns(arguments.keep_in and folder / "turns.jsonl"), [], {}
+    for name in arguments.places:
+        place = PLACES[name](arguments, folder)
+        low, high, raw = (format_bytes(n) for n in (place.low_bytes, place.high_bytes, place.raw_bytes))
+        print(f"{name}: {place.experts} experts of {raw} in 16 bits; {place.formats}: {high} and {low}; top {place.top_k}")
+        found += [compare(place, link, arguments.budgets, arguments.rounds, kept) for link in place.links_bytes_per_s]
+        accuracies[name] = judged(place, arguments.budgets, arguments.per_kind, kept) if arguments.per_kind else {}
+    if arguments.figures:
+        arguments.figures.mkdir(parents=True, exist_ok=True)
+        draw(found, arguments.budgets, arguments.figures / "precision-speed.png")
+    return {"precision_speed": found, "accuracy": accuracies}
+
+
+def draw(found: Sequence[dict[str, Any]], budgets: Sequence[float], file: Path) -> None:
+    """For each place and link a panel of the first token's time, and below it one of the others'."""
+    names = [CACHE, PREFETCH, DYNAMIC, ALL, SKIP]
+    labels = [name.removeprefix("+ ") for name in names]
+
+    def panel(one: dict[str, Any], key: str, what: str) -> Panel:
+        measured = one["rows"]
+        series = [
+            Series(f"{b:.0%} of the experts fit", labels, [measured[f"{n} @ {b:g}"][key] / measured[ALONE][key] for n in names])
+            for b in budgets
+        ]
+        title = f"{one['place']}, {one['formats']}, {one['link_bytes_per_s'] / 1e6:g} MB/s"
+        return Panel(series, "", f"{what}, of load on demand", title, kind="bars", percent=True)
+
+    panels = [panel(one, "first_token_s", "first token") for one in found] + [
+        panel(one, "token_s", "each token") for one in found
+    ]
+    grid_figure(file, panels, columns=len(found))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = SuggestingParser(
+        prog="vismoe eval precision-speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
+    parser.add_argument(
+        "--budgets", nargs="+", type=float, default=list(BUDGETS), metavar="SHARE", help="of all experts in the better format"
+    )
+    parser.add_argument(
+        "--demo-links", nargs="+", type=parse_bytes, default=[60e6, 240e6], metavar="SIZE", help="bytes per second"
+    )
+    parser.add_argument(
+        "--generated-links", nargs="+", type=parse_bytes, default=[4e8, 1.6e9], metavar="SIZE", help="bytes per second"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each row (default: 3)")
+    parser.add_argument("--questions", type=int, default=9, help="asked of the bundled model in each turn (default: 9)")
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: 24)")
+    parser.add_argument("--per-kind", type=int, default=20, help="questions per kind whose answers are judged (default: 20)")
+    parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="stores and turns stay there, and are not made again")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the plot there, e.g. assets/figures")
+    arguments = parser.parse_args(argv)
+    with folder_of(arguments.keep_in) as folder:
+        return told(lambda: study(arguments, folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Does the server keep what it has? `vismoe eval soak --clients 32 --minutes 3` (or `python -m vismoe.eval.studies.soak`).
+
+A server with the bundled model, and clients in another process that ask, stream, hang up and send nonsense (`soak_clients`).
+Meanwhile memory, open files, threads and the engine's load are sampled, and /metrics is read. At the end nobody may be served any
+more, the pager's books must be right, no counter may ever have gone down, and memory must have been flat once caches were full.
+Prints a table, and as the last line one JSON object; the exit code is 1 where a check failed.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from vismoe.app.options import ServeOptions
+from vismoe.config import format_bytes
+from vismoe.engine.engine import Engine, load
+from vismoe.errors import VisMoEError
+from vismoe.flags import SuggestingParser
+
+__all__ = ["Sample", "growth_bytes", "main"]
+
+SAMPLE_S = 1.0
+SCRAPE_SAMPLES = 5  # /metrics is read at every fifth sample
+SETTLE_S = 60.0  # for what runs at the end
+WARM_SAMPLES = 60  # of a run whose growth says something
+GROWTH_BYTES = 32 * 2**20  # between the second and the last third; a leak of one prompt's cache per request would be far more
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The server's process at one moment."""
+
+    at_s: float
+    memory_bytes: int
+    files: int
+    threads: int
+    running: int
+    waiting: int
+    context_tokens: int
+
+
+def growth_bytes(samples: Sequence[Sample]) -> float:
+    """How much more memory the last third of the run took than the second; caches and arenas fill in the first."""
+    third = max(1, len(samples) // 3)
+    later = [sample.memory_bytes for sample in samples]
+    return median(later[-third:]) - median(later[third : 2 * third] or later[:1])
+
+
+@contextlib.contextmanager
+def serving(engine: Engine) -> Iterator[tuple[Any, str]]:
+    """(the application, its address) of a server in a thread of its own."""
+    from vismoe.app.api import create_app
+    from vismoe.app.serving import Server, listening
+
+    options = ServeOptions(port=0, max_waiting=256)
+    with listening(options) as listener:
+        app = create_app(engine, options)
+        server = Server(app, options, app.state.callers)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield app, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def study(clients: int, minutes: float, seed: int, **settings: Any) -> dict[str, Any]:
+    """Figures of a soak: what clients were told, samples, and `failures`, a sentence for each check that failed."""
+    with load(**settings) as engine, serving(engine) as (app, url):
+        before = _sample(engine, 0.0)
+        asking = [sys.executable, "-m", "vismoe.eval.studies.soak_clients", url, "--clients", str(clients), "--seed", str(seed)]
+        with subprocess.Popen([*asking, "--seconds", str(60 * minutes)], stdout=subprocess.PIPE, text=True) as process:
+            samples, scrapes = _watch(engine, url, process)
+            told = json.loads(process.communicate()[0].splitlines()[-1]) if process.wait() == 0 else None
+        settled_s = _settle(engine, app)
+        after = _sample(engine, samples[-1].at_s + settled_s)
+        scrapes.append(_scrape(url))
+        ended = engine.load
+        failures = [
+            *_of_clients(told),
+            *_of_server(before, samples, after),
+            *_of_metrics(scrapes, ended.requests),
+            *_of_books(engine),
+        ]
+        return {
+            "clients": clients,
+            "minutes": minutes,
+            "settings": settings,
+            "told": told,
+            "requests": asdict(ended),
+            "growth_bytes": growth_bytes(samples),
+            "settled_s": settled_s,
+            "most_running": max(sample.running for sample in samples),
+            "before": asdict(before),
+            "after": asdict(after),
+            "samples": [asdict(sample) for sample in samples],
+            "failures": failures,
+        }
+
+
+def _watch(engine: Engine, url: str, process: "subprocess.Popen[str]") -> tuple[list[Sample], list[dict[str, float]]]:
+    """Samples and scrapes until the clients are done."""
+    began_s, samples, scrapes = time.monotonic(), [], []
+    while process.poll() is None:
+        samples.append(_sample(engine, time.monotonic() - began_s))
+        if len(samples) % SCRAPE_SAMPLES == 0:
+            scrapes.append(_scrape(url))
+        time.sleep(SAMPLE_S)
+    return samples, scrapes
+
+
+def _sample(engine: Engine, at_s: float) -> Sample:
+    load_now, process = engine.load, psutil.Process()
+    files = len(os.listdir("/proc/self/fd"))
+    memory_bytes = process.memory_info().rss
+    return Sample(at_s, memory_bytes, files, process.num_threads(), load_now.running, load_now.waiting, load_now.context_tokens)
+
+
+def _scrape(url: str) -> dict[str, float]:
+    """Every counter that /metrics has, by name and labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    counters = (sample for family in families if family.type == "counter" for sample in family.samples)
+    return {f"{sample.name} {sorted(sample.labels.items())}": sample.value for sample in counters}
+
+
+def _settle(engine: Engine, app: Any) -> float:
+    """Seconds until nobody is served any more; after SETTLE_S somebody is lost."""
+    began_s = time.monotonic()
+    while time.monotonic() < began_s + SETTLE_S and (len(app.state.callers) or engine.load.running or engine.load.waiting):
+        time.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+# -- the checks: a sentence for each that failed
+def _of_clients(told: dict[str, Any] | None) -> Iterator[str]:
+    if told is None:
+        yield "the clients' process failed"
+        return
+    if told["wrong"]:
+        yield f"{told['wrong']} answers were wrong, the first: {told['first_wrong'][0]}"
+    if not min(told[kind] for kind in ("answered", "cancelled", "refused")):
+        yield f"not every kind of request came about: {told}"
+
+
+def _of_server(before: Sample, samples: Sequence[Sample], after: Sample) -> Iterator[str]:
+    if after.running or after.waiting or after.context_tokens:
+        yield f"{after.running} requests run and {after.waiting} wait at the end, with {after.context_tokens} tokens of context"
+    if len(samples) >= WARM_SAMPLES and growth_bytes(samples) > GROWTH_BYTES:
+        yield f"memory grew by {format_bytes(int(growth_bytes(samples)))} between the second and the last third"
+    for what, allowed in (("files", 24), ("threads", 24)):  # kept connections, pools of threads that fill once
+        if getattr(after, what) > getattr(before, what) + allowed:
+            yield f"{getattr(before, what)} {what} before, {getattr(after, what)} after"
+
+
+def _of_metrics(scrapes: Sequence[dict[str, float]], requests: int) -> Iterator[str]:
+    for earlier, later in itertools.pairwise(scrapes):
+        yield from (f"/metrics: {name} went down" for name, value in earlier.items() if later[name] < value)
+    if scrapes[-1]["vismoe_requests_total []"] != requests:
+        yield f"/metrics counts {scrapes[-1]['vismoe_requests_total []']:.0f} requests, the engine {requests}"
+
+
+def _of_books(engine: Engine) -> Iterator[str]:
+    try:
+        engine.check_integrity()
+    except AssertionError as error:
+        yield f"the books are wrong: {error}"
+
+
+def print_table(figures: dict[str, Any]) -> None:
+    told, console = figures["told"] or {}, Console()
+    table = Table(title=f"{figures['clients']} clients for {figures['minutes']:g} minutes", show_header=False)
+    for name in ("answered", "cancelled", "refused", "sent away", "wrong"):
+        table.add_row(f"requests {name}", f"{told.get(name, 0):,}")
+    table.add_row("median and longest answer", f"{told.get('median_s', 0):.2f} s, {told.get('longest_s', 0):.2f} s")
+    table.add_row("requests at the same time, at most", str(figures["most_running"]))
+    for name, shown in (("memory_bytes", format_bytes), ("files", str), ("threads", str)):
+        table.add_row(
+            f"{name.removesuffix('_bytes')} before, after", f"{shown(figures['before'][name])}, {shown(figures['after'][name])}"
+        )
+    table.add_row("growth from the second to the last third", f"{figures['growth_bytes'] / 2**20:+.1f} MiB")
+    table.add_row("books", "right" if not figures["failures"] else "see below")
+    console.print(table)
+    for failure in figures["failures"]:
+        console.print(f"failed: {failure}", markup=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = SuggestingParser(prog="vismoe eval soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=32, help="at the same time (default: 32)")
+    parser.add_argument("--minutes", type=float, default=3.0, help="(default: 3)")
+    parser.add_argument("--memory", default="25%", help="of the engine (default: 25%%)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that clients choose (default: 0)")
+    parser.add_argument("--json", action="store_true", help="no table")
+    chosen = parser.parse_args(argv)
+    try:
+        figures = study(chosen.clients, chosen.minutes, chosen.seed, memory=chosen.memory, context=4096, image_cache="8MiB")
+    except VisMoEError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not chosen.json:
+        print_table(figures)
+    print(json.dumps(figures))
+    return 1 if figures["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""The clients of a soak, in a process of their own.
+
+`python -m vismoe.eval.studies.soak_clients URL --clients 32 --seconds 180 --seed 0`
+
+Each of them asks, asks on about the same image, streams or waits, hangs up in the middle, and sends what cannot be answered, as
+its own random numbers say. What the server answers is judged here: a good request gets an answer of the right form, a bad one a
+4xx in OpenAI's form. The last line is one JSON object: counts, times and what went wrong.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+
+from vismoe.eval.questions import KINDS, conversation
+from vismoe.eval.scenes import compose
+from vismoe.flags import SuggestingParser
+
+__all__ = ["Told", "main"]
+
+PATIENCE_S = 300  # for one answer: more than that is a server that hangs
+SCENES = 12  # few, so that images come back
+MOST_TOKENS = 48
+CANCELLED = 0.45  # of the good requests; some of these are answered before
+BAD = 0.1  # of all
+GREETINGS = ("Hello!", "What can you see?", "Thanks.")
+SHOWN = 10  # of what went wrong
+
+
+@dataclass
+class Told:
+    """What became of the requests of all clients."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)  # of answers that were waited for
+    wrong: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        times = sorted(self.seconds) or [0.0]
+        return {
+            **{name: self.counts[name] for name in ("answered", "cancelled", "refused", "sent away")},
+            "wrong": len(self.wrong),
+            "first_wrong": self.wrong[:SHOWN],
+            "median_s": times[len(times) // 2],
+            "longest_s": times[-1],
+        }
+
+
+def talks(seed: int) -> list[list[dict[str, Any]]]:
+    """Conversations of one to a few turns, the first with an image or without: messages, the user's only."""
+    made, kinds = [], sorted(KINDS)
+    for number in range(SCENES):
+        talk = conversation(kinds[number % len(kinds)], "held-out", 1000 * seed + number)
+        turns: list[dict[str, Any]] = [{"role": "user", "content": turn.question} for turn in talk.turns]
+        pictures = [{"type": "image_url", "image_url": {"url": _uri(compose(scene))}} for scene in talk.scenes]
+        turns[0]["content"] = [*pictures, {"type": "text", "text": turns[0]["content"]}]
+        made.append(turns)
+    return [*made, *([{"role": "user", "content": text}] for text in GREETINGS)]
+
+
+def _uri(image: Any) -> str:
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG")
+    return "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
+
+
+BAD_REQUESTS: tuple[dict[str, Any], ...] = (
+    {"messages": []},
+    {"messages": [{"role": "robot", "content": "hello"}]},
+    {"messages": [{"role": "user", "content": "word " * 20_000}]},
+    {"messages": [{"role": "user", "content": "hello"}], "temperature": -1},
+    {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 0},
+    {"messages": [{"role": "user", "content": "hello"}], "extra_body": {"vismoe": {"keep": 2}}},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+)
+
+
+class Client:
+    """One client, which does one thing after another until it is told to stop."""
+
+    def __init__(self, api: openai.AsyncOpenAI, model: str, rng: random.Random, conversations: list, told: Told):
+        self._api, self._model, self._rng, self._talks, self._told = api, model, rng, conversations, told
+
+    async def run(self, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            await self._something(self._bad if self._rng.random() < BAD else self._talk)
+
+    async def _something(self, act: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await act()
+        except openai.RateLimitError:
+            self._told.counts["sent away"] += 1
+            await asyncio.sleep(self._rng.random())
+        except openai.APIError as error:
+            self._told.wrong.append(f"{type(error).__name__}: {error}"[:300])
+
+    async def _bad(self) -> None:
+        try:
+            await self._api.chat.completions.create(model=self._model, **self._rng.choice(BAD_REQUESTS))
+        except openai.BadRequestError as error:
+            if error.body and error.body.get("message"):  # type: ignore[attr-defined]  # the `error` object of the body
+                self._told.counts["refused"] += 1
+                return
+        self._told.wrong.append("a bad request was not refused as one")
+
+    async def _talk(self) -> None:
+        """A conversation; it ends where this client hangs up."""
+        messages: list[dict[str, Any]] = []
+        for turn in self._rng.choice(self._talks)[: self._rng.randint(1, 3)]:
+            messages.append(turn)
+            options = {"messages": list(messages), "max_tokens": self._rng.randint(1, MOST_TOKENS), **self._sampling()}
+            answer = await (self._stream if self._rng.random() < 0.5 else self._wait)(options)
+            if answer is None:
+                self._told.counts["cancelled"] += 1
+                return
+            self._told.counts["answered"] += 1
+            messages.append({"role": "assistant", "content": answer})
+
+    def _sampling(self) -> dict[str, Any]:
+        chosen: dict[str, Any] = self._rng.choice(
+            ({"temperature": 0}, {"temperature": 1.0, "seed": 1}, {"top_p": 0.9}, {"stop": ["."]})
+        )
+        keep = self._rng.choice((None, 1.0, 0.5))
+        return {**chosen, "model": self._model, "extra_body": {"vismoe": {"keep": keep}} if keep else None}
+
+    async def _wait(self, options: dict[str, Any]) -> str | None:
+        """A whole answer, or None when this client did not wait for it."""
+        began_s = time.monotonic()
+        patience_s = self._rng.expovariate(1.0) if self._rng.random() < CANCELLED else PATIENCE_S
+        try:
+            async with asyncio.timeout(patience_s):
+                answer = await self._api.chat.completions.create(**options)
+        except TimeoutError:
+            if patience_s == PATIENCE_S:
+                self._told.wrong.append(f"no answer within {PATIENCE_S} s")
+            return None
+        self._told.seconds.append(time.monotonic() - began_s)
+        if answer.choices[0].finish_reason not in ("stop", "length") or answer.usage is None:
+            self._told.wrong.append(f"an odd answer: {answer}"[:300])
+        return answer.choices[0].message.content
+
+    async def _stream(self, options: dict[str, Any]) -> str | None:
+        began_s = time.monotonic()
+        most_chunks = self._rng.randint(0, 12) if self._rng.random() < CANCELLED else None
+        stream = await self._api.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+        pieces, usage, finish, chunks = [], None, None, 0
+        async with stream:
+            async for chunk in stream:
+                if chunks == most_chunks:
+                    return None
+                chunks += 1
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    finish = choice.finish_reason or finish
+                    pieces.append(choice.delta.content or "")
+        self._told.seconds.append(time.monotonic() - began_s)
+        if finish not in ("stop", "length") or usage is None:
+            self._told.wrong.append(f"a stream that ended oddly: {finish}, {usage}"[:300])
+        return "".join(pieces)
+
+
+async def soak(url: str, clients: int, seconds: float, seed: int) -> Told:
+    """All clients at the same time, for so long."""
+    told, conversations, until_s = Told(), talks(seed), time.monotonic() + seconds
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=2 * PATIENCE_S) as api:
+        model = (await api.models.list()).data[0].id
+        everybody = (Client(api, model, random.Random(f"{seed}/{number}"), conversations, told) for number in range(clients))
+        await asyncio.gather(*(client.run(until_s) for client in everybody))
+    return told
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = SuggestingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--clients", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    chosen = parser.parse_args(argv)
+    print(json.dumps(asyncio.run(soak(chosen.url, chosen.clients, chosen.seconds, chosen.seed)).to_json()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""How near a packed store's reads come to what the disk gives: `python -m vismoe.eval.studies.store_reads DIR`.
+
+In turns, within one run: random records through PackedStore (read, verified, decoded where the format wants it, as a miss would),
+and plain sequential O_DIRECT reads of the same request size over the same files, by one thread and by as many as ours. Everything
+goes past the page cache. The share is ours over the better of the plain ones, in bytes on disk; the goal is 90%. The last line is
+one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from vismoe.errors import ConfigError, VisMoEError
+from vismoe.flags import SuggestingParser
+from vismoe.machine.choices import choose, format_rate
+from vismoe.machine.hardware import cores
+from vismoe.machine.profile import load_profile
+from vismoe.pools.pool import SlabPool
+from vismoe.store.files import block_buffer
+from vismoe.store.index import read_index
+from vismoe.store.packed import PackedStore, formats_in
+from vismoe.types import Format
+
+GOAL = 0.9
+
+
+def main() -> int:
+    parser = SuggestingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a store that vismoe pack made; larger than memory says most")
+    parser.add_argument("--format", type=Format, choices=list(Format), help="default: the first that is there")
+    parser.add_argument("--threads", type=int, help="default: as many as serving would take")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    arguments = parser.parse_args()
+    try:
+        return measure(arguments)
+    except VisMoEError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    format = arguments.format or next(iter(formats_in(arguments.folder)), Format.RAW)
+    store = PackedStore(arguments.folder, read_index(arguments.folder, format))
+    if refused := store.read_past_cache():
+        raise ConfigError(f"{refused}: nothing would be measured but memory. Fix: a store on another disk")
+    threads = arguments.threads or planned_threads(store)
+    reads = {
+        "store": (threads, random_records(store)),
+        "plain_1": (1, sequential_reads(store)),
+        f"plain_{threads}": (threads, sequential_reads(store)),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in reads}
+    for _ in range(arguments.rounds):
+        for name, (depth, next_read) in reads.items():
+            rates[name].append(bytes_per_s(next_read, depth, arguments.seconds))
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    share = medians["store"] / max(rate for name, rate in medians.items() if name != "store")
+    print(
+        f"{format}, {store.stretch_bytes:,} bytes at once, {threads} threads, {arguments.rounds} rounds of {arguments.seconds} s"
+    )
+    for name, rate in medians.items():
+        print(f"  {name:<10} {format_rate(rate):>12}   {min(rates[name]) / 1e9:.2f} to {max(rates[name]) / 1e9:.2f} GB/s")
+    print(f"  share      {share:.1%} of the better plain reader (goal {GOAL:.0%})")
+    print(json.dumps({"format": format, "threads": threads, "bytes_per_s": medians, "share": share, "goal": GOAL}))
+    return 0
+
+
+def planned_threads(store: PackedStore) -> int:
+    """As for a model whose experts do not fit the page cache."""
+    return choose(
+        load_profile(),
+        expert_bytes=store.stretch_bytes,
+        checkpoint_bytes=store.stored_bytes,
+        spare_bytes=0,
+        cores=cores(),
+        device="cpu",
+        path=store.paths[0].parent,
+    ).io_threads
+
+
+def random_records(store: PackedStore) -> Callable[[], Callable[[], int]]:
+    """Each thread gets a function that reads one more record into slabs of its own; none comes twice before all were read."""
+    experts = list(store.contents.experts)
+    random.Random(0).shuffle(experts)
+    order = itertools.cycle(experts)
+
+    def reader() -> Callable[[], int]:
+        slabs = [SlabPool(layout, 1).record(0) for layout in store.inventory.layouts]
+
+        def read() -> int:
+            expert = next(order)
+            return store.read(expert, slabs[store.inventory.layers[expert.layer].geometry])
+
+        return read
+
+    return reader
+
+
+def sequential_reads(store: PackedStore) -> Callable[[], Callable[[], int]]:
+    """Each thread gets a function that reads the next request of the files, one after another."""
+    descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in store.paths]
+    nbytes = store.stretch_bytes
+    places = [(each, at) for each in descriptors for at in range(0, os.fstat(each).st_size - nbytes + 1, nbytes)]
+    order = itertools.cycle(places)
+
+    def reader() -> Callable[[], int]:
+        buffer = block_buffer(nbytes)
+
+        def read() -> int:
+            descriptor, offset = next(order)
+            return os.preadv(descriptor, [buffer.data], offset)
+
+        return read
+
+    return reader
+
+
+def bytes_per_s(reader: Callable[[], Callable[[], int]], threads: int, seconds: float) -> float:
+    """What `threads` readers get together; memory is touched before the clock runs."""
+    reads = [reader() for _ in range(threads)]
+    for read in reads:
+        read()
+    began_s = time.perf_counter()
+
+    def work(read: Callable[[], int]) -> int:
+        done = 0
+        while time.perf_counter() - began_s < seconds:
+            done += read()
+        return done
+
+    with ThreadPoolExecutor(threads) as pool:
+        done = sum(pool.map(work, reads))
+    return done / (time.perf_counter() - began_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Timed runs of the real engine: the same requests under several settings that take turns within one process.
+
+Every turn loads the model anew, asks one request that is not counted, and then the counted ones; the figures of a variant are
+medians over its turns. With an emulated link, bytes are those over the link; otherwise those from the disk.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AutoModelForImageTextToText
+
+from vismoe.engine.engine import Engine, load
+from vismoe.engine.generate import Figures
+from vismoe.metrics import Snapshot
+from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.moe.experts import ExpertRuntime
+from vismoe.predictor_training.prompts import CalibrationPrompt, scene_prompts
+from vismoe.trace.files import TraceWriter
+from vismoe.types import Phase
+
+__all__ = ["Run", "TokenRequests", "ask_scenes", "ask_tokens", "held_out", "medians", "take_turns"]
+
+FIGURES = ("prefill_s", "decode_s", "prefill_bytes", "decode_bytes", "prefill_hit_rate", "decode_hit_rate")
+
+
+@dataclass(frozen=True)
+class Run:
+    """All counted requests of one turn together."""
+
+    prefill_s: float  # until the first tokens, without encoding pictures
+    decode_s: float
+    decode_tokens: int
+    counters: Snapshot
+
+    def figures(self) -> dict[str, float]:
+        total = self.counters.total
+        moved = "bytes_copied" if total("bytes_copied") else "bytes_read"
+        phases = (Phase.PREFILL, Phase.DECODE)
+        moved_bytes = [total(moved, phase) for phase in phases]
+        hit_rates = [self.counters.hit_rate(phase) or 0.0 for phase in phases]
+        return dict(zip(FIGURES, [self.prefill_s, self.decode_s, *moved_bytes, *hit_rates], strict=True))
+
+
+def medians(runs: Sequence[Run]) -> dict[str, float]:
+    """The median of each figure; `seconds` is that of prefill and decode together."""
+    each = [run.figures() | {"seconds": run.prefill_s + run.decode_s} for run in runs]
+    return {name: median(figures[name] for figures in each) for name in each[0]}
+
+
+def take_turns(variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
+    """Every variant once per round, in an order that is reversed every other round; progress goes to stderr."""
+    runs: dict[str, list[Run]] = {name: [] for name in variants}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("turns", total=rounds * len(variants))
+        for number in range(rounds):
+            for name in list(variants) if number % 2 == 0 else reversed(list(variants)):
+                runs[name].append(variants[name]())
+                progress.advance(task)
+    return runs
+
+
+# -- the bundled model, asked about scenes
+def held_out(count: int) -> list[CalibrationPrompt]:
+    """Questions of every kind about scenes that nothing was trained on."""
+    return [prompt for prompt in scene_prompts(0, count) if prompt.group == "held-out"][:count]
+
+
+def ask_scenes(
+    settings: Mapping[str, Any],
+    prompts: Sequence[CalibrationPrompt],
+    max_tokens: int,
+    model: str | None = None,
+    trace: Path | None = None,
+) -> Run:
+    """One turn of an engine with these settings; with `trace` the routing is recorded there, which costs time."""
+    with load(model, **settings) as engine:
+        _answer(engine, prompts[0], max_tokens)
+        before = engine.metrics.snapshot()
+        with engine.record(trace) if trace is not None else nullcontext():
+            figures = [_answer(engine, prompt, max_tokens) for prompt in prompts]
+        return Run(
+            sum(f.prefill_seconds for f in figures),
+            sum(f.decode_seconds for f in figures),
+            sum(f.decode_tokens for f in figures),
+            engine.metrics.snapshot() - before,
+        )
+
+
+def _answer(engine: Engine, prompt: CalibrationPrompt, max_tokens: int) -> Figures:
+    reply = engine.chat(prompt.messages(), max_tokens=max_tokens)
+    for _ in reply:
+        pass
+    return reply.figures
+
+
+# -- a generated checkpoint without a tokenizer: random pictures between random tokens
+@dataclass(frozen=True)
+class TokenRequests:
+    """`count` requests of one square picture of `side` pixels and `text_tokens` of text, answered by `new_tokens` tokens."""
+
+    count: int = 2
+    side: int = 512
+    text_tokens: int = 48
+    new_tokens: int = 32
+
+    def inputs(self, config: Any) -> list[dict[str, torch.Tensor]]:
+        """For a Qwen3-VL-MoE configuration; the same for the same fields."""
+        vision, random = config.vision_config, torch.Generator().manual_seed(0)
+        patches = self.side // vision.patch_size
+        grid = torch.tensor([[1, patches, patches]])
+        features = 3 * vision.temporal_patch_size * vision.patch_size**2
+        visual = patches**2 // vision.spatial_merge_size**2
+        ordinary = min(config.image_token_id, config.vision_start_token_id)
+        requests = []
+        for _ in range(self.count):
+            text = torch.randint(0, ordinary, (self.text_tokens,), generator=random)
+            picture = [config.vision_start_token_id, *[config.image_token_id] * visual, config.vision_end_token_id]
+            ids = torch.cat([text[:8], torch.tensor(picture), text[8:]])[None]
+            pixels = torch.randn(patches**2, features, generator=random)
+            kinds = (ids == config.image_token_id).int()
+            requests.append(dict(input_ids=ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds))
+        return requests
+
+
+class _Clock:
+    """A streamer that notes when the prompt went in and tokens came out."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times_s.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+
+def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequests, trace: Path | None = None) -> Run:
+    """One turn of a plain transformers model with these settings. Prefill includes the vision tower."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", quantization_config=VisMoEConfig(**settings)).eval()
+    runtime = runtime_of(model)
+    try:
+        inputs = requests.inputs(model.config)
+        _generate(model, inputs[0], 2)
+        before = runtime.pager.metrics.snapshot()
+        with _recorded(runtime, trace):
+            times = [_generate(model, each, requests.new_tokens) for each in inputs]
+        prefill_s, decode_s = (sum(part) for part in zip(*times, strict=True))
+        tokens = requests.count * (requests.new_tokens - 1)
+        return Run(prefill_s, decode_s, tokens, runtime.pager.metrics.snapshot() - before)
+    finally:
+        runtime.pager.close()
+        runtime.store.close()
+
+
+@contextmanager
+def _recorded(runtime: ExpertRuntime, trace: Path | None) -> Iterator[None]:
+    if trace is None:
+        yield
+        return
+    try:
+        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as runtime.recorder:
+            yield
+    finally:
+        runtime.recorder = None
+
+
+def _generate(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:
+    """(seconds until the first token, seconds of the others)."""
+    clock = _Clock()
+    with torch.inference_mode():
+        model.generate(
+            **inputs, streamer=clock, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+        )
+    asked_s, first_s, *_, last_s = clock.times_s
+    runtime_of(model).pager.end_request()
+    return first_s - asked_s, last_s - first_s

@@ -1,0 +1,275 @@
+"""`vismoe bench`: times of encode, prefill and decode, cold and warm, compared with other ways to run the same weights."""
+
+import contextlib
+import re
+import signal
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vismoe.bench.geometry import GEOMETRIES
+from vismoe.bench.job import IN_PLACE, OURS, PACKED
+from vismoe.config import format_bytes, parse_bytes
+from vismoe.errors import ConfigError, InputError
+from vismoe.flags import (
+    INTERRUPTED,
+    Command,
+    add_model_flags,
+    add_one_model,
+    add_settings,
+    at_least_one,
+    given_settings,
+    one_model,
+    print_json,
+    quick_imports,
+)
+
+if TYPE_CHECKING:
+    from vismoe.bench.benchmark import BenchOptions
+
+__all__ = ["BENCH"]
+
+FAILED = 2  # VisMoE could not be measured; the baselines may have been
+TABLE_COLUMNS = 110  # width of the tables if no terminal gives one
+PICTURE = re.compile(r"(\d+)x(\d+)")
+
+
+def bench_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    group = parser.add_argument_group("generated checkpoint, instead of MODEL")
+    group.add_argument("--geometry", metavar="NAME", help="random weights in the shapes of a published model, e.g. qwen3-30b-a3b")
+    group.add_argument("--layers", type=at_least_one, metavar="N", help="decoder layers of the checkpoint (default: all)")
+    group.add_argument("--skew", type=float, default=0.0, metavar="S", help="Zipf exponent of its routing (default: 0, uniform)")
+    group.add_argument(
+        "--folder", metavar="DIR", help="folder of generated checkpoints (default: bench in vismoe's cache folder)"
+    )
+    group.add_argument("--clean", action="store_true", help="delete the files of earlier benchmarks in DIR, and do nothing else")
+    group = parser.add_argument_group("the request")
+    group.add_argument("--prompt", metavar="TEXT", help="a prompt as text (default: random token ids)")
+    group.add_argument(
+        "--prompt-tokens", type=at_least_one, default=256, metavar="N", help="number of random token ids (default: 256)"
+    )
+    group.add_argument(
+        "--new-tokens", type=two_or_more, default=32, metavar="N", help="tokens to generate, greedily (default: 32)"
+    )
+    group.add_argument("--image", type=picture_size, metavar="WxH", help="a synthetic picture before the prompt, e.g. 512x512")
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="seed of random ids and random weights (default: 0)")
+    group = parser.add_argument_group("the measurement")
+    group.add_argument("--repeats", type=at_least_one, default=3, metavar="N", help="processes per contestant (default: 3)")
+    group.add_argument(
+        "--warm", type=at_least_one, default=2, metavar="N", help="warm requests after the cold one, per process (default: 2)"
+    )
+    group.add_argument(
+        "--baseline", type=comma_list, default=[], metavar="LIST", help="what to compare with: transformers,accelerate,llama.cpp"
+    )
+    group.add_argument("--limit", type=size, metavar="SIZE", help="memory limit of each process, page cache included")
+    group.add_argument("--warm-cache", action="store_true", help="allow a comparison without --limit: the page cache serves all")
+    group.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp (default: converted)")
+    group.add_argument(
+        "--threads", type=at_least_one, metavar="N", help="threads of each process (default: the cores of this process)"
+    )
+    group.add_argument(
+        "--trace", metavar="FILE", help="write a timeline of one further request, for chrome://tracing or Perfetto"
+    )
+    group.add_argument("--control", action="store_true", help="also time the Python code that controls this model's layers")
+    group.add_argument("--moe-time", action="store_true", help="also time the routed experts alone, in further requests")
+    group.add_argument("--json", action="store_true", help="print only one JSON line")
+    add_model_flags(parser)
+    add_settings(parser)
+    parser.conflict_handler = "resolve"  # replaces the settings of these names by lists
+    group = parser.add_argument_group("VisMoE, measured with each value")
+    group.add_argument(
+        "--formats",
+        "--format",
+        dest="format_list",
+        type=words_of(IN_PLACE, PACKED, "lossless", "int8", "int4", "int2"),
+        default=[],
+        metavar="LIST",
+        help="formats of the experts: raw (in place), packed (raw, from a store), lossless, int8, int4, int2",
+    )
+    group.add_argument(
+        "--kernels",
+        dest="kernels_list",
+        type=words_of("auto", "torch", "fast"),
+        default=[],
+        metavar="LIST",
+        help="kernels that compute the experts: auto, torch, fast (default: auto)",
+    )
+
+
+def comma_list(text: str) -> list[str]:
+    return [word for word in (part.strip() for part in text.split(",")) if word]
+
+
+def words_of(*known: str) -> Callable[[str], list[str]]:
+    """A reader for lists of the known words."""
+
+    def words(text: str) -> list[str]:
+        if unknown := [word for word in comma_list(text) if word not in known]:
+            raise ArgumentTypeError(f"{', '.join(unknown)}: choose among {', '.join(known)}")
+        return list(dict.fromkeys(comma_list(text)))
+
+    return words
+
+
+def size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def two_or_more(text: str) -> int:
+    """An integer of at least 2: prefill gives the first new token, so decoding begins with the second."""
+    if at_least_one(text) < 2:
+        raise ArgumentTypeError("at least 2, because prefill gives the first new token")
+    return int(text)
+
+
+def picture_size(text: str) -> tuple[int, int]:
+    """`640x480` -> (640, 480)."""
+    match = PICTURE.fullmatch(text)
+    if not match or not (int(match[1]) and int(match[2])):
+        raise ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT in pixels, e.g. 512x512")
+    return int(match[1]), int(match[2])
+
+
+def run_bench(arguments: Namespace) -> int:
+    """Prepare, refuse unfair comparisons, run, report. Ctrl-C reports what was measured so far. FAILED if VisMoE failed."""
+    model, settings = one_model(arguments), given_settings(arguments)
+    refuse_contradictions(arguments, model)
+    if arguments.clean:
+        refuse_more_than_clean(arguments)
+    with quick_imports():
+        from vismoe.bench import benchmark
+        from vismoe.bench.subject import bench_folder, clean
+
+    folder = Path(arguments.folder) if arguments.folder else bench_folder()
+    if arguments.clean:
+        deleted, nbytes = clean(folder)
+        if arguments.json:
+            print_json(arguments, {"folder": str(folder), "deleted": [str(path) for path in deleted], "bytes": nbytes})
+        else:
+            print(f"{folder}: {len(deleted)} deleted, {format_bytes(nbytes)}")
+        return 0
+    order = order_of(arguments, model, settings, folder)
+    tell, bar = (silent, silent_steps) if arguments.json else (say, progress_bar)
+    with terminated_is_interrupted():
+        report = benchmark.run(order, say=tell, progress=bar)
+    if not arguments.json:
+        from rich.console import Console
+
+        from vismoe.bench.table import print_report
+
+        console = Console()
+        print_report(console if console.is_terminal else Console(width=TABLE_COLUMNS), report)
+    print_json(arguments, report)
+    if report["interrupted"]:
+        return INTERRUPTED
+    return FAILED if any(row["way"] == OURS and row["failed"] for row in report["contestants"].values()) else 0
+
+
+@contextlib.contextmanager
+def terminated_is_interrupted() -> Iterator[None]:
+    """Within it, SIGTERM acts like Ctrl-C, so that no worker and no control group remains."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def silent(text: str) -> None:
+    """Prints nothing; used under --json."""
+
+
+@contextlib.contextmanager
+def silent_steps(steps: int) -> Iterator[Callable[[str], None]]:
+    yield silent
+
+
+def refuse_more_than_clean(arguments: Namespace) -> None:
+    """Raises InputError for --clean with other flags, since it measures nothing."""
+    parser = ArgumentParser()
+    bench_arguments(parser)
+    usual = vars(parser.parse_args([])) | {name: getattr(arguments, name) for name in ("folder", "json", "clean", "stdout")}
+    if more := [name for name, value in vars(arguments).items() if name not in usual or usual[name] != value]:
+        raise InputError(
+            f"--clean only deletes files, so {', '.join(more)} have no effect. Fix: use --clean only with --folder and --json"
+        )
+
+
+def refuse_contradictions(arguments: Namespace, model: str | None) -> None:
+    """Raises InputError for flags that exclude each other."""
+    if model and arguments.geometry:
+        raise InputError(f"--geometry {arguments.geometry} replaces the model {model}. Fix: leave out one of them")
+    if arguments.moe_time and arguments.limit:
+        raise InputError("--moe-time needs extra memory, which would count towards --limit. Fix: leave out one of them")
+    if not arguments.geometry and (arguments.layers or arguments.skew):
+        raise InputError("--layers and --skew describe a generated checkpoint. Fix: add --geometry NAME, or leave them out")
+    if arguments.geometry and (arguments.prompt or arguments.dtype or arguments.revision):
+        raise InputError(
+            "a generated checkpoint has bfloat16 weights, no tokenizer and no revisions. "
+            "Fix: leave out --prompt, --dtype and --revision"
+        )
+
+
+def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], folder: Path) -> "BenchOptions":
+    from vismoe.bench.benchmark import BenchOptions
+
+    names = (
+        "geometry layers skew seed prompt prompt_tokens new_tokens repeats warm limit warm_cache gguf threads trace control "
+        "moe_time dtype revision device"
+    )
+    return BenchOptions(
+        model=model,
+        folder=folder,
+        picture=arguments.image,
+        baselines=tuple(arguments.baseline),
+        formats=tuple(arguments.format_list),
+        kernels=tuple(arguments.kernels_list),
+        settings=settings,
+        command=tuple(sys.argv),
+        quiet=arguments.json,
+        **{name: getattr(arguments, name) for name in names.split()},
+    )
+
+
+@contextlib.contextmanager
+def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr; each call begins the next step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, begun = bar.add_task("benchmark", total=steps), 0
+
+        def begin(description: str) -> None:
+            nonlocal begun
+            bar.update(task, description=description, completed=begun)
+            begun += 1
+
+        yield begin
+
+
+BENCH = Command(
+    "measure encode, prefill and decode, also of other programs with the same weights",
+    bench_arguments,
+    run_bench,
+    f"""\
+  vismoe bench                                                   the bundled demo model
+  vismoe bench --geometry qwen3-30b-a3b --layers 4 --memory 2GiB --limit 3GiB --baseline accelerate,llama.cpp
+  vismoe bench --geometry qwen3-30b-a3b --layers 4 --memory 100% --formats raw,int8,int4 --baseline llama.cpp-resident --moe-time
+  vismoe bench --geometry qwen3-vl-30b-a3b --layers 4 --memory 25% --image 512x512 --trace timeline.json
+  vismoe bench ./my-model --memory 8GiB --limit 9GiB --baseline llama.cpp --gguf my-model.gguf --prompt "Why is the sky blue?"
+  vismoe bench --clean                                           delete the generated checkpoints
+
+geometries: {", ".join(GEOMETRIES)}""",
+)

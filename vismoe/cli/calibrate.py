@@ -1,0 +1,208 @@
+"""`vismoe calibrate`: runs a model on real prompts and stores what it learns: a predictor of the next experts, and where and by
+which selection to drop visual tokens.
+"""
+
+import argparse
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vismoe.config import SETTINGS, format_bytes
+from vismoe.errors import CheckpointError, InputError
+from vismoe.flags import (
+    INTERRUPTED,
+    Command,
+    add_model_flags,
+    add_one_model,
+    at_least_one,
+    load_engine,
+    one_model,
+    print_json,
+    quick_imports,
+)
+
+if TYPE_CHECKING:
+    from vismoe.predictor_training.calibrate import Calibrated
+
+__all__ = ["CALIBRATE"]
+
+SCENE_PROMPTS = 1000
+NAMES = SETTINGS["selection"].choices
+
+
+def calibrate_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    data = parser.add_argument_group("prompts")
+    data.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help='a folder with your prompts: *.jsonl with lines {"image": "photo.jpg", "prompt": "What is this?"} (image '
+        'optional, or a list) or {"messages": [...]}, images, and text files',
+    )
+    data.add_argument("--scenes", action="store_true", help="use generated scenes of the demo world")
+    data.add_argument(
+        "--prompts",
+        type=at_least_one,
+        default=SCENE_PROMPTS,
+        metavar="N",
+        help=f"with --scenes: number of scenes to train on (default: {SCENE_PROMPTS})",
+    )
+    data.add_argument("--unseen", metavar="KIND", help="a kind of prompt to exclude from training (default with --scenes: text)")
+    training = parser.add_argument_group("training")
+    training.add_argument("--epochs", type=at_least_one, metavar="N", help="most epochs; training usually stops earlier")
+    training.add_argument("--bottleneck", type=at_least_one, metavar="N", help="width of the network")
+    training.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same predictor (default: 0)")
+    training.add_argument("--train-device", metavar="DEVICE", default="cpu", help="where the networks are trained (default: cpu)")
+    tokens = parser.add_argument_group(
+        "visual tokens", "settings for recording answers at keep 0.5; calibration finds the best ones itself"
+    )
+    tokens.add_argument(
+        "--prune-layer",
+        type=at_least_one,
+        default=argparse.SUPPRESS,
+        metavar="LAYER",
+        help="decoder layer from which tokens are dropped",
+    )
+    tokens.add_argument("--selection", choices=NAMES, default=argparse.SUPPRESS, help="how the kept tokens are selected")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder for the result (default: vismoe-calibration beside the checkpoint's files)"
+    )
+    parser.add_argument(
+        "--work", metavar="DIR", help="folder for the traces, which are then kept (default: in the cache, deleted at the end)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
+    add_model_flags(parser)
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--memory", default=argparse.SUPPRESS, metavar="SIZE|PERCENT", help="memory for the model while it answers the prompts"
+    )
+    memory.add_argument(
+        "--context", type=at_least_one, default=argparse.SUPPRESS, metavar="TOKENS", help="prompt and answer together"
+    )
+
+
+def run_calibrate(arguments: Namespace) -> int:
+    """Runs all steps; an interrupt keeps what was collected."""
+    if bool(arguments.data) == arguments.scenes:
+        raise InputError("no prompts were given. Fix: --data FOLDER with your own, or --scenes for generated ones")
+    try:
+        return _calibrate(arguments)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was collected is kept, and the same command continues from there", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _calibrate(arguments: Namespace) -> int:
+    import shutil
+
+    from rich.console import Console
+
+    with quick_imports():
+        from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
+        from vismoe.predictor_training.collect import progress_bar, work_name
+        from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
+        from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
+
+    refuse_device(arguments.train_device)
+    model = one_model(arguments)
+    out = Path(arguments.out).expanduser() if arguments.out else _beside(model, arguments.revision)
+    refuse_unwritable(out)
+    if arguments.scenes:
+        unseen = {"unseen": arguments.unseen} if arguments.unseen else {}
+        prompts = scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), **unseen)
+    else:
+        prompts = folder_prompts(arguments.data, arguments.unseen)
+    refuse_too_few([prompt.name for prompt in prompts])
+    given = {name: getattr(arguments, name) for name in ("epochs", "bottleneck") if getattr(arguments, name) is not None}
+    recipe = TrainingRecipe(seed=arguments.seed, **given)
+    arguments.calibration = "none"  # do not use the result of an earlier run
+    with load_engine(arguments, model) as engine, progress_bar() as bar:
+        work = Path(arguments.work).expanduser() if arguments.work else _cache() / work_name(engine)
+        tasks: dict[str, Any] = {}
+
+        def told(doing: str, done: int, total: int | None) -> None:
+            if doing not in tasks:
+                tasks[doing] = bar.add_task(doing, total=total)
+            bar.update(tasks[doing], completed=done, total=total)
+
+        result = calibrate(engine, prompts, work, out, recipe, told, arguments.train_device)
+    if not arguments.work:
+        shutil.rmtree(work)
+    if arguments.json:
+        print_json(arguments, result.to_json())
+    else:
+        print_result(Console(), result)
+    return 0
+
+
+def _beside(model: str | None, revision: str | None) -> Path:
+    """The folder in which loading looks for a calibration."""
+    from vismoe.lookahead.calibration import FOLDER
+    from vismoe.models.family.checkpoint_files import demo_model
+    from vismoe.models.load.preview import checkpoint_files
+
+    name = model or str(demo_model())
+    files = checkpoint_files(name, revision=revision)
+    if not files:
+        raise CheckpointError(f"{name} is not on this machine. Fix: download it first, e.g. hf download {name}")
+    return files[0].parent / FOLDER
+
+
+def _cache() -> Path:
+    from vismoe.machine.profile import profile_file
+
+    return profile_file("any").parent / "calibrate"
+
+
+def print_result(console: Any, result: "Calibrated") -> None:
+    """Prints the result as tables and sentences."""
+    from rich.table import Table
+
+    from vismoe.predictor_training.evaluate import print_judgements
+
+    print_judgements(console, result.judged)
+    if result.depths:
+        table = Table(title="where visual tokens can be dropped", title_justify="left")
+        for head in ("from decoder layer", "rank correlation of expansion", "same answers at keep 0.5", "same beginning"):
+            table.add_column(head, justify="right")
+        changed = {row.prune_layer: row for row in result.changed}
+        for depth in result.depths:
+            row = changed.get(depth.prune_layer)
+            cells = ("-", "-") if row is None else (f"{row.same_answers:.0%}", f"{row.same_beginning:.0%}")
+            mark = " <" if depth.prune_layer == result.calibration.prune_layer else ""
+            table.add_row(f"{depth.prune_layer}{mark}", f"{depth.correlation:.3f}", *cells)
+        console.print(table)
+    if result.costs:
+        table = Table(title="nats per answer token that half of the visual tokens cost", title_justify="left")
+        for head in ("selection", "nats", "standard error", "against affinity", "standard error"):
+            table.add_column(head, justify="left" if head == "selection" else "right")
+        for cost in result.costs:
+            mark = " <" if cost.selection == result.calibration.selection else ""
+            figures = (cost.nats, cost.error, cost.against_affinity, cost.against_error)
+            table.add_row(f"{cost.selection}{mark}", *(f"{figure:.4f}" for figure in figures))
+        console.print(table)
+    if result.recorded_otherwise:
+        console.print(result.recorded_otherwise)
+    times = ", ".join(f"{name} {share:.1%}" for name, share in result.contest.relative_s.items())
+    console.print(f"virtual time of the lookaheads: {times}")
+    pinned = ", ".join(f"{layers} at {share}" for share, layers in result.calibration.pinned_layers.items())
+    console.print(f"pinned layers that save time, by the share of the experts in memory: {pinned}")
+    folder = result.calibration.folder
+    size = format_bytes(sum(file.stat().st_size for file in folder.iterdir()))
+    console.print(f"{folder}: {size}; lookahead {result.calibration.lookahead}, used from now on if --lookahead is auto")
+
+
+CALIBRATE = Command(
+    "learn from a model's answers which experts come next, and where and how to drop visual tokens",
+    calibrate_arguments,
+    run_calibrate,
+    """\
+  vismoe calibrate --scenes                                      the demo model on its own scenes: some minutes
+  vismoe calibrate Qwen/Qwen3-VL-30B-A3B-Instruct --data ./my-prompts --memory 20GiB
+  vismoe calibrate ./my-model --data ./my-prompts --out ./found    then: vismoe chat ./my-model --calibration ./found
+
+Some hundred prompts like those of your users are enough; calibration validates on a tenth of them and evaluates on a fifth.
+Traces of 1,000 short answers of the demo model take 300 MB. After an interrupt, a kill or a full disk the same command continues
+from there. A calibration is valid only for the weights that it was made with: VisMoE refuses it for others.""",
+)

@@ -1,0 +1,166 @@
+"""`vismoe chat`, one question or a conversation, and `vismoe ui`, the same in a browser.
+
+stdout carries only answers, in `--json` mode exactly one JSON object; everything else goes to stderr.
+"""
+
+import contextlib
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from vismoe.cli.conversation import (
+    ChatSession,
+    ctrl_c_cancels,
+    introduce,
+    open_images,
+    open_messages,
+    save_kept_maps,
+    say,
+    start_reply,
+)
+from vismoe.config import ANSWERS, SERVING_DEFAULTS
+from vismoe.errors import InputError
+from vismoe.flags import (
+    INTERRUPTED,
+    Command,
+    add_answer_flags,
+    add_model_flags,
+    add_one_model,
+    add_settings,
+    given_settings,
+    load_engine,
+    model_and_question,
+    one_model,
+    print_json,
+    reader,
+)
+from vismoe.models.inputs.message_files import user_message
+
+if TYPE_CHECKING:
+    from vismoe.engine.engine import Engine
+
+__all__ = ["CHAT", "UI"]
+
+
+def chat_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] [QUESTION]",
+        help="a single word is the model if it is a folder, a path or a hub name, otherwise the question; "
+        "without a question a conversation begins",
+    )
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="PATH|URL", help="an image to ask about; repeat for more images"
+    )
+    parser.add_argument(
+        "--messages",
+        metavar="FILE",
+        help="answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
+    )
+    add_answer_flags(parser)
+    parser.add_argument("--sample", action="store_true", help="sample as the model's generation config says (default: greedy)")
+    parser.add_argument("--seed", type=reader(ANSWERS["seed"]), metavar="S", help="makes --sample repeatable")
+    parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
+    parser.add_argument(
+        "--kept-map", metavar="FOLDER", help="save the images, with the visual tokens that --keep dropped in grey"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all statistics")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also show the memory plan, the chosen backends with reasons, and all statistics"
+    )
+    add_model_flags(parser)
+    add_settings(parser)
+
+
+def ui_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    parser.add_argument("--port", type=int, default=7860, help="on 127.0.0.1 (default: 7860)")
+    add_answer_flags(parser)
+    add_model_flags(parser)
+    add_settings(parser, SERVING_DEFAULTS)
+
+
+def run_ui(arguments: Namespace) -> int:
+    """Serves the chat page until Ctrl-C."""
+    from vismoe.app.ui import require_gradio
+
+    require_gradio()  # checked before minutes of loading
+    from vismoe.app.ui_serving import free_port, serve
+
+    port = free_port(arguments.port)
+    with load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
+        return serve(engine, port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
+
+
+def run_chat(arguments: Namespace) -> int:
+    """Runs one question or a conversation; returns the exit code."""
+    model, question = model_and_question(arguments.words, arguments.model)
+    asked = question is not None or arguments.messages
+    if arguments.messages and (question is not None or arguments.image):
+        raise InputError("--messages gives a whole conversation. Fix: put the question and its images into the file")
+    if arguments.json and not asked:
+        raise InputError('--json needs a question. Fix: vismoe chat --json "What is in the picture?" --image PICTURE')
+    given_settings(arguments)
+    if arguments.kept_map and not asked:
+        raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
+    images = open_images(arguments.image)  # before the model is loaded, so that a wrong path is reported at once
+    messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", images)]
+    with load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
+        if asked:
+            return _answer_once(engine, arguments, messages)
+        return ChatSession(engine, arguments, images).run()
+
+
+def _recording(engine: "Engine", path: str | None) -> contextlib.AbstractContextManager[Any]:
+    return engine.record(path) if path else contextlib.nullcontext()
+
+
+def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]]) -> int:
+    from rich.console import Console
+
+    from vismoe.cli.print import print_figures
+
+    console = Console(stderr=True)
+    if not arguments.json:
+        introduce(console, engine, arguments.verbose)
+    reply = start_reply(engine, arguments, messages)
+    with ctrl_c_cancels(reply) as stop:
+        for piece in reply:
+            if not arguments.json:
+                print(piece, end="", flush=True)
+    maps = save_kept_maps(reply.figures, arguments.kept_map) if arguments.kept_map else []
+    if arguments.json:
+        print_json(arguments, reply.figures.to_json())
+    else:
+        print(flush=True)
+        if arguments.verbose:
+            print_figures(console, reply.figures.to_json())
+        for file in maps:
+            say(f"saved {file}")
+    return INTERRUPTED if stop.pressed else 0
+
+
+CHAT = Command(
+    "ask a model about images, once or in a conversation",
+    chat_arguments,
+    run_chat,
+    """\
+  vismoe chat                                                    a conversation with the bundled demo model
+  vismoe chat --image a.png --image b.png "Which image shows a dog?"
+  vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
+  vismoe chat --messages talk.json                               a conversation in the form of Qwen's documentation
+  vismoe chat --image photo.jpg --keep 0.5 "What is this?"       half of the visual tokens; --kept-map FOLDER saves which
+  vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, statistics as JSON
+  vismoe chat --verbose "Hello?"                                 with the memory plan, the backends and statistics
+In a conversation, /help lists the commands; Ctrl-C stops an answer; a pasted text of several lines is one question.
+The answer goes to stdout, everything else to stderr.""",
+)
+UI = Command(
+    "chat in a browser, on this machine only",
+    ui_arguments,
+    run_ui,
+    """\
+  vismoe ui                                                      http://127.0.0.1:7860
+  vismoe ui Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB --port 8000
+Needs gradio: pip install "vismoe[serve]", in a checkout: .venv/bin/pip install -e ".[serve]".""",
+)

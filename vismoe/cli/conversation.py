@@ -1,0 +1,307 @@
+"""A conversation on the command line: history, several images, commands, and what Ctrl-C does.
+
+Ctrl-C stops the answer that is being written, never the conversation; Ctrl-D or /quit ends it.
+"""
+
+import contextlib
+import shlex
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vismoe.cli.lines import next_input, with_line_editing
+from vismoe.errors import ClosedError, InputError, VisMoEError
+from vismoe.flags import did_you_mean
+from vismoe.models.inputs.message_files import read_messages, user_message, with_images
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from rich.console import Console
+
+    from vismoe.engine.engine import Engine
+    from vismoe.engine.generate import Figures, Reply
+
+__all__ = [
+    "ChatSession",
+    "ctrl_c_cancels",
+    "introduce",
+    "open_images",
+    "open_messages",
+    "save_kept_maps",
+    "say",
+    "start_reply",
+]
+
+HELP = """\
+/image PATH   attach an image to the next question (repeat for several images)
+/keep SHARE   of the visual tokens to keep, from now on, e.g. /keep 0.5
+/policy NAME  the policy that chooses the formats of experts, from now on: exact, hotness, importance, hotness+importance
+/formats PAIR the two formats that a policy chooses from, e.g. /formats 4/2
+/retention R  mean share of the demanded experts in the better format (importance), 0.5 to 1
+/map FOLDER   save the images of the last answer, with dropped tokens in grey
+/reset        forget the conversation and its images
+/figures      all statistics of the last answer, layer by layer
+/help         show this list
+/quit         end the conversation (as does Ctrl-D); Ctrl-C stops an answer"""
+LEAST_RETENTION = 0.5
+
+
+def say(text: str) -> None:
+    """Prints to stderr, since stdout holds answers only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def open_images(paths: list[str]) -> list["Image.Image"]:
+    """Opens pictures from paths and URLs, turned upright."""
+    from vismoe.models.inputs.images import fetch_image
+
+    return [fetch_image(path) for path in paths]
+
+
+def open_messages(file: str) -> list[dict[str, Any]]:
+    """The conversation in a file, with its images opened."""
+    from vismoe.models.inputs.images import fetch_image
+
+    return with_images(read_messages(file), fetch_image)
+
+
+def start_reply(
+    engine: "Engine",
+    arguments: Namespace,
+    messages: list[dict[str, Any]],
+    keep: float | None = None,
+    retention: float | None = None,
+) -> "Reply":
+    """`keep` and `retention` are those that the user set during the conversation; None: the engine's."""
+    return engine.chat(
+        messages,
+        max_tokens=arguments.max_tokens,
+        sample=arguments.sample,
+        seed=arguments.seed,
+        image_tokens=arguments.image_tokens,
+        keep=keep,
+        retention=retention,
+        reuse=True,
+    )
+
+
+def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
+    """Writes `kept-1.png`, `kept-2.png`, ... into the folder: each image with its kept tokens. Raises InputError."""
+    maps = figures.kept_maps()
+    if not maps:
+        raise InputError(
+            "there is no map, because no visual token was dropped. Fix: ask about an image, for example with --keep 0.5"
+        )
+    files = [Path(folder).expanduser() / f"kept-{number}.png" for number in range(1, len(maps) + 1)]
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for file, picture in zip(files, maps, strict=True):
+            picture.save(file)
+    except OSError as error:
+        raise InputError(f"{folder}: the map of kept tokens cannot be written: {error.strerror or error}") from error
+    return files
+
+
+@dataclass
+class Stop:
+    """Whether Ctrl-C was pressed during an answer."""
+
+    pressed: bool = False
+
+
+@contextlib.contextmanager
+def ctrl_c_cancels(reply: "Reply") -> Iterator[Stop]:
+    """Within it, the first Ctrl-C cancels the reply, which then ends normally; a second one interrupts as usual."""
+    stop = Stop()
+
+    def cancel(number: int, frame: Any) -> None:
+        if stop.pressed:
+            raise KeyboardInterrupt
+        stop.pressed = True
+        reply.cancel()
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "") -> None:
+    """Prints one line about the engine before the first answer, or with `verbose` the plan and the backends."""
+    from vismoe.cli.print import load_line, print_backends, print_plan
+
+    if verbose:
+        print_plan(console, engine.plan)
+        print_backends(console, engine.backends)
+    else:
+        hint = hint or "--verbose shows the plan and statistics"
+        console.print(f"{load_line(engine)}; {hint}", soft_wrap=True, highlight=False, markup=False)
+
+
+@dataclass
+class ChatSession:
+    """The interactive chat: questions and answers so far, and the images for the next question."""
+
+    engine: "Engine"
+    arguments: Namespace
+    waiting: list["Image.Image"]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    last: "Figures | None" = None
+    keep: float | None = None  # set by /keep
+    retention: float | None = None  # set by /retention
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        self.console = Console(stderr=True)
+        introduce(self.console, self.engine, self.arguments.verbose, "ask something; /help lists the commands")
+        with_line_editing()
+        while True:
+            try:
+                text = next_input("> ")
+            except EOFError:
+                say("")
+                return 0
+            except KeyboardInterrupt:
+                say("\n/quit or Ctrl-D ends the conversation")
+                continue
+            for part in commands_and_question(text.strip()):
+                if part == "/quit":
+                    return 0
+                self.take(part)
+
+    def take(self, part: str) -> None:
+        """Executes one command or question; prints its error if it fails, and the conversation goes on."""
+        try:
+            self.turn(part)
+        except ClosedError:
+            raise
+        except VisMoEError as error:
+            say(f"error: {error}")
+        except KeyboardInterrupt:
+            say("\n[stopped]")
+
+    def turn(self, part: str) -> None:
+        command, *rest = part.split(maxsplit=1)
+        if command in COMMANDS:
+            COMMANDS[command](self, "".join(rest))
+        elif command.startswith("/") and "/" not in command[1:]:
+            raise InputError(f"{command}: no such command{did_you_mean(command, (*COMMANDS, '/quit'))}\n{HELP}")
+        else:
+            self.ask(part)
+
+    def reset(self, _: str) -> None:
+        self.messages, self.waiting = [], []
+        say("a new conversation")
+
+    def attach(self, text: str) -> None:
+        paths = [text.strip()]
+        if not Path(paths[0]).exists():  # quoted, or with escaped blanks, as terminals paste the path of a dropped file
+            with contextlib.suppress(ValueError):
+                paths = shlex.split(text) or paths
+        if paths == [""]:
+            raise InputError("/image needs a path, e.g. /image photo.jpg")
+        for image in open_images(paths):
+            self.waiting.append(image)
+            say(f"attached, {image.width} x {image.height} pixels; ask about it")
+
+    def set_keep(self, text: str) -> None:
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise InputError(f"/keep {text}: not a share above 0 and up to 1, e.g. /keep 0.5")
+        self.keep = share
+        say("every visual token is kept" if share == 1 else f"{share:.0%} of the visual tokens are kept")
+
+    def set_policy(self, policy: str) -> None:
+        self.change(policy=policy or None)
+
+    def set_formats(self, formats: str) -> None:
+        self.change(formats=formats or None)
+
+    def change(self, policy: str | None = None, formats: str | None = None) -> None:
+        """Changes the policy or the formats, which divides memory anew. Without a value, prints the current ones."""
+        from vismoe.words import precision_words
+
+        if policy or formats:
+            self.engine.change(policy=policy, formats=formats)
+        say(precision_words(self.engine.precision))
+
+    def set_retention(self, text: str) -> None:
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not LEAST_RETENTION <= share <= 1:
+            raise InputError(f"/retention {text}: not a share from {LEAST_RETENTION} to 1, e.g. /retention 0.8")
+        self.retention = share
+        running = self.engine.precision
+        waits = "" if running and "importance" in running.policy else "; takes effect with /policy importance"
+        say(f"{share:.0%} of the demanded experts get the better format{waits}")
+
+    def save_map(self, folder: str) -> None:
+        if self.last is None or not folder.strip():
+            raise InputError("/map needs an answer about an image and a folder, e.g. /map kept")
+        for file in save_kept_maps(self.last, folder.strip()):
+            say(f"saved {file}")
+
+    def show_figures(self, _: str) -> None:
+        from vismoe.cli.print import print_figures, print_layers
+
+        if self.last is None:
+            raise InputError("there is no answer yet, so there are no statistics")
+        figures = self.last.to_json()
+        print_figures(self.console, figures)
+        print_layers(self.console, figures)
+
+    def show_help(self, _: str) -> None:
+        say(HELP)
+
+    def ask(self, question: str) -> None:
+        """Streams the answer. An answer, even a partial one, enters the history with its question; a failed question does not."""
+        from vismoe.cli.print import print_figures
+
+        message = user_message(question, self.waiting)
+        reply = start_reply(self.engine, self.arguments, [*self.messages, message], self.keep, self.retention)
+        with ctrl_c_cancels(reply) as stop:
+            for piece in reply:
+                print(piece, end="", flush=True)
+        print(flush=True)
+        if stop.pressed:
+            say("[stopped]")
+        self.last = reply.figures
+        if reply.answer or not stop.pressed:
+            self.messages += [message, {"role": "assistant", "content": reply.answer}]
+            self.waiting = []
+        if self.arguments.verbose:
+            print_figures(self.console, reply.figures.to_json())
+
+
+COMMANDS: dict[str, Callable[[ChatSession, str], None]] = {
+    "/image": ChatSession.attach,
+    "/keep": ChatSession.set_keep,
+    "/policy": ChatSession.set_policy,
+    "/formats": ChatSession.set_formats,
+    "/retention": ChatSession.set_retention,
+    "/map": ChatSession.save_map,
+    "/reset": ChatSession.reset,
+    "/figures": ChatSession.show_figures,
+    "/help": ChatSession.show_help,
+}
+
+
+def commands_and_question(text: str) -> Iterator[str]:
+    """Commands are lines of their own; all lines after them are one question."""
+    while text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in (*COMMANDS, "/quit"):
+        command, _, text = text.partition("\n")
+        yield command.strip()
+        text = text.strip()
+    if text:
+        yield text

@@ -1,0 +1,154 @@
+"""`vismoe doctor`: what the machine has, how fast it reads, the choices that follow, and what would help.
+
+Rates are measured once and stored for this machine (`vismoe/machine/profile.py`); a disk that was not measured yet is added.
+"""
+
+import dataclasses
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vismoe.flags import Command, one_model, print_json, quick_imports
+
+if TYPE_CHECKING:
+    from vismoe.machine.ceilings import ModelSize
+    from vismoe.machine.facts import Facts
+    from vismoe.machine.profile import Profile
+
+__all__ = ["DOCTOR"]
+
+
+def doctor_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="[MODEL]", help="report on this model (default: on three examples)")
+    parser.add_argument("--model", metavar="MODEL", help="the model, given as a flag")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    parser.add_argument(
+        "--path", metavar="PATH", help="the disk to measure: a folder or a large file (default: the model's, or the hub cache's)"
+    )
+    parser.add_argument("--refresh", action="store_true", help="measure again, although there are stored rates of this machine")
+    parser.add_argument("--quick", action="store_true", help="measure for about 3 s instead of 20 s")
+    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes and rates in bytes per second")
+
+
+def run_doctor(arguments: Namespace) -> int:
+    """Reports stored or newly measured rates, with the choices and advice that follow from them."""
+    sizes, folder = models_and_folder(one_model(arguments), arguments.revision)
+    path = str(Path(arguments.path).expanduser()) if arguments.path else folder
+    from vismoe.machine.facts import facts
+
+    profile = cached_or_measured(path, arguments)
+    found = facts()
+    report = doctor_report(found, profile, sizes, path)
+    if arguments.json:
+        print_json(arguments, report)
+    else:
+        from rich.console import Console
+
+        from vismoe.cli.doctor_print import print_doctor
+
+        print_doctor(Console(), found, profile, report)
+    return 0
+
+
+def models_and_folder(name: str | None, revision: str | None) -> "tuple[tuple[ModelSize, ...], str]":
+    """The models to report on, and the folder whose disk holds them or would hold them."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    with quick_imports():
+        from vismoe.machine.ceilings import EXAMPLES
+        from vismoe.machine.disk import nearest_folder
+
+        if name is not None:
+            from vismoe.models.load.decode_size import decode_size
+            from vismoe.models.load.preview import describe
+
+    hub = str(nearest_folder(HF_HUB_CACHE))
+    if name is None:
+        return EXAMPLES, hub
+    model, files = describe(name, revision=revision)
+    return (decode_size(name, model),), str(files[0].parent) if files else hub
+
+
+def cached_or_measured(path: str, arguments: Namespace) -> "Profile":
+    """The stored profile if it has this disk; otherwise measures and stores the rates, beside those of other disks."""
+    from vismoe.machine.measure import measure, measure_disk
+    from vismoe.machine.profile import disk_of, load_profile, merged, save_profile
+
+    kept = load_profile()
+    if kept and not arguments.refresh:
+        if disk_of(kept, path):
+            return kept
+        profile = dataclasses.replace(kept, disks=(measure_disk(path, arguments.quick, progress=True), *kept.disks))
+    else:
+        profile = measure(path, arguments.quick, progress=True)
+        profile = merged(kept, profile) if kept else profile
+    try:
+        save_profile(profile)
+    except OSError as error:
+        print(f"The rates are not stored: {error}. Fix: set VISMOE_CACHE=FOLDER to a writable folder", file=sys.stderr)
+    return profile
+
+
+def doctor_report(found: "Facts", profile: "Profile", sizes: "tuple[ModelSize, ...]", path: str) -> dict[str, Any]:
+    """The JSON object that `--json` prints."""
+    import psutil
+
+    from vismoe.machine.advice import advise
+    from vismoe.machine.disk import nearest_folder
+    from vismoe.machine.profile import disk_of
+
+    disk = disk_of(profile, path)
+    return {
+        "path": path,
+        "free_disk_bytes": psutil.disk_usage(str(nearest_folder(path))).free,
+        "facts": {**dataclasses.asdict(found), "usable_cores": found.usable_cores},
+        "rates": {
+            "age_s": max(0.0, time.time() - profile.measured_unix_s),
+            "disk": dataclasses.asdict(disk) if disk else None,
+            "dram": dataclasses.asdict(profile.dram),
+            "links": [dataclasses.asdict(link) for link in profile.links],
+        },
+        "models": [_model_report(found, profile, size, path) for size in sizes],
+        "advice": list(advise(found, profile, disk)),
+    }
+
+
+def _model_report(found: "Facts", profile: "Profile", size: "ModelSize", path: str) -> dict[str, Any]:
+    """The choices for a model, and its greatest possible speed."""
+    from vismoe.machine import ceilings
+    from vismoe.machine.choices import choose
+
+    device = "cuda" if found.gpus else "cpu"
+    choices = choose(
+        profile,
+        expert_bytes=size.expert_bytes,
+        checkpoint_bytes=size.experts_bytes,
+        spare_bytes=ceilings.spare_bytes(size, found.ram_free_bytes),
+        cores=found.usable_cores,
+        device=device,
+        path=path,
+    )
+    arrives = ceilings.miss_bytes_per_s(profile, size, choices, found.ram_free_bytes, path)
+    missing = {
+        f"{share:.0%}": ceilings.tokens_per_s(profile, size, device, share, arrives) if arrives else None
+        for share in ceilings.MISS_SHARES
+    }
+    return {
+        **dataclasses.asdict(size),
+        **dataclasses.asdict(choices),
+        "resident_tokens_per_s": ceilings.resident_tokens_per_s(profile, size, device),
+        "missing_tokens_per_s": missing,
+    }
+
+
+DOCTOR = Command(
+    "report this machine's hardware and speed, the choices that follow, and what would help",
+    doctor_arguments,
+    run_doctor,
+    """\
+  vismoe doctor                                                  measure once, about 20 s; later show the stored rates
+  vismoe doctor --path /mnt/nvme --refresh                       another disk, measured again
+  vismoe doctor Qwen/Qwen3-VL-30B-A3B-Instruct --json | jq .models""",
+)

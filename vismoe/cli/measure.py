@@ -1,0 +1,204 @@
+"""`vismoe plan` and `vismoe replay`: results without running a model, as tables or as one JSON object."""
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.errors import InputError
+from vismoe.flags import (
+    Command,
+    add_model_flags,
+    add_one_model,
+    add_settings,
+    at_least_one,
+    bytes_per_s,
+    given_settings,
+    model_options,
+    one_model,
+    print_json,
+    quick_imports,
+)
+
+__all__ = ["PLAN", "REPLAY"]
+
+CPU_BYTES_PER_S = 40e9  # the read rate of two cores with two memory channels
+
+
+def replay_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="a folder that vismoe chat --trace recorded")
+    parser.add_argument(
+        "--slots", nargs="+", required=True, metavar="N", help="cache sizes to compare: slabs, or a share such as 25%%"
+    )
+    parser.add_argument(
+        "--window", type=at_least_one, metavar="W", help="number of next MoE layers whose experts eviction protects (default: 5)"
+    )
+    parser.add_argument(
+        "--pinned-layers",
+        type=at_least_one,
+        metavar="LAYERS",
+        help="first MoE layers whose experts are never evicted (default: 0)",
+    )
+    parser.add_argument(
+        "--prefetch", action="store_true", help="prefetch the experts that the recorded lookahead predicts, within the byte limit"
+    )
+    parser.add_argument("--link", type=bytes_per_s, metavar="SIZE", help="bytes per second between the tiers, to compute stalls")
+    parser.add_argument(
+        "--layer-seconds", type=float, metavar="S", help="compute time of an MoE layer, during which the link can prefetch"
+    )
+    parser.add_argument("--token-seconds", type=float, metavar="S", help="further compute time of the layer per prompt token")
+    parser.add_argument("--lookahead-seconds", type=float, metavar="S", help="time of the lookahead per layer")
+    parser.add_argument(
+        "--pinned-curve", action="store_true", help="bytes and time by number of pinned layers, with the default eviction order"
+    )
+    parser.add_argument(
+        "--misses",
+        action="store_true",
+        help="compare ways to serve a miss: wait for the copy, compute on the CPU, or whichever is sooner",
+    )
+    parser.add_argument(
+        "--cpu",
+        type=bytes_per_s,
+        metavar="SIZE",
+        help=f"with --misses: weights that the CPU reads per second while it computes (default: {CPU_BYTES_PER_S / 1e9:.0f}GB)",
+    )
+    parser.add_argument(
+        "--cpu-token-seconds", type=float, metavar="S", help="with --misses: CPU compute time per token and expert"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object with all rows")
+
+
+def replay_conditions(arguments: Namespace) -> dict[str, Any]:
+    """The flags by the field names of Conditions."""
+    names = {
+        "window": "window",
+        "pinned_layers": "pinned_layers",
+        "link": "link_bytes_per_s",
+        "layer_seconds": "compute_s_per_layer",
+        "token_seconds": "compute_s_per_token",
+        "lookahead_seconds": "lookahead_s",
+    }
+    given = {field: getattr(arguments, flag) for flag, field in names.items() if getattr(arguments, flag) is not None}
+    return {**given, "prefetch": arguments.prefetch}
+
+
+def run_replay(arguments: Namespace) -> int:
+    """Replays every eviction order and the oracle at every size; with --misses every way to serve a miss."""
+    if arguments.misses:
+        return replay_misses(arguments)
+    if arguments.cpu is not None or arguments.cpu_token_seconds is not None:
+        raise InputError("--cpu and --cpu-token-seconds apply to --misses only. Fix: add --misses, or leave them out")
+    if arguments.pinned_curve:
+        return replay_pinned(arguments)
+    from vismoe.simulate.replay import compare, format_table
+    from vismoe.trace.files import Trace
+
+    rows = compare(Trace.open(arguments.trace), [_slots(text) for text in arguments.slots], **replay_conditions(arguments))
+    if arguments.json:
+        print_json(arguments, {"trace": arguments.trace, "rows": [row.to_json() for row in rows]})
+    else:
+        print(format_table(rows))
+    return 0
+
+
+def replay_pinned(arguments: Namespace) -> int:
+    """Replays every number of pinned layers that fits, at every size."""
+    from vismoe.simulate.demands import Demands
+    from vismoe.simulate.pinned import best_depth, format_curves, pinned_curve
+    from vismoe.trace.files import Trace
+
+    if arguments.pinned_layers is not None:
+        raise InputError("--pinned-curve tries every number of pinned layers. Fix: leave out --pinned-layers")
+    demands, conditions = Demands.of(Trace.open(arguments.trace)), replay_conditions(arguments)
+    curves = {size: pinned_curve(demands, _slots(size), **conditions) for size in arguments.slots}
+    timed = arguments.link is not None
+    best = {size: best_depth(points, timed) for size, points in curves.items()}
+    if arguments.json:
+        print_json(
+            arguments,
+            {
+                "trace": arguments.trace,
+                "best": best,
+                "curves": {size: [vars(p) for p in points] for size, points in curves.items()},
+            },
+        )
+    else:
+        print(format_curves(curves, timed))
+        print("best: " + ", ".join(f"{layers} at {size}" for size, layers in best.items()))
+    return 0
+
+
+def replay_misses(arguments: Namespace) -> int:
+    """Replays every way to serve a miss, at every size and link rate."""
+    from vismoe.simulate.misses import LINKS_BYTES_PER_S, compare_misses, format_misses
+    from vismoe.trace.files import Trace
+
+    if arguments.pinned_curve:
+        raise InputError("--misses and --pinned-curve are two different comparisons. Fix: leave one of them out")
+    conditions = replay_conditions(arguments)
+    link = conditions.pop("link_bytes_per_s", None)
+    if arguments.cpu_token_seconds is not None:
+        conditions["cpu_s_per_token"] = arguments.cpu_token_seconds
+    compared = compare_misses(
+        Trace.open(arguments.trace),
+        [_slots(text) for text in arguments.slots],
+        LINKS_BYTES_PER_S if link is None else (link,),
+        cpu_bytes_per_s=arguments.cpu or CPU_BYTES_PER_S,
+        **conditions,
+    )
+    if arguments.json:
+        print_json(arguments, {"trace": arguments.trace, "time": "virtual", **compared.to_json()})
+    else:
+        print(format_misses(compared))
+    return 0
+
+
+def _slots(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def plan_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+    add_model_flags(parser)
+    add_settings(parser)
+
+
+def run_plan(arguments: Namespace) -> int:
+    """Prints the plan that loading would follow; loads nothing and downloads no weights."""
+    model = one_model(arguments)
+    settings = Settings.of(**{**ENGINE_DEFAULTS, **given_settings(arguments)})
+    from rich.console import Console
+
+    from vismoe.cli.print import print_plan
+
+    with quick_imports():
+        from vismoe.models.family.checkpoint_files import demo_model
+        from vismoe.models.load.preview import preview
+
+    plan = preview(model or demo_model(), settings, **model_options(arguments))
+    if arguments.json:
+        print_json(arguments, plan.to_json())
+    else:
+        print_plan(Console(), plan)
+    return 0
+
+
+PLAN = Command(
+    "show how memory would be divided, before any weight is loaded",
+    plan_arguments,
+    run_plan,
+    """\
+  vismoe plan                                                    the bundled demo model
+  vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB --context 8192
+  vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 16GiB --policy hotness --formats 4/2
+  vismoe plan ./my-model --memory 25% --json | jq .slabs""",
+)
+REPLAY = Command(
+    "compute what each eviction order, and the oracle, would have read for a recorded trace",
+    replay_arguments,
+    run_replay,
+    """\
+  vismoe chat --image photo.jpg --trace routing "What is this?"  records the folder routing
+  vismoe replay routing --slots 32 64 25% --json
+  vismoe replay routing --slots 25% --misses --cpu 40GB            the link rate above which copying beats the CPU""",
+)

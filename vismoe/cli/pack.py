@@ -1,0 +1,216 @@
+"""`vismoe pack`: writes a checkpoint's experts to a store that can be read faster than in place, and verifies stores."""
+
+import argparse
+import contextlib
+import sys
+import typing
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vismoe.config import Settings, format_bytes
+from vismoe.errors import CheckpointError
+from vismoe.flags import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json, quick_imports
+
+if TYPE_CHECKING:
+    from vismoe.store.checkpoint import CheckpointStore
+    from vismoe.store.index import Contents
+    from vismoe.types import Format
+
+__all__ = ["PACK"]
+
+FORMATS = [name for name in typing.get_args(typing.get_type_hints(Settings)["format"]) if name != "auto"]
+LISTED = 20  # most bad records in a message
+
+
+def pack_arguments(parser: ArgumentParser) -> None:
+    add_one_model(parser)
+    parser.add_argument("--model", metavar="MODEL", help="the model, given as a flag")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    parser.add_argument(
+        "--formats",
+        type=format_names,
+        metavar="NAMES",
+        help="formats, separated by commas: raw and lossless keep every bit; int8, int4 and int2 are smaller; "
+        "a policy with --formats 4/2 needs int4,int2 (default: lossless for bfloat16 experts, raw for others)",
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder of the store (default: vismoe-store beside the checkpoint's files)")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="verify every record of a store instead; MODEL is the store's folder, or the model of the store",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+
+
+def format_names(text: str) -> tuple[str, ...]:
+    """`int8,int4` -> ("int8", "int4")."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in FORMATS]:
+        raise argparse.ArgumentTypeError(f"no such format: {', '.join(unknown)}; choose among {', '.join(FORMATS)}")
+    return names
+
+
+def run_pack(arguments: Namespace) -> int:
+    """Packs one format after another, or verifies."""
+    try:
+        return run_verify(arguments) if arguments.verify else pack_formats(arguments)
+    except KeyboardInterrupt:
+        kept = "" if arguments.verify else ": what is packed so far is kept, and the same command continues from there"
+        print(f"\ninterrupted{kept}", file=sys.stderr, flush=True)
+        if arguments.json:
+            print_json(arguments, {"error": {"type": "Interrupted", "message": f"Ctrl-C{kept}"}})
+        return INTERRUPTED
+
+
+def pack_formats(arguments: Namespace) -> int:
+    with ctrl_c_exits(arguments), quick_imports():
+        from vismoe.models.family.checkpoint_files import demo_model
+        from vismoe.models.load.preview import experts_in_place
+        from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, workers_for
+        from vismoe.store.packed import STORE_FOLDER, contents_of
+
+        source, transposed = experts_in_place(one_model(arguments) or demo_model(), arguments.revision)
+    formats = wanted_formats(source, arguments.formats)
+    folder = Path(arguments.out).expanduser() if arguments.out else source.paths[0].parent / STORE_FOLDER
+    wanted = [contents_of(source, format, transposed) for format in formats]
+    refuse_small_disk(source, folder, wanted)
+    total_bytes, report = source.inventory.total_bytes, []
+    for contents in wanted:
+        workers = workers_for(contents)
+        bound = memory_bound_bytes(contents, workers)
+        print(
+            f"{contents.format}: {len(contents.experts):,} experts, {format_bytes(total_bytes)}, into {folder} "
+            f"by {workers} thread{'s' * (workers > 1)} in at most {format_bytes(bound)} of memory",
+            file=sys.stderr,
+        )
+        with progress(str(contents.format), total_bytes, arguments.json) as on_bytes:
+            packed = pack(source, folder, contents, workers=workers, on_bytes=on_bytes)
+        share = packed.stored_bytes / total_bytes
+        done = "was complete" if packed.resumed_records == packed.records else "packed"
+        print(f"{contents.format}: {done}, {format_bytes(packed.stored_bytes)} ({share:.1%} of the experts)")
+        report.append({"format": contents.format, **vars(packed), "workers": workers, "memory_bound_bytes": bound})
+    if arguments.json:
+        print_json(arguments, {"folder": str(folder), "experts_bytes": total_bytes, "formats": report})
+    return 0
+
+
+def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "tuple[Format, ...]":
+    """The formats that the user chose; by default the smallest format that keeps every bit."""
+    import torch
+
+    from vismoe.types import Format
+
+    if asked:
+        return tuple(map(Format, asked))
+    layouts = source.inventory.raw_layouts
+    packable = all(any(section.dtype is torch.bfloat16 for section in layout.sections) for layout in layouts)
+    return (Format.LOSSLESS if packable else Format.RAW,)
+
+
+def run_verify(arguments: Namespace) -> int:
+    """Raises CheckpointError for a store that is missing, has bad records or belongs to another checkpoint."""
+    with ctrl_c_exits(arguments), quick_imports():
+        from vismoe.models.load.preview import experts_in_place
+        from vismoe.store.packed import contents_of, formats_in
+        from vismoe.types import Format
+
+        folder, model = store_folder(arguments)
+        source, transposed = experts_in_place(model, arguments.revision) if model else (None, ())
+    formats = tuple(map(Format, arguments.formats)) if arguments.formats else formats_in(folder)
+    report: list[dict[str, Any]] = []
+    bad: list[str] = []
+    for format in formats:
+        try:
+            wanted = contents_of(source, format, transposed) if source else None
+            report.append(verify_format(folder, format, wanted, arguments.json))
+        except CheckpointError as error:
+            bad.append(str(error))
+    if bad:
+        raise CheckpointError("\n".join(bad))
+    if arguments.json:
+        print_json(arguments, {"folder": str(folder), "formats": report})
+    return 0
+
+
+def verify_format(folder: Path, format: "Format", wanted: "Contents | None", quiet: bool) -> dict[str, Any]:
+    """A report of the verified format. Raises CheckpointError for bad records, and for a store whose contents are not
+    `wanted`."""
+    from vismoe.store.index import read_index, remedy
+    from vismoe.store.pack import verify
+    from vismoe.store.packed import PackedStore, refuse_other
+
+    index = read_index(folder, format)
+    if wanted is not None:
+        refuse_other(folder, index.contents, wanted)
+    store = PackedStore(folder, index)
+    with progress(str(format), store.stored_bytes, quiet) as on_bytes:
+        bad = verify(store, on_bytes=on_bytes)
+    records = len(store.contents.experts)
+    if bad:
+        listed = "\n".join(f"  {sentence.partition(' Fix:')[0]}" for sentence in bad[:LISTED])
+        more = f"\n  and {len(bad) - LISTED} more" if len(bad) > LISTED else ""
+        raise CheckpointError(
+            f"{len(bad)} of {records:,} {format} records in {folder} are bad:\n{listed}{more}\nFix: {remedy(folder, format)}"
+        )
+    print(f"{format}: all {records:,} records are intact, {format_bytes(store.stored_bytes)}")
+    return {"format": format, "records": records, "stored_bytes": store.stored_bytes}
+
+
+def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
+    """(folder of the store, model that it must belong to): the folder of any store, or the store of a model."""
+    from vismoe.models.family.checkpoint_files import demo_model
+    from vismoe.models.load.preview import checkpoint_files, read_config
+    from vismoe.store.packed import find_store, formats_in
+
+    named, out = one_model(arguments), arguments.out
+    name = str(out or named or demo_model())
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        read_config(name, revision=arguments.revision)
+        files = checkpoint_files(name, revision=arguments.revision)
+        folder = files[0].parent if files else folder
+    if formats_in(folder):
+        return folder, named if out else None
+    found = find_store(folder)
+    if found is None:
+        raise CheckpointError(
+            f"{name} has no complete store. Fix: vismoe pack MODEL (--out DIR for a store elsewhere) begins or continues one"
+        )
+    return found, named if out else name
+
+
+@contextlib.contextmanager
+def progress(name: str, total_bytes: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr with rate and time left; it begins with the bytes that are done already."""
+    from tqdm import tqdm
+
+    bar: tqdm | None = None
+
+    def show(done_bytes: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(total=total_bytes, initial=done_bytes, desc=name, unit="B", unit_scale=True, disable=quiet or None)
+        bar.update(done_bytes - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+PACK = Command(
+    "write a model's experts to a store that is read at full disk speed, in all bits or fewer",
+    pack_arguments,
+    run_pack,
+    """\
+  vismoe pack Qwen/Qwen3-VL-30B-A3B-Instruct                     keeps every bit in about 0.7 of the bytes; used from then on
+  vismoe pack ./my-model --formats lossless,int4 --out /mnt/nvme/my-model
+  vismoe pack ./my-model --formats int4,int2                     both formats of vismoe chat ./my-model --policy importance
+  vismoe pack --verify /mnt/nvme/my-model                        check every record against its checksum
+
+memory: five times the largest expert and 16 MiB for each core, plus twice the largest expert and 64 MiB, whatever the size of the
+checkpoint; fewer cores are used if that would exceed 2 GiB. After a kill or an interrupt the same command continues.""",
+)

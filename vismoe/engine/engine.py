@@ -1,0 +1,420 @@
+"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns. `load` builds it, `chat`
+uses it.
+
+Owns the lifetime of everything below it; `close()` (or leaving the `with`) stops copies in flight and gives the files back.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from vismoe.config import ENGINE_DEFAULTS, Settings, check_answer
+from vismoe.engine.generate import Reply, refuse_own_loop
+from vismoe.engine.reconfigure import Plans, precision_of
+from vismoe.engine.request import Asked, Request, Shared
+from vismoe.engine.scheduler import Scheduler
+from vismoe.engine.stats import PrecisionInfo
+from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
+from vismoe.machine.hardware import torch_device
+from vismoe.metrics import Metrics
+from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
+from vismoe.models.family.families import refuse_prequantized
+from vismoe.models.inputs.images import fetch_image
+from vismoe.models.inputs.prompts import Prompt, PromptBuilder
+from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
+from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.visual.image_cache import ImageCache
+from vismoe.models.visual.settings import pruning_of
+from vismoe.paging.pager import Pager
+from vismoe.planning.plan import Plan
+from vismoe.trace.files import TraceWriter
+from vismoe.vision.selection import Pruning
+
+Messages = Sequence[dict[str, Any]]
+Result = TypeVar("Result")
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    **settings: Any,
+) -> "Engine":
+    """An engine for a hub name or folder (None: the bundled demo model).
+
+    `settings` are those of `vismoe.config.Settings`, e.g. `memory="20GiB"` or `memory="25%"`; kernels default to `auto` here.
+    `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
+    """
+    chosen = Settings.of(**{**ENGINE_DEFAULTS, **settings})
+    name = str(folder_or_name(model if model is not None else demo_model()))
+    place = str(torch_device(device))
+    config = read_config(name, revision=revision)
+    refuse_prequantized(config)
+    with reading_checkpoint(name):
+        refuse_own_loop(model_class(config), name)
+    with reading_checkpoint(name):
+        checkpoint_files(name, revision=revision)
+        loaded, found = model_class(config).from_pretrained(
+            name,
+            revision=revision or "main",
+            dtype=dtype if isinstance(dtype, str) and dtype == "auto" else torch_dtype(config, dtype),
+            device_map=place if place != "cpu" else None,
+            quantization_config=VisMoEConfig(**vars(chosen)),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the names that the library only prints
+        )
+        refuse_unfit(found, name)
+        return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is doing. Tokens are places in the planned context."""
+
+    running: int
+    waiting: int
+    context_tokens: int  # that requests which run may take
+    reusable_tokens: int  # whose keys and values wait for a conversation to go on
+    image_cache_bytes: int
+    requests: int  # that have ended, whatever way
+    cancelled: int  # of these
+    failed: int
+
+
+class Engine:
+    """A loaded model. Requests run by turns, a token of each at a time; those whose tokens do not fit beside others wait."""
+
+    def __init__(self, model: PreTrainedModel, prompts: PromptBuilder, name: str, settings: Settings):
+        self.model, self.name = model, name
+        self.prompts = prompts  # from conversations to inputs of the model
+        self._runtime = runtime_of(model)
+        usual = self._runtime.pruner.pruning if self._runtime.pruner is not None else None
+        self._usual_pruning = usual or pruning_of(settings, None)
+        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
+        listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
+        images = ImageCache.of(model, settings.image_cache_bytes, listening)
+        self._shared = Shared(model, self._runtime, prompts, images)
+        self._scheduler = Scheduler(self._runtime.plan.context, alone=lambda: self._runtime.recorder is not None)
+        self._plans = Plans(model, self._shared, self._scheduler, settings)
+        self._hooks: tuple[RemovableHandle, ...] = ()
+        for tower in self.prompts.vision_towers(model):
+            self._hooks = (
+                tower.register_forward_pre_hook(lambda *_: self._encoding(-time.perf_counter())),
+                tower.register_forward_hook(lambda *_: self._encoding(time.perf_counter())),
+            )
+
+    @property
+    def settings(self) -> Settings:
+        """Of requests that ask for nothing else."""
+        return self._plans.settings
+
+    @property
+    def plan(self) -> Plan:
+        return self._plans.opened.plan
+
+    @property
+    def processor(self) -> Any:
+        """The family's processor (images and text), or its tokenizer for a text model."""
+        return self.prompts.processor
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.prompts.tokenizer
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """What was chosen at start, and why."""
+        return self._runtime.backends
+
+    @property
+    def can_prune(self) -> bool:
+        """Whether `keep` below 1 works with this model; `backends["visual tokens"]` says why not."""
+        return self._runtime.pruner is not None
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._shared.metrics
+
+    @property
+    def load(self) -> Load:
+        running, images = self._scheduler.running, self._shared.images
+        return Load(
+            running=len(running),
+            waiting=self._scheduler.waiting,
+            context_tokens=sum(request.tokens for request in running),
+            reusable_tokens=self._shared.prefix_cache.tokens,
+            image_cache_bytes=images.nbytes if images is not None else 0,
+            requests=self._shared.ended.total(),
+            cancelled=self._shared.ended["cancelled"],
+            failed=self._shared.ended["failed"],
+        )
+
+    @property
+    def precision(self) -> PrecisionInfo | None:
+        """Who chooses formats for requests that ask for nothing else; None: nobody, all experts are in one format (exact)."""
+        return precision_of(self.settings)
+
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        """The formats that slabs hold now, by precision."""
+        return tuple(map(str, self._plans.opened.experts.formats))
+
+    def formats(self) -> np.ndarray:
+        """uint8 `[L, E]`: 0 absent, otherwise the place in `format_names`, from 1, of the format that an expert is resident in;
+        255 where a layer has fewer than E experts. All 0 while memory is divided anew."""
+        return self._found(Pager.precisions)
+
+    def residency(self) -> np.ndarray:
+        """uint8 `[L, E]`: 0 absent, 1 on the device, 2 pinned; 255 where a layer has fewer than E experts. All 0 while memory is
+        divided anew."""
+        return self._found(Pager.residency)
+
+    def _found(self, look: Callable[[Pager], np.ndarray]) -> np.ndarray:
+        serving = self._runtime.now_serving
+        return look(serving.pager) if serving is not None else np.zeros(self.metrics.demanded.shape, np.uint8)
+
+    def heat(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often each expert was there and was missing when a layer demanded it, since the start: int64 `[L, E]` each."""
+        missed = self.metrics.missed.copy()
+        return self.metrics.demanded - missed, missed
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int | None = None,
+        sample: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        image_tokens: tuple[int, int] | None = None,
+        keep: float | None = None,
+        selection: str | None = None,
+        reuse: bool = False,
+        policy: str | None = None,
+        formats: str | None = None,
+        retention: float | None = None,
+    ) -> Reply:
+        """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
+
+        messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
+        with a path, file:// or http(s) URL (of a public server), bytes, data URI or PIL image; for Qwen's models also with
+        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them. max_tokens: of the
+        answer; None: to the end of the planned context, of which it holds a part at a time, so that others run beside it.
+        Decoding is greedy unless `sample`, which takes the model's generation config, with `temperature` and `top_p` in its place
+        where given, and is repeatable with a `seed`. stop: the answer ends before the first of these strings. image_tokens: least
+        and most visual tokens of an image whose part says nothing of its size. keep: share of the visual tokens that deeper
+        layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
+        reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
+        policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
+        Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
+        """
+        check_answer(
+            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
+        )
+        check_answer(image_tokens=image_tokens, keep=keep, selection=selection)
+        pruning = self._pruning(keep, selection)
+        settings = self._plans.asked_for_once(policy, formats, retention)
+        prompt = self.prompts.build(messages, fetch_image, image_tokens, self.plan.context)
+        choice = _choice(sample, temperature, top_p)
+        return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse, settings)
+
+    def complete(
+        self,
+        text: str,
+        *,
+        max_tokens: int | None = None,
+        sample: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        reuse: bool = False,
+        policy: str | None = None,
+        formats: str | None = None,
+        retention: float | None = None,
+    ) -> Reply:
+        """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
+        check_answer(
+            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
+        )
+        settings = self._plans.asked_for_once(policy, formats, retention)
+        prompt = self.prompts.build_text(text)
+        return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)
+
+    def _ask(
+        self,
+        prompt: Prompt,
+        pruning: Pruning | None,
+        max_tokens: int | None,
+        choice: dict[str, Any],
+        seed: int | None,
+        stop: str | Sequence[str],
+        reuse: bool,
+        settings: Settings,
+    ) -> Reply:
+        longest, whose, more = self._longest(prompt, pruning)
+        if prompt.tokens >= longest:
+            visual = f" ({prompt.visual_tokens} of them visual)" if prompt.visual_tokens else ""
+            less = "use smaller images (--image-tokens)" if prompt.visual_tokens else "shorten the text"
+            raise ContextError(
+                f"the conversation has {prompt.tokens} tokens{visual}, the {whose} {longest}. Fix: {more}{less}, or start anew"
+            )
+        most = longest - prompt.tokens if max_tokens is None else min(max_tokens, longest - prompt.tokens)
+        asked = Asked(
+            prompt,
+            {"max_new_tokens": most, **choice},
+            most,
+            seed,
+            pruning,
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            reuse,
+            precision_of(settings),
+            grows=max_tokens is None,
+        )
+        reply = Reply()
+
+        def ask() -> None:
+            busy = self._scheduler.running or self._scheduler.waiting
+            first = dataclasses.replace(asked, prompt=prompt.light()) if busy else asked  # no two hold pixels
+            self._scheduler.ask(Request(first, reply, self._shared, self._others))
+
+        self._plans.behind(settings, ask)
+        return reply
+
+    def hurry(self) -> None:
+        """From now on the request that is nearest to its end goes first: before the engine is closed."""
+        self._scheduler.hurry()
+
+    def change(self, policy: str | None = None, formats: str | None = None, retention: float | None = None) -> Plan:
+        """Choose the formats of experts in another way from now on; -> the plan that holds then. None: as it was.
+
+        policy: exact, hotness, importance or hotness+importance; formats: the pair, e.g. 4/2; retention: of importance. Waits for
+        requests that run, divides the same memory anew, and goes on; another retention needs no new plan. Raises ConfigError,
+        CheckpointError or BudgetError, and leaves everything as it was.
+        """
+        self._plans.change(self._plans.asked(policy, formats, retention))
+        return self.plan
+
+    def why_not(self, policy: str, formats: str | None = None) -> str | None:
+        """Why `change` would refuse this policy, with these formats (None: as they are); None where it would not."""
+        return self._plans.why_not(policy, formats)
+
+    def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
+        """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
+        window = self._runtime.pruner.most_tokens if self._runtime.pruner and pruning and prompt.images else None
+        enough = min(2 * prompt.tokens, self._positions)
+        larger = f"load with context={enough} (--context), " if enough > prompt.tokens else ""
+        limits = [(self._positions, "model's own limit is", ""), (self.plan.context, "planned context is", larger)]
+        if window is not None:
+            limits.append((window, "sliding window, beyond which no visual token can be dropped, is", "keep=1, "))
+        return min(limits, key=lambda limit: limit[0])
+
+    def _pruning(self, keep: float | None, selection: str | None) -> Pruning | None:
+        """How this request drops visual tokens; None where it keeps all. Raises InputError."""
+        asked = self._usual_pruning
+        try:
+            asked = dataclasses.replace(
+                asked, keep=asked.keep if keep is None else keep, selection=asked.selection if selection is None else selection
+            )
+        except ConfigError as error:
+            raise InputError(str(error)) from error
+        if asked.keep == 1:
+            return None
+        if self._runtime.pruner is None:
+            raise InputError(f"keep={asked.keep}: {self.backends['visual tokens']}. Fix: keep=1")
+        return asked
+
+    def with_model(self, task: Callable[[PreTrainedModel], Result]) -> Result:
+        """What `task` returns, run on the model's thread between requests: for measurements that need more than text."""
+
+        def alone() -> Result:
+            self._shared.prefix_cache.clear()  # the whole context is the task's
+            try:
+                return task(self.model)
+            finally:
+                self._runtime.pager.end_request()
+
+        result: Result = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
+        return result
+
+    def _others(self, request: Request) -> int:
+        """Tokens of the other requests that run."""
+        return sum(other.tokens for other in self._scheduler.running if other is not request)
+
+    def _encoding(self, signed_s: float) -> None:
+        if self._shared.clock is not None:
+            self._shared.clock.encode_s += signed_s
+
+    @contextlib.contextmanager
+    def record(self, path: str | Path) -> Iterator[None]:
+        """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
+        store = self._runtime.store
+        with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
+            begin = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(lambda: self._record_to(writer)))
+            begin.result()  # between requests, never in the middle of one
+            try:
+                yield
+            finally:
+                with contextlib.suppress(ClosedError):
+                    self._scheduler.run_alone(lambda: self._record_to(None)).result()
+
+    def _record_to(self, writer: TraceWriter | None) -> None:
+        if writer is not None and self._runtime.recorder is not None:
+            raise ConfigError("this engine records already; one trace at a time")
+        self._runtime.recorder = writer
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books of the pager, or of what requests hold, are wrong. While nothing runs."""
+        self._runtime.pager.check_integrity()
+        load = self.load
+        assert not load.running and not load.context_tokens, f"{load.running} requests hold {load.context_tokens} tokens"
+        assert load.reusable_tokens <= self.plan.context, f"{load.reusable_tokens} tokens are kept of {self.plan.context}"
+        assert load.image_cache_bytes <= self.settings.image_cache_bytes, f"{load.image_cache_bytes} bytes of images are kept"
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests, and wait for those that run or wait; whether all have ended in time."""
+        return self._scheduler.drain(timeout_s)
+
+    def close(self) -> None:
+        """Stop copies and close the files; may be called twice. Requests that run or wait end with ClosedError."""
+        self._runtime.close()
+        self._scheduler.close()
+        self._runtime.lookahead_inputs.close()
+        self._shared.prefix_cache.clear()
+        if self._shared.images is not None:
+            self._shared.images.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._plans.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dict[str, Any]:
+    """How tokens are chosen, as options of transformers' generate. Raises InputError."""
+    if not sample:
+        if temperature is not None or top_p is not None:
+            raise InputError(f"temperature={temperature}, top_p={top_p} with sample=False, which is greedy. Fix: sample=True")
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    given = {"temperature": temperature, "top_p": top_p}
+    return {"do_sample": True, **{name: float(value) for name, value in given.items() if value is not None}}
+
+
+__all__ = ["Engine", "Load", "demo_model", "load"]

@@ -1,0 +1,235 @@
+"""One answer: how its tokens come about, how they become text, and the iterator of text pieces that whoever asked gets.
+
+The loop over tokens is transformers' own, cut into single passes, so that one thread can run many requests by turns: everything
+before the first pass (cache, logits processors, stopping criteria, positions) is prepared by `generate()` itself.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation.streamers import TextStreamer
+
+from vismoe.engine.stats import Figures
+from vismoe.errors import UnsupportedModelError
+from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
+
+__all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
+
+
+ENCODED = "mm_encoder_outputs"  # what newer releases make of them before the first pass
+
+
+@dataclass
+class Prepared:
+    """What `generate()` hands to a decoding method. `kwargs` are the model's own arguments; they change from pass to pass."""
+
+    ids: torch.Tensor  # int64 [1, S]
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> "Prepared":
+        prepared: Prepared = model.generate(**inputs, **options, custom_generate=cls._keep)
+        return prepared
+
+    @staticmethod
+    def _keep(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> "Prepared":
+        return Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+
+def refuse_own_loop(kind: type[Any], name: str) -> None:
+    """Raises UnsupportedModelError for a class of models that does not answer token by token."""
+    if kind.generate is not GenerationMixin.generate:
+        raise UnsupportedModelError(
+            f"{kind.__name__} answers by a loop of its own, which cannot be cut into tokens. Fix: load it by "
+            f"{kind.__name__}.from_pretrained({name!r}, quantization_config=VisMoEConfig(...)), and call its generate()"
+        )
+
+
+class TokenLoop:
+    """Greedy decoding or sampling of one sequence, a forward pass at a time: what `GenerationMixin._sample` does.
+
+    `generator`: where sampling draws from; None: torch's own.
+    """
+
+    def __init__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any], generator: torch.Generator | None = None):
+        self._model, self._generator = model, generator
+        self._prepared = Prepared.of(model, inputs, options)
+        self._prefilled = False
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The sequence so far, int64 `[1, S]`."""
+        return self._prepared.ids
+
+    @property
+    def cache(self) -> Any:
+        """Keys and values of the sequence so far but for the last token; None where the model keeps none."""
+        return self._prepared.kwargs.get("past_key_values")
+
+    def take_over(self, cache: Any, images: dict[str, Any], of_images: Sequence[str]) -> None:
+        """Before the first pass: go on from the keys and values of the first tokens.
+
+        `images`: the image inputs of the tokens that follow, in place of those named `of_images`, which are about all of them.
+        """
+        kept = {name: value for name, value in self._prepared.kwargs.items() if name not in (*of_images, ENCODED)}
+        self._prepared.kwargs = kept | images
+        past = cache.get_seq_length()
+        for name in TOKEN_KINDS:
+            if name in self._prepared.kwargs:  # older releases hand some of them on at full length
+                self._prepared.kwargs[name] = self._prepared.kwargs[name][..., past:]
+        self._prepared.kwargs["past_key_values"] = cache
+
+    def ends_with(self, token: int) -> bool:
+        """Whether it is one with which the model ends an answer."""
+        ends = self._prepared.generation_config._eos_token_tensor
+        return ends is not None and bool((ends == token).any())
+
+    def step(self, said: int | None = None) -> tuple[int, bool]:
+        """The next token, and whether it is the last one. The first pass takes the whole prompt. said: the token, if known."""
+        at, model = self._prepared, self._model
+        if self._prefilled:
+            new = 1 if at.kwargs["use_cache"] else None
+            inputs = model.prepare_inputs_for_generation(at.ids, next_sequence_length=new, **at.kwargs)
+            outputs = model(**inputs, return_dict=True)
+        else:
+            outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
+        if not self._prefilled:  # as large as the prompt's images, and nobody looks at them any more
+            at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
+        self._prefilled = True
+        at.kwargs = model._update_model_kwargs_for_generation(outputs, at.kwargs, is_encoder_decoder=False)
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=at.ids.device)
+        scores = at.logits_processor(at.ids, logits)
+        token = self._drawn(scores) if at.generation_config.do_sample else torch.argmax(scores, dim=-1)
+        if said is not None:
+            token = torch.full_like(token, said)
+        at.ids = torch.cat([at.ids, token[:, None]], dim=-1)
+        return int(token), bool(at.stopping_criteria(at.ids, None).all())
+
+    def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
+        chances = torch.nn.functional.softmax(scores, dim=-1)
+        return torch.multinomial(chances, num_samples=1, generator=self._generator).squeeze(1)
+
+
+class TextPieces(TextStreamer):
+    """Turns generated ids into printable pieces; holds back what may still change (half a character, half a word)."""
+
+    def __init__(self, tokenizer: Any, emit: Callable[[str], None], stop: Sequence[str] = ()):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._emit, self._stop = emit, StopStrings(stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self._stop.found
+
+    def add(self, token: int) -> None:
+        self.put(torch.tensor([token]))
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        piece = self._stop.before(text, last=stream_end)
+        if piece:
+            self._emit(piece)
+
+
+class StopStrings:
+    """Cuts a text that comes in pieces before the first stop string; holds back what may become one."""
+
+    def __init__(self, stop: Sequence[str]):
+        self._stop = [string for string in stop if string]
+        self._held = ""
+        self.found = False
+
+    def before(self, piece: str, last: bool = False) -> str:
+        """What may be said now; nothing any more once a stop string was found. `last`: no piece follows."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for string in self._stop if (place := text.find(string)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        held = 0 if last else max((self._overlap(text, string) for string in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    @staticmethod
+    def _overlap(text: str, string: str) -> int:
+        """Characters at the end of `text` with which `string` begins."""
+        return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
+
+
+@dataclass
+class Reply:
+    """Iterate it for pieces of text; then `answer` and `figures` are there. An error of the request is raised while iterating."""
+
+    answer: str = ""  # what was iterated so far
+    text: str = ""  # what was generated so far
+    error: BaseException | None = None  # what ended it, once it has ended
+    flag: threading.Event = field(default_factory=threading.Event)  # set: stop
+    _figures: Figures | None = None
+    _ended: bool = False  # for who iterates
+    _pieces: "queue.SimpleQueue[str | None]" = field(default_factory=queue.SimpleQueue)
+    _put: Callable[[str | None], None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __iter__(self) -> Iterator[str]:
+        while not self._ended:
+            piece = self._pieces.get()
+            if piece is None:
+                self._ended = True
+            else:
+                self.answer += piece
+                yield piece
+        if self.error is not None:
+            raise self.error
+
+    def deliver_to(self, put: Callable[[str | None], None]) -> None:
+        """Instead of iterating: `put` gets every piece so far, now, and those to come on the model's thread, then None.
+
+        It must not wait, nor close the engine. After None there are `figures`, or an `error`.
+        """
+        with self._lock:
+            while not self._pieces.empty():
+                put(self._pieces.get())
+            self._put = put
+
+    def cancel(self) -> None:
+        """Stop within a token; what was said so far stays. From any thread, also from a signal handler."""
+        self.flag.set()
+
+    @property
+    def figures(self) -> Figures:
+        if self._figures is None:
+            raise RuntimeError("figures are there once a reply was iterated to its end; a failed one has none") from self.error
+        return self._figures
+
+    # -- the model thread's side
+    def emit(self, piece: str) -> None:
+        self.text += piece
+        self._deliver(piece)
+
+    def end(self, figures: Figures | None = None, error: BaseException | None = None) -> None:
+        self._figures = figures
+        self.error = error
+        self._deliver(None)
+
+    def _deliver(self, piece: str | None) -> None:
+        with self._lock:
+            (self._put or self._pieces.put)(piece)

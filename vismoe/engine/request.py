@@ -1,0 +1,373 @@
+"""One request on its way from a prompt to an answer and its figures, a forward pass at a time, on the model's thread.
+
+What several requests share is `Shared`: the model with everything that lives on it and belongs to one of them at a time (rotary
+offsets, the lookahead's memory, how visual tokens are dropped), and what earlier requests left (keys and values, encoded images).
+"""
+
+import contextlib
+import itertools
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+
+from vismoe.engine.generate import Reply, TextPieces, TokenLoop
+from vismoe.engine.prefix_cache import Prefix, PrefixCache
+from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
+from vismoe.errors import ConfigError
+from vismoe.metrics import Metrics, Snapshot
+from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
+from vismoe.models.moe.experts import ExpertRuntime, Interrupted
+from vismoe.models.visual.cache_beginning import can_go_on
+from vismoe.models.visual.image_cache import ImageCache
+from vismoe.planning.needs import mask_bytes
+from vismoe.planning.plan import Plan
+from vismoe.trace.files import TraceWriter
+from vismoe.types import Phase
+from vismoe.vision.selection import KeptImage, Pruning
+
+__all__ = ["Asked", "Request", "Shared"]
+
+FIRST_TOKENS = 256  # of an answer whose length nobody said, that it begins with
+RETENTION_STEPS = 10_000  # that tell two retentions apart
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted: a prompt, how tokens are chosen (`options` of transformers' generate), and where the answer ends."""
+
+    prompt: Prompt
+    options: dict[str, Any]
+    most_tokens: int  # of the answer
+    seed: int | None = None
+    pruning: Pruning | None = None  # how visual tokens are dropped; None: they are not
+    stop: tuple[str, ...] = ()
+    reuse: bool = False  # take over keys and values of an earlier request, and leave this one's to a later one
+    precision: PrecisionInfo | None = None  # who is to choose formats, and how; None: exact
+    grows: bool = False  # nobody said how long the answer gets: it holds a part of `most_tokens`, and then twice as much
+
+
+@dataclass
+class Belongings:
+    """What a request leaves on the model between two passes."""
+
+    rope_deltas: list[Any] = field(default_factory=list)  # of each module that has them; none: it begins
+    memory: Any = None  # of the lookahead
+
+
+class Shared:
+    """The model, lent to one request at a time."""
+
+    def __init__(self, model: Any, runtime: ExpertRuntime, prompts: PromptBuilder, images: ImageCache | None):
+        self.model, self.runtime, self.prompts, self.images = model, runtime, prompts, images
+        self.prefix_cache = PrefixCache()
+        self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
+        self.metrics: Metrics = runtime.pager.metrics  # one for all plans
+        self._counted = self.metrics.snapshot()  # what passes so far have accounted for
+        self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+        self._holder: Request | None = None
+        self._numbers = itertools.count()
+        self.running: PrecisionInfo | None = None  # what experts are served by now
+        self.refused = ""  # why the last change of that was not made, until another one was
+        self.retention = 1.0  # of whoever asks for none
+
+    @property
+    def plan(self) -> Plan:
+        return self.runtime.plan
+
+    @property
+    def clock(self) -> Clock | None:
+        """Of the request that holds the model."""
+        return self._holder.clock if self._holder is not None else None
+
+    def lend(self, request: "Request | None") -> None:
+        """From now on the model is this request's; None: nobody's."""
+        if self._holder is request:
+            return
+        if self._holder is not None:
+            rope_deltas = [module.rope_deltas for module in self._rotating]
+            self._holder.belongings = Belongings(rope_deltas, self.runtime.lookahead_inputs.memory)
+        self._holder = request
+        belongings = request.belongings if request is not None else Belongings()
+        for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
+            module.rope_deltas = deltas
+        self.runtime.lookahead_inputs.memory = belongings.memory
+        serving = self.runtime.now_serving
+        if serving is not None and serving.chooser is not None:
+            asked = request.asked.precision if request is not None else None
+            serving.chooser.precision.retention = asked.retention if asked is not None else self.retention
+        self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
+
+    def forget(self, request: "Request") -> None:
+        """It has left in the middle of its answer."""
+        if self._holder is request:
+            self.lend(None)
+
+    def forget_what_experts_made(self) -> None:
+        """Other formats: what requests have left was computed in those of before."""
+        self.prefix_cache.clear()
+        if self.images is not None and self.runtime.encodes_with_experts:
+            self.images.clear()
+
+    def refuse_other(self, asked: PrecisionInfo | None) -> None:
+        """Raises ConfigError where experts are not served as a request asks: the change that it waited for was not made."""
+        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, self.running))
+        if wanted != running:
+            raise ConfigError(f"policy and formats could not be changed: {self.refused or 'another change came between'}")
+
+    def begin_request(self, alone: bool) -> None:
+        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran is nobody's."""
+        if alone:
+            self.count()
+        if isinstance(self.runtime.recorder, TraceWriter):
+            self.runtime.recorder.request(str(next(self._numbers)))
+
+    def count(self) -> Snapshot:
+        """What happened since it was last asked."""
+        now = self.metrics.snapshot()
+        happened, self._counted = now - self._counted, now
+        return happened
+
+
+class Request:
+    """Made in any thread; `step`, `finish` and `fail` run on the model's. `others`: tokens of the other requests that run."""
+
+    def __init__(self, asked: Asked, reply: Reply, shared: Shared, others: Callable[["Request"], int]):
+        self.asked, self.reply, self._shared, self._others = asked, reply, shared, others
+        self.tokens = asked.prompt.tokens + (min(FIRST_TOKENS, asked.most_tokens) if asked.grows else asked.most_tokens)
+        self._said: list[int] = []  # tokens of the answer
+        self._again = 0  # of these that are computed once more, after it had to give up its place
+        self.clock, self.belongings = Clock(), Belongings()
+        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, asked.stop)
+        self._loop: TokenLoop | None = None
+        self._numbers: np.ndarray | None = None
+        self._counters: Snapshot | None = None
+        self._kept: tuple[KeptImage, ...] = ()
+        self._reused_tokens = self._encoded_images = 0
+        self._finish: Finish = "cancelled"  # until it ends otherwise
+
+    @property
+    def unwanted(self) -> bool:
+        """Nobody waits for it any more."""
+        return self.reply.flag.is_set()
+
+    @property
+    def left(self) -> int:
+        """Passes to its end at most, or to where it asks for more tokens."""
+        return self._room - self._computed
+
+    @property
+    def grows(self) -> int:
+        """Tokens that it asks for before the next pass: as many again as its answer has had."""
+        return 0 if self.left else min(self._room, self.asked.most_tokens - self._room)
+
+    @property
+    def may_give_up(self) -> bool:
+        return self.asked.grows
+
+    @property
+    def _room(self) -> int:
+        """Tokens of the answer that it holds places for."""
+        return self.tokens - self.asked.prompt.tokens
+
+    @property
+    def _computed(self) -> int:
+        """Tokens of the answer since it began, the last time."""
+        return len(self._said) - self._again
+
+    def give_up(self) -> None:
+        """Leave the model and its places. It will begin anew, and say nothing until it is where it was: each token is computed
+        in a pass of its own as before, so the bits are the same."""
+        self._shared.forget(self)
+        self._loop, self.belongings = None, Belongings()
+        self._again = len(self._said)
+        self._kept = ()
+
+    def step(self) -> bool:
+        """One forward pass, of the whole prompt or of one token; whether there is a next one."""
+        if self.unwanted:
+            return False
+        self._shared.lend(self)
+        began_s, prefilling = time.perf_counter(), self._loop is None
+        if prefilling:
+            self._shared.refuse_other(self.asked.precision)
+            self._shared.begin_request(alone=not self._others(self))
+            self.clock.began_s = self.clock.began_s or began_s
+        if self.asked.grows:  # what waits for others gives way
+            self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
+        going_on = False
+        try:
+            with torch.inference_mode(), contextlib.suppress(Interrupted):
+                going_on = self._answer(*(self._prefill() if self._loop is None else self._loop.step(self._repeated)))
+        finally:
+            happened = self._shared.count()
+            self._counters = happened if self._counters is None else self._counters + happened
+            tokens = self.asked.prompt.tokens - self._reused_tokens if prefilling else 1
+            self.clock.passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, happened)
+        return going_on
+
+    def finish(self) -> None:
+        """Settle the reply with its figures, and leave what a later request can use."""
+        self._text.end()
+        figures = self._figures()
+        self._leave()
+        self._shared.ended[figures.finish] += 1
+        self.reply.end(figures)
+
+    def fail(self, error: BaseException) -> None:
+        """It has ended by this error, and left."""
+        self._loop = None  # a pass that failed leaves keys and values of some layers only
+        traceback.clear_frames(error.__traceback__)  # which hold them, and all tensors of the pass
+        self._leave()
+        self._shared.ended["failed"] += 1
+        self.reply.end(error=error)
+
+    # -- the passes
+    @property
+    def _repeated(self) -> int | None:
+        """The token that the next pass comes to, where that was said before it had to give up its place."""
+        return self._said[self._computed] if self._again else None
+
+    def _prefill(self) -> tuple[int, bool]:
+        """The first token, and whether it is the last one."""
+        asked, model, prompt = self.asked, self._shared.model, self.asked.prompt
+        prefix, images, behind = self._beginning()
+        inputs = (prompt.whole() if prefix is None else without_pixels(prompt.inputs)).to(model.device)
+        generator = torch.Generator(model.device).manual_seed(asked.seed) if asked.seed is not None else None
+        with self._images_prepared(images):
+            loop = TokenLoop(model, inputs, asked.options, generator)
+            if prefix is not None:  # generate() had the sizes of all images, for the positions of their tokens, and no pixels
+                loop.take_over(prefix.cache, dict(behind.to(model.device)), prompt.image_input_names)
+                self._kept, self._reused_tokens = prefix.kept, prefix.tokens
+            first = loop.step(self._repeated)
+        self._loop = loop
+        self.asked = replace(asked, prompt=prompt.light())
+        return first
+
+    def _beginning(self) -> tuple[Prefix | None, list[int], BatchFeature]:
+        """(what an earlier request has left of this prompt, the numbers of the images behind that, what the model gets of them).
+
+        Nothing, where not all that the model gets of some images can be told from what it gets of the others.
+        """
+        prompt, prefix = self.asked.prompt, self._prefix()
+        if self._again and not self._reused_tokens:  # it had none the first time
+            prefix = None
+        images = prompt.images_behind(prefix.tokens) if prefix is not None else None
+        if images is not None:
+            behind = prompt.image_inputs(images) if images else BatchFeature()
+            if not images or set(without_pixels(behind)) == set(prompt.image_input_names):
+                return prefix, images, behind
+        return None, list(range(prompt.images)), BatchFeature()
+
+    def _prefix(self) -> Prefix | None:
+        """The longest beginning of the prompt that an earlier request has left, and room in the books for this one."""
+        asked, shared, prompt = self.asked, self._shared, self.asked.prompt
+        room_tokens = shared.plan.context - self.tokens - self._others(self)  # that may stay for others
+        if not asked.reuse or shared.runtime.recorder is not None:  # a trace is of whole prompts
+            shared.prefix_cache.shrink(room_tokens)
+            return None
+        self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
+        if asked.precision is not None and len(self._numbers):  # other formats, other keys and values
+            self._numbers[0] += (1 + round(RETENTION_STEPS * asked.precision.retention)) << 32
+        prefix = shared.prefix_cache.take(self._numbers, room_tokens)
+        if prefix is None:
+            return None
+        mask = mask_bytes(1, prompt.tokens - prefix.tokens, prompt.tokens, shared.plan.dtype)  # a whole prompt needs none
+        return prefix if mask <= shared.plan.mask_bytes else None
+
+    @contextlib.contextmanager
+    def _images_prepared(self, images: list[int]) -> Iterator[None]:
+        """Within, these images of the prompt are encoded, unless they are still there, and their tokens dropped as was asked."""
+        prompt, cache, pruner = self.asked.prompt, self._shared.images, self._shared.runtime.pruner
+        usual = pruner.pruning if pruner is not None else None
+        if pruner is not None:
+            pruner.pruning = self.asked.pruning if prompt.images else None
+            pruner.begin_request()
+        encoded = cache.encoded if cache is not None else 0
+        if cache is not None and images:
+            names = [prompt.image_names[number] for number in images]
+            cache.expect(names, lambda numbers: prompt.image_inputs([images[number] for number in numbers]))
+        self._shared.runtime.reading_prompt = True
+        try:
+            yield
+            self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
+            if pruner is not None and self.asked.pruning is not None:
+                self._kept += tuple(pruner.kept)
+        finally:
+            self._shared.runtime.reading_prompt = False
+            if cache is not None:
+                cache.forget()
+            if pruner is not None:
+                pruner.pruning = usual
+
+    def _answer(self, token: int, last: bool) -> bool:
+        """A token of the answer is there; whether another one is wanted."""
+        assert self._loop is not None
+        if self._again:
+            self._again -= 1
+            return True
+        self._said.append(token)
+        self.clock.token()
+        self._text.add(token)
+        if self._text.stopped or self._loop.ends_with(token):
+            self._finish = "stop"
+        elif last:
+            self._finish = "length"
+        return self._finish == "cancelled"
+
+    # -- the end
+    def _leave(self) -> None:
+        """Give up the model, and everything but what a later request can go on from."""
+        self._shared.lend(None)
+        loop, self._loop = self._loop, None
+        cache = loop.cache if loop is not None else None
+        if loop is None or cache is None or self._numbers is None or not can_go_on(cache):
+            return
+        generated = loop.ids[0, len(self._numbers) :].cpu().numpy()
+        numbers = np.concatenate([self._numbers, generated])[: cache.get_seq_length()]
+        self._shared.prefix_cache.keep(Prefix(numbers, cache, self._kept))
+
+    def _figures(self) -> Figures:
+        shared, clock, prompt, pager = self._shared, self.clock, self.asked.prompt, self._shared.runtime.pager
+        if not self._others(self):
+            pager.end_request()
+        happened = shared.count()
+        if not clock.tokens:  # cancelled before the first token
+            clock.first_token_s = clock.last_token_s = time.perf_counter()
+            clock.began_s = clock.began_s or clock.first_token_s
+        counters = happened if self._counters is None else self._counters + happened
+        return Figures(
+            answer=self.reply.text,
+            finish="stop" if self._text.stopped else self._finish,
+            plan=shared.plan,
+            images=prompt.images,
+            encode_seconds=clock.encode_s,
+            prompt_tokens=prompt.tokens,
+            visual_tokens=prompt.visual_tokens,
+            prefill_seconds=clock.first_token_s - clock.began_s - clock.encode_s,
+            decode_tokens=max(0, clock.tokens - 1),
+            decode_seconds=clock.last_token_s - clock.first_token_s,
+            capacity={
+                "slabs": shared.plan.resident_experts,
+                "experts": shared.plan.total_experts,
+                "bytes": sum(pool.capacity * pool.layout.record_bytes for table in pager.tables for pool in table.pool.pools),
+            },
+            backends=shared.runtime.backends,
+            counters=counters,
+            formats=counters.shares(shared.runtime.serving.names),
+            precision=self.asked.precision,
+            pruning=self.asked.pruning,
+            kept=self._kept,
+            pictures=prompt.pictures,
+            answer_tokens=clock.tokens,
+            reused_tokens=self._reused_tokens,
+            encoded_images=self._encoded_images,
+            queue_seconds=clock.began_s - clock.asked_s,
+            passes=tuple(clock.passes),
+        )

@@ -1,0 +1,167 @@
+"""The figures of one answer: what it took, and where the time and the bytes went. Frozen, and complete when the answer is."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from PIL import Image
+
+from vismoe.metrics import Snapshot
+from vismoe.planning.plan import Plan
+from vismoe.types import Phase
+from vismoe.vision.overlay import kept_overlay
+from vismoe.vision.selection import KeptImage, Pruning
+
+__all__ = ["Clock", "Figures", "Finish", "PassFigures"]
+
+Finish = Literal["stop", "length", "cancelled"]  # the model's own end or a stop string; as long as it may be; nobody wants more
+
+
+@dataclass(frozen=True)
+class PassFigures:
+    """One forward pass of a request; one with new images encodes them too. Copies that end between two passes count later."""
+
+    phase: Phase
+    began_s: float  # since the request began
+    seconds: float
+    tokens: int  # that went through the model
+    stall_seconds: float
+    hits: int
+    misses: int
+    bytes_read: int
+    bytes_copied: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one answer took. Seconds are wall time; encode, prefill and decode do not overlap."""
+
+    answer: str
+    finish: Finish
+    plan: Plan
+    images: int
+    encode_seconds: float
+    prompt_tokens: int
+    visual_tokens: int
+    prefill_seconds: float
+    decode_tokens: int  # forward passes after prefill; the first token of the answer comes out of prefill
+    decode_seconds: float
+    capacity: dict[str, int]  # of prefix and pools: slabs, bytes
+    backends: dict[str, str]  # what was chosen at start, and why
+    counters: Snapshot
+    pruning: Pruning | None = None  # how visual tokens were dropped; None: they were not
+    kept: tuple[KeptImage, ...] = ()  # what was kept of each image; empty where nothing was dropped
+    pictures: tuple[Image.Image, ...] = ()  # the images of the conversation, upright
+    answer_tokens: int = 0  # generated, the one that ends the answer included
+    reused_tokens: int = 0  # of the prompt, whose keys and values were there from an earlier request
+    encoded_images: int = 0  # that went through the vision tower; others came with the reused tokens or were kept encoded
+    queue_seconds: float = 0.0  # from the request's arrival to its beginning
+    passes: tuple[PassFigures, ...] = ()
+    formats: dict[str, float] = field(default_factory=dict)  # share of its expert computations in each, `skip` among them
+    precision: "PrecisionInfo | None" = None  # what chose them; None: exact, all experts are in one format
+
+    @property
+    def cancelled(self) -> bool:
+        return self.finish == "cancelled"
+
+    @property
+    def kept_visual_tokens(self) -> int:
+        return self.visual_tokens - sum(image.tokens - len(image.selection.kept) for image in self.kept)
+
+    def kept_maps(self) -> list[Image.Image]:
+        """The images with what was dropped greyed out; empty where nothing was, or where a token has no place in an image."""
+        grids = [image.grid for image in self.kept]
+        if len(grids) != len(self.pictures) or None in grids:
+            return []
+        return [
+            kept_overlay(picture, grid, image.selection.kept)
+            for picture, grid, image in zip(self.pictures, grids, self.kept, strict=True)
+            if grid is not None
+        ]
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens and self.decode_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `vismoe chat --json` prints."""
+        cache = self.counters.to_json()
+        rates = {"hit_rate": self.counters.hit_rate(), "decode_hit_rate": self.counters.hit_rate(Phase.DECODE)}
+        return {
+            "answer": self.answer,
+            "finish": self.finish,
+            "cancelled": self.cancelled,
+            "plan": self.plan.to_json(),
+            "backends": self.backends,
+            "queue": {"seconds": self.queue_seconds},
+            "encode": {"images": self.images, "encoded": self.encoded_images, "seconds": self.encode_seconds},
+            "prefill": {
+                "tokens": self.prompt_tokens,
+                "reused_tokens": self.reused_tokens,
+                "visual_tokens": self.visual_tokens,
+                "kept_visual_tokens": self.kept_visual_tokens,
+                "pruning": self._pruning_to_json(),
+                "seconds": self.prefill_seconds,
+            },
+            "decode": {"tokens": self.decode_tokens, "answer_tokens": self.answer_tokens, "seconds": self.decode_seconds},
+            "cache": {"capacity": self.capacity, **rates, **cache},
+            "formats": self.formats,
+            "precision": asdict(self.precision) if self.precision is not None else None,
+            "passes": [asdict(one) for one in self.passes],
+        }
+
+    def _pruning_to_json(self) -> dict[str, Any] | None:
+        if self.pruning is None:
+            return None
+        images = [
+            {
+                "tokens": image.tokens,
+                "kept": len(image.selection.kept),
+                "coverage": image.selection.coverage,
+                "mean_expansion": image.selection.mean_expansion,
+                "kept_expansion": image.selection.kept_expansion,
+            }
+            for image in self.kept
+        ]
+        return {**asdict(self.pruning), "images": images}
+
+
+@dataclass(frozen=True)
+class PrecisionInfo:
+    """Who chooses formats while the model runs, and which."""
+
+    policy: str
+    formats: str  # the pair, e.g. int4/int2
+    retention: float  # of importance
+
+
+@dataclass
+class Clock:
+    """Times of one request, and its forward passes; the vision tower's share is measured by hooks."""
+
+    asked_s: float = field(default_factory=time.perf_counter)
+    began_s: float = 0.0
+    encode_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    tokens: int = 0
+    passes: list[PassFigures] = field(default_factory=list)
+
+    def token(self) -> None:
+        """A token of the answer is there."""
+        self.last_token_s = time.perf_counter()
+        self.tokens += 1
+        self.first_token_s = self.first_token_s or self.last_token_s
+
+    def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot) -> None:
+        """A forward pass is over; `counters` of what happened in it."""
+        self.passes.append(
+            PassFigures(
+                phase,
+                pass_began_s - self.began_s,
+                time.perf_counter() - pass_began_s,
+                tokens,
+                counters.total("stall_seconds"),
+                *(int(counters.total(name)) for name in ("hits", "misses", "bytes_read", "bytes_copied")),
+            )
+        )

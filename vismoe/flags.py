@@ -1,0 +1,375 @@
+"""Command-line flags: every field of `Settings` becomes one flag, and its default is stated nowhere else.
+
+A flag that was not given is not passed on, so that the engine's own defaults hold. Nothing here imports torch.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import gc
+import importlib.util
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from vismoe.config import ANSWERS, ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
+from vismoe.errors import ConfigError, InputError, VisMoEError
+from vismoe.ranges import PATH_BEGINNINGS, Rule, file_name, shown
+
+if TYPE_CHECKING:
+    from vismoe.engine.engine import Engine
+
+__all__ = [
+    "INTERRUPTED",
+    "Command",
+    "SuggestingParser",
+    "Words",
+    "add_answer_flags",
+    "add_model_flags",
+    "add_one_model",
+    "add_settings",
+    "at_least_one",
+    "did_you_mean",
+    "error_report",
+    "given_settings",
+    "load_engine",
+    "model_and_question",
+    "model_options",
+    "one_model",
+    "print_json",
+    "quick_imports",
+    "reader",
+]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: a line about it, what reads its arguments, what it does (returning the exit code), and examples."""
+
+    summary: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+    examples: str
+
+
+# What each setting means to a user: (placeholder, sentence). A test holds it to the fields of Settings.
+MEANINGS: dict[str, tuple[str, str]] = {
+    "memory": ("SIZE|PERCENT", "all the memory to use, e.g. 8GiB, or the share of the experts to hold, e.g. 25%%"),
+    "host_memory": ("SIZE", "with a GPU: bound of the page-locked host memory between disk and GPU"),
+    "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
+    "image_cache": ("SIZE", "encoded images that are kept: an image sent again is not encoded again; 0 for none"),
+    "mask_memory": ("SIZE", "for attention masks of padded batches, and of long new parts of prompts whose beginning is known"),
+    "request_memory": ("SIZE", "what requests of vismoe serve may hold beside the model: bodies, pictures, prompts being made"),
+    "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
+    "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
+    "policy": ("NAME", "who decides formats at run time: hotness (DynaExq), importance (DyMoE), both, or exact: nobody"),
+    "formats": ("HIGH/LOW", "the two formats a policy moves experts between, e.g. 16/4, 4/2, lossless/int8 or 4/0 (0: skip)"),
+    "retention": ("SHARE", "importance: mean share of the demanded experts that get the better format, 0.5 to 1"),
+    "hotness_decay": ("ALPHA", "hotness: what a score keeps of itself per token; nearer to 1 remembers longer"),
+    "hotness_period": ("TOKENS", "hotness: tokens between two looks at which experts are hot"),
+    "hotness_state": ("FILE", "hotness: begin with the scores of an earlier run, and leave this one's there"),
+    "store": ("FOLDER|none", "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint"),
+    "keep": ("SHARE", "of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact"),
+    "selection": ("NAME", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"),
+    "core_share": ("SHARE", "with affinity: of the visual tokens that are kept for saliency alone"),
+    "expansion_weight": ("WEIGHT", "with affinity: what a token loses for experts that the core does not use"),
+    "prune_layer": ("LAYER", "decoder layers from this one on see the kept visual tokens only; auto takes what was calibrated"),
+    "visual_top_k": ("K", "experts that a visual token uses, fewer than the model's own number; cuts what prefill reads"),
+    "lookahead": ("NAME", "who says which experts are needed soon"),
+    "calibration": ("FOLDER|none", "what vismoe calibrate made; without it, that beside the checkpoint"),
+    "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
+    "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
+    "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave; auto takes what was calibrated, else none"),
+    "reads": ("NAME", "read through the page cache or past it; auto looks at the free RAM and at what vismoe doctor measured"),
+    "embeddings": ("NAME", "hold the token embeddings, or read rows as tokens need them, to make room for experts"),
+    "io_threads": ("THREADS", "threads that read experts from disk; auto takes what vismoe doctor measured"),
+    "misses": ("NAME", "an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"),
+    "deterministic": ("", "what is computed, and where, follows from bytes and tokens, not from what was measured or is queued"),
+    "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
+}
+NO_FURTHER: Mapping[str, str] = {}
+FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+DTYPES = ("bfloat16", "float16", "float32")
+DIGITS = 18  # of a number that is read: what 64 bits hold
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Words(NamedTuple):
+    """What the positional arguments of `vismoe chat` mean."""
+
+    model: str | None
+    question: str | None
+
+
+def model_and_question(words: list[str], model: str | None) -> Words:
+    """Which of the words is the model and which the question; `model` is that of `--model`, which leaves only the question.
+
+    Two words are MODEL and QUESTION. One word is a model when it looks like one: an existing folder, a path, or a hub name such
+    as Qwen/Qwen3-VL-30B-A3B-Instruct. Anything with a blank or a question mark in it, and any other word, is a question.
+    """
+    if len(words) > (1 if model else 2):
+        raise InputError(f'{len(words)} separate words: put the question in quotes, e.g. vismoe chat "{" ".join(words)}"')
+    if len(words) == 2:
+        return Words(_expanded(words[0]), words[1])
+    if not words or model:
+        return Words(_expanded(model), words[0] if words else None)
+    word = words[0]
+    is_question = any(letter.isspace() for letter in word) or "?" in word
+    names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or _is_folder(word)
+    return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
+
+
+def _expanded(model: str | None) -> str | None:
+    """A quoted `~/model` as the shell would have expanded it. Raises ConfigError."""
+    return str(file_name(model).expanduser()) if model and model.startswith("~") else model
+
+
+def _is_folder(word: str) -> bool:
+    try:
+        return Path(word).is_dir()
+    except OSError:  # longer than any name
+        return False
+
+
+def add_model_flags(parser: ArgumentParser) -> None:
+    """`--model` and how to load it."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="MODEL", help="hub name or folder (default: the bundled demo model)")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    group.add_argument(
+        "--device", type=device_name, metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda where there is one)"
+    )
+    group.add_argument("--dtype", choices=DTYPES, help="what to compute in (default: the checkpoint's own)")
+
+
+def model_options(arguments: Namespace) -> dict[str, str]:
+    """How to load the model, as far as it was given."""
+    return {name: getattr(arguments, name) for name in ("device", "dtype", "revision") if getattr(arguments, name)}
+
+
+def add_one_model(parser: ArgumentParser) -> None:
+    """The model as a positional argument; `one_model` reads it."""
+    parser.add_argument("words", nargs="*", metavar="[MODEL]", help="hub name or folder (default: the bundled demo model)")
+
+
+def one_model(arguments: Namespace) -> str | None:
+    """The model of a command that takes no question: positional or `--model`, None for the demo model."""
+    names = [*arguments.words, *filter(None, [arguments.model])]
+    if len(names) > 1:
+        raise InputError(f"one model at a time, not {len(names)}: {' '.join(names)}")
+    return _expanded(names[0]) if names else None
+
+
+def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER) -> None:
+    """One flag for each field of Settings, in its order, with its default in the help: `further` holds those that differ."""
+    defaults = {**ENGINE_DEFAULTS, **further}
+    group = parser.add_argument_group("memory and paging")
+    for field in dataclasses.fields(Settings):
+        placeholder, meaning = MEANINGS[field.name]
+        rule = SETTINGS[field.name]
+        default = defaults.get(field.name, "none" if field.default is None else field.default)
+        options: dict[str, Any] = {"help": f"{meaning} (default: {default})", "default": argparse.SUPPRESS}
+        if rule.choices:
+            options["choices"] = rule.choices
+        elif field.type is bool:
+            options["action"] = "store_true"
+        else:
+            options |= {
+                "type": bytes_per_s if field.name == "emulated_link_bytes_per_s" else reader(rule),
+                "metavar": placeholder,
+            }
+        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def add_answer_flags(parser: ArgumentParser) -> None:
+    """How long an answer may be, and what an image may cost."""
+    length = "length of an answer, where nothing else says it (default: to the end of the planned context)"
+    parser.add_argument("--max-tokens", type=reader(ANSWERS["max_tokens"]), metavar="N", help=length)
+    parser.add_argument("--image-tokens", type=image_token_range, metavar="MIN..MAX", help="visual tokens for each image")
+
+
+def reader(rule: Rule) -> Callable[[str], Any]:
+    """What reads the text of a flag as a value that this option can have; sizes stay text, `Settings` reads those."""
+
+    def read(text: str) -> Any:
+        try:
+            return rule.read(text)
+        except ConfigError as error:
+            raise ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+def bytes_per_s(text: str) -> float:
+    try:
+        return float(parse_bytes(text))
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def given_settings(arguments: Namespace) -> dict[str, Any]:
+    """The settings that were given as flags, checked; raises ConfigError."""
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings) if field.name in arguments}
+    Settings.of(**given)
+    return given
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
+        raise ArgumentTypeError(f"{shown(text)} is not a whole number of at least 1, with at most {DIGITS} digits")
+    return int(text)
+
+
+def device_name(text: str) -> str:
+    """`cpu`, `cuda` or `cuda:N`."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise ArgumentTypeError(f"{text!r} is no device; choose cpu, cuda or e.g. cuda:1")
+    return text
+
+
+def image_token_range(text: str) -> tuple[int, int]:
+    """`64..1024` -> (64, 1024)."""
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
+    least, most = (int(number[:DIGITS]) for number in match.groups()) if match else (0, 0)
+    if not ANSWERS["image_tokens"].holds((least, most)) or least > most:
+        raise ArgumentTypeError(f"{shown(text)} is not MIN..MAX, e.g. 64..1024 visual tokens for each image")
+    return least, most
+
+
+@contextlib.contextmanager
+def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
+    """Within, Ctrl-C ends the process at once. While libraries are imported and a model is read there is nothing to put in order,
+    and a KeyboardInterrupt could be lost in somebody's destructor or arrive wrapped in an ImportError.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        if getattr(arguments, "json", False):
+            print_json(arguments, {"error": {"type": "Interrupted", "message": "Ctrl-C while loading"}})
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Within, torch and transformers are imported in two thirds of the time, in a process that is ours.
+
+    They make a million objects that stay. The garbage collector sleeps meanwhile, and never looks through these objects later:
+    not while tokens are made, and not when the process ends. scipy is imported when its function is called.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        with _scipy_later():
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+class _Later(ModuleType):
+    """Stands in for a module; other names than those it was given are those of the module, which is then imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        sys.modules.pop(self.__name__, None)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@contextlib.contextmanager
+def _scipy_later() -> Iterator[None]:
+    """Within, `scipy.optimize` has the one function that losses of transformers take from it when they are imported."""
+    name, function = "scipy.optimize", "linear_sum_assignment"
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(name), function)(*args, **kwargs)
+
+    module = _Later(name)
+    setattr(module, function, called)
+    if name not in sys.modules and importlib.util.find_spec("scipy"):
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
+def load_engine(
+    arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER, quiet: bool = False
+) -> "Engine":
+    """The engine these flags ask for; `further` settings hold where they say nothing. torch is imported here and not before.
+
+    `quiet`: without transformers' progress bar, which is about what is not an expert and takes seconds.
+    """
+    given = {**further, **given_settings(arguments)}
+    with ctrl_c_exits(arguments):
+        with quick_imports():
+            from vismoe.engine.engine import load
+
+        if quiet and (transformers := sys.modules.get("transformers")):
+            transformers.utils.logging.disable_progress_bar()
+        return load(model, **model_options(arguments), **given)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean --memory?)` where one of the known words is near."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+class SuggestingParser(ArgumentParser):
+    """Names the flag that was probably meant beside one that there is not, before anything else that is wrong."""
+
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.given = sys.argv[1:] if args is None else args
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(self.suggesting(message))
+
+    def suggesting(self, message: str) -> str:
+        flags = self._option_string_actions
+        words = (word.partition("=")[0] for word in itertools.takewhile("--".__ne__, self.given) if FLAG.match(word))
+        unknown = [
+            word for word in words if not any(flag.startswith(word) if self.allow_abbrev else flag == word for flag in flags)
+        ]
+        named = " ".join(word + did_you_mean(word, flags) for word in unknown)
+        return f"unrecognized arguments: {named}" if unknown else message
+
+
+def print_json(arguments: Namespace, value: dict[str, Any]) -> None:
+    """The one JSON object of a `--json` run; `arguments.stdout` is the real stdout, since stray prints are sent to stderr."""
+    print(json.dumps(value), file=arguments.stdout, flush=True)
+
+
+def error_report(error: VisMoEError) -> dict[str, Any]:
+    """An error as the JSON object that `--json` prints."""
+    fix = {"fix": error.fix} if hasattr(error, "fix") else {}
+    return {"error": {"type": type(error).__name__, "message": str(error), **fix}}

@@ -1,0 +1,322 @@
+"""Turns a conversation into model inputs, with the family's chat template and processor, and finds its visual tokens."""
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError, TemplateSyntaxError
+from PIL import Image
+from torch import nn
+from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
+
+from vismoe.errors import CheckpointError, ContextError, InputError
+from vismoe.models.family.checkpoint_files import refuse_other_vocabulary
+from vismoe.models.inputs.image_sizes import Look, area_look
+from vismoe.models.inputs.processor import load_processor
+from vismoe.models.inputs.qwen_images import Picture, QwenImages, asked_size, image_source
+from vismoe.ranges import shown, unencodable
+
+TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs that give the kind of each token
+TEXT_INPUTS = ("input_ids", "attention_mask", *TOKEN_KINDS)
+VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # names in families of the module that encodes images
+
+
+def is_pixels(name: str) -> bool:
+    """Whether an input goes into the vision tower."""
+    return name.startswith("pixel_values")
+
+
+def without_pixels(inputs: Mapping[str, Any]) -> BatchFeature:
+    return BatchFeature({name: value for name, value in inputs.items() if not is_pixels(name)})
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation, ready for generate()."""
+
+    inputs: BatchFeature
+    tokens: int
+    visual_tokens: int
+    pictures: tuple[Image.Image, ...] = ()  # upright, in the order of the conversation
+    image_names: tuple[str, ...] = ()  # identify an image across prompts: hashes of pixels and processor settings
+    places: tuple[tuple[int, int], ...] = ()  # (first token, end) of each image; empty if unknown
+    image_inputs: Callable[[Sequence[int]], BatchFeature] = lambda numbers: BatchFeature()  # inputs of some images, by number
+    made_again: Callable[[], BatchFeature] = BatchFeature  # computes the inputs again
+
+    @property
+    def images(self) -> int:
+        return len(self.pictures)
+
+    def light(self) -> "Prompt":
+        """The prompt without pixels, which as floating-point numbers are its largest input, for a prompt that has to wait."""
+        return replace(self, inputs=without_pixels(self.inputs))
+
+    def whole(self) -> BatchFeature:
+        """All inputs, pixels included."""
+        return self.made_again() if self.pictures and not any(map(is_pixels, self.inputs)) else self.inputs
+
+    @property
+    def image_input_names(self) -> list[str]:
+        """Small inputs that describe the images."""
+        return [name for name in self.inputs if name not in TEXT_INPUTS and not is_pixels(name)]
+
+    def images_behind(self, tokens: int) -> list[int] | None:
+        """Numbers of the images whose tokens come after the first `tokens`; None if unknown."""
+        if self.places or not self.pictures:
+            return [number for number, (begin, _) in enumerate(self.places) if begin >= tokens]
+        return list(range(self.images)) if tokens == 0 else None
+
+    def numbers(self, image_token_id: int | None, terms: Hashable) -> np.ndarray:
+        """int64 `[S]`: two prompts whose numbers begin equally have equal keys and values for that beginning.
+
+        The number is a token's id; for tokens of an image, a negative number that identifies the image and `terms`, the
+        conditions under which the model sees it.
+        """
+        ids = self.inputs["input_ids"][0].numpy().astype(np.int64)
+        visual = ids == image_token_id
+        if self.places:
+            for name, (begin, end) in zip(self.image_names, self.places, strict=True):
+                ids[begin:end] = np.where(visual[begin:end], _number(name, terms), ids[begin:end])
+        elif visual.any():
+            ids[visual] = _number(*self.image_names, terms)
+        return ids
+
+
+@dataclass(frozen=True)
+class PromptBuilder:
+    """`processor` is a processor (images and text) or a tokenizer (text models)."""
+
+    processor: Any
+    image_token_id: int | None
+    placeholders: tuple[str, ...] = ()  # the family's tokens for images and videos
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str, revision: str | None) -> "PromptBuilder":
+        hub = {"revision": revision} if revision else {}
+        image_token = getattr(model.config, "image_token_id", None)
+        loaded = load_processor(name, **hub) if image_token is not None else AutoTokenizer.from_pretrained(name, **hub)
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        refuse_other_vocabulary(tokenizer, model.config, name)
+        ids = [getattr(model.config, name, None) for name in ("image_token_id", "video_token_id")]
+        return cls(loaded, image_token, tuple(tokenizer.convert_ids_to_tokens(i) for i in ids if i is not None))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
+
+    def vision_towers(self, model: nn.Module) -> Iterator[nn.Module]:
+        for path, module in model.named_modules():
+            if path.rpartition(".")[2] in VISION_TOWERS:
+                yield module
+                return
+
+    def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, int]) -> Look:
+        """How the model sees a picture, from its sides; `size`: the size options of its message part. Raises InputError."""
+        qwen = QwenImages.of(self.processor)
+        if qwen is not None:
+            return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens)
+        limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
+        return area_look(self._image_processor, limits)
+
+    @property
+    def _image_processor(self) -> Any:
+        return getattr(self.processor, "image_processor", None)
+
+    def build(
+        self,
+        messages: Sequence[dict[str, Any]],
+        open_image: Callable[[Any], Image.Image],
+        image_tokens: tuple[int, int] | None = None,
+        context: int | None = None,
+    ) -> Prompt:
+        """Inputs for one conversation; a final message of the assistant is continued. Raises InputError for a conversation that
+        cannot be answered, and ContextError, before processing pixels, for images with more visual tokens than `context`."""
+        if not isinstance(messages, list | tuple):
+            raise InputError(
+                f"a conversation is a list of messages, not {shown(messages)}. "
+                "Fix: [{'role': 'user', 'content': 'What is a cache?'}]"
+            )
+        images: list[Picture] = []
+        plain: list[dict[str, Any]] = [
+            {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
+        ]
+        if not plain:
+            raise InputError("there is nothing to answer: the conversation has no message. Fix: add a user message")
+        if images and self.image_token_id is None:
+            raise InputError(
+                "this is a text model and cannot see images. Fix: ask without --image, or choose a vision-language model"
+            )
+        if not isinstance(self.processor, ProcessorMixin):
+            for message in plain:
+                message["content"] = "".join(part["text"] for part in message["content"])
+        text = self._written(plain)
+        options = self._image_options(images, image_tokens, context) if images else {}
+        try:
+            inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
+        except ValueError as error:  # e.g. an image two hundred times as wide as it is high
+            raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
+        return self._prompt(inputs, tuple(picture.image for picture in images), options, text)
+
+    def _written(self, messages: list[dict[str, Any]]) -> str:
+        """The conversation as the family's template writes it, up to the beginning of the answer. Raises InputError."""
+        *before, last = messages
+        begun = last["role"] == "assistant"
+        if begun and before and not _has_words(last):
+            messages, begun = before, False
+        try:
+            text: str = self.processor.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+            )
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the model's chat template cannot be read (line {error.lineno}): {error}. Fix: download or copy it again"
+            ) from error
+        except (ValueError, TemplateError) as error:
+            if begun and isinstance(error, ValueError):  # the template omits or changes the assistant's message
+                raise InputError(
+                    "the model's chat template cannot continue a message of the assistant. Fix: end with a user message"
+                ) from error
+            raise InputError(  # no template, or e.g. two questions without an answer between them
+                f"the model's chat template refuses this conversation: {error}. Fix: use an order of messages that it allows, "
+                "or text without a template (Engine.complete, /v1/completions)"
+            ) from error
+        return text
+
+    def build_text(self, text: str) -> Prompt:
+        """Inputs that continue `text` as it is, without a chat template. Raises InputError."""
+        if not isinstance(text, str):
+            raise InputError(f"a prompt is a text, not {shown(text)}. Fix: engine.complete('Once upon a time')")
+        inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
+        if not inputs["input_ids"].shape[1]:
+            raise InputError("there is nothing to continue: the prompt is empty. Fix: engine.complete('Once upon a time')")
+        return self._prompt(inputs, (), {}, text)
+
+    def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any], text: str) -> Prompt:
+        ids = inputs["input_ids"][0]
+        visual = (ids == self.image_token_id).nonzero()[:, 0].tolist() if images else []
+        settings = {name: value for name, value in options.items() if name != "images"}
+        return Prompt(
+            inputs,
+            len(ids),
+            len(visual),
+            images,
+            tuple(_name(image, settings) for image in options.get("images", ())),
+            _places(visual, len(images)),
+            lambda numbers: self._image_inputs([options["images"][number] for number in numbers], options),
+            lambda: self.processor(text=[text], return_tensors="pt", **options),
+        )
+
+    def _image_inputs(self, images: list[Image.Image], options: dict[str, Any]) -> BatchFeature:
+        """The model's inputs for these images, beside the tokens."""
+        settings = options.get("images_kwargs", {})
+        made: BatchFeature = self.processor.image_processor(images=images, return_tensors="pt", **settings)
+        return made
+
+    def _content(
+        self, message: dict[str, Any], images: list[Picture], open_image: Callable[[Any], Image.Image]
+    ) -> list[dict[str, Any]]:
+        """Message parts in the template's form; opens images and appends them to `images` in order."""
+        content = message.get("content")
+        if not isinstance(content, str | list | tuple | None):
+            raise InputError(
+                f"the content of a message is a text or a list of parts, not {shown(content)}. "
+                "Fix: {'role': 'user', 'content': 'What is a cache?'}"
+            )
+        parts = []
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
+            kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
+            if isinstance(part, dict) and (source := image_source(part)) is not None:
+                size = asked_size(part)
+                images.append(Picture(open_image(source), size))
+                parts.append({"type": "image"})
+            elif kind == "text" and isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": self._without_placeholders(part["text"])})
+            else:
+                raise InputError(
+                    f"a message part of type {shown(kind)} cannot be used (no video, no audio). "
+                    "Fix: {'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}"
+                )
+        if not parts:
+            raise InputError(f"a {message['role']} message has no content. Fix: give it a text, or leave the message out")
+        return parts
+
+    def _without_placeholders(self, text: str) -> str:
+        """User text, unchanged. Raises InputError for placeholders of images, which users may not type, and unencodable
+        characters."""
+        if no_text := unencodable(text):
+            raise InputError(
+                f"the text cannot be used: {no_text}. Fix: leave the character out, or decode the text as it was meant"
+            )
+        for token in self.placeholders:
+            if token in text:
+                raise InputError(f"the text contains {token}, a placeholder of images. Fix: leave it out, and attach the image")
+        return text
+
+    def _image_options(
+        self, pictures: list[Picture], image_tokens: tuple[int, int] | None, context: int | None
+    ) -> dict[str, Any]:
+        """Arguments of the processor about the images: the images, resized if VisMoE decides their size."""
+        limits, qwen = self._pixel_limits(image_tokens), QwenImages.of(self.processor)
+        if qwen is None:
+            if any(picture.size for picture in pictures):
+                family = type(self.processor).__name__
+                raise InputError(f"only Qwen models support min_pixels and similar; this one has a {family}. Fix: leave them out")
+            return {"images": [picture.image for picture in pictures], **limits}
+        asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
+        again = qwen.again and not image_tokens
+        tokens = sum(qwen.look(size, again)(*picture.image.size).tokens for picture, size in zip(pictures, asked))
+        if context is not None and tokens > context:
+            raise ContextError(
+                f"the conversation's images have {tokens:,} visual tokens, the planned context is {context:,}. "
+                f"Fix: load with context={2 * tokens} (--context), use smaller images (--image-tokens, max_pixels), or start anew"
+            )
+        images = [qwen.resized(picture.image, size) for picture, size in zip(pictures, asked)]
+        resize = {} if again else {"images_kwargs": {"do_resize": False}}
+        return {"images": images, **resize}
+
+    def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:
+        """Arguments that make the family's image processor give between the least and most tokens per image."""
+        if image_tokens is None:
+            return {}
+        images = self._image_processor
+        side = getattr(images, "patch_size", 0) * getattr(images, "merge_size", 0)
+        if not side:
+            raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")
+        least, most = image_tokens
+        if not 1 <= least <= most:
+            raise InputError(f"image_tokens={image_tokens}: the smaller number must come first, e.g. 64..1024")
+        return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}
+
+
+def _name(image: Image.Image, settings: dict[str, Any]) -> str:
+    """A name from an image's pixels and processing settings, equal in all processes."""
+    digest = hashlib.blake2b(repr((image.size, sorted(settings.items()))).encode(), digest_size=16)
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+def _number(*parts: Hashable) -> int:
+    """A negative number of 62 bits that identifies the parts."""
+    return -1 - (int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 2)
+
+
+def _places(visual: list[int], images: int) -> tuple[tuple[int, int], ...]:
+    """(first token, end) of each image if its tokens are one run between others; otherwise empty."""
+    tokens = set(visual)
+    begins = [place for place in visual if place - 1 not in tokens]
+    ends = [place + 1 for place in visual if place + 1 not in tokens]
+    return tuple(zip(begins, ends, strict=True)) if len(begins) == images else ()
+
+
+def _has_words(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    return any(part.get("text") for part in content) if isinstance(content, list) else bool(content)
+
+
+def _role(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in ("system", "user", "assistant"):
+        raise InputError(f"a message needs a role, one of system, user, assistant; got {shown(role)}. Fix: 'role': 'user'")
+    return role

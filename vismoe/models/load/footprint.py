@@ -1,0 +1,192 @@
+"""What a model needs besides its routed experts, measured on the meta device: no weights, no formula per family.
+
+The forward pass runs on meta tensors, once with few tokens and once with the whole context, and every live byte is counted
+(live_memory.py). The cache's own tensors give the KV bytes, so grouped heads, sliding windows, latent attention and recurrent
+states are exact whatever the family.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from vismoe.config import Budget, Settings
+from vismoe.errors import UnsupportedModelError, VisMoEError
+from vismoe.lookahead.calibration import Calibration, predictor_memory_bytes
+from vismoe.models.family.components import backbone_bytes
+from vismoe.models.family.families import expert_modules
+from vismoe.models.load.live_memory import META, ExpertsMemory, FusedAttention, LiveMemory, all_chosen, forwards_replaced
+from vismoe.models.load.vision_memory import vision_memory
+from vismoe.models.moe.eager import BLOCK_ROWS, block_rows
+from vismoe.planning.needs import CacheLayer, Curve, Footprint
+from vismoe.pools.kernel_cache import kernel_cache_entries
+from vismoe.types import ExpertInventory
+
+__all__ = ["footprint", "with_calibration"]
+
+FEW_TOKENS = 4
+SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: measured up to here, linear beyond (a chunk has 256)
+BETWEEN_TOKENS = tuple(2**power for power in range(13, 24, 2))  # measured below a long context, of which less may be advised
+MEASURED_IMAGE_TOKENS = 2**17  # towers compute positions on the CPU; their memory is linear in the tokens
+TOKENIZER_TOKEN_BYTES = 1100  # measured: a byte-level BPE tokenizer of 151,643 tokens took 156 MiB
+FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)  # of transformers' own code
+GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row per token, [..., tokens, width]
+
+
+def footprint(
+    model: Any,
+    inventory: ExpertInventory,
+    settings: Settings,
+    scratch_bytes: int = 0,
+    image_tokens: int | None = None,
+    by_kernels: bool = False,
+    workspace_bytes: int = 0,
+    host_workspace_bytes: int = 0,
+    device: str = "cpu",
+) -> Footprint:
+    """Measure `model` for up to `settings.context` tokens; it must be on meta with its experts' parameters still there.
+
+    Raises UnsupportedModelError for a configuration that transformers does not run with a cache.
+    scratch_bytes: the bounce buffer of one reading thread (`store.scratch_bytes`).
+    image_tokens: the most image tokens of one request; None: the context may be all images.
+    by_kernels: whether our kernels compute the experts, and not torch.
+    workspace_bytes, host_workspace_bytes: what the experts' arithmetic keeps on the device, and in host memory below it.
+    device: where it runs, `cpu` or `cuda`.
+    """
+    context, config = settings.context, model.config.get_text_config()
+    most_rows = block_rows(model.dtype, device) if context > BLOCK_ROWS else None
+    runs = [_Forward(model, min(FEW_TOKENS, context), most_rows)]
+    recurrent = any(layer.state_bytes for layer in runs[0].cache_layers)
+    between = [tokens for tokens in BETWEEN_TOKENS if 4 * tokens <= context] + ([most_rows] if most_rows else [])
+    more = {min(tokens, context) for tokens in (SCANNED_TOKENS if recurrent else (*between, context))} - {runs[0].tokens}
+    runs += [_Forward(model, tokens, most_rows) for tokens in sorted(more)]
+    layers = runs[-1].cache_layers
+
+    def curve(peak: Callable[[_Forward], int]) -> Curve:
+        return Curve(tuple((run.tokens, peak(run)) for run in runs))
+
+    def beyond_cache(run: _Forward, peak_bytes: int) -> int:
+        return max(0, peak_bytes - sum(layer.nbytes(run.tokens) for layer in layers))
+
+    images = min(context, image_tokens or context)
+    vision = vision_memory(model, min(images, MEASURED_IMAGE_TOKENS))
+    item = model.dtype.itemsize
+    return Footprint(
+        family=model.config.model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        inventory=inventory,
+        backbone=backbone_bytes(model),
+        cache_layers=layers,
+        prefill=curve(lambda run: beyond_cache(run, max(run.prefill_bytes, run.torch_prefill_bytes))),
+        prefill_by_kernels=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
+        by_kernels=by_kernels,
+        decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
+        padding=curve(lambda run: run.padding_bytes),
+        encode=vision.encode,
+        image_token_bytes=vision.held_token_bytes,
+        max_image_tokens=images if vision.encode.points else 0,
+        logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
+        combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
+        scratch_bytes=scratch_bytes,
+        kernel_entries=kernel_cache_entries(settings.kernels),
+        workspace_bytes=workspace_bytes,
+        host_workspace_bytes=host_workspace_bytes,
+        tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
+        positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def with_calibration(needs: Footprint, calibration: Calibration | None, settings: Settings, device: torch.device) -> Footprint:
+    """The needs with what calibration adds: the prefix that is worth its memory, and the memory of a learned lookahead.
+
+    The latter lies in host memory: on the CPU inside the budget.
+    """
+    if calibration is None:
+        return needs
+    prefix = tuple((Budget.parse(share).expert_share or 0.0, layers) for share, layers in calibration.pinned_layers.items())
+    nbytes = predictor_memory_bytes(calibration, settings) if device.type == "cpu" else 0
+    predictor = (("lookahead predictor", nbytes),) if nbytes else ()
+    return dataclasses.replace(needs, backbone=(*needs.backbone, *predictor), pinned_by_share=prefix)
+
+
+def _has_tokenizer(model: Any) -> bool:
+    """Not so for checkpoints made to be measured; a hub name always has one."""
+    folder = Path(model.config._name_or_path)
+    return not folder.is_dir() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
+
+
+class _Forward:
+    """A prefill of `tokens` and one decode step on meta: peaks of live bytes, and what the cache keeps.
+
+    padding_bytes: what an explicit mask adds to the prefill beside itself. prefill_bytes: where our kernels compute the experts;
+    torch_prefill_bytes: while torch does.
+    """
+
+    def __init__(self, model: Any, tokens: int, most_rows: int | None):
+        self.tokens, self.most_rows = tokens, most_rows
+        experts = [module for _, module in expert_modules(model)]
+        usual = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # minimax makes a cache of its own
+        cache = None
+        try:
+            cache = DynamicCache(config=model.config.get_text_config()) if usual else None
+            self._run(model, cache, experts)
+        except VisMoEError:
+            raise
+        except FAILURES as error:
+            raise UnsupportedModelError(f"{model.config.model_type}: {_reason(cache, error)}") from error
+
+    def _run(self, model: Any, cache: Any, experts: Sequence[nn.Module]) -> None:
+        memory, tokens = LiveMemory(), self.tokens
+        attention, layers = FusedAttention(memory), ExpertsMemory(memory, self.most_rows)
+        with torch.no_grad(), all_chosen(), memory, attention, forwards_replaced(experts, layers.function):
+            ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
+            cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            self.prefill_bytes, self.cache_layers = memory.peak_bytes, _cache_layers(cache)
+            self.torch_prefill_bytes = layers.torch_peak_bytes
+            self.padding_bytes = max(0, attention.padded_peak_bytes - self.prefill_bytes)
+            memory.peak_bytes = memory.live_bytes
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.decode_bytes = memory.peak_bytes
+
+
+def _reason(cache: DynamicCache | None, error: Exception) -> str:
+    """Why a model does not run with this cache, and what to do."""
+    if cache is not None and cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return (
+            f"none of its {len(cache.layers)} layers has keys and values, and transformers runs no such model with a cache. "
+            "Instead: load it without VisMoE, with use_cache=False"
+        )
+    return (
+        f"a forward pass as config.json describes it fails in transformers, before any weight is read ({type(error).__name__}: "
+        f"{error}). Fix: take config.json from the model's publisher. Instead, if transformers runs it: load it without VisMoE"
+    )
+
+
+def _cache_layers(cache: Any) -> tuple[CacheLayer, ...]:
+    """The layers of a cache, and what a family's own kind of cache keeps beside them (minimax)."""
+    beside = _cache_layer(cache)
+    return (*map(_cache_layer, cache.layers), *([beside] if beside.state_bytes else []))
+
+
+def _cache_layer(layer: Any) -> CacheLayer:
+    """What a cache layer keeps, read from its tensors; recurrent layers hold lists or dicts of states."""
+    state_bytes = token_bytes = copy_bytes = 0
+    for name, value in vars(layer).items():
+        for tensor in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(tensor, torch.Tensor) or tensor.device != META or not tensor.ndim:
+                continue
+            nbytes = tensor.numel() * tensor.element_size()
+            axis = -2 if tensor.is_floating_point() else -1  # position ids have no width
+            tokens = tensor.shape[axis] if tensor.ndim > 1 else 0
+            if name.startswith(GROWING) and tokens:
+                token_bytes += nbytes // tokens
+                copy_bytes = max(copy_bytes, nbytes // tokens)
+            else:
+                state_bytes += nbytes
+    window = getattr(layer, "sliding_window", None)
+    return CacheLayer(state_bytes, token_bytes, max(1, window - 1) if isinstance(window, int) else None, copy_bytes)

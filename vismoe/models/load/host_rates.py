@@ -1,0 +1,56 @@
+"""Computing misses below the device, in host memory: whether it can be done here, and at which rates it is weighed.
+
+The rates are the link's and host memory's, as `vismoe doctor` measured them, or nominal ones where nobody has; `deterministic`
+takes the nominal ones always, so that a choice depends on bytes and tokens alone.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from vismoe.config import Settings
+from vismoe.errors import ConfigError
+from vismoe.kernels import cpu
+from vismoe.machine.profile import Profile, load_profile
+from vismoe.paging.miss import Rates, Ways
+from vismoe.types import RecordLayout
+
+__all__ = ["ways_for"]
+
+NOMINAL_LINK_BYTES_PER_S = 25e9  # PCIe 4.0 x16, as it is reached
+NOMINAL_CPU_BYTES_PER_S = 40e9  # two channels of DDR5
+# Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
+FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9}
+
+
+def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayout], why_no_kernels: str | None) -> Ways | None:
+    """What may be done about misses of experts with these `raw` layouts; None where they wait.
+
+    `why_no_kernels`: what keeps ours from computing them. Raises ConfigError for misses='cpu' where that cannot be.
+    """
+    why_not = why_no_kernels
+    if settings.pair is not None:
+        why_not = f"policy={settings.policy!r} keeps experts in two formats, and misses of those wait"
+    if device.type == "cpu" and settings.emulated_link_bytes_per_s is None:
+        why_not = "there is no host memory below the device here: the experts are in RAM or on disk"
+    if why_not and settings.misses == "cpu":
+        raise ConfigError(f"misses='cpu': {why_not}. Fix: misses='auto' (--misses auto)")
+    if why_not or settings.misses == "wait":
+        return None
+    return Ways(settings.misses, tuple(_rates(settings, device, layout) for layout in raw), settings.deterministic)
+
+
+def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:
+    profile = None if settings.deterministic else load_profile()
+    link = settings.emulated_link_bytes_per_s or link_rate(profile, device) or NOMINAL_LINK_BYTES_PER_S
+    setup = cpu.setup()
+    weights = sum(math.prod(section.shape) for section in raw.sections if len(section.shape) == 2)
+    token_s = 2 * weights / (FLOP_PER_S[setup.isa] * setup.threads)
+    return Rates(link, profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S, token_s)
+
+
+def link_rate(profile: Profile | None, device: torch.device) -> float | None:
+    """Of page-locked copies to the GPU."""
+    rates = profile.link(str(device)) if profile else None
+    return rates.best_bytes_per_s(page_locked=rates.page_lock_refused is None) if rates else None

@@ -1,0 +1,233 @@
+"""How a model's routed experts are stored, held and computed: settled once, before anything is loaded.
+
+A packed store is used when one is there and belongs to the checkpoint; otherwise experts are read in place. Formats that lose
+bits are only taken when they were asked for. A policy that chooses between two formats has a store for each. Kernels are ours
+where they exist for every geometry, and torch's otherwise; the choice and its reason are printed with the plan.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vismoe.config import NO_STORE, Settings
+from vismoe.errors import ConfigError
+from vismoe.formats.codec import Codec, codec_of
+from vismoe.kernels import cpu
+from vismoe.machine.hardware import cores
+from vismoe.models.family.families import expert_modules
+from vismoe.models.family.forms import forms_of, transposed_sections
+from vismoe.models.load.host_rates import ways_for
+from vismoe.models.load.locate import locate_experts
+from vismoe.models.moe.compute import PAIRS_PER_CALL
+from vismoe.models.moe.heavy_hitters import hitters_bytes
+from vismoe.paging.miss import Ways
+from vismoe.planning.pair_split import paired
+from vismoe.planning.plan import Plan
+from vismoe.precision.hotness import profile_bytes, refuse_unwritable
+from vismoe.store.checkpoint import CheckpointStore
+from vismoe.store.expert_store import StoreOnDisk
+from vismoe.store.index import command
+from vismoe.store.packed import PackedStore, find_store, formats_in
+from vismoe.store.several import Stores
+from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair
+
+__all__ = ["Experts", "arrange_experts", "open_experts", "with_experts"]
+
+BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What is settled about the routed experts of one model."""
+
+    inventory: ExpertInventory  # layouts of what slabs hold
+    transposed: tuple[frozenset[str], ...]  # per geometry, the matrices that the model keeps as [in, out]
+    where: str  # for people: the formats and where they are read
+    codecs: tuple[tuple[Codec, ...], ...]  # by precision, per geometry
+    kernels: tuple[cpu.ExpertKernel, ...] | None  # per geometry, for experts of all formats; None: torch computes
+    host_kernels: tuple[cpu.ExpertKernel, ...] | None  # for experts that are computed in host memory below a device
+    ways: Ways | None  # to serve a miss there; None: it waits
+    backend: str  # for people: whose, and why
+    dtype: torch.dtype  # of the hidden states
+    policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of who is hot
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """What slabs hold, the more precise format first."""
+        return tuple(codecs[0].format for codecs in self.codecs)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What computing and choosing formats keep: the kernels' own buffers, or the experts that torch computes with, and what a
+        policy holds (that of hotness in host memory, and counted here all the same)."""
+        if self.kernels is not None:
+            return self.policy_bytes + self._kernel_bytes(self.kernels)
+        restored = not all(format.exact for format in self.formats)
+        return self.policy_bytes + (sum(codec.raw.record_bytes for codec in self.codecs[0]) if restored else 0)
+
+    @property
+    def host_workspace_bytes(self) -> int:
+        """What computing keeps in host memory below a device."""
+        return 0 if self.host_kernels is None else self._kernel_bytes(self.host_kernels)
+
+    def _kernel_bytes(self, kernels: Sequence[cpu.ExpertKernel]) -> int:
+        setup = cpu.setup()
+        return max(cpu.workspace_bytes(k, PAIRS_PER_CALL, self.dtype, setup.threads, setup.isa) for k in kernels)
+
+
+def open_experts(
+    model: Any, files: Sequence[str | Path] | None, settings: Settings, device: torch.device
+) -> tuple[CheckpointStore, Stores, Experts]:
+    """(the checkpoint, the stores that serve, how): for a model on the meta device with its experts' parameters still there.
+
+    Raises CheckpointError for a store that does not fit, ConfigError for a format or kernels that are not there.
+    """
+    source = locate_experts(model, files, model.dtype)
+    try:
+        return source, *reopen_experts(model, source, settings, device)
+    except BaseException:
+        source.close()
+        raise
+
+
+def reopen_experts(model: Any, source: CheckpointStore, settings: Settings, device: torch.device) -> tuple[Stores, Experts]:
+    """The same for a checkpoint that is known; the model's experts' parameters may be gone."""
+    if settings.hotness_state is not None:
+        refuse_unwritable(Path(settings.hotness_state).expanduser())
+    transposed = transposed_sections(model, source.inventory)
+    opened: list[StoreOnDisk] = []
+    sayings: list[str] = []
+    try:
+        for format in _asked(settings):
+            store, where = _open_store(source, settings, format, transposed)
+            opened.append(store)
+            sayings.append(where)
+        in_place = _codecs(Format.RAW, source.inventory, transposed)
+        codecs = tuple(store.contents.codecs if isinstance(store, PackedStore) else in_place for store in opened)
+        high, *low = opened
+        inventory = high.inventory if not low else dataclasses.replace(high.inventory, low_layouts=low[0].inventory.layouts)
+        return Stores(opened), _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
+    except BaseException:
+        for store in opened:
+            if store is not source:
+                store.close()
+        raise
+
+
+def _asked(settings: Settings) -> tuple[Format | None, ...]:
+    """The formats that slabs shall hold; None: whatever keeps every bit."""
+    if settings.pair is None:
+        return (None if settings.format == "auto" else Format(settings.format),)
+    return tuple(None if format is Format.RAW else format for format in settings.pair.resident)
+
+
+def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, device: torch.device) -> Experts:
+    """The same for a model whose files are not here, or not packed yet: what would be."""
+    transposed = transposed_sections(model, inventory)
+    formats = tuple(format or Format.RAW for format in _asked(settings))
+    codecs = tuple(_codecs(format, inventory, transposed) for format in formats)
+    if formats != (Format.RAW,):
+        inventory = paired(inventory, settings.pair or FormatPair(formats[0], None), transposed)
+    return _arrange(model, inventory, transposed, codecs, f"{' and '.join(formats)}, not packed yet", settings, device)
+
+
+def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozenset[str], ...]) -> tuple[Codec, ...]:
+    return tuple(codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True))
+
+
+def with_experts(plan: Plan, experts: Experts) -> Plan:
+    """The plan, which also says where the experts come from and who computes them."""
+    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend)
+
+
+def _open_store(
+    source: CheckpointStore, settings: Settings, asked: Format | None, transposed: tuple[frozenset[str], ...]
+) -> tuple[StoreOnDisk, str]:
+    """(the store that serves this format, None for one that keeps every bit; what to say about it)."""
+    formats = (
+        asked if settings.pair is None else ",".join(format for format in settings.pair.resident if format is not Format.RAW)
+    )
+    folder = find_store(source.paths[0].parent) if settings.store is None else None
+    if settings.store not in (None, NO_STORE):
+        folder = Path(settings.store).expanduser()
+        if not formats_in(folder):
+            raise ConfigError(
+                f"store={settings.store!r}: no packed format is there. Fix: vismoe pack MODEL --out {settings.store}, "
+                f"another folder, or --store {NO_STORE} to read in place"
+            )
+    if folder is None:
+        if asked in (None, Format.RAW):
+            return source, "raw, in place from the checkpoint"
+        raise ConfigError(
+            f"format='{asked}' needs packed experts, and there is no store beside {source.paths[0].parent}. "
+            f"Fix: vismoe pack MODEL --formats {formats}, or name the store (--store FOLDER)"
+        )
+    there = formats_in(folder)
+    chosen = asked or next((format for format in BEST_FIRST if format in there), None)
+    if chosen is None or (chosen is Format.RAW and chosen not in there):
+        return source, f"raw, in place from the checkpoint: {folder} holds {', '.join(there)}"
+    if chosen not in there:
+        raise ConfigError(f"format='{chosen}': {folder} holds {', '.join(there)}. Fix: {command(folder, chosen)}")
+    return PackedStore.open(folder, source, chosen, transposed), f"{chosen}, packed in {folder}"
+
+
+def _arrange(
+    model: Any,
+    inventory: ExpertInventory,
+    transposed: tuple[frozenset[str], ...],
+    codecs: tuple[tuple[Codec, ...], ...],
+    where: str,
+    settings: Settings,
+    device: torch.device,
+) -> Experts:
+    if settings.emulated_link_bytes_per_s is not None and device.type != "cpu":
+        raise ConfigError("emulated_link_bytes_per_s stands in for a device on the CPU. Fix: leave it out, or device='cpu'")
+    formats = tuple(by_geometry[0].format for by_geometry in codecs)
+    found: tuple[cpu.ExpertKernel, ...] | str = "torch was asked for"
+    if settings.kernels != "torch":
+        found = _kernels(forms_of(model, inventory), inventory, formats)
+    why_not = found if isinstance(found, str) else "the fast kernels are for the CPU" if device.type != "cpu" else None
+    if why_not and settings.kernels == "fast":
+        raise ConfigError(f"kernels='fast': {why_not}. Fix: kernels='auto' (--kernels auto)")
+    if not isinstance(found, str):
+        setup = cpu.start(min(torch.get_num_threads(), cores()))
+        fast = f"fast ({setup.isa}, {setup.threads} threads: {setup.why})"
+    if "importance" in settings.policy and any(getattr(module, "row_groups", 1) > 1 for _, module in expert_modules(model)):
+        raise ConfigError(
+            f"policy={settings.policy!r} weighs experts by the router's weights, and this family's experts get tokens that are "
+            "weighed already. Fix: policy='hotness' (--policy hotness)"
+        )
+    ways = ways_for(settings, device, inventory.raw_layouts, found if isinstance(found, str) else None)
+    policy_bytes = hitters_bytes(model, settings.context) if "importance" in settings.policy else 0
+    if "hotness" in settings.policy:
+        policy_bytes += profile_bytes([layer.num_experts for layer in inventory.layers])
+    described = (inventory, transposed, where, codecs)
+    if isinstance(found, str):
+        exact = "bit-identical to eager experts" if all(f.exact for f in formats) else "integer formats are restored first"
+        backend = f"torch ({exact}; {found})" if settings.kernels != "torch" else f"torch ({exact})"
+        return Experts(*described, None, None, None, backend, model.dtype, policy_bytes)
+    if device.type == "cpu":
+        return Experts(*described, found, None, ways, fast, model.dtype, policy_bytes)
+    backend = f"torch ({why_not})" + (f"; in host memory {fast}" if ways else "")
+    return Experts(*described, None, found if ways else None, ways, backend, model.dtype, policy_bytes)
+
+
+def _kernels(
+    forms: Sequence[ExpertForm | str], inventory: ExpertInventory, formats: Sequence[Format]
+) -> tuple[cpu.ExpertKernel, ...] | str:
+    """The CPU kernels of every geometry, or why there are none."""
+    found: list[cpu.ExpertKernel] = []
+    layouts = [inventory.layouts, inventory.low_layouts][: len(formats)]
+    for form, raw, *slabs in zip(forms, inventory.raw_layouts, *layouts, strict=True):
+        kernels: list[cpu.ExpertKernel] = []
+        for format, slab in zip(formats, slabs, strict=True):
+            kernel = form if isinstance(form, str) else cpu.ExpertKernel.of(format, raw, slab, form)
+            if isinstance(kernel, str):
+                return kernel
+            kernels.append(kernel)
+        found.append(cpu.ExpertKernel.mixed(kernels) if len(kernels) > 1 else kernels[0])
+    return tuple(found)

@@ -1,0 +1,186 @@
+"""A model without its weights: what `vismoe plan` needs, and what the engine reads before loading.
+
+Only config.json and, where the checkpoint is on this machine, the headers of its safetensors files are read.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from vismoe.config import Settings
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from vismoe.lookahead.calibration import Calibration
+from vismoe.machine.hardware import probe
+from vismoe.models.family.checkpoint_files import (
+    check_json_files,
+    config_file,
+    first_line,
+    read_json,
+    reading_checkpoint,
+    refuse_routing,
+    weight_files,
+)
+from vismoe.models.family.families import refuse_prequantized, refuse_unsupported
+from vismoe.models.family.forms import transposed_sections
+from vismoe.models.load.embeddings import table_bytes, table_of
+from vismoe.models.load.footprint import footprint, with_calibration
+from vismoe.models.load.locate import inventory_of, locate_experts
+from vismoe.models.load.opening import arrange_experts, open_experts, with_experts
+from vismoe.models.load.reading import settle_reading
+from vismoe.models.moe.adapters import adapt
+from vismoe.planning.plan import Plan
+from vismoe.ranges import shown
+from vismoe.store.checkpoint import CheckpointStore
+from vismoe.store.files import bounce_bytes
+
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+__all__ = ["describe", "experts_in_place", "model_class", "preview", "read_config", "torch_dtype"]
+
+
+def preview(
+    model: str | Path,
+    settings: Settings,
+    *,
+    device: str | None = None,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> Plan:
+    """The plan that loading `model` with these settings would follow.
+
+    Raises BudgetError, UnsupportedModelError or CheckpointError, as loading would.
+    """
+    with reading_checkpoint(model):
+        described, files = describe(model, revision=revision, dtype=dtype)
+        return _preview(described, files, settings, device)
+
+
+def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, device: str | None) -> Plan:
+    hardware = probe(device)
+    if files:
+        calibration = Calibration.find(files[0].parent, settings)
+        source, stores, experts = open_experts(described, files, settings, torch.device(hardware.device))
+        scratch_bytes, bounce, files, stored_bytes = stores.scratch_bytes, stores.bounce_bytes, stores.paths, stores.stored_bytes
+        table = table_bytes(described) if table_of(described, source.headers) else 0
+        stores.close()
+        source.close()
+    else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
+        experts = arrange_experts(described, inventory_of(described, described.dtype), settings, torch.device(hardware.device))
+        layouts, stored_bytes = (*experts.inventory.layouts, *experts.inventory.low_layouts), experts.inventory.slab_bytes
+        scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
+        bounce, table = bounce_bytes(max(layout.record_bytes for layout in layouts)), table_bytes(described)
+    needs = footprint(
+        described,
+        experts.inventory,
+        settings,
+        scratch_bytes=scratch_bytes,
+        by_kernels=experts.kernels is not None,
+        workspace_bytes=experts.workspace_bytes,
+        host_workspace_bytes=experts.host_workspace_bytes,
+        device=hardware.device,
+    )
+    needs = dataclasses.replace(needs, transposed=experts.transposed)
+    if files:
+        needs = with_calibration(needs, calibration, settings, torch.device(hardware.device))
+    reading = settle_reading(
+        needs, settings, hardware, bounce_bytes=bounce, table_bytes=table, files=files, stored_bytes=stored_bytes
+    )
+    return with_experts(reading.plan, experts)
+
+
+def describe(
+    model: str | Path, *, revision: str | None = None, dtype: str | torch.dtype = "auto"
+) -> tuple[PreTrainedModel, list[Path]]:
+    """(the model on the meta device, its safetensors files); no files where a hub model is not on this machine."""
+    config = read_config(model, revision=revision)
+    refuse_prequantized(config)
+    with reading_checkpoint(model):
+        cls = model_class(config)
+        with torch.device("meta"):
+            described = cls._from_config(config, dtype=torch_dtype(config, dtype))
+        adapt(described)
+    refuse_unsupported(described)
+    refuse_routing(described)
+    return described.eval(), checkpoint_files(model, revision=revision)
+
+
+def read_config(model: str | Path, *, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of a folder or hub name.
+
+    Raises CheckpointError when there is none, UnsupportedModelError for a type that transformers does not know.
+    """
+    path = config_file(model, revision)
+    values = read_json(path)
+    check_json_files(path.parent)
+    try:
+        return AutoConfig.from_pretrained(str(model), revision=revision or "main")
+    except Exception as error:  # the boundary to a file of others: values of any type and number
+        if values.get("model_type") in CONFIG_MAPPING:
+            raise CheckpointError(
+                f"{path} has values that no {values['model_type']} can have: {type(error).__name__}: {first_line(error)}. "
+                "Fix: download or copy this file again"
+            ) from error
+        raise UnsupportedModelError(
+            f"{model}: transformers {transformers.__version__} does not know this model "
+            f"(model_type={shown(values.get('model_type'))}): {first_line(error)}. "
+            "Instead: a newer transformers, or another model"
+        ) from error
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that generates: the checkpoint's own architecture, else image-text-to-text before causal language model."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None and getattr(found, "can_generate", lambda: False)():
+            return found
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise UnsupportedModelError(
+        f"{config.model_type}: transformers {transformers.__version__} has no class of it that generates text "
+        f"(architectures: {', '.join(config.architectures or ()) or 'none named'}). Instead: an instruction-tuned MoE checkpoint"
+    )
+
+
+def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[Path]:
+    """The safetensors files of a folder, or of a hub model when all are on this machine; only an index is ever downloaded."""
+    where: dict[str, Any] = {"revision": revision or "main", "_raise_exceptions_for_missing_entries": False}
+    local = Path(model).is_dir()
+    index = cached_file(str(model), SAFE_WEIGHTS_INDEX_NAME, **where, _raise_exceptions_for_connection_errors=False)
+    names = [SAFE_WEIGHTS_NAME]
+    if index is not None:
+        names = weight_files(Path(index))
+    found = [cached_file(str(model), name, **where, local_files_only=True) for name in names]
+    if all(found):
+        return [Path(file) for file in found]
+    if local and (index is not None or any(found)):
+        missing = [name for name, file in zip(names, found, strict=True) if not file]
+        first = f"{model} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}"
+        raise CheckpointError(f"{first}. Fix: download or copy the model again")
+    return []
+
+
+def torch_dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dtype:
+    """`auto` is the checkpoint's own type."""
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    found: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in COMPUTED:
+        raise ConfigError(f"dtype={shown(dtype)}: choose auto, bfloat16, float16 or float32. Fix: dtype='auto'")
+    return found
+
+
+def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
+    """A checkpoint's experts in place, and which of their matrices the model keeps as [in, out]. Raises CheckpointError."""
+    described, files = describe(model, revision=revision)
+    if not files:
+        raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
+    source = locate_experts(described, files, described.dtype)
+    return source, transposed_sections(described, source.inventory)

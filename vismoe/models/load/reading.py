@@ -1,0 +1,117 @@
+"""What stays on disk and how it is read: what was asked for, what was measured on this machine, and what the plan leaves free."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vismoe.config import Settings, format_bytes
+from vismoe.errors import BudgetError, ConfigError
+from vismoe.machine.choices import Choices, choose
+from vismoe.machine.profile import load_profile
+from vismoe.planning.needs import Footprint, Hardware
+from vismoe.planning.plan import Plan, plan
+from vismoe.store.expert_store import StoreOnDisk
+from vismoe.store.several import Stores
+
+__all__ = ["Reading", "settle_reading", "start_reading"]
+
+WORTHWHILE_TABLE_BYTES = 16 * 2**20  # smaller embeddings are held: a read for every token is not worth them
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The plan, which says how experts and embeddings are read and why, and what follows from it for loading."""
+
+    plan: Plan
+    past_cache: bool
+    embeddings_on_disk: bool
+
+
+def settle_reading(
+    needs: Footprint,
+    settings: Settings,
+    hardware: Hardware,
+    *,
+    bounce_bytes: int,
+    table_bytes: int,
+    files: Sequence[Path],
+    stored_bytes: int,
+) -> Reading:
+    """Plan with everything that is settled before loading.
+
+    `bounce_bytes`: what a thread needs to read past the page cache, beside what it needs to rearrange (`needs.scratch_bytes`);
+    `table_bytes`: token embeddings that could stay on disk, 0 where they cannot; `stored_bytes`: all experts in `files`.
+    Raises what `plan` raises, and ConfigError.
+    """
+    draft, _ = _place_table(needs, settings, hardware, table_bytes)
+    choices = _choose(needs, settings, hardware, draft, files, stored_bytes)
+    if choices.direct_reads:
+        needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + bounce_bytes)
+    memory, on_disk = _place_table(needs, dataclasses.replace(settings, io_threads=choices.io_threads), hardware, table_bytes)
+    sentences = [choices.reasons["direct_reads"], choices.reasons["io_threads"]]
+    if memory.io_threads != choices.io_threads:
+        sentences[1] += f"; {memory.io_threads} in each of {hardware.local_world_size} processes"
+    if on_disk:
+        sentences.append(f"embeddings: {format_bytes(table_bytes)} stay on disk, a token reads its row")
+    return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk)
+
+
+def start_reading(store: StoreOnDisk | Stores, reading: Reading, settings: Settings) -> tuple[Plan, bool]:
+    """Tell the store how to read; returns the plan, corrected where the filesystem cannot, and whether experts are read past the
+    page cache. Raises ConfigError."""
+    memory = reading.plan
+    refused = store.read_past_cache() if reading.past_cache else None
+    if refused is None:
+        return memory, reading.past_cache
+    if settings.reads == "direct":
+        raise ConfigError(f"reads='direct': {refused}. Fix: reads='cached' (--reads cached)")
+    return dataclasses.replace(memory, reading=(f"page cache: {refused}", *memory.reading[1:])), False
+
+
+def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table_bytes: int) -> tuple[Plan, bool]:
+    """(the plan, whether the embeddings stay on disk): `auto` leaves them there where that makes room for experts."""
+    asked = settings.embeddings
+    if asked == "disk" and not table_bytes:
+        raise ConfigError(
+            "embeddings='disk': the embeddings of this model are tied to another weight, or not one plain table in a checkpoint. "
+            "Fix: embeddings='auto' (--embeddings auto)"
+        )
+    if asked == "memory" or (asked == "auto" and table_bytes < WORTHWHILE_TABLE_BYTES):
+        return plan(needs, settings, hardware), False
+    backbone = tuple((name, nbytes - (table_bytes if name == "embeddings" else 0)) for name, nbytes in needs.backbone)
+    lean = plan(dataclasses.replace(needs, backbone=backbone), settings, hardware)
+    if asked == "disk":
+        return lean, True
+    try:
+        held = plan(needs, settings, hardware)
+    except BudgetError:
+        return lean, True
+    if (lean.resident_experts, sum(lean.slabs)) > (held.resident_experts, sum(held.slabs)):  # of all, or in more precision
+        return lean, True
+    return dataclasses.replace(held, minimum_bytes=lean.minimum_bytes), False
+
+
+def _choose(
+    needs: Footprint, settings: Settings, hardware: Hardware, draft: Plan, files: Sequence[Path], stored_bytes: int
+) -> Choices:
+    """How to read, from the machine's profile; what a setting names is not chosen."""
+    held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
+    inventory = needs.inventory
+    choices = choose(
+        load_profile(),
+        expert_bytes=max(layout.record_bytes for layout in inventory.layouts),
+        checkpoint_bytes=stored_bytes,
+        spare_bytes=hardware.free_host_bytes - held_bytes * hardware.local_world_size,
+        cores=hardware.cores,
+        device=hardware.device,
+        path=files[0].parent if files else Path.cwd(),
+    )
+    reasons = dict(choices.reasons)
+    if settings.reads != "auto":
+        reasons["direct_reads"] = f"{'O_DIRECT' if settings.reads == 'direct' else 'page cache'}: asked for"
+    if isinstance(settings.io_threads, int):
+        reasons["io_threads"] = f"{settings.io_threads} thread{'s' if settings.io_threads > 1 else ''}: asked for"
+    direct = choices.direct_reads if settings.reads == "auto" else settings.reads == "direct"
+    threads = settings.io_threads if isinstance(settings.io_threads, int) else choices.io_threads
+    return dataclasses.replace(choices, direct_reads=direct, io_threads=threads, reasons=reasons)

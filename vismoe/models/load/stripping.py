@@ -1,0 +1,58 @@
+"""Taking the experts out of a model before its weights are loaded, and the mapped files out of it afterwards.
+
+`strip_experts` runs on the meta device: parameters that are not there when weights are loaded cost no I/O and no memory.
+`own_memory` runs after loading: transformers leaves parameters as views of mapped files, at addresses aligned to nothing; a
+file truncated later would kill the process, and float32 products change bits with the alignment of an operand.
+"""
+
+import re
+
+import torch
+from torch import nn
+
+from vismoe.models.family.families import expert_modules, expert_parameters
+
+__all__ = ["own_memory", "strip_experts"]
+
+
+def strip_experts(model: nn.Module) -> int:
+    """Remove every routed expert's parameters from a model on the meta device; return their number of elements.
+
+    The attributes stay, as None. The checkpoint's experts are then neither loaded, nor reported as unexpected, nor initialised.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    elements = 0
+    for path, module in expert_modules(model):
+        for name, parameter in expert_parameters(module).items():
+            elements += parameter.numel()
+            delattr(module, name)
+            module.register_parameter(name, None)
+            ignored.add(re.escape(f"{path}.{name}") + "$")
+            tied.pop(f"{path}.{name}", None)
+        module._is_hf_initialized = True  # type: ignore[assignment]  # or _init_weights would touch the None
+        block = model.get_submodule(path.rpartition(".")[0])
+        if not block._parameters and not block._buffers:  # some families initialise the experts from there
+            block._is_hf_initialized = True  # type: ignore[assignment]
+    model._keys_to_ignore_on_load_unexpected = ignored  # type: ignore[assignment]
+    return elements
+
+
+def own_memory(model: nn.Module) -> int:
+    """Copy every CPU parameter and buffer into anonymous memory, one by one; return bytes copied.
+
+    Objects stay the same, so ties stay; tensors that were the same memory become the same copy. The peak is one tensor more.
+    """
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    owned: set[int] = set()
+    copied_bytes = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "cpu" or id(tensor) in owned or tensor.numel() == 0:
+            continue
+        owned.add(id(tensor))
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+            copied_bytes += tensor.nbytes
+        tensor.data = copies[key]
+    return copied_bytes

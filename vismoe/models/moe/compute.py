@@ -1,0 +1,237 @@
+"""The arithmetic of one MoE layer over lent experts, by torch or by the CPU kernels.
+
+Both compute experts as they arrive, keep one result per (token, choice), and add in ascending expert id, so that hits, misses and
+the order of arrival never change a bit. `TorchExperts` follows eager exactly (eager.py). `FastExperts` computes directly from
+slab records with float32 accumulation and rounds the result once.
+Shapes: hidden `[T, H]`, routing `[T, K]`, factors `[T, K]`; P pairs of a token and one of its experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from vismoe.formats.codec import Codec
+from vismoe.kernels import cpu
+from vismoe.models.family.families import accumulator_dtype
+from vismoe.models.moe.eager import BLOCK_ROWS, ExpertRows, OneRow, block_rows, expert_output
+from vismoe.paging.lent import Lent
+from vismoe.paging.pager import Lease
+from vismoe.types import ExpertInventory
+
+__all__ = ["FastExperts", "LayerWork", "TorchExperts"]
+
+PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
+Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class Records(NamedTuple):
+    """Addresses of experts' records, int64 `[n]`, and their formats, uint8 `[n]` (None: there is one format)."""
+
+    experts: list[int]
+    addresses: np.ndarray
+    precisions: np.ndarray | None = None
+
+
+class LayerWork(Protocol):
+    """One MoE layer of one forward pass, prepared for computation."""
+
+    experts: list[int]  # ascending
+
+    @property
+    def tokens(self) -> list[int]:
+        """Number of tokens that chose each expert."""
+        ...
+
+    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
+        """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
+        ...
+
+
+class ExpertBackend(Protocol):
+    """The implementation of products and sums: torch or the kernels."""
+
+    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> LayerWork: ...
+
+
+class TorchExperts:
+    """Eager's arithmetic; experts in integer formats are restored to the model's type, one at a time."""
+
+    def __init__(
+        self,
+        inventory: ExpertInventory,
+        codecs: Sequence[Sequence[Codec]],
+        device: torch.device,
+        host: "FastExperts | None" = None,
+    ):
+        """`codecs`: by precision, for each geometry."""
+        self.inventory, self.codecs, self.host = inventory, codecs, host
+        self._restored = [
+            torch.empty(0 if all(c.format.exact for c in pair) else pair[0].raw.record_bytes, dtype=torch.uint8, device=device)
+            for pair in zip(*codecs, strict=True)
+        ]
+
+    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "_TorchWork":
+        return _TorchWork(self, layer, module, routing, hidden, factors)
+
+    def weights(self, layer: int, lent: Lent) -> dict[str, torch.Tensor]:
+        """The expert in the model's type and orientation, valid until the next call."""
+        geometry = self.inventory.layers[layer].geometry
+        codec, buffer = self.codecs[lent.precision][geometry], self._restored[geometry]
+        if codec.format.exact:
+            return lent.weights
+        codec.restore(_record(lent, codec.slab.record_bytes), buffer)
+        return codec.raw.views(buffer)
+
+
+def _record(lent: Lent, record_bytes: int) -> torch.Tensor:
+    """The whole record, uint8 `[record_bytes]`, that begins with the expert's first section."""
+    first = next(iter(lent.weights.values()))
+    at_bytes = first.storage_offset() * first.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), at_bytes, (record_bytes,), (1,))
+
+
+class _TorchWork:
+    def __init__(
+        self, parent: TorchExperts, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor
+    ):
+        self._parent, self._layer, self._module, self._hidden = parent, layer, module, hidden
+        self._accumulator = accumulator_dtype(module, hidden, factors)
+        self._rows: ExpertRows | OneRow = ExpertRows.of(routing, module.num_experts, hidden, factors)
+        self._routing, self._factors = routing, factors
+        self.experts = self._rows.experts
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._rows.tokens
+
+    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
+        out = torch.zeros_like(self._hidden, dtype=self._accumulator)
+        parts: dict[int, torch.Tensor] = {}
+        if demand.computes_below:
+            _ = self._below  # copies its inputs from the device now, before work is queued there
+        for group in demand.groups(in_order):
+            for lent in group:
+                if in_order:
+                    self._rows.add(out, lent.expert, self._part(lent))
+                else:
+                    parts[lent.expert] = self._part(lent)
+        for expert in parts and self.experts:
+            self._rows.add(out, expert, parts[expert])
+        return out.to(self._hidden.dtype)
+
+    @cached_property
+    def _below(self) -> "_FastWork":
+        """The same layer for the kernels, which compute in host memory; created only when an expert is lent from there."""
+        host = self._parent.host
+        assert host is not None, "experts are lent from host memory only if there are kernels"
+        return host.begin(self._layer, self._module, self._routing, self._hidden.cpu(), self._factors.cpu())
+
+    def _part(self, lent: Lent) -> torch.Tensor:
+        """One expert's rows `[n, H]`, multiplied by the routing weights."""
+        if lent.on_host:
+            return self._rows.arranged(lent.expert, self._below.part(lent).to(self._hidden))
+        rows = self._rows.inputs(lent.expert)
+        most = block_rows(rows.dtype, rows.device.type) if len(rows) > BLOCK_ROWS else None
+        output = expert_output(self._module, self._parent.weights(self._layer, lent), rows, most)
+        return self._rows.weigh(lent.expert, output)
+
+
+class FastExperts:
+    """The CPU kernels. One call computes all resident experts of a layer."""
+
+    def __init__(self, inventory: ExpertInventory, kernels: Sequence[cpu.ExpertKernel]):
+        self.inventory, self.kernels = inventory, kernels
+
+    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "_FastWork":
+        kernel = self.kernels[self.inventory.layers[layer].geometry]
+        return _FastWork(kernel, module.num_experts, routing, hidden, factors)
+
+
+class _FastWork:
+    """P pairs sorted by expert, then token: pairs `starts[i] .. starts[i + 1]` belong to `experts[i]`."""
+
+    def __init__(
+        self, kernel: cpu.ExpertKernel, num_experts: int, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor
+    ):
+        self._kernel, self._type, self._hidden = kernel, hidden.dtype, hidden.contiguous()
+        self.experts, self._starts, self._tokens, places = cpu.route(routing, num_experts)
+        self._factors = factors.detach().float().numpy().ravel()[places]
+
+    @property
+    def tokens(self) -> list[int]:
+        return np.diff(self._starts).tolist()
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {expert: i for i, expert in enumerate(self.experts)}
+
+    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
+        return self._added(demand) if in_order else self._combined(demand)
+
+    def part(self, lent: Lent) -> torch.Tensor:
+        """One expert's rows `[n, H]` float32, multiplied by the routing weights."""
+        address = np.array([next(iter(lent.weights.values())).data_ptr()])  # a record begins with its first section
+        return self._parts(Records([lent.expert], address), self._pairs([lent.expert]))
+
+    def _added(self, demand: Lease) -> torch.Tensor:
+        out = torch.zeros(self._hidden.shape, dtype=torch.float32)
+        for group in demand.groups(in_order=True):
+            records = Records(group.experts, group.addresses, group.precisions)
+            for _, call, precisions in self._calls(records, self._pairs(group.experts)):
+                self._kernel.add(*call, self._hidden, out, precisions)
+        return out.to(self._type)
+
+    def _combined(self, demand: Lease) -> torch.Tensor:
+        results: list[torch.Tensor] = []
+        some: list[np.ndarray] = []
+        for group in demand.groups(in_order=False):
+            pairs = self._pairs(group.experts)
+            results.append(self._parts(Records(group.experts, group.addresses, group.precisions), pairs))
+            if pairs is not None:
+                some.append(pairs)
+        if not results:  # every choice was a sentinel
+            return torch.zeros(self._hidden.shape, dtype=self._type)
+        parts = torch.cat(results)[torch.from_numpy(np.argsort(np.concatenate(some)))] if some else results[0]
+        out = torch.empty(self._hidden.shape, dtype=self._type)
+        cpu.combine(parts, self._tokens, out)
+        return out
+
+    def _parts(self, records: Records, pairs: np.ndarray | None) -> torch.Tensor:
+        count = len(self._tokens) if pairs is None else len(pairs)
+        out = torch.empty(count, self._hidden.shape[1], dtype=torch.float32)
+        for rows, call, precisions in self._calls(records, pairs):
+            self._kernel.parts(*call, self._hidden, out[rows], precisions)
+        return out
+
+    def _pairs(self, experts: list[int]) -> np.ndarray | None:
+        """The pairs of some experts, expert by expert; None for all experts, whose pairs are in ascending order."""
+        if len(experts) == len(self.experts):
+            return None
+        at = [self._index[expert] for expert in experts]
+        return np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in at])
+
+    def _calls(self, lying: Records, pairs: np.ndarray | None) -> Iterator[tuple[slice, Call, np.ndarray | None]]:
+        """(slice of the pairs, the call for them, the formats of its records), with at most PAIRS_PER_CALL pairs per call;
+        results do not depend on the cuts."""
+        records, starts, tokens, factors = call = self._call(lying.experts, lying.addresses, pairs)
+        if len(tokens) <= PAIRS_PER_CALL:
+            yield slice(None), call, lying.precisions
+            return
+        for begin in range(0, len(tokens), PAIRS_PER_CALL):
+            end = min(begin + PAIRS_PER_CALL, len(tokens))
+            first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left")
+            cut = (np.clip(starts[first : last + 1], begin, end) - begin).astype(np.int32)
+            precisions = None if lying.precisions is None else lying.precisions[first:last]
+            yield slice(begin, end), (records[first:last], cut, tokens[begin:end], factors[begin:end]), precisions
+
+    def _call(self, experts: list[int], addresses: np.ndarray, pairs: np.ndarray | None) -> Call:
+        """(record addresses `[n]`, starts `[n + 1]`, tokens, factors) of some experts."""
+        records = addresses.view(np.uint64)
+        if pairs is None:
+            return records, self._starts, self._tokens, self._factors
+        at = np.array([self._index[expert] for expert in experts])
+        starts = np.concatenate([[0], np.cumsum(self._starts[at + 1] - self._starts[at])]).astype(np.int32)
+        return records, starts, self._tokens[pairs], self._factors[pairs]

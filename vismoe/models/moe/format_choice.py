@@ -1,0 +1,113 @@
+"""The policy of a running model: takes the routers' choices and tells the pager the format of each needed expert.
+
+`vismoe.precision` decides; this module provides the facts: routing and weights on the host, which tokens are real, and which
+tokens of a prompt received most attention. One thread calls.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from vismoe.models.moe.heavy_hitters import HeavyHitters
+from vismoe.paging.pager import Pager
+from vismoe.precision.controller import Choice, Precision
+from vismoe.precision.importance import critical_ahead, heavy_hitters
+from vismoe.types import ExpertInventory
+
+__all__ = ["FormatChooser", "LayerRows"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """The tokens that reach a layer: T rows, of B sequences one after the other."""
+
+    decoding: bool
+    sequences: int = 1
+    real: np.ndarray | None = None  # bool [T]; None: all
+    encoding: bool = False  # patches in a vision tower, whose experts serve in their resident format
+
+
+class FormatChooser:
+    """`hitters`: measures the attention in a prompt; a string is the reason if it cannot, and then every prompt token counts."""
+
+    def __init__(self, precision: Precision, inventory: ExpertInventory, hitters: HeavyHitters | str, deterministic: bool):
+        self.precision, self.hitters = precision, hitters
+        self._layers, self._deterministic = inventory.layers, deterministic
+        self._tokens = 0  # real tokens of the current step
+        self._unheard: set[int] = set()  # layers with a logged warning
+
+    @property
+    def about(self) -> str:
+        """A clause that says how the importance of a prompt's tokens is known."""
+        if not self.precision.policy.importance:
+            return ""
+        heard = self.hitters.source if isinstance(self.hitters, HeavyHitters) else f"all tokens count: {self.hitters}"
+        return f"; importance in prefill by {heard}"
+
+    def begin_step(self, pager: Pager, decoding: bool, tokens: int, real: np.ndarray | None) -> None:
+        """Begins a forward pass over `tokens` rows, `real` bool `[tokens]` (None: all); uses what the previous pass showed."""
+        self.end_step(pager)
+        self._tokens = tokens if real is None else int(real.sum())
+        if isinstance(self.hitters, HeavyHitters):
+            if decoding:
+                self.hitters.end()
+            else:
+                self.hitters.begin(real)
+
+    def narrow(self, kept: np.ndarray) -> None:
+        """From now on the layers of this pass see `kept` int32 `[T]` of its tokens, -1 for pad slots."""
+        if isinstance(self.hitters, HeavyHitters):
+            self.hitters.narrow(kept)
+
+    def end_step(self, pager: Pager) -> None:
+        """Ends the forward pass: experts that became hot or cold begin to move."""
+        tokens, self._tokens = self._tokens, 0
+        moves = self.precision.end_step(tokens) if tokens else None
+        if moves is None:
+            return
+        pager.retarget(self.precision.targets, moves.promote, moves.demote)
+        if self._deterministic:
+            pager.settle()
+
+    def at_layer(self, layer: int, rows: LayerRows, routing: np.ndarray, weights: np.ndarray) -> Choice:
+        """What the layer needs; routing int64 and weights float32 `[T, K]`."""
+        if rows.encoding and not self.precision.policy.hotness:
+            return Choice(routing, weights)
+        sequence = None
+        if rows.sequences > 1:
+            sequence = np.repeat(np.arange(rows.sequences), len(routing) // rows.sequences)
+        hitters = None
+        if self.precision.policy.importance and not rows.decoding:
+            hitters = self._heavy_hitters(layer, rows, len(routing), sequence)
+        return self.precision.at_layer(layer, rows.decoding, routing, weights, hitters, sequence, rows.real)
+
+    def _heavy_hitters(self, layer: int, rows: LayerRows, tokens: int, sequence: np.ndarray | None) -> np.ndarray:
+        if not isinstance(self.hitters, HeavyHitters):
+            return np.ones(tokens, bool)
+        received = self.hitters.received(layer)
+        if layer == self._layers[-1].index:
+            self.hitters.end()
+        if received is not None and len(received) == tokens:
+            return heavy_hitters(received, rows.real, sequence)
+        if layer not in self._unheard:
+            self._unheard.add(layer)
+            logger.warning(
+                "MoE layer %d: the attention to its %d rows is unknown, so all of them count as important", layer, tokens
+            )
+        return np.ones(tokens, bool)
+
+    def ahead(self, layer: int, scores: np.ndarray, decoding: bool) -> np.ndarray:
+        """Which of the experts that are predicted after `layer` will be critical: bool `[W, E]` from scores `[W, E]`."""
+        ahead = self._layers[layer + 1 : layer + 1 + len(scores)]
+        beyond = [0] * (len(scores) - len(ahead))
+        ratios = [*self.precision.ratios[layer + 1 : layer + 1 + len(ahead)], *beyond]
+        most = [*(self._tokens * moe.top_k for moe in ahead), *beyond]
+        return critical_ahead(scores, ratios, most if decoding else None)
+
+    def close(self) -> None:
+        """Undo the changes to the model."""
+        if isinstance(self.hitters, HeavyHitters):
+            self.hitters.end()

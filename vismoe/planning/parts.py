@@ -1,0 +1,165 @@
+"""The named shares of memory that a plan adds up: each part and its bytes at a context.
+
+Pure, except that it checks whether Triton is installed.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from vismoe.config import format_bytes
+from vismoe.pair import Format, FormatPair
+from vismoe.planning.apportion import Division, experts_of, prefix_bytes
+from vismoe.planning.needs import Footprint, mask_bytes
+from vismoe.pools.kernel_cache import kernel_cache_bytes
+from vismoe.types import ExpertInventory, RecordLayout
+
+DECODE_ROWS = 8  # sequences of a batch for which the combine buffer is planned
+HEAP_BYTES = 8 * 2**20
+RUNTIME_BYTES = {
+    "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
+    "cuda": 512 * 2**20,  # not measured yet: context, loaded kernels, cuBLAS workspace
+}
+TRITON_BYTES = 66 * 2**20  # measured: resident part of its library
+RUNTIME_NOTES = {"cpu": "model code, processor, threads", "cuda": "context, kernels, workspace (an estimate)"}
+
+
+@dataclass(frozen=True)
+class PlanPart:
+    """One named share of memory. `inside` names the part that already counts these bytes (a detail, not a summand)."""
+
+    name: str
+    bytes: int
+    note: str = ""
+    inside: str = ""
+
+
+def total(parts: tuple[PlanPart, ...] | list[PlanPart]) -> int:
+    """Bytes of all summands: parts that are not details of others."""
+    return sum(part.bytes for part in parts if not part.inside)
+
+
+def mask_room(need: Footprint, context: int, most_bytes: int) -> int:
+    """Bytes that explicit attention masks may take: `most_bytes`, or one row of the whole context if that is more."""
+    return min(most_bytes, mask_bytes(1, context, context, need.dtype))
+
+
+def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int) -> list[PlanPart]:
+    """Everything on the device except experts and staging, for `context` tokens and masks of `most_mask_bytes`.
+
+    On the CPU, freed tensors go back to the system (malloc.py), and the slack covers holes between small blocks. On a GPU a phase
+    cannot use all memory that the previous phase freed, so the two largest phases are counted.
+    """
+    images = min(need.max_image_tokens, context)
+    held = need.image_token_bytes * images
+    combine = need.combine_token_bytes * DECODE_ROWS
+    prefill, encode, decode = need.prompt_bytes(context) + held, need.encode(images), need.decode(context) + combine
+    largest, second, _ = sorted((prefill, encode, decode), reverse=True)
+    masks = mask_room(need, context, most_mask_bytes)
+    padding = max(0, prefill + need.padding(context) + masks - largest)
+    slack, why = (HEAP_BYTES, "holes between small blocks of the heap") if device == "cpu" else (second, "between the phases")
+    copied = max((layer.copy_token_bytes * layer.tokens(context) for layer in need.cache_layers), default=0)
+    details = [
+        PlanPart("vision", encode, f"{images} image tokens in one request; attention without an N x N matrix", "activations"),
+        PlanPart(
+            "prefill", prefill, f"{context} tokens in one forward, with {format_bytes(held)} of image features", "activations"
+        ),
+        PlanPart("decode", decode, "one token per sequence", "activations"),
+        PlanPart("KV cache's copy while it grows", copied, "within decode", "activations"),
+        PlanPart("combine buffer", combine, f"within decode, up to {DECODE_ROWS} sequences", "activations"),
+    ]
+    return [
+        *(PlanPart(name, nbytes) for name, nbytes in need.backbone if nbytes),
+        PlanPart("KV cache", need.cache_bytes(context), f"{context} tokens over all sequences"),
+        PlanPart("activations", largest, "the largest of these phases"),
+        *(detail for detail in details if detail.bytes),
+        PlanPart("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts after cached prompts"),
+        PlanPart("allocator slack", slack, why),
+        PlanPart("logits", need.logits_bytes, "one row kept"),
+        *workspace_part(need.workspace_bytes),
+        *(_of_a_cpu(need) if device == "cpu" else []),
+        PlanPart("runtime", RUNTIME_BYTES[device], RUNTIME_NOTES[device]),
+    ]
+
+
+def workspace_part(nbytes: int) -> list[PlanPart]:
+    """The workspace of the backend that computes experts; torch keeps nothing beyond the activations."""
+    return [PlanPart("expert workspace", nbytes, "kept to compute experts")] if nbytes else []
+
+
+def _of_a_cpu(need: Footprint) -> list[PlanPart]:
+    """Parts in host memory, which are inside the budget only if the CPU is the device."""
+    note = f"generated code for the {need.kernel_entries // 2} latest shapes of a product"
+    triton = [PlanPart("Triton", TRITON_BYTES, "torch imports it where it is installed")] if find_spec("triton") else []
+    return [
+        PlanPart("kernel caches", kernel_cache_bytes(need.dtype, need.kernel_entries), note),
+        PlanPart("tokenizer", need.tokenizer_bytes),
+        *triton,
+    ]
+
+
+def staging_part(need: Footprint, io_threads: int) -> list[PlanPart]:
+    """Bounce buffers of the reading threads and of the demanding thread; none if reads go straight into records."""
+    nbytes = need.scratch_bytes * (io_threads + 1)
+    return (
+        [PlanPart("staging", nbytes, f"bounce buffers of {io_threads} reading threads and the demanding one")] if nbytes else []
+    )
+
+
+def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:
+    """Encoded images that are cached between requests; none for a text model."""
+    return [PlanPart("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
+
+
+def request_part(nbytes: int) -> list[PlanPart]:
+    """Host memory that a server's requests hold beside the model."""
+    return [PlanPart("request memory", nbytes, "bodies, pictures and their decoders, prompts in preparation")] if nbytes else []
+
+
+def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPair | None, emulated: bool) -> list[PlanPart]:
+    """Pinned prefix and one pool per geometry and format. With an emulated link the slabs alias the host tier's records."""
+    parts = []
+    if division.pinned_layers:
+        note = f"all experts of the first {division.pinned_layers} MoE layers"
+        parts.append(PlanPart("pinned prefix", prefix_bytes(inventory, division.pinned_layers), note))
+    dynamic = experts_of(inventory.layers[division.pinned_layers :], len(inventory.layouts))
+    alias = ", aliasing the host tier" if emulated else ""
+    for geometry, (slabs, layout) in enumerate(zip(division.slabs, inventory.layouts, strict=True)):
+        name = "expert pool" if len(division.slabs) == 1 else f"expert pool {geometry}"
+        if pair is not None:
+            parts += _pair_parts(inventory, division, pair, geometry, name, alias)
+            continue
+        note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {dynamic[geometry]} experts"
+        parts.append(PlanPart(name, slabs * layout.record_bytes, note + alias))
+    return parts
+
+
+def _pair_parts(
+    inventory: ExpertInventory, division: Division, pair: FormatPair, geometry: int, name: str, alias: str
+) -> list[PlanPart]:
+    """The pools of one geometry by format; slabs that only copies in flight use are listed as a detail of the better pool."""
+
+    def pool(format: Format, slabs: int, layout: RecordLayout, whose: str) -> PlanPart:
+        note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {whose}{alias}"
+        return PlanPart(f"{name} {format}", slabs * layout.record_bytes, note)
+
+    layout = inventory.layouts[geometry]
+    parts = [pool(pair.high, division.slabs[geometry], layout, _who_is_high(inventory, division, pair, geometry))]
+    if division.transient and (in_flight := division.transient[geometry]):
+        note = f"{in_flight} of these slabs, for copies in flight"
+        parts.append(PlanPart("transient buffer", in_flight * layout.record_bytes, note, parts[0].name))
+    if pair.low is not None and (slabs := division.low_slabs[geometry]):
+        parts.append(pool(pair.low, slabs, inventory.low_layouts[geometry], "the others"))
+    return parts
+
+
+def _who_is_high(inventory: ExpertInventory, division: Division, pair: FormatPair, geometry: int) -> str:
+    """Which experts the slabs of the better format hold, in words."""
+    if pair.low is None:
+        return "critical experts; others are skipped"
+    layers = inventory.layers_of(geometry)
+    if not division.low_slabs[geometry]:
+        return f"all {sum(layer.num_experts for layer in layers)} experts"
+    if not division.hot_quota:
+        return "critical experts"
+    least, *_, most = sorted([division.hot_quota[layer.index] for layer in layers] * 2)
+    return f"the hottest {least if least == most else f'{least} to {most}'} experts of each layer"

@@ -1,0 +1,108 @@
+"""Slab pools: one allocation, cut into fixed-size blocks at start; taking and freeing a slab is O(1) and never allocates.
+
+A slab holds one record (one expert in one format) and starts on a 64-byte boundary, which float32 GEMV needs to give the same
+bits as freshly allocated weights. A pool in host memory starts on a disk block's boundary, so that O_DIRECT can read into slabs
+of whole blocks. The page table, not the pool, knows which expert a slab holds.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vismoe.errors import TransferError
+from vismoe.types import BLOCK_BYTES, RecordLayout
+
+
+class SlabPool:
+    """`slabs` blocks of one record layout on one device; `page_locked` host memory for fast copies to a GPU.
+
+    With `aliased=True` the pool owns no bytes: each slab shows a record that was aliased into it (an emulated device tier on a
+    machine without a device, where slabs are the host tier's records).
+    """
+
+    precision: np.ndarray | None = None  # None: one format in all slabs; `Slabs` combines pools of several formats
+
+    def __init__(
+        self,
+        layout: RecordLayout,
+        slabs: int,
+        device: torch.device | str = "cpu",
+        page_locked: bool = False,
+        aliased: bool = False,
+    ):
+        self.layout, self.capacity, self.aliased = layout, slabs, aliased
+        nbytes = 0 if aliased else slabs * layout.record_bytes
+        memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % BLOCK_BYTES
+        self.buffer = memory[start : start + nbytes].view(-1, layout.record_bytes)
+        if page_locked:
+            weakref.finalize(self, _page_lock(self.buffer), self.buffer.data_ptr())
+        self.addresses = memory.data_ptr() + start + layout.record_bytes * np.arange(slabs)  # int64 [S], on the pool's device
+        self._views: list[dict[str, torch.Tensor]] = [layout.views(record) for record in self.buffer]
+        if aliased:
+            self._views = [{} for _ in range(slabs)]
+        self._free = list(range(slabs - 1, -1, -1))
+        self._is_free = [True] * slabs
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel()
+
+    @property
+    def free(self) -> int:
+        """Number of free slabs."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """The index of a free slab, which is then taken; None if all are taken."""
+        if not self._free:
+            return None
+        slab = self._free.pop()
+        self._is_free[slab] = False
+        return slab
+
+    def give_back(self, slab: int) -> None:
+        assert not self._is_free[slab], f"slab {slab} was freed twice"
+        self._is_free[slab] = True
+        self._free.append(slab)
+
+    def free_only(self, slabs: list[int]) -> None:
+        """Make exactly these slabs free; repairs the pool after an interrupt."""
+        self._free = sorted(slabs, reverse=True)
+        self._is_free = [False] * self.capacity
+        for slab in slabs:
+            self._is_free[slab] = True
+
+    def record(self, slab: int) -> torch.Tensor:
+        """The slab's bytes, uint8 `[record_bytes]`."""
+        return self.buffer[slab]
+
+    def weights(self, slab: int) -> dict[str, torch.Tensor]:
+        """Typed views of the slab's sections, created once."""
+        return self._views[slab]
+
+    def alias(self, slab: int, other: "SlabPool", others_slab: int) -> None:
+        """Make an aliased pool's slab show another pool's record."""
+        assert self.aliased
+        self._views[slab], self.addresses[slab] = other._views[others_slab], other.addresses[others_slab]
+
+    def check_integrity(self) -> None:
+        assert len(self._free) == len(set(self._free)) == sum(self._is_free), "free list and free flags disagree"
+        assert all(self._is_free[slab] for slab in self._free)
+
+
+def _page_lock(buffer: torch.Tensor) -> Callable[[int], object]:
+    """Register ordinary memory with CUDA; returns the function that undoes this, given the address.
+
+    torch's own page-locked allocator rounds up to a power of two, which would be up to twice the plan.
+    """
+    cuda = torch.cuda.cudart()
+    status = cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    if int(status) != 0:
+        raise TransferError(
+            f"{buffer.numel()} bytes of host memory could not be page-locked (CUDA error {int(status)}). "
+            "Fix: a smaller host_memory (--host-memory), or raise the limit of locked memory (ulimit -l)"
+        )
+    return cuda.cudaHostUnregister

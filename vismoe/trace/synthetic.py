@@ -1,0 +1,79 @@
+"""Traces nobody recorded: stationary, skewed routing with known statistics, for tests and for a feeling of the orders."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout, TokenKind
+
+__all__ = ["SyntheticTrace", "inventory_of", "skewed_trace"]
+
+
+@dataclass(frozen=True)
+class SyntheticTrace:
+    """A trace in memory."""
+
+    inventory: ExpertInventory
+    steps: list[TraceStep]
+
+    def __iter__(self) -> Iterator[TraceStep]:
+        return iter(self.steps)
+
+
+def inventory_of(layers: int, experts: int, top_k: int, record_bytes: int = 1024) -> ExpertInventory:
+    """One geometry whose records have no sections."""
+    moe = tuple(MoELayer(i, f"layers.{i}.mlp.experts", experts, top_k, 0) for i in range(layers))
+    return ExpertInventory(moe, (RecordLayout((), record_bytes),))
+
+
+def skewed_trace(
+    layers: int = 8,
+    experts: int = 32,
+    top_k: int = 4,
+    *,
+    requests: int = 1,
+    prompt_tokens: int = 0,
+    tokens: int = 500,
+    skew: float = 1.0,
+    zipf: bool = False,
+    batch: int = 1,
+    record_bytes: int = 1024,
+    window: int = 0,
+    score_noise: float = 0.5,
+    seed: int = 0,
+) -> SyntheticTrace:
+    """Every token draws its experts without replacement with logits that are fixed per layer: normal ones of deviation `skew`, or
+    with `zipf` those of odds `rank ** -skew` in random order.
+
+    A prompt (if any) and `tokens` decode steps of `batch` sequences per request. With a `window`, scores are the true logits
+    of the last token's coming choices, blurred by normal noise of deviation `score_noise`, as probabilities.
+    """
+    random = np.random.default_rng(seed)
+    taste = skew * random.standard_normal((layers, experts))
+    if zipf:
+        taste = -skew * np.log(1 + np.argsort(taste, axis=-1))
+    window = min(window, layers - 1)
+
+    def step(request: int, phase: Phase, count: int) -> TraceStep:
+        logits = taste[:, None] + random.gumbel(size=(layers, count, experts))  # the top k of it: draws without replacement
+        chosen = np.argsort(-logits, axis=-1)[..., :top_k].astype(np.int16)
+        weights = np.full((count, top_k), 1 / top_k, np.float16)
+        blurred = logits[:, -1] + score_noise * random.standard_normal((layers, experts))
+        odds = np.exp(blurred - blurred.max(axis=-1, keepdims=True))
+        scores = np.zeros((layers + window, experts), np.float16)
+        scores[:layers] = odds / odds.sum(axis=-1, keepdims=True)
+        kinds = np.full((count, 1) if phase is Phase.DECODE else (1, count), TokenKind.TEXT, np.uint8)
+        routing = [
+            LayerRouting(layer, chosen[layer], weights, scores[layer + 1 : layer + 1 + window] if window else None)
+            for layer in range(layers)
+        ]
+        return TraceStep(f"request-{request}", phase, kinds, routing)
+
+    steps = []
+    for request in range(requests):
+        if prompt_tokens:
+            steps.append(step(request, Phase.PREFILL, prompt_tokens))
+        steps += [step(request, Phase.DECODE, batch) for _ in range(tokens)]
+    return SyntheticTrace(inventory_of(layers, experts, top_k, record_bytes), steps)

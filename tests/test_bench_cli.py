@@ -147,7 +147,7 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("bench ./model --geometry tiny", "in place of ./model"),
+        ("bench ./model --geometry tiny", "replaces the model ./model"),
         ("bench --layers 2", "--geometry NAME"),
         ("bench --geometry tiny --prompt hello", "no tokenizer"),
         ("bench --geometry tinny", "tiny"),

@@ -115,7 +115,7 @@ class Pager:
         first: Sequence[int] = (),
     ) -> "Lease":
         """Borrow `experts` (ascending ids) of `layer` with `with`. A pass of several rows, of one request or of many, demands
-        their union once: `counted` and `tokens` say what the rows asked for, and it makes no difference of which request a row is.
+        their union once: `counted` and `tokens` say what the rows asked for, and of which request a row is makes no difference.
 
         `keep`: None in decode; in prefill the experts that may enter the cache, while the others stream through a small ring.
         `counted`: the experts that real tokens asked for (None: all); the rest is brought in but not counted.

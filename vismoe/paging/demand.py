@@ -5,10 +5,10 @@ once per group. Two orders. By arrival (decode): residents first, then whatever 
 itself. By id (prefill): the caller can add results as it goes, while later ids are on their way.
 With everything resident a layer is one group. Demands larger than the pool are served in waves: groups of one, so that a slab is
 taken again as soon as its expert was computed. Two slabs suffice.
-Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier (below.py): as
-a group of their own, after what lies on the device, so that work launched there runs beside. They take no slab.
-Where slabs hold two formats, what is there in more precision than demanded serves; what is there in less is waited for, borrowed
-or taken as it is (upgrades.py).
+Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier
+(host_compute.py): as a group of their own, after what lies on the device, so that work launched there runs beside. They take no
+slab. Where slabs hold two formats, what is there in more precision than demanded serves; what is there in less is waited for,
+borrowed or taken as it is (upgrading.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
-from vismoe.paging.host_compute import Below
+from vismoe.paging.host_compute import HostCompute
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import RESIDENT, Room
@@ -56,7 +56,7 @@ class Demand:
         self._asked: set[Ticket] = set()  # copies that it asked for itself; only their failure is its own
         self.all_slabs: np.ndarray | None = None  # of the demand, where all of it is resident
         self._tokens = dict(zip(self.todo, tokens)) if tokens is not None else {}  # that chose each; else one
-        self.below = Below(core, layer, ways) if ways is not None else None
+        self.host_compute = HostCompute(core, layer, ways) if ways is not None else None
         self._upgrading = Upgrading(core, layer, high, first) if table.pool.precision is not None else None
         self._stall_s = self._began_s = 0.0
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
@@ -89,8 +89,8 @@ class Demand:
         self._count(late)
         if not (self.absent or self.tickets):
             self.all_slabs = slabs
-        elif self.below is not None:
-            self._choose_below(self.below)
+        elif self.host_compute is not None:
+            self._choose_on_host(self.host_compute)
         if self.absent:
             core.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self.absent, self._base)])))
             self._issue()
@@ -98,8 +98,8 @@ class Demand:
     def next_group(self, in_order: bool) -> Group:
         """What can be computed now; empty: nothing, before a copy has arrived."""
         group = self._lend(in_order)
-        if not group and self.below is not None and self.below.experts:
-            group = self._lend_below(self.below, in_order)
+        if not group and self.host_compute is not None and self.host_compute.experts:
+            group = self._lend_on_host(self.host_compute, in_order)
         if not group and self.absent:
             self._issue(must=in_order and self.todo[0] not in self.tickets)
         return group
@@ -107,8 +107,8 @@ class Demand:
     def computed(self, group: Group) -> None:
         """A group, or a part of one, was computed; its slabs protect themselves by what they are worth from now on."""
         if group.on_host:
-            assert self.below is not None
-            self.below.computed(group.experts, self._counted)
+            assert self.host_compute is not None
+            self.host_compute.computed(group.experts, self._counted)
             slabs = self._table.slab_of[np.add(group.experts, self._base)]
             self._leave(slabs[slabs >= 0])
         else:
@@ -228,13 +228,13 @@ class Demand:
             host.let_go()
 
     # -- misses that are computed below the device
-    def _choose_below(self, below: Below) -> None:
-        below.choose(sorted([*self.absent, *self.tickets]), self.tickets, self._tokens)
-        self.absent = [expert for expert in self.absent if expert not in below.experts]
-        self.tickets = {expert: ticket for expert, ticket in self.tickets.items() if expert not in below.experts}
+    def _choose_on_host(self, host_compute: HostCompute) -> None:
+        host_compute.choose(sorted([*self.absent, *self.tickets]), self.tickets, self._tokens)
+        self.absent = [expert for expert in self.absent if expert not in host_compute.experts]
+        self.tickets = {expert: ticket for expert, ticket in self.tickets.items() if expert not in host_compute.experts}
 
-    def _lend_below(self, below: Below, in_order: bool) -> Group:
-        group, gone = below.lend(self.todo, in_order)
+    def _lend_on_host(self, host_compute: HostCompute, in_order: bool) -> Group:
+        group, gone = host_compute.lend(self.todo, in_order)
         for expert in gone:
             ticket = self._core.tickets.get(ExpertId(self._layer, expert))
             if ticket is not None:
@@ -283,7 +283,7 @@ class Demand:
                 table.demanded[slab] = False
                 room = self._core.make_room(self._layer, streaming, True, precision)
                 assert room is not None, "a resident that was given up makes room"
-                if self.below is None or expert not in self.below.experts:
+                if self.host_compute is None or expert not in self.host_compute.experts:
                     self._absent_again(expert)
                 return room
         return None

@@ -1,4 +1,4 @@
-"""Who leaves when a slab is needed: a pure function of arrays, shared by the pager and by replay on traces.
+"""Which expert is evicted when a slab is needed: a pure function of arrays.
 
 The order (VisMMoE 3.4.2): *streamed* (read for one prefill chunk and used up), then *expired* (its layer is not among the
 next W MoE layers of this token; what an earlier token left there counts), then *speculative* (in the window, prefetched,

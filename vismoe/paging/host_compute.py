@@ -15,7 +15,7 @@ from vismoe.paging.residency import Residency
 from vismoe.types import HIGH, ExpertId
 
 
-class Below:
+class HostCompute:
     """`experts`: those that are still to be computed there."""
 
     def __init__(self, core: Residency, layer: int, ways: Ways):
@@ -59,7 +59,7 @@ class Below:
         """A copy that was under way, or has arrived, stays: it is an ordinary resident now."""
         core, table = self._core, self._table
         self._host.let_go()
-        table.used_below(np.add(experts, table.base[self._layer]))
+        table.used_on_host(np.add(experts, table.base[self._layer]))
         self.experts.difference_update(experts)
         count = len(experts) if counted is None else sum(expert in counted for expert in experts)
         core.metrics.add("computed_on_host", core.phase, self._layer, count)

@@ -4,12 +4,14 @@ It is the residency core (residency.py, demand.py), which decides, behind one lo
 (transfer.py). One thread at a time runs the model and makes demands. Nothing here allocates tensors.
 """
 
+import functools
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
@@ -30,6 +32,18 @@ from vismoe.timeline import Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
 __all__ = ["Lease", "Pager"]
+
+Given = ParamSpec("Given")
+
+
+def _in_core(event: Callable[Concatenate[Residency, Given], None]) -> Callable[Concatenate["Pager", Given], None]:
+    """An event of the core, in one change."""
+
+    @functools.wraps(event)
+    def made(pager: "Pager", *given: Given.args, **named: Given.kwargs) -> None:
+        pager.changes.make(event, pager.core, *given, **named)
+
+    return made
 
 
 class Pager:
@@ -76,6 +90,9 @@ class Pager:
         self.changes = self.transfer.changes
         self.lock = self.changes.lock
 
+    asked, look_ahead = _in_core(Residency.asked), _in_core(Residency.look_ahead)
+    end_request, check_integrity = _in_core(Residency.end_request), _in_core(Residency.check_integrity)
+
     # -- what the model's thread calls
     @whole
     def begin_step(self, phase: Phase, new_sequence: bool = False) -> None:
@@ -98,7 +115,7 @@ class Pager:
         first: Sequence[int] = (),
     ) -> "Lease":
         """Borrow `experts` (ascending ids) of `layer` with `with`. A pass of several rows, of one request or of many, demands
-        their union once: `counted` and `tokens` say what the rows asked for, and whose they are makes no difference here.
+        their union once: `counted` and `tokens` say what the rows asked for, and of which request a row is makes no difference.
 
         `keep`: None in decode; in prefill the experts that may enter the cache, while the others stream through a small ring.
         `counted`: the experts that real tokens asked for (None: all); the rest is brought in but not counted.
@@ -108,16 +125,6 @@ class Pager:
         """
         demand = Demand(self.core, layer, experts, keep, counted, tokens, high, first, self.ways)
         return Lease(self, demand, layer)
-
-    @whole
-    def asked(self, seconds: float) -> None:
-        """Asking the lookahead has held up the model's thread, or taken a core from it, for so long."""
-        self.core.asked(seconds)
-
-    @whole
-    def look_ahead(self, layer: int, scores: np.ndarray, high: np.ndarray | None = None) -> None:
-        """Replace what is worth fetching next, as `Residency.look_ahead` says."""
-        self.core.look_ahead(layer, scores, high)
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
@@ -176,11 +183,6 @@ class Pager:
         if self.core.table_of[layer].pool.precision is None:
             self.metrics.add("computed_high", phase, layer, choices - skipped)
 
-    @whole
-    def end_request(self) -> None:
-        """Guesses that were not used by now were wasted."""
-        self.core.end_request()
-
     def residency(self) -> np.ndarray:
         """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""
         return under(self.lock, self.core.residency)
@@ -194,11 +196,6 @@ class Pager:
         for host in self._hosts:
             host.close()
         self.transfer.close()
-
-    @whole
-    def check_integrity(self) -> None:
-        """Raises AssertionError where page tables, pools and tickets disagree."""
-        self.core.check_integrity()
 
     @property
     def host(self) -> HostTier | None:
@@ -287,9 +284,9 @@ class Lease:
         pager.served(now_s)
 
     @property
-    def computes_below(self) -> bool:
+    def computes_on_host(self) -> bool:
         """Some of its misses will be lent from the host tier."""
-        return self.demand.below is not None and bool(self.demand.below.experts)
+        return self.demand.host_compute is not None and bool(self.demand.host_compute.experts)
 
     def groups(self, in_order: bool) -> Iterator[Group]:
         """What can be computed now, until every expert was; by ascending id if `in_order`, else by arrival.

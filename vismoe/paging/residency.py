@@ -168,7 +168,7 @@ class Residency:
             return self.queue.popleft()
         if self.closed or self.deterministic:
             return None
-        if self.transitions.everybody:
+        if self.transitions.all_resident:
             return self.next_transition()
         if sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once:
             return None

@@ -20,7 +20,7 @@ from vismoe.types import ExpertId, ExpertInventory, Phase
 
 TRIAL_SHARE = 0.015  # of the running time that guessing may lose for good: what trying costs where nothing can be predicted
 FIRST_UNITS = 4  # experts that may lie unused in the first step, before anything was measured; small losses add up to that debt
-WASTE_PRICE = 0.125  # of a miss, for a guess nobody used: what moving it cost where nobody waited
+WASTE_PRICE = 0.125  # of a miss, for a guess that was not used: what moving it cost where no demand waited
 NEWEST_SHARE = 0.125  # of the newest measurement in the mean cost of a miss
 
 
@@ -44,7 +44,7 @@ class SpeculationCap:
         """The cap for the next step.
 
         seconds: how long this one took; balance_s: what guessing won (or, below zero, lost) in it; miss_s: what one miss costs,
-        0 while nobody knows.
+        0 while that is not known.
         """
         if miss_s <= 0:
             return self
@@ -94,7 +94,7 @@ class Ledger:
         self._balance_s -= WASTE_PRICE * self.miss_s[self.phase]
 
     def displaced(self, misses: int) -> None:
-        """Missing now, because they had to leave for guesses that nobody has used."""
+        """Missing now, because they were evicted for guesses that were not used."""
         self._balance_s -= misses * self.miss_s[self.phase]
 
     def asked(self, seconds: float, misses: int) -> None:

@@ -38,7 +38,7 @@ class Mover(Protocol):
     def move(self, ticket: Ticket, pool: Slabs) -> Moved: ...
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
-        """The computation that used these slabs was queued; whoever overwrites one must wait for it."""
+        """The computation that used these slabs was queued; a copy into one of them must wait for it."""
 
 
 class DiskMover:

@@ -76,7 +76,7 @@ class VirtualPager:
         demand.open(began_s)
         come = () if in_order else {*demand.absent, *demand.tickets}  # and are computed after what is here
         asked_s = self._look_ahead(recorded)
-        cpu_s = demand.below.seconds() if demand.below is not None else 0.0
+        cpu_s = demand.host_compute.seconds() if demand.host_compute is not None else 0.0
         while demand.absent:  # larger than the pool, or streaming: slabs are taken again as soon as they are computed
             group = demand.next_group(in_order)
             if group:
@@ -144,8 +144,8 @@ class VirtualPager:
     def _compute(self, demand: Demand, in_order: bool, come: Collection[int], seconds: float) -> None:
         """The experts one by one, those that had to `come` last, in `seconds` those that are on the device; the link is free
         meanwhile."""
-        below = demand.below.experts if demand.below is not None else ()
-        expert_s = seconds / max(1, len(demand.todo) - len(below))
+        on_host = demand.host_compute.experts if demand.host_compute is not None else ()
+        expert_s = seconds / max(1, len(demand.todo) - len(on_host))
         while demand.todo:
             for one in sorted(demand.next_group(in_order).one_by_one(), key=lambda one: one.experts[0] in come):
                 if not one.on_host:

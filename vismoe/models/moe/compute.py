@@ -110,7 +110,7 @@ class _TorchWork:
     def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
         out = torch.zeros_like(self._hidden, dtype=self._accumulator)
         parts: dict[int, torch.Tensor] = {}
-        if demand.computes_below:
+        if demand.computes_on_host:
             _ = self._below  # copies its inputs from the device now, before work is queued there
         for group in demand.groups(in_order):
             for lent in group:

@@ -21,9 +21,7 @@ from vismoe.types import HIGH, LOW, ExpertId, MoELayer
 FREE, LOADING, RESIDENT, READY = 0, 1, 2, 3  # ready: complete, beside a resident copy in the other format
 ABSENT, ON_DEVICE, PINNED, NO_EXPERT = 0, 1, 2, 255  # what `residency` says of an expert
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
-ADMISSION_GAIN = (
-    1.25  # how much more an admitted expert must have been used than the evicted one: fewest seconds over many replays
-)
+ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used than the evicted one: fewest seconds in replays
 LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
 
 

@@ -41,8 +41,8 @@ class Transitions:
             table.may_evict = False
 
     def retarget(self, high: np.ndarray, promote: Iterable[ExpertId], demote: Iterable[ExpertId]) -> None:
-        """From now on `high` bool `[L, E]` says which experts belong where; those named move first, in order, then all others
-        that are not where they belong."""
+        """From now on `high` bool `[L, E]` says which experts belong where; those named move first, in this order, then all
+        others that are not where they belong."""
         self.high[:] = high
         for precision, order in ((HIGH, promote), (LOW, demote)):
             self._waiting[precision].clear()

@@ -314,9 +314,9 @@ def test_scores_that_come_after_the_next_demand_are_dropped(folder):
     lookahead_inputs, pager = vismoe.runtime_of(model).context.lookahead_inputs, vismoe.runtime_of(model).pager
     told = []
     pager.look_ahead = lambda layer, scores, high: told.append(layer)
-    lookahead_inputs._tell(pager.tick, 3, np.zeros((1, 4), np.float32))
-    pager.tick += 1
-    lookahead_inputs._tell(pager.tick - 1, 3, np.zeros((1, 4), np.float32))
+    lookahead_inputs._tell(pager.core.tick, 3, np.zeros((1, 4), np.float32))
+    pager.core.tick += 1
+    lookahead_inputs._tell(pager.core.tick - 1, 3, np.zeros((1, 4), np.float32))
     assert told == [3]
     pager.close()
 

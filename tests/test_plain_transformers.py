@@ -46,7 +46,7 @@ def reference(folder):
 @torch.no_grad()
 def test_recorded_outputs_are_those_of_the_full_model_although_the_lookahead_asks_routers_too(model, reference):
     inputs = tiny_models.prompt("qwen3_moe", batch=2)
-    vismoe.runtime_of(model).pager.misses_last_step = 1  # the lookahead is on
+    vismoe.runtime_of(model).pager.core.misses_last_step = 1  # the lookahead is on
     wanted = {"output_router_logits": True, "output_hidden_states": True}
     expected, actual = reference(**inputs, **wanted), model(**inputs, **wanted)
     assert torch.equal(expected.aux_loss, actual.aux_loss)

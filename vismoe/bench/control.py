@@ -1,7 +1,7 @@
-"""What the control path costs: Python and dispatch per MoE layer and token, with every expert resident and synthetic routing.
+"""Times the control path: Python and dispatch per MoE layer and token, with all experts resident and synthetic routing.
 
-The experts are a few kilobytes each, so that arithmetic costs next to nothing and what is timed is everything else. The same
-arithmetic, written as plainly as torch allows, is timed beside it: what remains is ours.
+The experts have a few kilobytes each, so their arithmetic costs almost nothing and the time is that of everything else. The same
+arithmetic, written as plainly as torch allows, is timed alongside; the difference is VisMoE's cost.
 """
 
 import statistics
@@ -39,11 +39,11 @@ class ControlTime:
     experts: int
     top_k: int
     us_per_layer: float  # the whole experts function, its tiny arithmetic included
-    parts: dict[str, float]  # where it goes; they add up to `us_per_layer`
+    parts: dict[str, float]  # the parts of the time; they add up to `us_per_layer`
 
     @property
     def control_us_per_layer(self) -> float:
-        """Without the arithmetic that any implementation would dispatch."""
+        """The time without the arithmetic that any implementation would dispatch."""
         return self.us_per_layer - self.parts["arithmetic"]
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _measure(context: StepContext, module: Any, steps: int) -> ControlTime:
     weights_of = [[pool.weights(slab) for slab in slab_of[b : b + layers[0].num_experts]] for b in pager.tables[0].base.values()]
 
     def us_per_layer(act: Callable[[int, torch.Tensor], Any]) -> float:
-        """Of `act(layer, index)` over all steps and layers."""
+        """Microseconds of `act(layer, index)` per call, over all steps and layers."""
         began_s = time.perf_counter()
         for step in routing:
             pager.begin_step(Phase.DECODE)
@@ -135,7 +135,7 @@ def _measure(context: StepContext, module: Any, steps: int) -> ControlTime:
 
     context.begin(Step(Phase.DECODE, batch=1, tokens=1, thread=threading.get_ident()))
     for layer, index in enumerate(routing[0]):
-        assert torch.equal(paged[layer].run(module, hidden, index, factors), compute(layer, index)), "not the same arithmetic"
+        assert torch.equal(paged[layer].run(module, hidden, index, factors), compute(layer, index)), "the arithmetic differs"
     acts = {
         "loop": lambda layer, index: None,
         "whole": lambda layer, index: paged[layer].run(module, hidden, index, factors),
@@ -143,7 +143,7 @@ def _measure(context: StepContext, module: Any, steps: int) -> ControlTime:
         "paging": page,
         "reading": read,
     }
-    rounds = [{name: us_per_layer(act) for name, act in acts.items()} for _ in range(ROUNDS)]  # side by side, for noise hits all
+    rounds = [{name: us_per_layer(act) for name, act in acts.items()} for _ in range(ROUNDS)]  # in turn, so noise affects all
     loop, whole, backend, paging, reading = (statistics.median(each[name] for each in rounds) for name in acts)
     parts = {
         "arithmetic": backend - reading,

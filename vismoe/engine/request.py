@@ -91,9 +91,9 @@ class SharedModel:
         if before is request:
             return
         left = Belongings([module.rope_deltas for module in self._rotating])
-        belongings, asked, cancelled = Belongings(), None, lambda: False
-        if request is not None:
-            belongings, asked, cancelled = request.belongings, request.asked.precision, request.reply.flag.is_set
+        belongings = request.belongings if request is not None else Belongings()
+        asked = request.asked.precision if request is not None else None
+        cancelled = request.reply.flag.is_set if request is not None else lambda: False
         for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
             module.rope_deltas = deltas
         retention = asked.retention if asked is not None else self._retention()

@@ -16,7 +16,6 @@ from vismoe.pools.pool import SlabPool
 from vismoe.types import Phase
 
 
-
 def test_logits_are_the_same_through_an_emulated_device(tmp_path):
     tiny_models.save("qwen3_vl_moe", tmp_path)
     reference = tiny_models.reference(tmp_path)

@@ -1,6 +1,6 @@
 """One request on its way from a prompt to an answer and its figures, a forward pass at a time, on the model's thread.
 
-What several requests share is `Shared`: the model with everything that lives on it and belongs to one of them at a time (rotary
+What several requests share is `SharedModel`: the model with all that lives on it and belongs to one of them at a time (rotary
 offsets, the lookahead's memory, how visual tokens are dropped), and what earlier requests left (keys and values, encoded images).
 """
 
@@ -21,9 +21,10 @@ from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
-from vismoe.metrics import Metrics, Snapshot
+from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
-from vismoe.models.moe.experts import ExpertRuntime, Interrupted
+from vismoe.models.load.runtime import Runtime
+from vismoe.models.moe.step_context import Interrupted
 from vismoe.models.visual.cache_beginning import can_go_on
 from vismoe.models.visual.image_cache import ImageCache
 from vismoe.planning.needs import mask_bytes
@@ -32,9 +33,9 @@ from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 from vismoe.vision.selection import KeptImage, Pruning
 
-__all__ = ["Asked", "Request", "Shared"]
+__all__ = ["Asked", "Request", "SharedModel"]
 
-FIRST_TOKENS = 256  # of an answer whose length nobody said, that it begins with
+FIRST_TOKENS = 256  # that an answer of unknown length begins with
 RETENTION_STEPS = 10_000  # that tell two retentions apart
 
 
@@ -49,8 +50,8 @@ class Asked:
     pruning: Pruning | None = None  # how visual tokens are dropped; None: they are not
     stop: tuple[str, ...] = ()
     reuse: bool = False  # take over keys and values of an earlier request, and leave this one's to a later one
-    precision: PrecisionInfo | None = None  # who is to choose formats, and how; None: exact
-    grows: bool = False  # nobody said how long the answer gets: it holds a part of `most_tokens`, and then twice as much
+    precision: PrecisionInfo | None = None  # how formats are to be chosen; None: exact
+    grows: bool = False  # the answer's length is not known: it holds a part of `most_tokens`, and then twice as much
 
 
 @dataclass
@@ -61,21 +62,19 @@ class Belongings:
     memory: Any = None  # of the lookahead
 
 
-class Shared:
-    """The model, lent to one request at a time."""
+class SharedModel:
+    """The model, lent to one request at a time. `retention`: of importance, of requests that ask for none."""
 
-    def __init__(self, model: Any, runtime: ExpertRuntime, prompts: PromptBuilder, images: ImageCache | None):
-        self.model, self.runtime, self.prompts, self.images = model, runtime, prompts, images
+    def __init__(
+        self, model: Any, runtime: Runtime, prompts: PromptBuilder, images: ImageCache | None, retention: Callable[[], float]
+    ):
+        self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
-        self.metrics: Metrics = runtime.pager.metrics  # one for all plans
-        self._counted = self.metrics.snapshot()  # what passes so far have accounted for
+        self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._holder: Request | None = None
         self._numbers = itertools.count()
-        self.running: PrecisionInfo | None = None  # what experts are served by now
-        self.refused = ""  # why the last change of that was not made, until another one was
-        self.retention = 1.0  # of whoever asks for none
 
     @property
     def plan(self) -> Plan:
@@ -87,22 +86,20 @@ class Shared:
         return self._holder.clock if self._holder is not None else None
 
     def lend(self, request: "Request | None") -> None:
-        """From now on the model is this request's; None: nobody's."""
-        if self._holder is request:
+        """From now on the model is this request's; None: no request's."""
+        before, self._holder = self._holder, request
+        if before is request:
             return
-        if self._holder is not None:
-            rope_deltas = [module.rope_deltas for module in self._rotating]
-            self._holder.belongings = Belongings(rope_deltas, self.runtime.lookahead_inputs.memory)
-        self._holder = request
+        left = Belongings([module.rope_deltas for module in self._rotating])
         belongings = request.belongings if request is not None else Belongings()
+        asked = request.asked.precision if request is not None else None
+        cancelled = request.reply.flag.is_set if request is not None else lambda: False
         for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
             module.rope_deltas = deltas
-        self.runtime.lookahead_inputs.memory = belongings.memory
-        serving = self.runtime.now_serving
-        if serving is not None and serving.chooser is not None:
-            asked = request.asked.precision if request is not None else None
-            serving.chooser.precision.retention = asked.retention if asked is not None else self.retention
-        self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
+        retention = asked.retention if asked is not None else self._retention()
+        left.memory = self.runtime.context.switch(belongings.memory, retention, cancelled)
+        if before is not None:
+            before.belongings = left
 
     def forget(self, request: "Request") -> None:
         """It has left in the middle of its answer."""
@@ -112,25 +109,27 @@ class Shared:
     def forget_what_experts_made(self) -> None:
         """Other formats: what requests have left was computed in those of before."""
         self.prefix_cache.clear()
-        if self.images is not None and self.runtime.encodes_with_experts:
+        if self.images is not None and self.runtime.context.encodes_with_experts:
             self.images.clear()
 
     def refuse_other(self, asked: PrecisionInfo | None) -> None:
         """Raises ConfigError where experts are not served as a request asks: the change that it waited for was not made."""
-        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, self.running))
+        served = PrecisionInfo.of(self.runtime.configuration.settings)
+        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, served))
         if wanted != running:
-            raise ConfigError(f"policy and formats could not be changed: {self.refused or 'another change came between'}")
+            why = self.runtime.refused or "another change came between"
+            raise ConfigError(f"policy and formats could not be changed: {why}")
 
     def begin_request(self, alone: bool) -> None:
-        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran is nobody's."""
+        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran counts for none."""
         if alone:
             self.count()
-        if isinstance(self.runtime.recorder, TraceWriter):
-            self.runtime.recorder.request(str(next(self._numbers)))
+        if isinstance(self.runtime.context.recorder, TraceWriter):
+            self.runtime.context.recorder.request(str(next(self._numbers)))
 
     def count(self) -> Snapshot:
         """What happened since it was last asked."""
-        now = self.metrics.snapshot()
+        now = self.runtime.metrics.snapshot()
         happened, self._counted = now - self._counted, now
         return happened
 
@@ -138,7 +137,7 @@ class Shared:
 class Request:
     """Made in any thread; `step`, `finish` and `fail` run on the model's. `others`: tokens of the other requests that run."""
 
-    def __init__(self, asked: Asked, reply: Reply, shared: Shared, others: Callable[["Request"], int]):
+    def __init__(self, asked: Asked, reply: Reply, shared: SharedModel, others: Callable[["Request"], int]):
         self.asked, self.reply, self._shared, self._others = asked, reply, shared, others
         self.tokens = asked.prompt.tokens + (min(FIRST_TOKENS, asked.most_tokens) if asked.grows else asked.most_tokens)
         self._said: list[int] = []  # tokens of the answer
@@ -154,7 +153,7 @@ class Request:
 
     @property
     def unwanted(self) -> bool:
-        """Nobody waits for it any more."""
+        """Whether its reader has cancelled it."""
         return self.reply.flag.is_set()
 
     @property
@@ -266,10 +265,10 @@ class Request:
         return None, list(range(prompt.images)), BatchFeature()
 
     def _prefix(self) -> Prefix | None:
-        """The longest beginning of the prompt that an earlier request has left, and room in the books for this one."""
+        """The longest beginning of the prompt that an earlier request has left, and room in the planned context for this one."""
         asked, shared, prompt = self.asked, self._shared, self.asked.prompt
         room_tokens = shared.plan.context - self.tokens - self._others(self)  # that may stay for others
-        if not asked.reuse or shared.runtime.recorder is not None:  # a trace is of whole prompts
+        if not asked.reuse or shared.runtime.context.recorder is not None:  # a trace is of whole prompts
             shared.prefix_cache.shrink(room_tokens)
             return None
         self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
@@ -293,14 +292,13 @@ class Request:
         if cache is not None and images:
             names = [prompt.image_names[number] for number in images]
             cache.expect(names, lambda numbers: prompt.image_inputs([images[number] for number in numbers]))
-        self._shared.runtime.reading_prompt = True
         try:
-            yield
+            with self._shared.runtime.context.reading_prompt():
+                yield
             self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
             if pruner is not None and self.asked.pruning is not None:
                 self._kept += tuple(pruner.kept)
         finally:
-            self._shared.runtime.reading_prompt = False
             if cache is not None:
                 cache.forget()
             if pruner is not None:
@@ -360,7 +358,7 @@ class Request:
             },
             backends=shared.runtime.backends,
             counters=counters,
-            formats=counters.shares(shared.runtime.serving.names),
+            formats=counters.shares(shared.runtime.format_names),
             precision=self.asked.precision,
             pruning=self.asked.pruning,
             kept=self._kept,

@@ -143,8 +143,7 @@ def compare(
     show_progress: bool = True,
     **conditions: Any,
 ) -> list[Row]:
-    """Every order at every size, sizes as given, the oracle last. Progress bars go to stderr and vanish.
-    """
+    """Every order at every size, sizes as given, the oracle last. Progress bars go to stderr and vanish."""
     demands = Demands.of(trace)
     wanted: list[Order] = [*(order for order in orders if order != "oracle"), "oracle"]
     rows = []

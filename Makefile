@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.vismoe-base
 DEV := $(VENV)/.vismoe-dev
+TYPES := $(VENV)/types
+FOLDERS := app eval predictor_training
+RECIPE := $(wildcard assets/*.py) assets/demo_recipe
 NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
 # The oldest transformers supported and the hub client it wants, beside the environment's own: PYTHONPATH puts them in front.
 OLDEST := $(VENV)/transformers-5.17
@@ -18,7 +21,7 @@ APART := kernels kernels_eval lossless checksum affine_encode formats formats_qu
 	serve_hostile serve_ray serve_sizes soak request_memory prometheus remote_images server_images lmms lmms_requests \
 	torchvision_operators changed_files failing_reads \
 	slabs transitions pairs precision_hotness precision_importance precision_schedule precision_controller precision_quality \
-	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples \
+	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples docs \
 	answer_length conversation_forms interrupts same_bits checkpoint_door precision_engine serve_demo
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 
@@ -26,6 +29,8 @@ OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
+# Without bytecode every process compiles the 3,000 modules of torch and transformers first, which takes as long again.
+unexport PYTHONDONTWRITEBYTECODE
 # Worker pools of torch that spin while they wait slow each other down when two processes share the cores.
 export GOMP_SPINCOUNT ?= 2000
 PYTEST_WORKERS ?= 2
@@ -56,8 +61,13 @@ lint: $(DEV) ## ruff
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(DEV) ## mypy on the library
-	@$(BIN)/mypy
+# The package table of pyproject.toml installs folders of the checkout under the library's name. mypy finds them under that name by
+# links; its messages name the files of the checkout.
+types: $(DEV) ## mypy on all sources but the tests
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)/vismoe
+	@cd $(TYPES)/vismoe && ln -s $(addprefix ../../../,$(wildcard vismoe/*) $(FOLDERS)) .
+	@cd $(TYPES) && ln -s $(addprefix ../../,$(RECIPE)) .
+	@set -o pipefail; $(BIN)/mypy | sed -E 's#^$(TYPES)/##; s#^vismoe/(app|eval|predictor_training)/#\1/#; s#^(demo_recipe/|[a-z_]+\.py:)#assets/\1#'
 
 format: $(DEV) ## lay the sources out as `make check` wants them
 	@$(BIN)/ruff check --fix .

@@ -88,7 +88,8 @@ class VismoeFigures(BaseModel):
 
 def served_model(name: str, context_tokens: int) -> Model:
     """The model as /v1/models lists it; `max_model_len` is where other servers say it, too."""
-    return Model(id=name, created=int(time.time()), object="model", owned_by="vismoe", max_model_len=context_tokens)
+    fields = dict(id=name, created=int(time.time()), object="model", owned_by="vismoe", max_model_len=context_tokens)
+    return Model.model_validate(fields)
 
 
 def listed(model: Model, precision: "PrecisionInfo | None", fixed: bool) -> dict[str, Any]:
@@ -120,14 +121,14 @@ class ChatAnswer:
 
     def __init__(self, model: str, include_usage: bool = False):
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
         self._include_usage = include_usage
 
     def whole(self, text: str, figures: "Figures") -> ChatCompletion:
         message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
         choice = Choice(index=0, message=message, finish_reason=finish_of(figures), logprobs=None)
-        extras = {"usage": usage_of(figures), **extras_of(figures)}
-        return ChatCompletion(**self._head, object="chat.completion", choices=[choice], **extras)
+        usage, extras = usage_of(figures), extras_of(figures)
+        return ChatCompletion(**self._head, object="chat.completion", choices=[choice], usage=usage, **extras)
 
     def opening(self) -> list[ChatCompletionChunk]:
         """Chunks before the first piece of text."""
@@ -156,7 +157,7 @@ class TextAnswer:
 
     def __init__(self, model: str, include_usage: bool = False):
         self.id = f"cmpl-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
         self._include_usage = include_usage
 
     def whole(self, text: str, figures: "Figures") -> Completion:

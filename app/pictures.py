@@ -37,7 +37,8 @@ def _kept(picture: Image.Image, image: Any) -> str:
 
 def _sized(picture: Image.Image) -> Image.Image:
     scale = SIDE_PIXELS / max(picture.size)
-    return picture.convert("RGB").resize((max(1, round(side * scale)) for side in picture.size), Image.Resampling.LANCZOS)
+    width, height = (max(1, round(side * scale)) for side in picture.size)
+    return picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
 
 
 def _figure(picture: Image.Image, words: str) -> str:

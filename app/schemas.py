@@ -120,7 +120,7 @@ class QwenPart(ContentPart):
 
 
 class QwenMessage(Message):
-    content: Annotated[list[QwenPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None  # type: ignore
+    content: Annotated[list[QwenPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None  # type: ignore[assignment]
 
 
 class StreamOptions(Strict):

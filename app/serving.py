@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
 class PatientProtocol(H11Protocol):
     """HTTP/1.1 whose patience ends: a connection that has brought no new request for a while is closed, however it trickles."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._look(object())
 
@@ -114,7 +114,7 @@ class PatientProtocol(H11Protocol):
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 
-    def _look(self, seen: object) -> None:
+    def _look(self, seen: Any) -> None:
         """Close if the request seen last time is the last one still, and answered."""
         if self.transport.is_closing():
             return

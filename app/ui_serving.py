@@ -75,7 +75,7 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     import gradio as gr
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks itself whether it is up
-    gate = Middleware(KnownHosts, host=ADDRESS, fix=f"open http://{ADDRESS}:{port}", own_pages_only=True)  # type: ignore[arg-type]
+    gate = Middleware(KnownHosts, host=ADDRESS, fix=f"open http://{ADDRESS}:{port}", own_pages_only=True)
     try:
         _, address, _ = blocks.launch(
             server_name=ADDRESS,

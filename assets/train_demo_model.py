@@ -11,11 +11,12 @@ import argparse
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import torch
 from demo_recipe.batches import Batch, Mixture, Writer, attention_mask, make_batch, positions
@@ -150,6 +151,7 @@ class SeeingHeads(nn.Module):
     def loss(self, features: list[Tensor], seen: Tensor) -> tuple[Tensor, Tensor]:
         """features [M, V, H] each, seen [M, V, 3] -> the loss, and how often noun and glyphs are right where there are some."""
         total, target, right = features[0].new_zeros(()), seen.flatten(0, 1), []
+        head: Any
         for head, feature in zip(self.heads, features, strict=True):
             scores = linear(F.rms_norm(feature, feature.shape[-1:]), head.weight, head.bias).flatten(0, 1)
             for score, label in zip(scores.split(HEAD_SIZES, dim=-1), target.T, strict=True):
@@ -246,23 +248,21 @@ class Trainer:
             with torch.no_grad():
                 features = self.network.see(batch.pixels)
             answer_loss, inside = self.answer(batch, features, stage, log)
-            log.add("loss", answer_loss.item(), "balance", inside.balance_loss.item())
+            log.add(loss=answer_loss.item(), balance=inside.balance_loss.item())
             return answer_loss + stage.balance_weight * inside.balance_loss
         features = self.network.see(batch.pixels)
         seeing, right = self.heads.loss(features, batch.seen)
-        log.add("seeing", seeing.item(), "noun", right[0].item(), "glyph", right[1:].mean().item())
+        log.add(seeing=seeing.item(), noun=right[0].item(), glyph=right[1:].mean().item())
         if stage.seeing_only:
             return seeing
         answer_loss, inside = self.answer(batch, features, stage, log)
         naming = self.naming(features[0], batch.seen[..., 0])
         cells = batch.cells.view(len(batch.bins), -1, batch.cells.shape[1])
         placing = self.heads.place_loss(inside.middle, self.noun_of_token[batch.bins] * (batch.segment > 0), cells)
-        log.add(
-            "loss", answer_loss.item(), "balance", inside.balance_loss.item(), "naming", naming.item(), "placing", placing.item()
-        )
+        log.add(loss=answer_loss.item(), balance=inside.balance_loss.item(), naming=naming.item(), placing=placing.item())
         parts = (answer_loss, inside.balance_loss, seeing, naming, placing)
         weights = (1.0, stage.balance_weight, stage.seeing_weight, stage.naming_weight, stage.placing_weight)
-        return sum(weight * part for weight, part in zip(weights, parts, strict=True))
+        return sum((weight * part for weight, part in zip(weights, parts, strict=True)), start=seeing.new_zeros(()))
 
     def naming(self, feature: Tensor, noun: Tensor) -> Tensor:
         """Visual tokens of an icon should point where the embeddings of its name point, so that words find pictures by attention.
@@ -272,7 +272,8 @@ class Trainer:
         there, width = noun > 0, feature.shape[-1]
         pictured = F.rms_norm(feature[there], (width,))
         names = F.rms_norm(self.model.get_input_embeddings().weight[self.names], (width,))  # [2, nouns, H]
-        return sum(F.cross_entropy(linear(pictured, form) / width**0.5, noun[there] - 1) for form in names)
+        losses = (F.cross_entropy(linear(pictured, form) / width**0.5, noun[there] - 1) for form in names)
+        return sum(losses, start=feature.new_zeros(()))
 
     def update(self, stage: Stage) -> None:
         """Add up everybody's gradients of this worker's parameters, step, and clear them; the others wait on both sides."""
@@ -296,10 +297,10 @@ class Trainer:
 
     def answer(self, batch: Batch, features: list[Tensor], stage: Stage, log: "Log") -> tuple[Tensor, Inside]:
         """The loss of the answers' tokens, and what happened inside."""
-        rows, grid = len(batch.bins), tuple(side // 32 for side in batch.pixels.shape[1:3])
+        rows, (_, height, width, _) = len(batch.bins), batch.pixels.shape
         features = [feature.reshape(rows, -1, feature.shape[-1]) for feature in features]
         real = torch.cat((batch.segment.new_ones(rows, len(batch.prefix)), batch.segment.flatten(1)), dim=1) > 0
-        places = positions(batch, grid, self.config.image_token_id)
+        places = positions(batch, (height // 32, width // 32), self.config.image_token_id)
         mask = attention_mask(batch, self.config.vision_start_token_id)
         hidden, inside = self.network.read(features, batch.prefix, batch.bins, places, mask, real)
         chosen = batch.target >= 0
@@ -315,7 +316,8 @@ class Shared:
 
     def __init__(self, workers: int, device: str, begin_with: Path | None = None) -> None:
         torch.manual_seed(SEED)
-        self.stages, self.first_batches = (TALK_STAGES, len(STAGES)) if begin_with else (STAGES, 0)
+        self.stages: tuple[Stage, ...] = TALK_STAGES if begin_with else STAGES
+        self.first_batches = len(STAGES) if begin_with else 0
         self.model = Qwen3VLMoeForConditionalGeneration(build_config(build_tokenizer())).float().to(device)
         if begin_with:
             take_over(self.model, build_tokenizer(), begin_with)
@@ -375,15 +377,16 @@ class Log:
     """Running means, and the share of questions answered right in full per kind, on batches that are never seen twice."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.started, self.experts_used = path, time.time(), []
+        self.path, self.started = path, time.time()
+        self.experts_used: list[int] = []
         self.reset()
 
     def reset(self) -> None:
-        self.values: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
+        self.values = defaultdict[str, float](float)
+        self.counts = Counter[str]()
 
-    def add(self, *pairs: str | float) -> None:
-        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+    def add(self, **means: float) -> None:
+        for name, value in means.items():
             if not math.isnan(value):
                 self.values[name] += value
                 self.counts[name] += 1

@@ -49,7 +49,7 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
     """Count routed tokens while inside; call the second value with the next attention mask, to leave out padding."""
     use, mask, hooks = RoutingUse(), [torch.empty(0)], []
 
-    def count(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def count(name: str, module: Any, arguments: tuple[Any, ...]) -> None:
         index = arguments[1].detach()
         real = mask[0].flatten().bool()
         index = index[real.to(index.device)] if len(real) == len(index) else index

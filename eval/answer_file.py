@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
@@ -20,10 +20,13 @@ from rich.progress import Progress
 from vismoe.errors import InputError
 from vismoe.eval.questions import KINDS, Conversation, conversation
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["AnswerFile", "Key", "answer_all", "batches", "program_digest", "questions"]
 
 Key = tuple[str, int]  # kind of question, number
-Row = TypeVar("Row")  # a dataclass of plain values
+Row = TypeVar("Row", bound="DataclassInstance")  # a dataclass of plain values
 Contestant = TypeVar("Contestant")
 
 

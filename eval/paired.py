@@ -66,7 +66,7 @@ def p_value(first: Sequence[float], second: Sequence[float]) -> float:
     return float((1 + (np.abs(drawn) >= np.abs(changes.sum()) - 1e-12).sum()) / (1 + SIGN_FLIPS))
 
 
-def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+def ratio_of_sums(numerators: Sequence[float] | np.ndarray, denominators: Sequence[float] | np.ndarray) -> Interval:
     """sum(numerators) / sum(denominators), both per question; percentile bootstrap over questions with a fixed seed."""
     above, below = np.asarray(numerators), np.asarray(denominators)
     chosen = _resampled(len(above))

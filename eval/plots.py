@@ -22,7 +22,7 @@ PANEL_INCHES = (4.0, 3.0)
 DPI = 130
 FEW_POINTS = 12
 LABEL_LETTERS = 40  # of all bars together, that fit side by side
-STYLE = {
+STYLE: dict[Any, Any] = {  # the type of its keys differs between versions of matplotlib
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,

@@ -344,6 +344,14 @@ def unrelated_turns(rng: random.Random, scene: Scene, last: str) -> tuple[Questi
     return () if turns[-1] is None else tuple(turn for turn in turns if turn)
 
 
+def turns_about(rng: random.Random, scene: Scene, kind: str) -> tuple[QuestionTurn, ...]:
+    """The turns about one picture; none where it does not offer the question."""
+    if kind == "turns":
+        return several_turns(rng, scene)
+    turn = ASK[kind](rng, scene)
+    return () if turn is None else (turn,)
+
+
 def conversation(
     kind: str, split: Split, seed: int, size: tuple[int, int] = (256, 256), difficulty: Difficulty = WORLD
 ) -> Conversation:
@@ -358,8 +366,7 @@ def conversation(
         if kind == "compare":
             other = random_scene(split, _scene_number(kind, seed, ATTEMPTS), size, difficulty)
             return Conversation(kind, (scene, second := share_a_noun(rng, scene, other)), (ask_compare(rng, scene, second),))
-        turns = several_turns(rng, scene) if kind == "turns" else (ASK[kind](rng, scene),)
-        if turns and turns[-1] is not None:
+        if turns := turns_about(rng, scene, kind):
             return Conversation(kind, (scene,), turns)
     raise AssertionError(f"no scene in {ATTEMPTS} offers a question of kind {kind}")
 
@@ -381,8 +388,8 @@ def _form(rng: random.Random, form: str, split: Split, seed: int, size: tuple[in
     number = _scene_number(KINDS[0], seed, ATTEMPTS)
     scenes = tuple(random_scene(split, number + index, size, difficulty) for index in range(3))
     if form == "three images":
-        turns = (ask_which_of_three(rng, scenes) for _ in range(ATTEMPTS))
-        return Conversation(form, scenes, (next(turn for turn in turns if turn),))
+        offered = (ask_which_of_three(rng, scenes) for _ in range(ATTEMPTS))
+        return Conversation(form, scenes, (next(turn for turn in offered if turn),))
     seen = form != "no image" and rng.random() < 1 / 3
     turn = no_image_turn(rng, scenes[0]) if form == "no image" else QuestionTurn(form, *TALK[form](rng, split, seen))
     return Conversation(form, scenes[:1] if seen else (), (turn,), text_first=rng.random() < 0.5)

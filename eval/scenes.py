@@ -26,6 +26,10 @@ DARK = ((40, 44, 60), (50, 70, 60), (70, 46, 50))
 INKS = ((20, 20, 20), (120, 20, 30), (20, 40, 130), (10, 90, 50))
 
 
+Style = Literal["plain", "gradient", "stripes", "checks"]
+STYLES: tuple[Style, ...] = ("plain", "plain", "gradient", "stripes", "checks")
+
+
 @dataclass(frozen=True)
 class Item:
     """One icon: its noun, the index of its place in POSITIONS, its centre and its side in pixels."""
@@ -80,7 +84,7 @@ class Mark:
 class Background:
     """Two colours and how they share the picture."""
 
-    style: Literal["plain", "gradient", "stripes", "checks"]
+    style: Style
     first: tuple[int, int, int]
     second: tuple[int, int, int]
     period_px: int
@@ -189,7 +193,7 @@ def _random_label(rng: random.Random, size: tuple[int, int], difficulty: Difficu
 
 
 def _random_background(rng: random.Random) -> Background:
-    style = rng.choice(("plain", "plain", "gradient", "stripes", "checks"))
+    style = rng.choice(STYLES)
     family = rng.choice((PALE, PALE, MIDDLE, MIDDLE, DARK))
     return Background(style, rng.choice(family), rng.choice(family), rng.choice((24, 40, 64)))
 
@@ -208,7 +212,7 @@ def _sprite(noun: str, side: int) -> Image.Image:
 
 
 @lru_cache(maxsize=64)
-def _font(size_px: int) -> ImageFont.FreeTypeFont:
+def _font(size_px: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """The scalable font inside Pillow, so that no system font decides what a scene looks like."""
     return ImageFont.load_default(size_px)
 

@@ -70,8 +70,8 @@ class SuiteOptions:
             raise InputError("--seed chooses generated scenes, and --data asks documents of tasks. Fix: leave one of them out")
         given = given_settings(arguments)
         refuse_varied(given)
-        budgets = {"budgets": tuple(arguments.budgets), "hot_budgets": tuple(arguments.hot_budgets)}
-        axes = Axes(memory=str(given.pop("memory", Axes.memory)), **budgets)
+        memory = str(given.pop("memory", Axes.memory))
+        axes = Axes(memory=memory, budgets=tuple(arguments.budgets), hot_budgets=tuple(arguments.hot_budgets))
         for size in (*axes.budgets, *axes.hot_budgets):
             Budget.parse(size)
         return cls(

@@ -47,8 +47,8 @@ def accuracy_of(
         if row is not None and not has_exact:
             del row["difference"]
     changed = sum(row.answer != base[key].answer for key, row in rows.items()) if has_exact else None
-    groups = {group: row for group, row in found.items() if row}
-    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": groups}
+    asked = {group: row for group, row in found.items() if row}
+    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": asked}
 
 
 def shares_of(rows: Iterable[Answered]) -> dict[str, float]:

@@ -69,6 +69,14 @@ class _Watched:
         self._lookahead, self.seconds, self.remembers = lookahead, list[float](), lookahead.remembers
         self.begin_request, self.observe, self.snapshot = lookahead.begin_request, lookahead.observe, lookahead.snapshot
 
+    @property
+    def memory(self) -> Any:
+        return self._lookahead.memory
+
+    @memory.setter
+    def memory(self, memory: Any) -> None:
+        self._lookahead.memory = memory
+
     def evaluate(self, snapshot: Any) -> np.ndarray | None:
         began_s = time.perf_counter()
         scores = self._lookahead.evaluate(snapshot)

@@ -86,7 +86,7 @@ def trained_variants(
     }
     variants: dict[Phase, dict[str, Folded]] = {}
     for phase, of in samples.items():
-        learn = of.where(lambda name: name.startswith("train/"))
+        learn = of.where(begins_with("train"))
         variants[phase] = {}
         for name, how in recipes.items():
             if name == LEARNED and given is not None:
@@ -97,13 +97,18 @@ def trained_variants(
     return variants
 
 
+def begins_with(group: str) -> Callable[[str], bool]:
+    """Whether a request is of the group, by its name."""
+    return lambda name: name.startswith(f"{group}/")
+
+
 def judge(samples: dict[Phase, Samples], variants: dict[Phase, dict[str, Folded]], top_k: int) -> list[Judgement]:
     """Every predictor on every group of prompts that training did not see."""
     judged = []
     for phase, of in samples.items():
-        training = of.where(lambda name: name.startswith("train/"))
+        training = of.where(begins_with("train"))
         for group in GROUPS:
-            held = of.where(lambda name, group=group: name.startswith(f"{group}/"))
+            held = of.where(begins_with(group))
             if len(held):
                 judged.append(_judge(phase, group, held, training, variants[phase], top_k))
     return judged

@@ -140,6 +140,7 @@ def pinned_by_share(demands: Demands, arrival: float = 1.0) -> dict[str, int]:
     return {share: best_pinned(demands, share, prefetch=demands.have_scores, **machine) for share in SHARES}
 
 
-def _machine(demands: Demands, arrival: float) -> dict[str, float]:
+def _machine(demands: Demands, arrival: float) -> dict[str, Any]:
+    """Fields of Conditions."""
     record_bytes = max(layout.record_bytes for layout in demands.inventory.layouts)
     return {"link_bytes_per_s": record_bytes / (arrival * LAYER_S), "compute_s_per_layer": LAYER_S}

@@ -147,7 +147,7 @@ def _read_request(
         if step.phase not in columns:
             continue
         column = columns[step.phase]
-        row = {
+        row: dict[str, np.ndarray] = {
             "present": np.zeros((layers, sizes.experts), np.float16),
             "use": np.zeros((layers, sizes.experts), np.float16),
             "hidden": np.zeros((layers, sizes.hidden), np.float16),

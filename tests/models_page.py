@@ -38,7 +38,7 @@ suite checks it; do not edit it by hand.
 *Equal* means: a tiny random model of the family, saved, loaded through VisMoE with two slabs per expert geometry, and run on a
 padded batch of two, gives bit for bit the logits of transformers' eager experts, in float32 and in bfloat16, over a prefill (with
 an image where the input column names them) and greedy steps. That says that the arithmetic is the same. It says nothing about a
-real checkpoint of the family, which nobody here may have tried. *Since*: {OLDEST} is the oldest transformers supported.
+real checkpoint of the family, which may never have been tried. *Since*: {OLDEST} is the oldest transformers supported.
 
 *Drops tokens* means: visual tokens can be left out of the deeper layers (`keep` below 1), and what is kept computes, to 1e-5 in
 float32, what an independent reference computes that hides the dropped ones. With sliding attention that holds up to the window,

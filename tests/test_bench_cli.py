@@ -161,7 +161,7 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
         ("bench --context 100", "--context 288"),
         ("bench --threads 100000", "--threads"),
         ("bench --trace /no/such/folder/t.json", "there is no folder /no/such/folder"),
-        ("bench --clean --geometry tiny --warm 3", "geometry, warm ask for more"),
+        ("bench --clean --geometry tiny --warm 3", "geometry, warm have no effect"),
         ("bench --geometry tiny --prompt-tokens 5000", "the model 4096 positions"),
         ("bench --geometry tiny --folder /dev/null", "--folder /dev/null cannot be used"),
         ("bench --memory 25% --geometry tiny --layers 2 --limit 64MiB", "Fix: --limit"),

@@ -88,7 +88,7 @@ def test_a_plan_says_so_too(folder, name):
         ({"weight_map": 5, "metadata": {}}, "a weight_map that is 5"),
         ({"weight_map": {"a": 5}, "metadata": {}}, "a weight_map that is"),
         ({"weight_map": {"a": "model.safetensors"}}, "no metadata"),
-        ({"weight_map": {"a": "../model.safetensors"}, "metadata": {}}, "no .safetensors file beside it"),
+        ({"weight_map": {"a": "../model.safetensors"}, "metadata": {}}, "not a .safetensors file beside it"),
         ({"weight_map": {"a": "x.safetensors"}, "metadata": {}}, "lacks 1 of 1 weight files, first x.safetensors"),
         ({"weight_map": {"a": "x.safetensors", "b": "model.safetensors"}, "metadata": {}}, "lacks 1 of 2 weight files"),
     ],
@@ -103,7 +103,7 @@ def test_an_index_that_leads_nowhere_is_refused(folder, index, says):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("text_config.num_experts_per_tok", 33, "a token uses 33 experts at .*experts, and there are 32"),
+        ("text_config.num_experts_per_tok", 33, "a token uses 33 experts at .*experts, but there are 32"),
         (
             "text_config.vocab_size",
             1 << 20,
@@ -114,8 +114,8 @@ def test_an_index_that_leads_nowhere_is_refused(folder, index, says):
         ("text_config.num_hidden_layers", 9, "."),
         ("text_config.hidden_act", "nope", "nope"),
         ("text_config.rope_parameters", 5, "no qwen3_vl_moe can have"),
-        ("image_token_id", 10**9, "image_token_id is 1000000000, and the tokenizer has"),
-        ("architectures", [5], "do not fit together"),
+        ("image_token_id", 10**9, "image_token_id is 1000000000, but the tokenizer has"),
+        ("architectures", [5], "do not match"),
     ],
 )
 def test_a_configuration_of_other_weights_is_refused(folder, path, value, says):

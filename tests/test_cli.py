@@ -173,16 +173,48 @@ def test_a_flag_that_cannot_be_read_is_a_usage_error(flags, capsys):
     assert flags.split()[0] in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_help_and_version_import_neither_torch_nor_transformers():
+def imported_by(*commands: list[str], then: str = "") -> set[str]:
+    """The modules that a process has imported when it has run these commands; then it runs `then`."""
     program = (
-        "import sys, contextlib\nfrom vismoe.cli.main import main\n"
-        "for argv in (['--help'], ['--version'], ['chat', '--help'], ['eval', '--help']):\n"
-        "    with contextlib.suppress(SystemExit): main(argv)\n"
-        "assert not {'torch', 'transformers', 'gradio', 'numpy'} & sys.modules.keys()"
+        "import contextlib, json, sys\nfrom vismoe.cli.main import main\n"
+        f"for argv in {list(commands)}:\n"
+        "    with contextlib.suppress(SystemExit): assert main(argv) == 0\n"
+        f"print(json.dumps(sorted(sys.modules)))\n{then}"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "examples:" in done.stdout
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_help_and_version_import_neither_torch_nor_transformers():
+    commands = [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)]
+    assert not imported_by(*commands) & {"torch", "transformers", "gradio", "numpy", "PIL", "huggingface_hub"}
+
+
+# Of a server, a page, an evaluation and a comparison; that of scipy is imported by transformers where it is installed.
+OF_OTHER_COMMANDS = {"gradio", "fastapi", "openai", "lmms_eval", "datasets", "pandas", "matplotlib", "gguf", "scipy.optimize"}
+
+
+def test_a_plan_imports_what_measures_a_model_and_nothing_that_runs_it():
+    found = imported_by(["plan"])
+    assert "vismoe.models.load.footprint" in found and not found & OF_OTHER_COMMANDS
+    assert not found & {"vismoe.engine", "vismoe.models.load.quantizer", "vismoe.bench.benchmark", "qwen_vl_utils", "requests"}
+
+
+AFTER_AN_ANSWER = """
+import gc, importlib.util
+assert gc.isenabled() and gc.get_freeze_count() > 100_000 > len(gc.get_objects())
+if importlib.util.find_spec("scipy"):
+    from scipy.optimize import linear_sum_assignment
+    from transformers.loss.loss_for_object_detection import linear_sum_assignment as theirs
+    for function in (linear_sum_assignment, theirs):
+        assert [found.tolist() for found in function([[9, 0], [0, 9]])] == [[0, 1], [1, 0]]
+"""
+
+
+def test_an_answer_imports_nothing_of_other_commands_and_libraries_are_not_looked_through_for_garbage():
+    found = imported_by(["chat", "Hi?", "--max-tokens", "2"], then=AFTER_AN_ANSWER)
+    assert "vismoe.engine" in found and not found & OF_OTHER_COMMANDS
 
 
 def test_without_a_command_the_overview_is_printed(capsys):
@@ -465,8 +497,8 @@ def test_policy_formats_and_retention_are_changed_in_the_course_of_a_conversatio
     assert engine.changes == [("importance", None, None), (None, "8/2", None), ("exact", None, None)]
     assert [options["retention"] for _, options in engine.calls] == [0.6, 0.9, 0.9]
     err = capsys.readouterr().err
-    assert "error" not in err and "exact: nobody changes the format of an expert" in err
-    assert "it counts once there is /policy importance" in err and "importance: int8/int2, 75% of the demanded" in err
+    assert "error" not in err and "exact: no expert changes its format" in err
+    assert "takes effect with /policy importance" in err and "importance: int8/int2, 75% of the demanded" in err
     first, second, third = err.split("decode")[1:]
     assert "75.0% int4, 25.0% int2" in first and "75.0% int8, 25.0% int2" in second and "computed" not in third
 
@@ -516,7 +548,7 @@ def test_ctrl_c_before_the_first_word_leaves_no_trace(engine, type_lines):
 def test_ctrl_c_at_the_prompt_goes_on_and_ctrl_d_leaves(engine, type_lines, capsys):
     type_lines(KeyboardInterrupt, "Hi")
     assert cli.main(["chat"]) == 0
-    assert "Ctrl-D leaves" in capsys.readouterr().err
+    assert "Ctrl-D ends the conversation" in capsys.readouterr().err
     assert len(engine.calls) == 1
 
 
@@ -536,9 +568,9 @@ def test_commands_answer_and_unknown_ones_are_refused(engine, type_lines, capsys
     assert cli.main(["chat"]) == 0
     err = capsys.readouterr().err
     assert [line for line in err.splitlines() if line.startswith("error")] == [
-        "error: no answer yet, so no figures",
+        "error: there is no answer yet, so there are no statistics",
         "error: /image needs a path, e.g. /image photo.jpg",
-        f"error: /no/such.png: no such file (looked in {os.getcwd()}). Fix: the whole path of a picture",
+        f"error: /no/such.png: no such file (looked in {os.getcwd()}). Fix: give the full path of a picture",
         "error: /quti: no such command (did you mean /quit?)",
     ]
     assert len(engine.calls) == 1

@@ -163,7 +163,7 @@ def test_a_conversation_on_a_terminal(terminal):
     chat.wait_for("decode")
     chat.wait_for("> ")
     chat.process.send_signal(signal.SIGINT)
-    chat.wait_for("Ctrl-D leaves")
+    chat.wait_for("Ctrl-D ends the conversation")
     chat.wait_for("> ")
     chat.write("\x04")
     assert chat.process.wait(timeout=30) == 0

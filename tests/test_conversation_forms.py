@@ -82,7 +82,7 @@ def test_a_template_that_refuses_a_conversation_is_an_error_with_its_words(engin
     monkeypatch.setattr(
         engine.processor, "chat_template", "{% for message in messages %}{{ message.role }}{% endfor %}{# content #}"
     )
-    with pytest.raises(InputError, match="cannot go on"):
+    with pytest.raises(InputError, match="cannot continue"):
         engine.chat([turn("user", "Hello"), turn("assistant", "Well, ")])
 
 

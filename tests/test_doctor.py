@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -69,7 +71,7 @@ def test_a_healthy_machine_gets_no_advice():
     ("change", "words"),
     [
         ({"ram_total_bytes": 4 * GIB}, ("control group", "4.00 GiB of 64.00 GiB", "--memory")),
-        ({"swap_used_bytes": 3 * GIB}, ("3.00 GiB lie in swap",)),
+        ({"swap_used_bytes": 3 * GIB}, ("3.00 GiB are in swap",)),
         ({"huge_pages": "never"}, ("Transparent huge pages", "madvise")),
         ({"quota_cores": 2.5}, ("2.5 of 8 cores", "OMP_NUM_THREADS=2")),
         ({"affinity_cores": 2}, ("2 of 8 cores", "taskset")),
@@ -160,6 +162,17 @@ def test_figures_are_kept_shown_with_their_age_and_measured_again_when_asked(mea
     assert cli.main(["doctor", "--path", str(tmp_path), "--refresh", "--quick"]) == 0
     assert measured == ["all full", "all quick"]
     assert "measured just now" in capsys.readouterr().out
+
+
+def test_kept_figures_are_shown_without_transformers(measured, tmp_path):
+    assert cli.main(["doctor", "--path", str(tmp_path)]) == 0
+    program = (
+        "import sys; from vismoe.cli import main; "
+        f"assert main(['doctor', '--path', {str(tmp_path)!r}]) == 0; "
+        "assert not {'transformers', 'PIL', 'scipy', 'vismoe.engine', 'vismoe.models'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_another_disk_is_measured_alone_and_added(measured, tmp_path, monkeypatch, capsys):

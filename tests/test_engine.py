@@ -122,7 +122,7 @@ def test_requests_from_several_threads_queue_and_each_gets_its_own_answer(engine
         ([{"role": "user"}], InputError, "no content"),
         ([{"content": "hello"}], InputError, "needs a role"),
         (["hello"], InputError, "needs a role"),
-        (ask("What is <|image_pad|>?"), InputError, "stands for an image"),
+        (ask("What is <|image_pad|>?"), InputError, "a placeholder of images"),
         ([], InputError, "no message"),
         (ask(image=PICTURE.resize((1000, 2))), InputError, "crop or resize"),
         (ask("word " * 9000), ContextError, "the model's own limit is 4096"),
@@ -209,7 +209,7 @@ def test_a_share_that_cannot_be_is_refused(engine, wrong, says):
 
 def test_a_text_model_has_no_visual_tokens_to_drop(tmp_path):
     tiny_models.save("qwen3_moe", tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"keep=0.5: no token of this model stands for an image. Fix: keep=1"):
+    with pytest.raises(ConfigError, match=r"keep=0.5: the model has no image tokens. Fix: keep=1"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=vismoe.VisMoEConfig(memory="100%", keep=0.5))
 
 

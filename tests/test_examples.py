@@ -107,14 +107,14 @@ def substituted(command: str) -> str:
     return command
 
 
-RUN = list({substituted(example.text): example for example in reversed(commands()) if not reason(example)}.values())[::-1]
+README = [example for example in (*commands(), *inline()) if example.place == "README.md" and not reason(example)]
+ELSEWHERE_RUN = {substituted(example.text): example for example in reversed(commands()) if not reason(example)}
+RUN = [example for text, example in ELSEWHERE_RUN.items() if text not in {substituted(example.text) for example in README}][::-1]
 
 
 # ------------------------------------------------------------------ where they run
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory) -> Path:
-    """A folder with the files that examples name, and a packed model in it."""
-    folder = tmp_path_factory.mktemp("desk")
+def desk_in(folder: Path) -> Path:
+    """The files that examples name, and a model that is not packed."""
     for name, picture in PICTURES.items():
         Image.open(IMAGES / picture).convert("RGB").save(folder / name, quality=95)
     question = [{"type": "text", "text": "What is in the picture?"}, {"type": "image", "image": "photo.jpg", "min_pixels": 65536}]
@@ -124,6 +124,17 @@ def desk(tmp_path_factory) -> Path:
         (folder / name).mkdir()
     shutil.copytree(demo_model(), folder / "model", ignore=shutil.ignore_patterns("*store*"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Path:
+    return desk_in(tmp_path_factory.mktemp("desk"))
+
+
+@pytest.fixture(scope="module")
+def readers_desk(tmp_path_factory) -> Path:
+    """Where the README is tried from top to bottom: only its own commands pack the model."""
+    return desk_in(tmp_path_factory.mktemp("readers-desk"))
 
 
 @pytest.fixture(autouse=True)
@@ -284,6 +295,15 @@ def test_a_new_example_that_is_neither_run_nor_listed_is_found(block, tmp_path, 
     monkeypatch.setattr(printed_examples, "PAGES", (*printed_examples.PAGES, tmp_path / "new.md"))
     with pytest.raises(AssertionError):
         test_every_block_is_a_command_a_program_or_known_to_be_neither()
+
+
+@pytest.mark.parametrize("example", README, ids=str)
+def test_the_readme_works_from_top_to_bottom(example, capsys, monkeypatch, readers_desk):
+    """In order, the commands in sentences and tables included: a format that a command needs was packed by one above it."""
+    monkeypatch.chdir(readers_desk)
+    if "--lmms" in example.text:
+        pytest.importorskip("lmms_eval", reason='lmms-eval is missing: pip install "vismoe[eval]"')
+    RUNNERS[example.text.split()[1]](example, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("example", RUN, ids=str)

@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
         optional={
             "lookahead": st.just("none"),
             "deterministic": st.just(True),
-            "eviction": st.sampled_from(["lru", "lookahead"]),
+            "eviction": st.sampled_from(["lru", "lfu"]),
             "window": st.integers(1, 3),
             "reads": st.sampled_from(["cached", "direct"]),
             "io_threads": st.integers(1, 3),

@@ -135,8 +135,8 @@ def test_which_layers_are_heard(family):
         return
     own, near, none = PARTLY.get(family, (len(layers), 0, 0))
     source = f"attention received from the last 64 queries in {own} of {len(layers)} MoE layers"
-    source += f"; {near} take that of the nearest layer before them" if near else ""
-    assert hitters.source == source + (f"; the first {none} have none before them" if none else "")
+    source += f"; {near} use the attention of the nearest layer before them" if near else ""
+    assert hitters.source == source + (f"; the first {none} have no such layer" if none else "")
 
 
 class Eager(dict):

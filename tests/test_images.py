@@ -210,8 +210,8 @@ def test_a_file_cut_short_is_an_error_and_not_half_a_picture(format, lenient, mo
         ("nul\x00byte.png", "null byte|no such file"),
         ("https://example.com/cat.png", "not downloaded"),
         ("data:image/png;base64,@@@", "not valid base64"),
-        ("data:image/png,abc", "not of the form"),
-        ("data:", "not of the form"),
+        ("data:image/png,abc", "unsupported form"),
+        ("data:", "unsupported form"),
         (b"", "0 bytes"),
         (b"hello, I am text", "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not an image"),  # would start ghostscript

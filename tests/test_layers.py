@@ -1,12 +1,14 @@
-"""Who may import whom: every import of every file, also those inside functions, against the rows of the architecture.
+"""Which file may import which: every import, also those inside functions and for types alone, against the architecture's rows.
 
-A file imports from its own row or from rows above it (smaller numbers). Checked by reading the sources, so a cycle that only
-shows at run time, or an import hidden in a function, is found too.
+A file imports from its own row or from rows above it (smaller numbers), and files of one row import each other in no circle.
+Checked by reading the sources, so a circle that only shows at run time, or an import hidden in a function, is found too.
 """
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +51,7 @@ def module_name(file: Path) -> str:
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, absolute module name) of every import in `source`; `from vismoe import store` counts as `vismoe.store`."""
+    """(line, absolute name) of all that `source` imports; `from vismoe import store` and `import vismoe.store` are alike."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -57,10 +59,7 @@ def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tup
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             target = ".".join([*base, *([node.module] if node.module else [])])
-            if target == "vismoe":
-                yield from ((node.lineno, f"vismoe.{alias.name}") for alias in node.names)
-            else:
-                yield node.lineno, target
+            yield from ((node.lineno, f"{target}.{alias.name}") for alias in node.names)
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -94,6 +93,30 @@ def source_files() -> list[Path]:
     return sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 
 
+def imports_within(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """Module -> the modules among `sources` that it imports; sources: module -> (text, whether it is a package)."""
+
+    def home(name: str) -> str:
+        return name if name in sources else name.rpartition(".")[0]
+
+    found = {}
+    for module, (text, is_package) in sources.items():
+        names = {home(name) for _, name in imported_modules(text, module, is_package)}
+        found[module] = names & (sources.keys() - {module})
+    return found
+
+
+def in_circles(imports: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What is left of `imports` without modules that import nothing of the rest, and those that nothing of the rest imports."""
+    while True:
+        imported = set().union(*imports.values())
+        left = {module: targets & imports.keys() for module, targets in imports.items() if targets & imports.keys()}
+        left = {module: targets for module, targets in left.items() if module in imported}
+        if left == imports:
+            return left
+        imports = left
+
+
 @pytest.mark.parametrize("file", source_files(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_file_imports_only_from_its_own_row_or_above(file):
     assert not violations(file.read_text(), module_name(file), file.name == "__init__.py")
@@ -106,6 +129,30 @@ def test_optional_packages_are_imported_inside_functions_only(file):
     names = {name.split(".")[0] for _, name in imported_modules(source, module_name(file), file.name == "__init__.py")}
     if str(file.relative_to(ROOT)) not in BEHIND_AN_EXTRA:
         assert not names & OPTIONAL
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Neither inside functions nor for types alone."""
+    sources = {module_name(file): (file.read_text(), file.name == "__init__.py") for file in source_files()}
+    assert in_circles(imports_within(sources)) == {}
+
+
+def test_a_public_class_name_has_one_meaning():
+    homes: dict[str, list[str]] = {}
+    for file in source_files():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module_name(file))
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_the_type_checker_reads_every_folder_under_its_installed_name():
+    """`make types` links what the package table installs; the recipe in assets/ is checked under its own names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    table = project["tool"]["scikit-build"]["wheel"]["packages"]
+    assert {folder: name.replace("/", ".") for name, folder in table.items() if folder != "assets"} == FOLDERS
+    linked = re.findall(r"^FOLDERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+    assert {"vismoe", *linked} == FOLDERS.keys()
 
 
 def test_the_command_line_imports_without_any_extra():
@@ -130,6 +177,33 @@ def test_the_command_line_imports_without_any_extra():
 )
 def test_the_reader_sees_imports_in_functions_and_relative_ones(module, source):
     assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from vismoe.paging import demand",
+        "def late():\n    import vismoe.paging.demand",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .demand import Demand",
+    ],
+)
+def test_a_circle_is_found_however_it_is_closed(back):
+    imports = imports_within(
+        {
+            "vismoe.paging": ("", True),
+            "vismoe.paging.demand": ("from vismoe.paging.lent import Group", False),
+            "vismoe.paging.lent": ("from . import pager", False),
+            "vismoe.paging.pager": (f"import numpy as np\nfrom vismoe.types import Phase\n{back}", False),
+            "vismoe.types": ("", False),
+            "vismoe.engine": ("from vismoe.paging.pager import Pager", False),
+        }
+    )
+    assert in_circles(imports) == {
+        "vismoe.paging.demand": {"vismoe.paging.lent"},
+        "vismoe.paging.lent": {"vismoe.paging.pager"},
+        "vismoe.paging.pager": {"vismoe.paging.demand"},
+    }
+    assert in_circles(imports | {"vismoe.paging.pager": {"vismoe.types"}}) == {}
 
 
 @pytest.mark.parametrize(

@@ -505,7 +505,7 @@ def test_a_filesystem_without_o_direct_is_read_through_the_page_cache(tmp_path):
 def test_no_more_threads_than_the_link_to_the_gpu_can_use(tmp_path, measured):
     link = LinkRates("cuda:0", (LinkRate(False, MIB, 5e8), LinkRate(True, MIB, 1.2e9)), 3e12, None)
     found = chosen(dataclasses.replace(measured, links=(link,)), tmp_path, device="cuda")
-    assert found.io_threads == 2 and "link takes 1.2 GB/s" in found.reasons["io_threads"]
+    assert found.io_threads == 2 and "link copies 1.2 GB/s" in found.reasons["io_threads"]
     assert "a second thread reads while the first copies" in found.reasons["io_threads"]
     assert chosen(dataclasses.replace(measured, links=(link,)), tmp_path, device="cuda:1").io_threads == 2
 

@@ -259,7 +259,7 @@ def test_an_unfinished_pack_of_another_checkpoint_is_refused(checkpoint, tmp_pat
     other = small(tmp_path / "other", seed=1)
     with pytest.raises(KeyboardInterrupt):
         pack(other.source, tmp_path / "store", other.contents(Format.RAW), on_bytes=interrupt)
-    with pytest.raises(CheckpointError, match=r"journal is of another checkpoint.*Fix: delete .*--out"):
+    with pytest.raises(CheckpointError, match=r"journal belongs to another checkpoint.*Fix: delete .*--out"):
         pack(checkpoint.source, tmp_path / "store", checkpoint.contents(Format.RAW))
 
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_that_goes_away_meanwhile_is_an_error_with_the_file(tmp_pat
     def lose(done_bytes: int) -> None:
         file.unlink(missing_ok=True)
 
-    with pytest.raises(CheckpointError, match=rf"{file} went away while it was being packed: No such file.*Fix: download"):
+    with pytest.raises(CheckpointError, match=rf"{file} disappeared while it was being packed: No such file.*Fix: download"):
         pack(checkpoint.source, tmp_path / "store", checkpoint.contents(Format.RAW), on_bytes=lose)
     assert formats_in(tmp_path / "store") == ()
 

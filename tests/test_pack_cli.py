@@ -45,7 +45,7 @@ def test_the_default_keeps_every_bit_and_goes_beside_the_checkpoint(model, wide_
         assert run(folder) == 0
         assert f"{format}: was complete" in capsys.readouterr().out
         assert run("--verify", folder) == 0
-        assert f"{format}: all 36 records are as they were packed" in capsys.readouterr().out
+        assert f"{format}: all 36 records are intact" in capsys.readouterr().out
 
 
 def test_formats_and_folder_are_as_asked_and_json_has_the_figures(model, tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_verify_goes_on_behind_a_bad_format(model, tmp_path, capsys):
     assert run("--verify", tmp_path) == 2
     printed = capsys.readouterr()
     assert "1 of 36 raw records" in printed.err and "experts.lossless.00001.bin has 100 bytes" in printed.err
-    assert "int8: all 36 records are as they were packed" in printed.out and "raw: all" not in printed.out
+    assert "int8: all 36 records are intact" in printed.out and "raw: all" not in printed.out
 
 
 def flip(shard) -> None:

@@ -369,5 +369,7 @@ def fake(contestant, count: int) -> list[JudgedAnswer]:
 def test_wrong_arguments_say_what_is_wrong(capsys, tmp_path):
     assert main(["--formats", "2/4", "--work", str(tmp_path)]) == 1
     assert "more bits" in capsys.readouterr().err
+    assert main(["--study", "ppl", "--formats", "16/0", "--work", str(tmp_path)]) == 1
+    assert "16/0: study ppl computes demoted experts in the low format" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--questions", "0"])

@@ -113,7 +113,7 @@ def test_experts_in_the_configuration_but_nowhere_in_the_model_are_refused():
     with torch.device("meta"):
         model = T.Qwen3ForCausalLM(T.Qwen3Config(**BASE, head_dim=16))
     model.config.num_experts = 64
-    with pytest.raises(UnsupportedModelError, match="names 64 experts, but no module"):
+    with pytest.raises(UnsupportedModelError, match="has 64 experts, but none of its modules"):
         refuse_unsupported(model)
 
 

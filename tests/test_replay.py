@@ -81,7 +81,7 @@ def test_no_order_fetches_less_than_the_oracle_and_the_books_balance(seed, slots
     fewest = replay(demands, slots, "oracle")
     wanted = sum(len(demand.experts) for demand in demands)
     assert fewest.counters.total("hits") + fewest.misses == wanted
-    for order in ("lru", "lfu", "lookahead"):
+    for order in ("lru", "lfu"):
         conditions = dict(prefetch=prefetch, link_bytes_per_s=3 * SECOND, compute_s_per_layer=0.5, window=window)
         result = replay(demands, slots, order, **conditions)
         count = result.counters.total
@@ -97,7 +97,7 @@ def test_no_order_fetches_less_than_the_oracle_and_the_books_balance(seed, slots
 @given(
     seed=st.integers(0, 10**6),
     slots=st.integers(2, 30),
-    order=st.sampled_from(["lru", "lfu", "lookahead"]),
+    order=st.sampled_from(["lru", "lfu"]),
     prefetch=st.booleans(),
 )
 def test_page_table_and_pool_agree_after_every_layer(seed, slots, order, prefetch):
@@ -150,7 +150,7 @@ def serve(demands, slots, order, window):
 @given(
     seed=st.integers(0, 10**6),
     slots=st.integers(2, 40),
-    order=st.sampled_from(["lru", "lfu", "lookahead"]),
+    order=st.sampled_from(["lru", "lfu"]),
     prompt=st.sampled_from([0, 3, 20]),
     window=st.integers(1, 4),
 )
@@ -304,7 +304,7 @@ def test_slots_are_split_so_that_every_geometry_has_the_same_share():
         (dict(prefetch=True), "needs link_bytes_per_s"),
         (dict(prefetch=True, link_bytes_per_s=1.0), "needs lookahead scores"),
         (dict(link_bytes_per_s=0.0), "above zero"),
-        (dict(order="best"), "choose one of lru, lfu, lookahead, oracle"),
+        (dict(order="best"), "choose one of lru, lfu, oracle"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings_, message):
@@ -316,14 +316,10 @@ def test_the_comparison_has_a_row_for_every_order_and_size_relative_to_the_oracl
     trace = skewed_trace(tokens=60, prompt_tokens=5, window=2)
     rows = compare(trace, ["25%", 128], show_progress=False)
     assert [(row.slots, row.order) for row in rows] == [(size, order) for size in ("25%", "128") for order in ORDERS]
-    assert all(row.times_oracle >= 1 for row in rows) and rows[3].times_oracle == 1
+    assert all(row.times_oracle >= 1 for row in rows) and rows[2].times_oracle == 1
     assert json.loads(json.dumps([row.to_json() for row in rows]))[0]["slabs"] == 64
     lines = format_table(rows).splitlines()
-    assert len(lines) == 9 and lines[1].split()[:3] == ["25%", "64", "lru"]
-
-
-def test_a_trace_without_scores_has_no_lookahead_rows():
-    assert [row.order for row in compare(decode([0], [1]), [2], show_progress=False)] == ["lru", "lfu", "oracle"]
+    assert len(lines) == 7 and lines[1].split()[:3] == ["25%", "64", "lru"]
 
 
 def test_stationary_skewed_routing_gives_the_known_ranking():

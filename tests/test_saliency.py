@@ -28,11 +28,11 @@ LAST = {  # the last attention of each family's tower, by its name there; of two
     "mistral_large4": "transformer.layers.1.attention",
 }
 NONE = {  # and why a family's is not
-    "aria": "looks at all patches once more",
-    "deepseek_ocr2": "queries beside the patches",
+    "aria": "attends to all patches again",
+    "deepseek_ocr2": "extra queries and a separator",
     "inkling_mm_model": "no attention",
     "muse_spark": "order of windows",
-    "unlimited_ocr": "ends of lines",
+    "unlimited_ocr": "line ends",
 }
 ATTEND_ACROSS = ["minimax_m3_vl"] if transformers.__version__.startswith("5.17") else []  # its images attend to each other
 OVERLAPPING = ["step3p7"]  # its convolutions: a patch counts for the first of the tokens that it changes

@@ -123,13 +123,13 @@ def test_base64_of_anything_is_known_as_such(content):
     [
         ("", "is empty"),
         (" \n", "is empty"),
-        ("image/png;base64,iVBORw0KGgo=", "not a whole data URI"),
-        ("base64;base64,iVBORw0KGgo=", "not a whole data URI"),
+        ("image/png;base64,iVBORw0KGgo=", "not a complete data URI"),
+        ("base64;base64,iVBORw0KGgo=", "not a complete data URI"),
         *(
-            (url, "not a whole URL")
+            (url, "not a complete URL")
             for url in ("http:/a.png", "https:", "http://", "https:///a.png", "http//a.png", "http://[::1")
         ),
-        *((url, "not a whole URL") for url in ("https://a b/c.png", "http://a:port/b.png", "https://a:99999/", "http:a.png")),
+        *((url, "not a complete URL") for url in ("https://a b/c.png", "http://a:port/b.png", "https://a:99999/", "http:a.png")),
     ],
 )
 def test_what_is_no_address_gets_a_sentence_of_its_own(address, says):

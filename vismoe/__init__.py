@@ -3,8 +3,8 @@
     engine = vismoe.load("Qwen/Qwen3-VL-30B-A3B-Instruct", memory="20GiB")
     for piece in engine.chat([{"role": "user", "content": "What is in the picture?"}]): ...
 
-or plain transformers: `AutoModelForImageTextToText.from_pretrained(name, quantization_config=VisMoEConfig(memory="20GiB"))`.
-Names are imported when first used: torch and transformers take seconds, and `vismoe --help` needs neither.
+or with plain transformers: `AutoModelForImageTextToText.from_pretrained(name, quantization_config=VisMoEConfig(memory="20GiB"))`.
+Names are imported at their first use: importing torch and transformers takes seconds, and `vismoe --help` needs neither.
 """
 
 import importlib

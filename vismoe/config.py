@@ -187,7 +187,7 @@ class Settings:
     window: Annotated[int, Range(1, MOST_LAYERS, "layers")] = option(  # W
         5, "how many MoE layers the lookahead looks ahead, and eviction protects", "LAYERS"
     )
-    eviction: Literal["lru", "lfu", "lookahead"] = option("lfu", "which expert leaves first, among those that may leave")
+    eviction: Literal["lru", "lfu"] = option("lfu", "which expert leaves first, among those that may leave")
     pinned_layers: Layers | Auto = option(  # L_pinned
         "auto", "first MoE layers whose experts never leave; auto takes what was calibrated, else none", "LAYERS"
     )

@@ -1,18 +1,19 @@
 """Every error this package raises on purpose, as one tree.
 
     VisMoEError
-    ├── ConfigError            a setting that cannot be: the value, what is allowed
-    ├── BudgetError            memory that cannot work: the numbers and a budget that does
-    ├── UnsupportedModelError  a family, checkpoint or request kind we do not run: its name, what to use instead
-    ├── CheckpointError        files missing, truncated, corrupt or not belonging together
-    ├── TransferError          an expert could not be brought in while serving; the request fails, the engine lives
-    ├── InputError             a request that cannot be answered: a bad image, video, nothing to answer
+        ├── ConfigError            a setting with an impossible value: the value, and what is allowed
+        ├── BudgetError            a memory budget that cannot work: the numbers, and a budget that works
+        ├── UnsupportedModelError  a family, checkpoint or kind of request that is not supported: its name, and what to use
+        instead
+        ├── CheckpointError        files that are missing, truncated, corrupt or do not belong together
+        ├── TransferError          an expert could not be loaded while serving; the request fails, the engine continues
+        ├── InputError             a request that cannot be answered: a bad image, a video, an empty request
     │   └── ContextError       more tokens than the planned context
     ├── TraceError             a routing trace that is truncated, foreign, or from a newer version
     ├── BusyError              two threads run one model at the same time
     └── ClosedError            the engine was closed
 
-Messages say what happened, give the numbers, and name the fix. `assert` is kept for our own invariants.
+Messages say what happened, give the numbers, and name the fix. `assert` is only for invariants of this package.
 """
 
 __all__ = [
@@ -39,7 +40,7 @@ class ConfigError(VisMoEError, ValueError):
 
 
 class BudgetError(VisMoEError):
-    """The memory budget cannot hold what the model needs at least. `fix` is an argument that works, e.g. `--memory 3.2GiB`."""
+    """The memory budget is less than the model needs. `fix` is an argument that works, e.g. `--memory 3.2GiB`."""
 
     def __init__(self, message: str, fix: str):
         super().__init__(f"{message}\nFix: {fix}")
@@ -47,7 +48,7 @@ class BudgetError(VisMoEError):
 
 
 class UnsupportedModelError(VisMoEError):
-    """A model family, checkpoint format or kind of input that is not supported; never run silently without us."""
+    """A model family, checkpoint format or kind of input that is not supported; never run silently without this package."""
 
 
 class CheckpointError(VisMoEError):
@@ -55,15 +56,15 @@ class CheckpointError(VisMoEError):
 
 
 class TransferError(VisMoEError):
-    """An expert could not be read or copied while serving. The request fails with the cause; the engine stays usable."""
+    """An expert could not be read or copied while serving. The request fails with the cause; the engine remains usable."""
 
 
 class InputError(VisMoEError):
-    """A request that cannot be answered as given."""
+    """A request that cannot be answered."""
 
 
 class ContextError(InputError):
-    """More tokens than the context that memory was planned for."""
+    """The request has more tokens than the context for which memory was planned."""
 
 
 class TraceError(VisMoEError):
@@ -71,7 +72,7 @@ class TraceError(VisMoEError):
 
 
 class BusyError(VisMoEError):
-    """Another thread is in the middle of a forward pass of the same model."""
+    """Another thread is running a forward pass of the same model."""
 
 
 class ClosedError(VisMoEError):

@@ -6,6 +6,8 @@ A flag that was not given is not passed on, so that the engine's own defaults ho
 import argparse
 import contextlib
 import difflib
+import gc
+import importlib.util
 import itertools
 import json
 import os
@@ -16,6 +18,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from vismoe.config import ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
@@ -46,6 +49,7 @@ __all__ = [
     "model_options",
     "one_model",
     "print_json",
+    "quick_imports",
     "reader",
 ]
 
@@ -237,6 +241,54 @@ def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Within, torch and transformers are imported in two thirds of the time, in a process that is ours.
+
+    They make a million objects that stay. The garbage collector sleeps meanwhile, and never looks through these objects later:
+    not while tokens are made, and not when the process ends. scipy is imported when its function is called.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        with _scipy_later():
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+class _Later(ModuleType):
+    """Stands in for a module; other names than those it was given are those of the module, which is then imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        sys.modules.pop(self.__name__, None)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@contextlib.contextmanager
+def _scipy_later() -> Iterator[None]:
+    """Within, `scipy.optimize` has the one function that losses of transformers take from it when they are imported."""
+    name, function = "scipy.optimize", "linear_sum_assignment"
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(name), function)(*args, **kwargs)
+
+    module = _Later(name)
+    setattr(module, function, called)
+    if name not in sys.modules and importlib.util.find_spec("scipy"):
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
 def load_engine(
     arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER, quiet: bool = False
 ) -> "Engine":
@@ -246,7 +298,8 @@ def load_engine(
     """
     given = {**further, **given_settings(arguments)}
     with ctrl_c_exits(arguments):
-        from vismoe.engine.engine import load
+        with quick_imports():
+            from vismoe.engine.engine import load
 
         if quiet and (transformers := sys.modules.get("transformers")):
             transformers.utils.logging.disable_progress_bar()

@@ -1,10 +1,9 @@
-"""Locks and turns that Ctrl-C cannot leave taken.
+"""Locks that Ctrl-C cannot leave locked, and a way to see whether a call is still running.
 
-An interrupt is an exception that a signal handler raises in the main thread, between two bytecodes of whatever runs there: after
-a lock was taken and before the block that gives it back, or inside the `__enter__` of a context manager whose `__exit__` then
-never runs. So a lock is given back by a second look (`under`), and a call that is under way is looked up, not remembered
-(`RunningCall`): a call
-that was interrupted is no longer on its thread's stack.
+Ctrl-C is an exception that a signal handler raises in the main thread between two bytecodes: possibly after a lock was acquired
+and before the block that releases it, or inside the `__enter__` of a context manager whose `__exit__` then never runs. So `under`
+releases a lock after checking its owner, and `RunningCall` inspects whether a call is still on its thread's stack instead of
+recording its end.
 """
 
 import inspect
@@ -20,35 +19,35 @@ Made = TypeVar("Made")
 
 
 def under(lock: Any, change: Callable[Given, Made], *given: Given.args, **named: Given.kwargs) -> Made:
-    """`change` under `lock` (a `threading.RLock`), which this thread holds afterwards only if it did before."""
+    """Calls `change` under `lock` (a `threading.RLock`); this thread holds the lock afterwards only if it did before."""
     if lock._is_owned():
         return change(*given, **named)
     try:
         with lock:
             return change(*given, **named)
-    finally:  # `with` is safe at every bytecode at which CPython looks for signals, and not between any two of them
+    finally:  # `with` alone is not safe against an interrupt between any two bytecodes
         if lock._is_owned():
             lock.release()
 
 
 class RunningCall(NamedTuple):
-    """A call that is under way in some thread."""
+    """A call in some thread, which may still be running."""
 
     thread: int
     frame: FrameType
 
     @classmethod
     def of(cls, frame: FrameType) -> "RunningCall":
-        """The innermost function of this thread that contains `frame`, and is no generator: those come and go."""
+        """The innermost function of this thread that contains `frame` and is not a generator, since generators are suspended."""
         while frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
             frame = frame.f_back
         return cls(threading.get_ident(), frame)
 
     @property
     def ended(self) -> bool:
-        """It has returned, or was left by an exception. Then it gives up what it still refers to."""
+        """True if the call has returned or raised. Then its frame also releases its references."""
         try:
             self.frame.clear()
-        except RuntimeError:  # it is being executed
+        except RuntimeError:  # the frame is still executing
             return False
         return True

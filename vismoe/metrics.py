@@ -1,8 +1,9 @@
-"""Counters of the pager: per phase and MoE layer, updated where the event happens, read as differences of snapshots.
+"""Counters of the pager, per phase and MoE layer: updated where the event happens, read as differences of snapshots.
 
-Counting (one rule each): a hit or a miss is one (expert, layer step), excluding experts that only padding asked for;
-resident when demanded is a hit; a prefetch still under way when demanded is a miss and `late`; a prefetched expert is wasted
-when it leaves, or the request ends, before anyone demanded it. A miss that was computed in host memory is a miss all the same.
+Each event has one rule. A hit or a miss is one (expert, layer step), without experts that only padding demanded. An expert that
+is resident when demanded is a hit. A prefetch that is still in progress when the expert is demanded is a miss and `late`. A
+prefetched expert is wasted if it is evicted, or the request ends, before it was demanded. A miss that host memory computes is
+still a miss.
 """
 
 from collections import Counter
@@ -19,22 +20,22 @@ COUNTERS = (
     "hits",
     "misses",
     "late",
-    "computed_on_host",  # misses that the CPU computed from the host tier, beside the device
+    "computed_on_host",  # misses that the CPU computed from the host tier instead of the device
     "evictions",
     "bytes_read",  # from disk
     "bytes_copied",  # over the link between host and device tiers
-    "bytes_computed_on_host",  # records of the misses computed there
+    "bytes_computed_on_host",  # records of the misses that the CPU computed from the host tier
     "stall_seconds",  # waiting for copies
     "compute_seconds",  # experts' arithmetic (on a GPU: launching it)
     "layer_seconds",  # the whole experts function: stall, compute, and the control path
     "prefetched_bytes",
     "wasted_prefetch_bytes",
     "steps",  # times the layer ran
-    "computed_high",  # expert computations (an expert for a token) in the only format, or the more precise of two
+    "computed_high",  # computations (an expert for a token) in the only format, or in the more precise of two
     "computed_low",
-    "skipped",  # those that a policy left out
-    "served_lower",  # experts that were to be in the more precise format, and served in the other
-    "promotions",  # experts that moved to the more precise format unasked
+    "skipped",  # computations that a policy skipped
+    "served_lower",  # experts that needed the more precise format but served in the other
+    "promotions",  # experts that the policy moved to the more precise format
     "demotions",
     "failed_transitions",
 )
@@ -57,19 +58,19 @@ class Snapshot:
         return float(values.sum() if phase is None else values[PHASES.index(phase)].sum())
 
     def computed_in(self, formats: Sequence[str], phase: Phase | None = None) -> dict[str, int]:
-        """Expert computations (an expert for a token) by the name of their format, what was skipped as `skip`; `formats` by
-        precision. Only what there was any of."""
+        """Expert computations (an expert for a token) by format name, skipped ones as `skip`, without zeros; `formats` by
+        precision."""
         counts = dict(zip(formats, (self.total("computed_high", phase), self.total("computed_low", phase)), strict=False))
         counts["skip"] = self.total("skipped", phase)
         return {name: int(count) for name, count in counts.items() if count}
 
     def shares(self, formats: Sequence[str]) -> dict[str, float]:
-        """The same as shares of all."""
+        """The same as shares of all computations."""
         counts = self.computed_in(formats)
         return {name: count / sum(counts.values()) for name, count in counts.items()}
 
     def hit_rate(self, phase: Phase | None = None) -> float | None:
-        """Hits over demands, or None when nothing was demanded."""
+        """Hits divided by demands; None if there were no demands."""
         hits, misses = self.total("hits", phase), self.total("misses", phase)
         return hits / (hits + misses) if hits + misses else None
 
@@ -91,10 +92,10 @@ class Snapshot:
 
 
 class Metrics:
-    """The live counters of one engine. Written under the pager's lock."""
+    """The live counters of one engine; written under the pager's lock."""
 
     def __init__(self, layers: int, experts: int = 0):
-        """`experts`: the most that a layer has; `demanded` and `missed` are int64 `[layers, experts]`, pad tokens included."""
+        """`experts`: the most in any layer; `demanded` and `missed` are int64 `[layers, experts]`, padding tokens included."""
         self._values = np.zeros((len(PHASES), layers, len(COUNTERS)))
         self.demanded, self.missed = (np.zeros((layers, experts), np.int64) for _ in range(2))
         self._column = {name: i for i, name in enumerate(COUNTERS)}
@@ -104,13 +105,13 @@ class Metrics:
         self._named_from, self._named_before = self.snapshot(), Counter[tuple[Phase, str]]()
 
     def name_formats(self, formats: Sequence[str]) -> None:
-        """From now on these are the formats, by precision, that computations are counted in."""
+        """From now on, computations are counted in these formats, ordered by precision."""
         self._named_before, self._formats = self.computed_in, tuple(formats)
         self._named_from = self.snapshot()
 
     @property
     def computed_in(self) -> Counter[tuple[Phase, str]]:
-        """Expert computations by phase and format since the start, whatever the formats were at the time."""
+        """Expert computations by phase and format since the start, including formats of earlier times."""
         since = self.snapshot() - self._named_from
         now = {(phase, name): n for phase in Phase for name, n in since.computed_in(self._formats, phase).items()}
         return self._named_before + Counter(now)
@@ -119,7 +120,7 @@ class Metrics:
         self._values[self._row[phase], layer, self._column[counter]] += amount
 
     def count_demand(self, phase: Phase, layer: int, hits: int, misses: int, late: int) -> None:
-        """One layer step."""
+        """Counts one layer step."""
         values = self._values[self._row[phase], layer]
         values[self._steps] += 1
         values[self._hits] += hits
@@ -128,7 +129,7 @@ class Metrics:
             values[self._column["late"]] += late
 
     def count_experts(self, layer: int, demanded: list[int], absent: list[int]) -> None:
-        """Which experts a layer step was about."""
+        """Counts the demanded and absent experts of one layer step."""
         self.demanded[layer, demanded] += 1
         if absent:
             self.missed[layer, absent] += 1

@@ -1,4 +1,4 @@
-"""Formats of experts, and pairs of them between which a policy chooses. Imports nothing heavy."""
+"""Formats of experts, and pairs of formats between which a policy chooses. Imports nothing heavy."""
 
 import enum
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ class Format(enum.StrEnum):
     """How an expert's numbers are encoded."""
 
     RAW = "raw"  # the checkpoint's own type, the model's own orientation
-    LOSSLESS = "lossless"  # bf16 with its exponents packed; on disk: memory holds it decoded
+    LOSSLESS = "lossless"  # bf16 with packed exponents, on disk only; memory holds the decoded weights
     INT8 = "int8"  # the integer formats: a scale and an offset per group of inputs
     INT4 = "int4"
     INT2 = "int2"
 
     @property
     def exact(self) -> bool:
-        """No weight loses a bit."""
+        """Whether the format keeps every bit of the weights."""
         return self in (Format.RAW, Format.LOSSLESS)
 
 
@@ -35,5 +35,5 @@ class FormatPair:
 
     @property
     def resident(self) -> tuple[Format, ...]:
-        """The formats that slabs hold, by precision."""
+        """The formats that slabs hold, ordered by precision."""
         return (self.high,) if self.low is None else (self.high, self.low)

@@ -1,8 +1,8 @@
-"""What a value of an option can be, read from its type hint; `Range` and `Read` in it say what a type alone does not.
+"""The allowed values of an option, read from its type hint; `Range` and `Read` in the hint say what a type alone does not.
 
-One sentence refuses every other value: which option, what came, what it can be, and a value that is taken. Settings check
-themselves by these rules; flags with their help, the server's schema and lmms-eval's arguments are made from them. A number is an
-int or a float and neither a bool nor a text, and NaN and infinity are none; a text can be encoded in UTF-8.
+One sentence refuses every other value: the option, the value, what is allowed, and a value that works. Settings check themselves
+by these rules; flags with their help, the server's schema and lmms-eval's arguments are made from them. A number is an int or a
+float, but not a bool, a text, NaN or infinity; a text must be encodable in UTF-8.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers (and lengths of texts) from `low` to `high`, in `unit`; `above` and `below` leave the end itself out."""
+    """Numbers (or lengths of texts) from `low` to `high`, in `unit`; `above` and `below` exclude the end itself."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -60,7 +60,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Read:
-    """A text or number that `parse` reads; it raises ConfigError for any other. `words` say what it is, e.g. "a size"."""
+    """A text or number that `parse` accepts; it raises ConfigError for others. `words` describe it, e.g. "a size"."""
 
     parse: Callable[[Any], Any]
     words: str
@@ -76,7 +76,7 @@ class ValueKind:
     choices: tuple[Any, ...] = ()
 
     def takes(self, value: Any) -> bool:
-        """Raises ConfigError where what reads it says more than that."""
+        """Whether the value is of this kind; raises ConfigError if `read` has a more specific message."""
         if self.type is None:
             return value is None
         wanted = (int, float) if self.type is float else self.type
@@ -109,7 +109,7 @@ class Several:
     """A tuple or list of values, each of one of these kinds."""
 
     kinds: tuple[ValueKind, ...]
-    count: Range  # how many
+    count: Range  # number of values
 
     def takes(self, value: Any) -> bool:
         right = isinstance(value, tuple | list) and len(value) in self.count
@@ -123,7 +123,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one option can be. `default`: a value that is taken, for the advice; None: leaving it out is.
+    """The allowed values of one option. `default`: a value that messages advise; None: they advise to leave the option out.
 
     meaning: a sentence for help texts, in which `placeholder` stands for the value.
     """
@@ -135,25 +135,25 @@ class Rule:
     placeholder: str = ""
 
     def check(self, value: Any, error: type[VisMoEError] = ConfigError) -> None:
-        """Raises `error` for a value that the option cannot have."""
+        """Raises `error` for a value that the option does not allow."""
         if (why_not := self.why_not(value)) is not None:
             raise error(f"{why_not}. Fix: {self._fix(value)}")
 
     def why_not(self, value: Any) -> str | None:
-        """What is wrong with a value; None where the option can have it."""
+        """What is wrong with a value; None if the option allows it."""
         said = None
         for kind in self.kinds:
             try:
                 if kind.takes(value):
                     return None
             except ConfigError as refused:
-                said = str(refused)  # the error itself would hold this frame, and all that called it
+                said = str(refused)  # keeping the error would keep this frame and its callers alive
         if said is not None:
             return said if said.startswith(self.name) else f"{self.name}: {said}"
         return f"{self.name}={shown(value)}: {self.words}{self._but(value)}"
 
     def read(self, text: str) -> Any:
-        """What somebody typed: a number where the option takes this one, else the text. Raises ConfigError."""
+        """Reads what a user typed: a number if the option allows this number, else the text. Raises ConfigError."""
         number = self._number(text)
         value = text if number is None else number
         if (why_not := self.why_not(value)) is not None:
@@ -165,24 +165,24 @@ class Rule:
         return " or ".join(dict.fromkeys(kind.words for kind in self.kinds))
 
     def holds(self, value: Any) -> bool:
-        """Whether the option can have it."""
+        """Whether the option allows the value."""
         return self.why_not(value) is None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Where it is one of some names, or None, and nothing else."""
+        """The names, if the option allows only names (and None); otherwise empty."""
         named = [kind for kind in self.kinds if kind != ValueKind(None)]
         return named[0].choices if len(named) == 1 and isinstance(named[0], ValueKind) else ()
 
     @property
     def range(self) -> Range:
-        """Of its numbers."""
+        """The range of the option's numbers."""
         kinds = (one for kind in self.kinds for one in (kind.kinds if isinstance(kind, Several) else (kind,)))
         return next((kind.range for kind in kinds if kind.type in (int, float)), Range())
 
     @property
     def _numbers(self) -> Any:
-        """int or float, where it may be a number that no `Read` reads; else None."""
+        """int or float, if the option allows numbers that no `Read` parses; else None."""
         kinds = (kind for kind in self.kinds if isinstance(kind, ValueKind) and kind.read is None)
         return next((kind.type for kind in kinds if kind.type in (int, float)), None)
 
@@ -192,14 +192,14 @@ class Rule:
         return None
 
     def _but(self, value: Any) -> str:
-        """What came instead, where it is not the number that is wrong."""
+        """What the value is instead, if the error is not the size of a number."""
         if isinstance(value, str):
             return f"; {unencodable(value)}" if unencodable(value) else NOT_A_TEXT if self._numbers is not None else ""
         told = any(isinstance(kind, Several) for kind in self.kinds) and isinstance(value, tuple | list)
         return "" if told or type(value) in (int, float, bool, types.NoneType) else f", not a {type(value).__name__}"
 
     def _fix(self, value: Any) -> str:
-        """A value that is taken: what a text says, a percentage as a share, the end of the range, else the default."""
+        """A value that works: the number in a text, a percentage as a share, the end of the range, else the default."""
         meant = self._number(value) if isinstance(value, str) else None
         near: list[float] = []
         if self._numbers is float and type(value) in (int, float) and value == value:
@@ -218,7 +218,7 @@ def option(default: Any, meaning: str, placeholder: str = "") -> Any:
 
 @functools.cache
 def rules_of(owner: Any) -> dict[str, Rule]:
-    """The rules of a dataclass by its fields, in their order."""
+    """The rules of a dataclass's fields, in their order."""
     hints = typing.get_type_hints(owner, include_extras=True)
     return {
         field.name: Rule(
@@ -232,14 +232,14 @@ def rules_of(owner: Any) -> dict[str, Rule]:
 
 
 def check_fields(values: Any, error: type[VisMoEError] = ConfigError) -> None:
-    """Raises `error` for the first field of a dataclass whose value is not what its hint says."""
+    """Raises `error` for the first field of a dataclass whose value its hint does not allow."""
     owner: Any = type(values)
     for name, rule in rules_of(owner).items():
         rule.check(getattr(values, name), error)
 
 
 def _kinds(hint: Any, told: ValueKind = ValueKind(None)) -> Iterator[ValueKind | Several]:
-    """What a hint allows; `told`: range and reader of the `Annotated` around it."""
+    """The kinds that a hint allows; `told`: range and reader of the `Annotated` around it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         for extra in arguments[1:]:
@@ -259,7 +259,7 @@ def _kinds(hint: Any, told: ValueKind = ValueKind(None)) -> Iterator[ValueKind |
 
 
 def _joined(kinds: Iterable[ValueKind | Several]) -> tuple[ValueKind | Several, ...]:
-    """The same with all names in one list."""
+    """The same kinds, with all names in one list."""
     found = tuple(kinds)
     names = tuple(name for kind in found if isinstance(kind, ValueKind) for name in kind.choices)
     others = tuple(kind for kind in found if isinstance(kind, Several) or not kind.choices)
@@ -267,7 +267,7 @@ def _joined(kinds: Iterable[ValueKind | Several]) -> tuple[ValueKind | Several, 
 
 
 def file_name(path: str | Path) -> Path:
-    """A path that a file system can be asked about. Raises ConfigError."""
+    """A path that the file system can look up. Raises ConfigError."""
     text = str(path)
     try:
         encoded = os.fsencode(text)
@@ -277,13 +277,13 @@ def file_name(path: str | Path) -> Path:
         raise ConfigError("a path, which is not empty and has no null byte")
     try:
         Path(text).expanduser()
-    except RuntimeError as error:  # `~nobody` has no home
+    except RuntimeError as error:  # the user of `~user` has no home
         raise ConfigError(f"a path ({error})") from error
     return Path(text)
 
 
 def unencodable(text: str) -> str:
-    """Which character of a text has no UTF-8 (half of a surrogate pair), for people; empty where all have."""
+    """Says which character of a text has no UTF-8 (half of a surrogate pair); empty if all have."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -292,11 +292,11 @@ def unencodable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short, printable, whatever it is."""
+    """Any value as short, printable text for a message."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
         return f"<a whole number of {value.bit_length():,} bits>"
     try:
         text = ascii(value) if isinstance(value, str) and unencodable(value) else repr(value)
-    except (ValueError, RecursionError):  # numbers of thousands of digits, lists within lists
+    except (ValueError, RecursionError):  # numbers of thousands of digits, deeply nested lists
         text = f"<a {type(value).__name__}>"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."

@@ -1,8 +1,8 @@
-"""How torch's worker threads wait for each other. OpenMP reads it once, when torch is imported.
+"""How torch's worker threads wait for work. OpenMP reads the setting once, when torch is imported.
 
 By default they spin for about a millisecond. While experts are copied, the copying threads need those cores: on two cores a
 product whose workers spin took ten times as long. Workers that sleep at once must be woken for every product. A short spin, then
-sleep, is as good as sleeping beside copies and 1.5 times as fast in a resident prefill (docs/benchmark.md).
+sleep, is as good as sleeping while experts are copied, and 1.5 times as fast in a resident prefill (docs/benchmark.md).
 """
 
 import os
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 __all__ = ["Waiting", "let_workers_sleep", "waiting", "without_us"]
 
 SPINS = "GOMP_SPINCOUNT"
-VARIABLES = (SPINS, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # somebody who sets one of these has decided
+VARIABLES = (SPINS, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # a user's own setting is respected
 SHORT_SPINS = "2000"  # some microseconds
-DEFAULT_SPINS = {SPINS: "300000"}  # what libgomp takes where nothing is set
+DEFAULT_SPINS = {SPINS: "300000"}  # libgomp's default
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What was settled, and why."""
+    """How worker threads wait, and why."""
 
-    settled: bool  # by us or by the user, and not too late
+    settled: bool  # set by VisMoE or by the user, before torch was imported
     ours: bool
     why: str
 
@@ -36,7 +36,8 @@ def waiting() -> Waiting:
 
 
 def let_workers_sleep() -> None:
-    """Ask OpenMP's workers to sleep soon, unless the user has decided or torch is there already; when vismoe is imported."""
+    """Make OpenMP's workers sleep soon, unless the user has set this or torch is imported already; called when vismoe is
+    imported."""
     global _waiting
     decided = next((name for name in VARIABLES if name in os.environ), None)
     if decided:
@@ -50,6 +51,6 @@ def let_workers_sleep() -> None:
 
 
 def without_us(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process whose workers wait as they would if this package were not there."""
+    """The environment for a process whose workers wait as they would without this package."""
     theirs = {name: value for name, value in environment.items() if not (name == SPINS and _waiting.ours)}
     return theirs if any(name in theirs for name in VARIABLES) else theirs | DEFAULT_SPINS

@@ -1,7 +1,7 @@
-"""What happened when: spans on named tracks, kept in memory and written in Chrome's trace format (chrome://tracing, Perfetto).
+"""A timeline: spans on named tracks, kept in memory and written in Chrome's trace format (chrome://tracing, Perfetto).
 
-The pager and the experts function write copies, computation and stalls into it while one is attached; without one they pay one
-comparison. Appending is safe from any thread.
+While a timeline is attached, the pager and the experts function record copies, computation and stalls in it; without one they pay
+one comparison. Appending is safe from any thread.
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 __all__ = ["Span", "Timeline"]
 
-MOST_SPANS = 2_000_000  # about 500 MB of objects; what comes later is dropped and said in the file
+MOST_SPANS = 2_000_000  # about 500 MB of objects; later spans are dropped, which the file says
 
 
 class Span(NamedTuple):
-    """Seconds are those of `time.perf_counter`."""
+    """A span of time; seconds are those of `time.perf_counter`."""
 
     track: str
     name: str
@@ -33,7 +33,7 @@ class Timeline:
         self._origin_s = time.perf_counter()
 
     def span(self, track: str, name: str, began_s: float, ended_s: float, **details: Any) -> None:
-        """Something that took from `began_s` to `ended_s` on `track` (a thread, or a kind of work)."""
+        """Record work that took from `began_s` to `ended_s` on `track` (a thread, or a kind of work)."""
         if len(self.spans) < MOST_SPANS:
             self.spans.append(Span(track, name, began_s, ended_s, details))
         else:
@@ -41,7 +41,7 @@ class Timeline:
 
     def write(self, path: str | Path) -> None:
         """Write all spans as one JSON object; tracks in the order of their first span."""
-        spans = list(self.spans)  # others may go on adding
+        spans = list(self.spans)  # other threads may go on appending
         tracks = {track: number for number, track in enumerate(dict.fromkeys(span.track for span in spans))}
         names = [
             {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": track}}

@@ -1,11 +1,11 @@
-"""Lets torchvision be imported where its compiled library was built for another torch.
+"""Lets torchvision be imported if its compiled library was built for another torch.
 
-PyPI's torchvision belongs to PyPI's torch, which has CUDA in it. Beside a CPU-only torch its library cannot be loaded, and
-`import torchvision` fails, since it describes operators that nobody has defined; transformers and lmms-eval fail with it. Once
-operators of these names exist, the import works, and so does everything in it that is Python (resizing, normalising). Calling one
-of the operators themselves (nms, roi_align, ...) is still an error.
+PyPI's torchvision belongs to PyPI's torch, which includes CUDA. Beside a CPU-only torch its library cannot be loaded, and `import
+torchvision` fails, because it describes operators that are not defined; transformers and lmms-eval fail with it. Once operators
+of these names exist, the import works, and so does everything in it that is Python (resizing, normalising). Calling one of the
+operators themselves (nms, roi_align, ...) is still an error.
 
-`mend_on_import` waits until somebody imports torchvision and looks then; with a library that loads it changes nothing.
+`mend_on_import` acts at the first import of torchvision; if the library loads, it changes nothing.
 """
 
 import re
@@ -21,17 +21,17 @@ from typing import Any
 __all__ = ["mend_on_import"]
 
 DESCRIBED = re.compile(r"""register_(?:fake|meta|autograd)\(\s*"(?:torchvision::)?(\w+)\"""")
-_libraries: list[Any] = []  # definitions last as long as these objects
+_libraries: list[Any] = []  # the definitions exist as long as these objects
 
 
 def mend_on_import() -> None:
-    """From now on the first import of torchvision is preceded by a look at its library. Imports nothing itself."""
+    """Makes the first import of torchvision check its library first. Imports nothing itself."""
     if "torchvision" not in sys.modules and not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Finds nothing; is asked before those that do."""
+    """An import finder that finds nothing, but runs before the others."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "torchvision":
@@ -45,7 +45,7 @@ class _BeforeTorchvision(MetaPathFinder):
 
 
 def _library_loads(folder: Path) -> bool:
-    """Whether the compiled part fits the torch that is installed."""
+    """Whether the compiled library fits the installed torch."""
     import torch
 
     try:
@@ -58,7 +58,7 @@ def _library_loads(folder: Path) -> bool:
 
 
 def _define(folder: Path) -> None:
-    """Operators of all names that torchvision describes, without anything behind them."""
+    """Defines operators of all names that torchvision describes, without implementations."""
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -6,6 +6,7 @@ S slabs, W lookahead window. Units are in names: `_bytes`, `_s`, `_tokens`.
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -37,7 +38,7 @@ __all__ = [
     "aligned",
 ]
 
-BLOCK_BYTES = 4096  # a multiple of every disk's logical block: O_DIRECT wants offsets, sizes and memory aligned to it
+BLOCK_BYTES = 4096  # a multiple of every disk's logical block; O_DIRECT requires offsets, sizes and memory aligned to it
 ALIGNMENT_BYTES = 64  # of records, sections and slabs: GEMV results in float32 depend on operand alignment
 
 
@@ -49,7 +50,7 @@ class ExpertId(NamedTuple):
 
 
 class Phase(enum.StrEnum):
-    """What the forward pass is doing; counters are kept apart by it."""
+    """The kind of forward pass; counters are separate for each."""
 
     ENCODE = "encode"  # vision tower only
     PREFILL = "prefill"  # more than one new token per sequence
@@ -57,20 +58,20 @@ class Phase(enum.StrEnum):
 
 
 class TokenKind(enum.IntEnum):
-    """What a row of the router's input is."""
+    """The kind of a row of the router's input."""
 
     TEXT = 0
     VISUAL = 1
-    PAD = 2  # kept in the trace, no part of any demand
+    PAD = 2  # recorded in the trace, but demands no experts
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a learned lookahead sees at one MoE layer beside the routing (`vismoe.lookahead.features` says how it is made)."""
+    """The input of a learned lookahead at one MoE layer beside the routing (`vismoe.lookahead.features` computes it)."""
 
     hidden: np.ndarray  # [H] float16: the residual stream, pooled
-    visual: np.ndarray | None  # [H] float16: the visual summary, where it is another one than before in this request
-    expected: np.ndarray | None  # [2, W, E] float16: what the next routers say now; None: the family cannot be asked
+    visual: np.ndarray | None  # [H] float16: the visual summary, if it changed within this request
+    expected: np.ndarray | None  # [2, W, E] float16: predictions of the next routers; None: not available for the family
 
 
 class Gate(enum.StrEnum):
@@ -82,13 +83,13 @@ class Gate(enum.StrEnum):
 
 
 class Activation(enum.StrEnum):
-    """What an expert does between its products; `g` is the gate, `u` is up (u alone without a gate)."""
+    """What an expert computes between its two products; `g` is the gate, `u` is up (u alone without a gate)."""
 
-    SILU = "silu"  # silu(g) * u, where g is at most `limit` and u between -`limit` and `limit`
+    SILU = "silu"  # silu(g) * u, with g clamped to at most `limit` and u to between -`limit` and `limit`
     GELU_TANH = "gelu_tanh"  # 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) * u
     GELU_ERF = "gelu_erf"  # 0.5 g (1 + erf(g / sqrt(2))) * u
     RELU_SQUARED = "relu_squared"  # relu(g)^2 * u
-    CLAMPED_SWIGLU = "clamped_swiglu"  # g sigmoid(alpha g) * (u + 1), limited likewise; gpt-oss
+    CLAMPED_SWIGLU = "clamped_swiglu"  # g sigmoid(alpha g) * (u + 1), clamped likewise; gpt-oss
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ExpertForm:
 
 
 def aligned(nbytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """`nbytes` rounded up to the alignment of records, or another one."""
+    """`nbytes` rounded up to the alignment of records, or to another one."""
     return -(-nbytes // alignment_bytes) * alignment_bytes
 
 
@@ -131,7 +132,7 @@ class RecordLayout:
     record_bytes: int
 
     @classmethod
-    def of(cls, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype]) -> "RecordLayout":
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> "RecordLayout":
         """Sections in the given order, each starting on a 64-byte boundary."""
         sections, offset = [], 0
         for name, shape in shapes.items():
@@ -165,9 +166,9 @@ class ExpertInventory:
     """All routed experts of a model: its MoE layers in order and the distinct record layouts (geometries)."""
 
     layers: tuple[MoELayer, ...]
-    layouts: tuple[RecordLayout, ...]  # of what slabs hold
-    model_layouts: tuple[RecordLayout, ...] = ()  # in the model's dtype and orientation, where slabs hold another format
-    low_layouts: tuple[RecordLayout, ...] = ()  # of slabs in the second format of a pair; `layouts` are the first one's then
+    layouts: tuple[RecordLayout, ...]  # of records in slabs
+    model_layouts: tuple[RecordLayout, ...] = ()  # in the model's dtype and orientation, if slabs hold another format
+    low_layouts: tuple[RecordLayout, ...] = ()  # of slabs in the second format of a pair; `layouts` are then those of the first
 
     @property
     def raw_layouts(self) -> tuple[RecordLayout, ...]:
@@ -185,7 +186,7 @@ class ExpertInventory:
         """Bytes of all experts as records in the model's dtype: what `memory="100%"` means."""
         as_held = [
             slab if slab.sections == raw.sections else raw for slab, raw in zip(self.layouts, self.raw_layouts, strict=True)
-        ]  # the same numbers may be held in whole blocks
+        ]  # the same weights may be stored in whole blocks
         return sum(layer.num_experts * as_held[layer.geometry].record_bytes for layer in self.layers)
 
     @cached_property

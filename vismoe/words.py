@@ -1,4 +1,4 @@
-"""Figures as words: one line each, the same on the command line, on the page and in reports."""
+"""Statistics as words, in one line each; the command line, the page and reports use the same."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ def share_words(shares: Mapping[str, float]) -> str:
 
 
 def precision_words(running: "PrecisionInfo | None") -> str:
-    """Who decides formats, and which, in one line; `running` is `Engine.precision`."""
+    """The policy and its formats in one line; `running` is `Engine.precision`."""
     if running is None:
-        return "exact: nobody changes the format of an expert"
+        return "exact: no expert changes its format"
     retained = f", {running.retention:.0%} of the demanded experts in the better one" if "importance" in running.policy else ""
     return f"{running.policy}: {running.formats}{retained}"

@@ -229,12 +229,16 @@ def make_batch(writer: Writer, mixture: Mixture, number: int, rows: int) -> Batc
     pictures = [_scenes(rng, mixture.difficulty, number * 1024 + row * max(2, images), images, size) for row in range(rows)]
     filled = [_fill(rng, writer, mixture, scenes) for scenes in pictures]
     flat = [scene for scenes in pictures for scene in scenes]
-    arrays = [torch.tensor(np.stack([row[index] for row in filled])) for index in range(6)]
+    bins, segment, offset, target, kind, blind = (torch.tensor(np.stack(arrays)) for arrays in zip(*filled, strict=True))
     return Batch(
         torch.from_numpy(np.stack([np.asarray(compose(scene)) for scene in flat])),
         torch.tensor(writer.prefix(images, size[0] * size[1] // TOKEN_PX**2, before)),
-        arrays[5] > 0,
-        *arrays[:5],
+        blind > 0,
+        bins,
+        segment,
+        offset,
+        target,
+        kind,
         torch.from_numpy(np.stack([visible(scene) for scene in flat])),
         torch.tensor([[noun_number(scene.at(index)) for index in range(len(POSITIONS))] for scene in flat]),
     )

@@ -10,6 +10,7 @@ T = B*S tokens, E experts, K chosen, I expert width. Matrix products in bfloat16
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class Experts(torch.autograd.Function):
     """The routed experts with a hand-written backward: rows grouped by expert, one matrix product per expert and weight."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """x [T, H], index and weight [T, K], gate_up [E, 2I, H], down [E, H, I] -> [T, H] float32."""
         groups = group_by_expert(index, len(gate_up))
         gate_up_low, down_low = gate_up.to(LOW), down.to(LOW)
@@ -83,7 +84,7 @@ class Experts(torch.autograd.Function):
         return _sum_choices(outer, groups.slot)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
         rows, row_weight, both, weighted, gate_up, down = ctx.saved_tensors
         groups = ctx.groups
         grad_rows = grad.to(LOW).index_select(0, groups.source // groups.slot.shape[1])  # [R, H]
@@ -151,7 +152,7 @@ class TrainingNetwork(nn.Module):
         place = (visual.pos_embed(indices.to(pixels.device)) * weights.to(pixels.device)[:, :, None]).sum(1)
         cos, sin = visual.rotary_pos_emb(x, get_vision_position_ids(grid, config.spatial_merge_size).to(pixels.device))
         x = linear(x, kernel, visual.patch_embed.proj.bias) + place
-        features = []
+        features: list[Tensor] = []
         for index, block in enumerate(visual.blocks):
             x = x + self._look(block.attn, block.norm1(x), cos[:, None], sin[:, None])
             inner = F.gelu(linear(block.norm2(x), block.mlp.linear_fc1.weight, block.mlp.linear_fc1.bias), approximate="tanh")
@@ -160,7 +161,7 @@ class TrainingNetwork(nn.Module):
                 features.append(self._merge(visual.deepstack_merger_list[len(features)], x))
         return [self._merge(visual.merger, x), *features]
 
-    def _look(self, attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _look(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         images, count, width = x.shape
         qkv = linear(x, attention.qkv.weight, attention.qkv.bias).view(images, count, 3, attention.num_heads, -1)
         q, k, v = qkv.unbind(2)
@@ -168,7 +169,7 @@ class TrainingNetwork(nn.Module):
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return linear(out.transpose(1, 2).reshape(images, count, width), attention.proj.weight, attention.proj.bias)
 
-    def _merge(self, merger: nn.Module, x: Tensor) -> Tensor:
+    def _merge(self, merger: Any, x: Tensor) -> Tensor:
         """[M, n, D] -> [M, n/4, H]; four consecutive patches are one visual token."""
         if merger.use_postshuffle_norm:
             x = merger.norm(x.reshape(len(x), -1, merger.hidden_size))
@@ -207,9 +208,7 @@ class TrainingNetwork(nn.Module):
         x = rms_norm(x[:, len(prefix) :], language.norm.weight).view(rows, groups, length, -1)
         return x, Inside(torch.stack(losses).mean(), torch.stack(loads), middle)
 
-    def _attend(
-        self, attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, prefix: int, groups: int
-    ) -> Tensor:
+    def _attend(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, prefix: int, groups: int) -> Tensor:
         rows, length = x.shape[:2]
         weight = torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
         heads, kv_heads = self.text.num_attention_heads, self.text.num_key_value_heads
@@ -227,7 +226,7 @@ class TrainingNetwork(nn.Module):
         out = torch.cat((first, later), dim=2).transpose(1, 2).reshape(rows, length, -1)
         return linear(out, attention.o_proj.weight)
 
-    def _route(self, block: nn.Module, x: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, block: Any, x: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         probability = F.linear(x, block.gate.weight).softmax(-1)  # [T, E]
         weight, index = probability.topk(self.text.num_experts_per_tok, dim=-1)
         weight = weight / weight.sum(-1, keepdim=True)

@@ -31,17 +31,17 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.0, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # torch declares a closure, which is optional
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.any():
-                    self._update(parameter, group["lr"], group["weight_decay"])
+                    self._update(parameter, parameter.grad, group["lr"], group["weight_decay"])
 
-    def _update(self, parameter: nn.Parameter, lr: float, weight_decay: float) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, lr: float, weight_decay: float) -> None:
         state = self.state[parameter]
         momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-        momentum.lerp_(parameter.grad, 1 - MOMENTUM)
-        update = orthogonalised(parameter.grad.lerp(momentum, MOMENTUM))
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        update = orthogonalised(gradient.lerp(momentum, MOMENTUM))
         scale = 0.2 * max(parameter.shape[-2:]) ** 0.5
         parameter.mul_(1 - lr * weight_decay).add_(update.to(parameter.dtype), alpha=-lr * scale)
 

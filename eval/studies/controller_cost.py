@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.config import Settings
+from vismoe.config import PolicyName, Settings
 from vismoe.eval.studies.kernels import EXPERTS_OF_A_CALL, FORM, Call, KernelShape, our_calls
 from vismoe.flags import SuggestingParser
 from vismoe.formats.codec import codec_of
@@ -34,7 +34,7 @@ __all__ = ["GOAL", "ControllerCost", "measure"]
 
 GOAL = 0.01  # of a token
 LAYERS, EXPERTS, HOT_SHARE = 48, 128, 0.25
-POLICIES = ("hotness", "importance", "hotness+importance")
+POLICIES: tuple[PolicyName, ...] = ("hotness", "importance", "hotness+importance")
 ROUNDS = 8
 WORKING_SET_BYTES = 2**29
 
@@ -74,7 +74,7 @@ def measure(
     return [cost(name, took[name], prompts[name], period, token) for name in POLICIES], token
 
 
-def controller(policy: str, layers: int, experts: int) -> Precision:
+def controller(policy: PolicyName, layers: int, experts: int) -> Precision:
     return Precision(
         Policy.of(Settings(policy=policy, formats="4/2")), [experts] * layers, np.full(layers, int(HOT_SHARE * experts))
     )
@@ -146,8 +146,10 @@ def cost(policy: str, took: list[tuple[float, bool]], prompts: list[float], peri
     update_s = statistics.median([seconds for seconds, update in took if update] or [plain_s])
     amortised_s = plain_s + (update_s - plain_s) / period_tokens
     worst_s = max(seconds for seconds, _ in took)
-    micro = (1e6 * seconds for seconds in (plain_s, update_s, amortised_s, worst_s, statistics.median(prompts)))
-    return ControllerCost(policy, *micro, amortised_s / token_s, update_s / token_s)
+    plain, update, amortised, worst, prompt = (
+        1e6 * seconds for seconds in (plain_s, update_s, amortised_s, worst_s, statistics.median(prompts))
+    )
+    return ControllerCost(policy, plain, update, amortised, worst, prompt, amortised_s / token_s, update_s / token_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -66,7 +66,7 @@ class ExpertWeights:
 
     def __init__(self, model: nn.Module, contestants: Sequence[FormatContestant]):
         inventory = inventory_of(model, None)
-        self.modules = [module for _, module in expert_modules(model)]
+        self.modules: list[Any] = [module for _, module in expert_modules(model)]
         self._codecs = {
             contestant: [
                 contestant.codec(raw, names)
@@ -88,7 +88,7 @@ class ExpertWeights:
         digest = hashlib.sha256(self._rest.encode())
         for layer in self._encoded[contestant]:
             for record in layer:
-                digest.update(record.numpy())
+                digest.update(record.numpy().data)
         return digest.hexdigest()
 
     def _record(self, module: nn.Module, expert: int, geometry: int) -> Tensor:
@@ -215,7 +215,7 @@ def images_seen_once(model: nn.Module) -> Iterator[None]:
     """While inside, the same pictures go through the vision tower once: it is the same for every contestant."""
     owner = getattr(model, "model", None)
     see = getattr(owner, "get_image_features", None)
-    if see is None:
+    if owner is None or see is None:
         yield
         return
     seen: list[tuple[Tensor, Any]] = []

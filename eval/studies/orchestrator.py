@@ -36,7 +36,7 @@ from vismoe.types import Phase
 __all__ = ["main"]
 
 SHARES = ("12.5%", "25%", "50%", "75%")
-ORDERS: tuple[Order, ...] = ("lru", "lfu", "lookahead")
+ORDERS: tuple[Order, ...] = ("lru", "lfu")
 LINKS_BYTES_PER_S = (15e6, 60e6, 240e6)  # an expert of the bundled model takes 4.9, 1.2 and 0.3 ms
 LAYER_S, TOKEN_S = 6e-4, 2e-5  # of one decoder layer of the bundled model, and what each token of a prompt adds
 ASKING_S = 5e-5  # the model's thread, for the lookahead's snapshot
@@ -45,7 +45,7 @@ PHASES = (Phase.PREFILL, Phase.DECODE)
 
 @dataclass(frozen=True)
 class Combination:
-    """One replay; a lookahead of `none` neither orders nor prefetches."""
+    """One replay; a lookahead of `none` prefetches nothing."""
 
     trace: str
     share: str
@@ -64,18 +64,18 @@ class Combination:
 
 
 def combinations(
-    traces: dict[str, dict[str, Demands]], shares: Sequence[str], links: Sequence[float], **layer: float
+    traces: dict[str, dict[str, Demands]], shares: Sequence[str], links: Sequence[float], **layer: Any
 ) -> list[Combination]:
     """Every order with every lookahead at every size and rate; the oracle without one. traces: name -> lookahead -> demands."""
     wanted = []
     for name, by_lookahead in traces.items():
         anyone = next(iter(by_lookahead.values()))
         for lookahead, demands in {"none": anyone, **by_lookahead}.items():
-            orders: tuple[Order, ...] = ("lru", "lfu", "oracle") if lookahead == "none" else ORDERS
+            orders = (*ORDERS, "oracle") if lookahead == "none" else ORDERS
             wanted += [(name, s, link, lookahead, order, demands) for s in shares for link in links for order in orders]
     found = []
     for name, share, link, lookahead, order, demands in track(wanted, "replays", console=Console(stderr=True), transient=True):
-        prefetch = {} if lookahead == "none" else {"prefetch": True, "lookahead_s": ASKING_S}
+        prefetch: dict[str, Any] = {} if lookahead == "none" else {"prefetch": True, "lookahead_s": ASKING_S}
         result = replay(demands, share, order, link_bytes_per_s=link, **layer, **prefetch)
         found.append(Combination(name, share, link, lookahead, order, *_by_phase(result), _wasted(result)))
     return found
@@ -119,7 +119,7 @@ def winners(found: Sequence[Combination]) -> dict[str, float]:
 
 
 # -- the pinned prefix
-def prefix(demands: Demands, shares: Sequence[str], link: float, **layer: float) -> dict[str, list[PinnedPoint]]:
+def prefix(demands: Demands, shares: Sequence[str], link: float, **layer: Any) -> dict[str, list[PinnedPoint]]:
     """Figure 12: a point for every depth that each share of the experts allows."""
     options = dict(link_bytes_per_s=link, prefetch=demands.have_scores, lookahead_s=ASKING_S, **layer)
     return {share: pinned_curve(demands, share, **options) for share in shares}
@@ -138,8 +138,7 @@ def draw(
         for lookahead, order in dict.fromkeys((c.lookahead, c.order) for c in here):
             mine = [c for c in here if (c.lookahead, c.order) == (lookahead, order)]
             name = order if lookahead == "none" else f"{order} + {lookahead}"
-            if order != "lookahead":
-                series.append(Series(name, [c.share for c in mine], [c.decode_s / plain[c.share] for c in mine]))
+            series.append(Series(name, [c.share for c in mine], [c.decode_s / plain[c.share] for c in mine]))
         panels.append(Panel(series, "experts in memory", "decode, of LRU alone", f"{link / 1e6:g} MB/s", percent=True))
     grid_figure(folder / "orchestrator-combinations.png", panels, columns=len(panels))
     lines = [
@@ -193,8 +192,7 @@ def timed_runs(
     def turn(**settings: Any) -> Any:
         return partial(ask_scenes, common | settings, prompts, arguments.tokens)
 
-    choices = [(order, lookahead) for lookahead in ("none", *lookaheads) for order in ("lru", "lfu")]
-    choices += [("lookahead", lookahead) for lookahead in lookaheads]
+    choices = [(order, lookahead) for lookahead in ("none", *lookaheads) for order in ORDERS]
     orders = {f"{order}, {lookahead}": turn(eviction=order, lookahead=lookahead) for order, lookahead in choices}
     pinned = {str(depth): turn(pinned_layers=depth) for depth in range(depths)}
     first = take_turns(orders, arguments.timed)

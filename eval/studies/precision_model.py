@@ -85,8 +85,9 @@ class MixedExperts:
         weights = ExpertWeights(model, contestants)
         self.model, self.formats = model, tuple(formats)
         self.digests = {contestant.format: weights.digest(contestant) for contestant in contestants}
-        self.experts = [module.num_experts for module in weights.modules]
+        self.experts: list[int] = [module.num_experts for module in weights.modules]
         stacks = [self._restored(weights, contestant) for contestant in contestants]
+        module: Any
         for layer, (path, module) in enumerate(expert_modules(model)):
             for name in stacks[0][layer]:
                 module.register_parameter(name, nn.Parameter(torch.cat([stack[layer][name] for stack in stacks]), False))
@@ -181,7 +182,7 @@ def _attention_beside(model: nn.Module, path: str) -> nn.Module:
     """The self-attention of the layer that holds the experts at `path`."""
     while not hasattr(model.get_submodule(path), "self_attn"):
         path = path.rpartition(".")[0]
-    return model.get_submodule(path).self_attn
+    return model.get_submodule(f"{path}.self_attn")
 
 
 def attention_received(attention: Tensor, prompt: Tensor) -> Tensor:

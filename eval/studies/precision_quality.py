@@ -31,7 +31,7 @@ import vismoe.precision.depth
 import vismoe.precision.importance
 from vismoe.config import parse_formats
 from vismoe.engine.engine import demo_model
-from vismoe.errors import VisMoEError
+from vismoe.errors import ConfigError, VisMoEError
 from vismoe.eval import accuracy, scoring, world
 from vismoe.eval import questions as asking
 from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
@@ -82,9 +82,16 @@ def named(pair: FormatPair) -> str:
 
 
 def demoted(pair: FormatPair, _: int) -> list[TableLine]:
+    if pair.low is None:
+        raise ConfigError(
+            f"{named(pair)}: study ppl computes demoted experts in the low format, and with 0 bits there is none. "
+            "Fix: name a pair such as 4/2 with --formats"
+        )
+    low = Everywhere(pair.low)
+
     def line(order: str, seeds: Sequence[int] = (0,)) -> TableLine:
         between = {share: [Demoted(pair, share, order, seed) for seed in seeds] for share in SHARES}
-        return TableLine(named(pair), order, {0.0: [Everywhere(pair.high)], **between, 1.0: [Everywhere(pair.low)]})
+        return TableLine(named(pair), order, {0.0: [Everywhere(pair.high)], **between, 1.0: [low]})
 
     return [line(HOTNESS), line(COUNTS), line(RANDOM, DRAWS), line(ALIKE)]
 
@@ -181,8 +188,9 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
 
 def digest_of_demoted(contestant: PrecisionContestant, facts: RuleInputs) -> str | None:
     """Of which experts are in the low format, for a contestant that follows an order of theirs."""
-    follows = isinstance(contestant, Demoted) and contestant.order != ALIKE
-    return hashlib.sha256(contestant.demotes(facts).tobytes()).hexdigest() if follows else None
+    if not isinstance(contestant, Demoted) or contestant.order == ALIKE:
+        return None
+    return hashlib.sha256(contestant.demotes(facts).tobytes()).hexdigest()
 
 
 def contestants_of(lines: Sequence[tuple[TableLine, Everywhere]]) -> Iterator[PrecisionContestant]:

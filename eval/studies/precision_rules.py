@@ -5,7 +5,7 @@ Contestants are plain values that decide. Chance depends on the seed, the prompt
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -36,7 +36,9 @@ class RuleInputs:
 
 
 class PrecisionContestant(Protocol):
-    """A way to choose formats. Its text names it in tables and files."""
+    """A way to choose formats, a dataclass of plain values. Its text names it in tables and files."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def used(self) -> tuple[Format, ...]:

@@ -31,6 +31,7 @@ from vismoe.engine.engine import Engine, load
 from vismoe.eval.accuracy import messages
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import THANKS, Conversation, conversation
+from vismoe.eval.scenes import Split
 from vismoe.eval.studies.precision_speed import KeptTurns, pack_experts, sizes
 from vismoe.eval.studies.report import folder_of, told
 from vismoe.eval.world import NOUNS
@@ -45,7 +46,7 @@ __all__ = ["SHIFTS", "followed", "main", "oracle", "stream"]
 PERIOD_TOKENS = 32  # T
 HOT_SHARE = 0.25
 REACHED = 0.9
-SPLIT = "held-out"
+SPLIT: Split = "held-out"
 FIRST_KINDS = ("exists", "what", "where", "count", "describe")
 SHIFTS = {"icons": "other icons", "kinds": "printed words, two pictures", "text": "no pictures"}
 AFTER = 8  # requests that are through the shift
@@ -419,8 +420,12 @@ def storm_study(setup: Setup, memory: str, rounds: int, kept: KeptTurns, folder:
     """Decoding while experts move all the time, over the emulated link and from the disk's cache."""
     asked = list(itertools.islice(_pictures(("describe",), NOUNS), setup.requests))
     state = _state(setup, memory, folder)
-    ways = {STILL: {"hotness_period": NEVER_TOKENS}, USUAL: {}, STORM: {"hotness_period": 1, "hotness_decay": STORM_DECAY}}
-    result = []
+    ways: dict[str, dict[str, Any]] = {
+        STILL: {"hotness_period": NEVER_TOKENS},
+        USUAL: {},
+        STORM: {"hotness_period": 1, "hotness_decay": STORM_DECAY},
+    }
+    result: list[dict[str, Any]] = []
     for where, link in (("emulated link", setup.link_bytes_per_s), ("page cache", None)):
         jobs = {}
         for name, way in ways.items():

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.console import Console
 from rich.progress import Progress
@@ -221,15 +221,17 @@ def judged(place: SpeedSetup, budgets: Sequence[float], per_kind: int, kept: Kep
     """The share of questions that the rows which differ in what they compute answer right; printed."""
     if place.judge is None:
         return {}
-    common, jobs = place.settings | {"kernels": "fast", "pinned_layers": 0, "deterministic": True}, {}
+    judge, jobs = place.judge, {}
+    common = place.settings | {"kernels": "fast", "pinned_layers": 0, "deterministic": True}
+
+    def share(settings: Mapping[str, Any]) -> Turn:
+        return {"accuracy": judge(settings, per_kind)}
+
     asked = {CACHE: rows(place, budgets[0])[CACHE]}
     asked |= {f"{name} @ {budget:g}": rows(place, budget)[name] for budget in budgets for name in (DYNAMIC, SKIP)}
     for name, row in asked.items():
         settings = common | row | {"lookahead": "none"}
-        jobs[f"accuracy of {name}"] = (
-            [place.name, per_kind, settings],
-            lambda settings=settings: {"accuracy": place.judge(settings, per_kind)},
-        )
+        jobs[f"accuracy of {name}"] = [place.name, per_kind, settings], partial(share, settings)
     found = {name.removeprefix("accuracy of "): turns[0]["accuracy"] for name, turns in kept.take(jobs, 1).items()}
     print(f"\n{place.name}: accuracy on the same held-out questions")
     print(aligned_columns([["", "accuracy"], *([name, f"{value:.1%}"] for name, value in found.items())], left=1))
@@ -245,12 +247,22 @@ def pack_experts(model: str | None, folder: Path, formats: Sequence[Format]) -> 
             pack(source, folder, contents_of(source, each, transposed))
 
 
-def sizes(model: str | None, formats: str) -> dict[str, int]:
-    """The fields of a Place that say how large experts are."""
+class ExpertSizes(TypedDict):
+    """The fields of SpeedSetup that say how large experts are."""
+
+    experts: int
+    top_k: int
+    raw_bytes: int
+    high_bytes: int
+    low_bytes: int
+
+
+def sizes(model: str | None, formats: str) -> ExpertSizes:
+    """Of the model's experts in 16 bits, and in the two formats of a pair."""
     source, transposed = experts_in_place(model or demo_model())
     with closing(source):
         inventory = paired(source.inventory, parse_formats(formats), transposed)
-        return dict(
+        return ExpertSizes(
             experts=sum(layer.num_experts for layer in inventory.layers),
             top_k=max(layer.top_k for layer in inventory.layers),
             raw_bytes=inventory.raw_layouts[0].record_bytes,

@@ -58,7 +58,8 @@ class Column:
 
     def among(self, chosen: np.ndarray) -> "Column":
         """Of some questions: bool [questions]."""
-        return Column(*(None if each is None else each[chosen] for each in vars(self).values()))
+        score = None if self.score is None else self.score[chosen]
+        return Column(self.tokens[chosen], self.divergence[chosen], self.surprise[chosen], score)
 
     def figures(self, base: "Column") -> dict[str, Any]:
         """With accuracy beside that of `base`."""

@@ -33,6 +33,7 @@ from vismoe.eval.questions import KINDS
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.flags import SuggestingParser
 from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.visual.prune import VisualPruner
 from vismoe.vision.selection import KeptImage, Pruning
 
 QUESTIONS = 900
@@ -95,17 +96,23 @@ class PrunedAnswer:
     kept_expansion: float | None = None
 
 
+def _pruner_of(engine: Engine) -> VisualPruner:
+    pruner = runtime_of(engine.model).pruner
+    assert pruner is not None, "Engines loads only what can drop visual tokens"
+    return pruner
+
+
 class Engines:
     """One engine for each way in which contestants need the model loaded; all experts resident, no lookahead."""
 
     def __init__(self, model_path: str):
         self._path = model_path
         first = self._load("auto", None)
-        self.prune_layer = runtime_of(first.model).pruner.prune_layer
+        self.prune_layer = _pruner_of(first).prune_layer
         self.fingerprint = runtime_of(first.model).store.fingerprint
         self.inventory = runtime_of(first.model).store.inventory
         self.processor = first.processor
-        self._loaded = {(self.prune_layer, None): first}
+        self._loaded: dict[tuple[int, int | None], Engine] = {(self.prune_layer, None): first}
 
     def _load(self, prune_layer: int | str, visual_top_k: int | None) -> Engine:
         engine = vismoe.load(
@@ -135,7 +142,7 @@ class Engines:
     ) -> tuple[list[str], list[KeptImage]]:
         """Greedy answers to a batch of prompts, and what was kept of their images; `seed` is that of `random`."""
         engine = self.of(contestant)
-        pruner = runtime_of(engine.model).pruner
+        pruner = _pruner_of(engine)
         pruner.begin_request()
         pruner.pruning = replace(contestant.pruning, seed=seed)
         return accuracy.decoded(engine.model, engine.processor, inputs, most_tokens), list(pruner.kept)

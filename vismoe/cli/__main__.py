@@ -1,4 +1,4 @@
-"""`python -m vismoe.cli`: the `vismoe` command of this interpreter."""
+"""`python -m vismoe.cli`: the `vismoe` command, run by this interpreter."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`vismoe bench`: what encode, prefill and decode take here, cold and warm, beside other ways to run the same weights."""
+"""`vismoe bench`: times of encode, prefill and decode, cold and warm, compared with other ways to run the same weights."""
 
 import contextlib
 import re
@@ -23,6 +23,7 @@ from vismoe.flags import (
     given_settings,
     one_model,
     print_json,
+    quick_imports,
 )
 
 if TYPE_CHECKING:
@@ -30,41 +31,55 @@ if TYPE_CHECKING:
 
 __all__ = ["BENCH"]
 
-FAILED = 2  # ours could not be measured; the others may have been
-TABLE_COLUMNS = 110  # of the tables where no terminal says how wide it is
+FAILED = 2  # VisMoE could not be measured; the baselines may have been
+TABLE_COLUMNS = 110  # width of the tables if no terminal gives one
 PICTURE = re.compile(r"(\d+)x(\d+)")
 
 
 def bench_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
-    group = parser.add_argument_group("generated checkpoint, in place of MODEL")
+    group = parser.add_argument_group("generated checkpoint, instead of MODEL")
     group.add_argument("--geometry", metavar="NAME", help="random weights in the shapes of a published model, e.g. qwen3-30b-a3b")
-    group.add_argument("--layers", type=at_least_one, metavar="N", help="decoder layers of it (default: all)")
+    group.add_argument("--layers", type=at_least_one, metavar="N", help="decoder layers of the checkpoint (default: all)")
     group.add_argument("--skew", type=float, default=0.0, metavar="S", help="Zipf exponent of its routing (default: 0, uniform)")
-    group.add_argument("--folder", metavar="DIR", help="where they are kept (default: bench in vismoe's cache folder)")
-    group.add_argument("--clean", action="store_true", help="delete what benchmarks left in DIR, and do nothing else")
-    group = parser.add_argument_group("what is asked")
-    group.add_argument("--prompt", metavar="TEXT", help="a prompt in words (default: random token ids)")
-    group.add_argument("--prompt-tokens", type=at_least_one, default=256, metavar="N", help="random ids (default: 256)")
-    group.add_argument("--new-tokens", type=two_or_more, default=32, metavar="N", help="greedy tokens after it (default: 32)")
+    group.add_argument(
+        "--folder", metavar="DIR", help="folder of generated checkpoints (default: bench in vismoe's cache folder)"
+    )
+    group.add_argument("--clean", action="store_true", help="delete the files of earlier benchmarks in DIR, and do nothing else")
+    group = parser.add_argument_group("the request")
+    group.add_argument("--prompt", metavar="TEXT", help="a prompt as text (default: random token ids)")
+    group.add_argument(
+        "--prompt-tokens", type=at_least_one, default=256, metavar="N", help="number of random token ids (default: 256)"
+    )
+    group.add_argument(
+        "--new-tokens", type=two_or_more, default=32, metavar="N", help="tokens to generate, greedily (default: 32)"
+    )
     group.add_argument("--image", type=picture_size, metavar="WxH", help="a synthetic picture before the prompt, e.g. 512x512")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of random ids and random weights (default: 0)")
-    group = parser.add_argument_group("how it is measured")
-    group.add_argument("--repeats", type=at_least_one, default=3, metavar="N", help="processes of each contestant (default: 3)")
-    group.add_argument("--warm", type=at_least_one, default=2, metavar="N", help="warm requests after the cold one (default: 2)")
-    group.add_argument("--baseline", type=comma_list, default=[], metavar="LIST", help="any of transformers,accelerate,llama.cpp")
-    group.add_argument("--limit", type=size, metavar="SIZE", help="memory of each process, page cache included")
-    group.add_argument("--warm-cache", action="store_true", help="compare without --limit: the page cache serves everyone")
-    group.add_argument("--gguf", metavar="FILE", help="for llama.cpp: the same weights (default: made of the generated ones)")
-    group.add_argument("--threads", type=at_least_one, metavar="N", help="for everyone (default: the cores of this process)")
-    group.add_argument("--trace", metavar="FILE", help="write a timeline of one more request, for chrome://tracing or Perfetto")
-    group.add_argument("--control", action="store_true", help="also time Python's control path alone, for this model's layers")
-    group.add_argument("--moe-time", action="store_true", help="also time the routed experts alone, in one more request each")
-    group.add_argument("--json", action="store_true", help="only the JSON line")
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="seed of random ids and random weights (default: 0)")
+    group = parser.add_argument_group("the measurement")
+    group.add_argument("--repeats", type=at_least_one, default=3, metavar="N", help="processes per contestant (default: 3)")
+    group.add_argument(
+        "--warm", type=at_least_one, default=2, metavar="N", help="warm requests after the cold one, per process (default: 2)"
+    )
+    group.add_argument(
+        "--baseline", type=comma_list, default=[], metavar="LIST", help="what to compare with: transformers,accelerate,llama.cpp"
+    )
+    group.add_argument("--limit", type=size, metavar="SIZE", help="memory limit of each process, page cache included")
+    group.add_argument("--warm-cache", action="store_true", help="allow a comparison without --limit: the page cache serves all")
+    group.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp (default: converted)")
+    group.add_argument(
+        "--threads", type=at_least_one, metavar="N", help="threads of each process (default: the cores of this process)"
+    )
+    group.add_argument(
+        "--trace", metavar="FILE", help="write a timeline of one further request, for chrome://tracing or Perfetto"
+    )
+    group.add_argument("--control", action="store_true", help="also time the Python code that controls this model's layers")
+    group.add_argument("--moe-time", action="store_true", help="also time the routed experts alone, in further requests")
+    group.add_argument("--json", action="store_true", help="print only one JSON line")
     add_model_flags(parser)
     add_settings(parser)
-    parser.conflict_handler = "resolve"  # the settings of these names become lists
-    group = parser.add_argument_group("ours, once for each of them")
+    parser.conflict_handler = "resolve"  # replaces the settings of these names by lists
+    group = parser.add_argument_group("VisMoE, measured with each value")
     group.add_argument(
         "--formats",
         "--format",
@@ -72,7 +87,7 @@ def bench_arguments(parser: ArgumentParser) -> None:
         type=words_of(IN_PLACE, PACKED, "lossless", "int8", "int4", "int2"),
         default=[],
         metavar="LIST",
-        help="of the experts: raw (in place), packed (raw, from a store), lossless, int8, int4, int2",
+        help="formats of the experts: raw (in place), packed (raw, from a store), lossless, int8, int4, int2",
     )
     group.add_argument(
         "--kernels",
@@ -80,7 +95,7 @@ def bench_arguments(parser: ArgumentParser) -> None:
         type=words_of("auto", "torch", "fast"),
         default=[],
         metavar="LIST",
-        help="arithmetic: auto, torch, fast (default: auto)",
+        help="kernels that compute the experts: auto, torch, fast (default: auto)",
     )
 
 
@@ -89,7 +104,7 @@ def comma_list(text: str) -> list[str]:
 
 
 def words_of(*known: str) -> Callable[[str], list[str]]:
-    """A list of some of the words that are known."""
+    """A reader for lists of the known words."""
 
     def words(text: str) -> list[str]:
         if unknown := [word for word in comma_list(text) if word not in known]:
@@ -107,9 +122,9 @@ def size(text: str) -> int:
 
 
 def two_or_more(text: str) -> int:
-    """The first new token comes out of prefill, so decoding begins with the second."""
+    """An integer of at least 2: prefill gives the first new token, so decoding begins with the second."""
     if at_least_one(text) < 2:
-        raise ArgumentTypeError("at least 2: the first new token comes out of prefill")
+        raise ArgumentTypeError("at least 2, because prefill gives the first new token")
     return int(text)
 
 
@@ -122,13 +137,14 @@ def picture_size(text: str) -> tuple[int, int]:
 
 
 def run_bench(arguments: Namespace) -> int:
-    """Prepare, refuse what is unfair, run, report. Ctrl-C while running reports what there is. FAILED where ours failed."""
+    """Prepare, refuse unfair comparisons, run, report. Ctrl-C reports what was measured so far. FAILED if VisMoE failed."""
     model, settings = one_model(arguments), given_settings(arguments)
     refuse_contradictions(arguments, model)
     if arguments.clean:
         refuse_more_than_clean(arguments)
-    from vismoe.bench import benchmark
-    from vismoe.bench.subject import bench_folder, clean
+    with quick_imports():
+        from vismoe.bench import benchmark
+        from vismoe.bench.subject import bench_folder, clean
 
     folder = Path(arguments.folder) if arguments.folder else bench_folder()
     if arguments.clean:
@@ -157,7 +173,7 @@ def run_bench(arguments: Namespace) -> int:
 
 @contextlib.contextmanager
 def terminated_is_interrupted() -> Iterator[None]:
-    """Within, SIGTERM does what Ctrl-C does: no worker and no control group is left behind."""
+    """Within it, SIGTERM acts like Ctrl-C, so that no worker and no control group remains."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -170,7 +186,7 @@ def say(text: str) -> None:
 
 
 def silent(text: str) -> None:
-    """Under --json nothing is said while it runs."""
+    """Prints nothing; used under --json."""
 
 
 @contextlib.contextmanager
@@ -179,25 +195,27 @@ def silent_steps(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def refuse_more_than_clean(arguments: Namespace) -> None:
-    """--clean measures nothing, so every other flag is a misunderstanding."""
+    """Raises InputError for --clean with other flags, since it measures nothing."""
     parser = ArgumentParser()
     bench_arguments(parser)
     usual = vars(parser.parse_args([])) | {name: getattr(arguments, name) for name in ("folder", "json", "clean", "stdout")}
     if more := [name for name, value in vars(arguments).items() if name not in usual or usual[name] != value]:
-        raise InputError(f"--clean only deletes, and {', '.join(more)} ask for more. Fix: --clean with --folder and --json alone")
+        raise InputError(
+            f"--clean only deletes files, so {', '.join(more)} have no effect. Fix: use --clean only with --folder and --json"
+        )
 
 
 def refuse_contradictions(arguments: Namespace, model: str | None) -> None:
-    """Flags that exclude each other."""
+    """Raises InputError for flags that exclude each other."""
     if model and arguments.geometry:
-        raise InputError(f"--geometry {arguments.geometry} is measured in place of {model}. Fix: leave out one of them")
+        raise InputError(f"--geometry {arguments.geometry} replaces the model {model}. Fix: leave out one of them")
     if arguments.moe_time and arguments.limit:
-        raise InputError("--moe-time needs memory of its own, which a limit would charge to somebody. Fix: leave out one of them")
+        raise InputError("--moe-time needs extra memory, which would count towards --limit. Fix: leave out one of them")
     if not arguments.geometry and (arguments.layers or arguments.skew):
-        raise InputError("--layers and --skew shape a generated checkpoint. Fix: --geometry NAME, or leave them out")
+        raise InputError("--layers and --skew describe a generated checkpoint. Fix: add --geometry NAME, or leave them out")
     if arguments.geometry and (arguments.prompt or arguments.dtype or arguments.revision):
         raise InputError(
-            "a generated checkpoint has no tokenizer, no revisions and bfloat16 weights. "
+            "a generated checkpoint has bfloat16 weights, no tokenizer and no revisions. "
             "Fix: leave out --prompt, --dtype and --revision"
         )
 
@@ -225,7 +243,7 @@ def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], 
 
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
-    """On stderr; each call begins the next step."""
+    """A progress bar on stderr; each call begins the next step."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -242,7 +260,7 @@ def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 BENCH = Command(
-    "encode, prefill and decode measured, beside other ways to run the same weights",
+    "measure encode, prefill and decode, also of other programs with the same weights",
     bench_arguments,
     run_bench,
     f"""\
@@ -251,7 +269,7 @@ BENCH = Command(
   vismoe bench --geometry qwen3-30b-a3b --layers 4 --memory 100% --formats raw,int8,int4 --baseline llama.cpp-resident --moe-time
   vismoe bench --geometry qwen3-vl-30b-a3b --layers 4 --memory 25% --image 512x512 --trace timeline.json
   vismoe bench ./my-model --memory 8GiB --limit 9GiB --baseline llama.cpp --gguf my-model.gguf --prompt "Why is the sky blue?"
-  vismoe bench --clean                                           deletes the generated checkpoints
+  vismoe bench --clean                                           delete the generated checkpoints
 
 geometries: {", ".join(GEOMETRIES)}""",
 )

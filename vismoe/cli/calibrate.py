@@ -1,5 +1,5 @@
-"""`vismoe calibrate`: runs a model on real prompts and installs what it learns: which experts come next, and where to drop
-tokens, and which.
+"""`vismoe calibrate`: runs a model on real prompts and stores what it learns: a predictor of the next experts, and where and by
+which selection to drop visual tokens.
 """
 
 import argparse
@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe.config import SETTINGS, format_bytes
 from vismoe.errors import CheckpointError, InputError
-from vismoe.flags import INTERRUPTED, Command, add_model_flags, add_one_model, at_least_one, load_engine, one_model, print_json
+from vismoe.flags import (
+    INTERRUPTED,
+    Command,
+    add_model_flags,
+    add_one_model,
+    at_least_one,
+    load_engine,
+    one_model,
+    print_json,
+    quick_imports,
+)
 
 if TYPE_CHECKING:
     from vismoe.predictor_training.calibrate import Calibrated
@@ -27,39 +37,45 @@ def calibrate_arguments(parser: ArgumentParser) -> None:
     data.add_argument(
         "--data",
         metavar="FOLDER",
-        help='your own: *.jsonl with lines {"image": "photo.jpg", "prompt": "What is this?"} (image '
-        'optional, or a list) or {"messages": [...]}, images, texts',
+        help='a folder with your prompts: *.jsonl with lines {"image": "photo.jpg", "prompt": "What is this?"} (image '
+        'optional, or a list) or {"messages": [...]}, images, and text files',
     )
-    data.add_argument("--scenes", action="store_true", help="generated scenes of the demo world")
+    data.add_argument("--scenes", action="store_true", help="use generated scenes of the demo world")
     data.add_argument(
         "--prompts",
         type=at_least_one,
         default=SCENE_PROMPTS,
         metavar="N",
-        help=f"with --scenes: to train on (default: {SCENE_PROMPTS})",
+        help=f"with --scenes: number of scenes to train on (default: {SCENE_PROMPTS})",
     )
-    data.add_argument("--unseen", metavar="KIND", help="a kind of prompt that training does not see (scenes: text)")
+    data.add_argument("--unseen", metavar="KIND", help="a kind of prompt to exclude from training (default with --scenes: text)")
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=at_least_one, metavar="N", help="at most; training ends by itself")
+    training.add_argument("--epochs", type=at_least_one, metavar="N", help="most epochs; training usually stops earlier")
     training.add_argument("--bottleneck", type=at_least_one, metavar="N", help="width of the network")
     training.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same predictor (default: 0)")
     training.add_argument("--train-device", metavar="DEVICE", default="cpu", help="where the networks are trained (default: cpu)")
     tokens = parser.add_argument_group(
-        "visual tokens", "what training answers at keep 0.5 are recorded with; the best of each is found anyway"
+        "visual tokens", "settings for recording answers at keep 0.5; calibration finds the best ones itself"
     )
     tokens.add_argument(
-        "--prune-layer", type=at_least_one, default=argparse.SUPPRESS, metavar="LAYER", help="where dropping begins"
+        "--prune-layer",
+        type=at_least_one,
+        default=argparse.SUPPRESS,
+        metavar="LAYER",
+        help="decoder layer from which tokens are dropped",
     )
-    tokens.add_argument("--selection", choices=NAMES, default=argparse.SUPPRESS, help="of the tokens that are kept")
+    tokens.add_argument("--selection", choices=NAMES, default=argparse.SUPPRESS, help="how the kept tokens are selected")
     parser.add_argument(
-        "--out", metavar="DIR", help="where the result goes (default: vismoe-calibration beside the checkpoint's files)"
+        "--out", metavar="DIR", help="folder for the result (default: vismoe-calibration beside the checkpoint's files)"
     )
-    parser.add_argument("--work", metavar="DIR", help="keep the traces there (default: in the cache, deleted at the end)")
+    parser.add_argument(
+        "--work", metavar="DIR", help="folder for the traces, which are then kept (default: in the cache, deleted at the end)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
     add_model_flags(parser)
     memory = parser.add_argument_group("memory")
     memory.add_argument(
-        "--memory", default=argparse.SUPPRESS, metavar="SIZE|PERCENT", help="for the model while prompts are answered"
+        "--memory", default=argparse.SUPPRESS, metavar="SIZE|PERCENT", help="memory for the model while it answers the prompts"
     )
     memory.add_argument(
         "--context", type=at_least_one, default=argparse.SUPPRESS, metavar="TOKENS", help="prompt and answer together"
@@ -67,13 +83,13 @@ def calibrate_arguments(parser: ArgumentParser) -> None:
 
 
 def run_calibrate(arguments: Namespace) -> int:
-    """All steps; what was collected before an interrupt is kept."""
+    """Runs all steps; an interrupt keeps what was collected."""
     if bool(arguments.data) == arguments.scenes:
-        raise InputError("which prompts? Fix: --data FOLDER with your own, or --scenes for generated ones")
+        raise InputError("no prompts were given. Fix: --data FOLDER with your own, or --scenes for generated ones")
     try:
         return _calibrate(arguments)
     except KeyboardInterrupt:
-        print("\ninterrupted: what was collected is kept, and the same command goes on there", file=sys.stderr)
+        print("\ninterrupted: what was collected is kept, and the same command continues from there", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -82,10 +98,11 @@ def _calibrate(arguments: Namespace) -> int:
 
     from rich.console import Console
 
-    from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
-    from vismoe.predictor_training.collect import progress_bar, work_name
-    from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
-    from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
+    with quick_imports():
+        from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
+        from vismoe.predictor_training.collect import progress_bar, work_name
+        from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
+        from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
 
     refuse_device(arguments.train_device)
     model = one_model(arguments)
@@ -99,7 +116,7 @@ def _calibrate(arguments: Namespace) -> int:
     refuse_too_few([prompt.name for prompt in prompts])
     given = {name: getattr(arguments, name) for name in ("epochs", "bottleneck") if getattr(arguments, name) is not None}
     recipe = TrainingRecipe(seed=arguments.seed, **given)
-    arguments.calibration = "none"  # of an earlier run
+    arguments.calibration = "none"  # do not use the result of an earlier run
     with load_engine(arguments, model) as engine, progress_bar() as bar:
         work = Path(arguments.work).expanduser() if arguments.work else _cache() / work_name(engine)
         tasks: dict[str, Any] = {}
@@ -120,9 +137,9 @@ def _calibrate(arguments: Namespace) -> int:
 
 
 def _beside(model: str | None, revision: str | None) -> Path:
-    """The folder where loading looks by itself."""
-    from vismoe.engine.engine import demo_model
+    """The folder in which loading looks for a calibration."""
     from vismoe.lookahead.calibration import FOLDER
+    from vismoe.models.family.checkpoint_files import demo_model
     from vismoe.models.load.preview import checkpoint_files
 
     name = model or str(demo_model())
@@ -139,7 +156,7 @@ def _cache() -> Path:
 
 
 def print_result(console: Any, result: "Calibrated") -> None:
-    """What was found, as tables and sentences."""
+    """Prints the result as tables and sentences."""
     from rich.table import Table
 
     from vismoe.predictor_training.evaluate import print_judgements
@@ -170,22 +187,22 @@ def print_result(console: Any, result: "Calibrated") -> None:
     times = ", ".join(f"{name} {share:.1%}" for name, share in result.contest.relative_s.items())
     console.print(f"virtual time of the lookaheads: {times}")
     pinned = ", ".join(f"{layers} at {share}" for share, layers in result.calibration.pinned_layers.items())
-    console.print(f"pinned layers that pay, by the share of the experts in memory: {pinned}")
+    console.print(f"pinned layers that save time, by the share of the experts in memory: {pinned}")
     folder = result.calibration.folder
     size = format_bytes(sum(file.stat().st_size for file in folder.iterdir()))
-    console.print(f"{folder}: {size}; lookahead {result.calibration.lookahead}, used from now on where --lookahead is auto")
+    console.print(f"{folder}: {size}; lookahead {result.calibration.lookahead}, used from now on if --lookahead is auto")
 
 
 CALIBRATE = Command(
-    "learn from a model's own answers which experts come next, and where and how to drop visual tokens",
+    "learn from a model's answers which experts come next, and where and how to drop visual tokens",
     calibrate_arguments,
     run_calibrate,
     """\
-  vismoe calibrate --scenes                                      the demo model on its own world: some minutes
+  vismoe calibrate --scenes                                      the demo model on its own scenes: some minutes
   vismoe calibrate Qwen/Qwen3-VL-30B-A3B-Instruct --data ./my-prompts --memory 20GiB
   vismoe calibrate ./my-model --data ./my-prompts --out ./found    then: vismoe chat ./my-model --calibration ./found
 
-Some hundred prompts like those that the model will be asked are enough; a tenth of them validates, a fifth is judged on.
-Traces of 1,000 short answers of the demo model take 300 MB. Interrupted, killed, or out of room, the same command goes on where
-it was. A calibration belongs to the weights it was made with: for others it is refused.""",
+Some hundred prompts like those of your users are enough; calibration validates on a tenth of them and evaluates on a fifth.
+Traces of 1,000 short answers of the demo model take 300 MB. After an interrupt, a kill or a full disk the same command continues
+from there. A calibration is valid only for the weights that it was made with: VisMoE refuses it for others.""",
 )

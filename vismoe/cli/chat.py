@@ -1,6 +1,6 @@
 """`vismoe chat`, one question or a conversation, and `vismoe ui`, the same in a browser.
 
-stdout carries answers and nothing else, in `--json` mode exactly one JSON object; whatever else is printed goes to stderr.
+stdout carries only answers, in `--json` mode exactly one JSON object; everything else goes to stderr.
 """
 
 import contextlib
@@ -46,22 +46,26 @@ def chat_arguments(parser: ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] [QUESTION]",
-        help="a single word is the model when it is a folder, a path or a hub name, and the question otherwise; "
-        "with no question a conversation begins",
+        help="a single word is the model if it is a folder, a path or a hub name, otherwise the question; "
+        "without a question a conversation begins",
     )
     parser.add_argument(
-        "--image", action="append", default=[], metavar="PATH|URL", help="an image to ask about; again for more images"
+        "--image", action="append", default=[], metavar="PATH|URL", help="an image to ask about; repeat for more images"
     )
     parser.add_argument(
         "--messages",
         metavar="FILE",
-        help="answer the conversation in this JSON file: messages as Qwen's documentation has them, image paths relative to it",
+        help="answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
     )
     add_request_options(parser, "max_tokens", "image_tokens", "sample", "seed")
     parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
-    parser.add_argument("--kept-map", metavar="FOLDER", help="save the images with the visual tokens that --keep dropped in grey")
-    parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all figures")
-    parser.add_argument("--verbose", action="store_true", help="also the memory plan, what was chosen and why, and all figures")
+    parser.add_argument(
+        "--kept-map", metavar="FOLDER", help="save the images, with the visual tokens that --keep dropped in grey"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all statistics")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also show the memory plan, the chosen backends with reasons, and all statistics"
+    )
     add_model_flags(parser)
     add_settings(parser)
 
@@ -78,7 +82,7 @@ def run_ui(arguments: Namespace) -> int:
     """Serves the chat page until Ctrl-C."""
     from vismoe.app.ui import require_gradio
 
-    require_gradio()  # before minutes of loading
+    require_gradio()  # checked before minutes of loading
     from vismoe.app.ui_serving import free_port, serve
 
     port = free_port(arguments.port)
@@ -87,18 +91,18 @@ def run_ui(arguments: Namespace) -> int:
 
 
 def run_chat(arguments: Namespace) -> int:
-    """One answer or a conversation; the exit code."""
+    """Runs one question or a conversation; returns the exit code."""
     model, question = model_and_question(arguments.words, arguments.model)
     asked = question is not None or arguments.messages
     if arguments.messages and (question is not None or arguments.image):
-        raise InputError("--messages is a whole conversation. Fix: put the question and its images into the file")
+        raise InputError("--messages gives a whole conversation. Fix: put the question and its images into the file")
     if arguments.json and not asked:
-        raise InputError('--json answers one question: vismoe chat --json "What is in the picture?" --image PICTURE')
+        raise InputError('--json needs a question. Fix: vismoe chat --json "What is in the picture?" --image PICTURE')
     given_settings(arguments)
     options = RequestOptions(reuse=True, **given_options(arguments))
     if arguments.kept_map and not asked:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
-    images = open_images(arguments.image)  # before the model is loaded: a wrong path is said at once
+    images = open_images(arguments.image)  # before the model is loaded, so that a wrong path is reported at once
     messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", images)]
     with load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
         if asked:
@@ -144,14 +148,14 @@ CHAT = Command(
   vismoe chat --image a.png --image b.png "Which image shows a dog?"
   vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
   vismoe chat --messages talk.json                               a conversation in the form of Qwen's documentation
-  vismoe chat --image photo.jpg --keep 0.5 "What is this?"       half of the visual tokens; --kept-map FOLDER shows which
-  vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, figures as JSON
-  vismoe chat --verbose "Hello?"                                 with the memory plan, the backends and the figures
-In a conversation, /help lists the commands; Ctrl-C stops an answer; a pasted text is one question.
+  vismoe chat --image photo.jpg --keep 0.5 "What is this?"       half of the visual tokens; --kept-map FOLDER saves which
+  vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, statistics as JSON
+  vismoe chat --verbose "Hello?"                                 with the memory plan, the backends and statistics
+In a conversation, /help lists the commands; Ctrl-C stops an answer; a pasted text of several lines is one question.
 The answer goes to stdout, everything else to stderr.""",
 )
 UI = Command(
-    "the same in a browser, on this machine only",
+    "chat in a browser, on this machine only",
     ui_arguments,
     run_ui,
     """\

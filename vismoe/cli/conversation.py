@@ -37,42 +37,44 @@ __all__ = [
 ]
 
 HELP = """\
-/image PATH   attach an image to the next question (again for several images)
-/keep SHARE   of the visual tokens that deeper layers see, from here on, e.g. /keep 0.5
-/policy NAME  who decides the formats of experts, from here on: exact, hotness, importance, hotness+importance
+/image PATH   attach an image to the next question (repeat for several images)
+/keep SHARE   of the visual tokens to keep, from now on, e.g. /keep 0.5
+/policy NAME  the policy that chooses the formats of experts, from now on: exact, hotness, importance, hotness+importance
 /formats PAIR the two formats that a policy chooses from, e.g. /formats 4/2
-/retention R  mean share of the demanded experts that get the better one (importance), 0.5 to 1
-/map FOLDER   save the images of the last answer with what was dropped greyed out
+/retention R  mean share of the demanded experts in the better format (importance), 0.5 to 1
+/map FOLDER   save the images of the last answer, with dropped tokens in grey
 /reset        forget the conversation and its images
-/figures      all figures of the last answer, layer by layer
-/help         this list
-/quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
+/figures      all statistics of the last answer, layer by layer
+/help         show this list
+/quit         end the conversation (as does Ctrl-D); Ctrl-C stops an answer"""
 
 
 def say(text: str) -> None:
-    """To whoever sits there; stdout holds answers only."""
+    """Prints to stderr, since stdout holds answers only."""
     print(text, file=sys.stderr, flush=True)
 
 
 def open_images(paths: list[str]) -> list["Image.Image"]:
-    """Upright pictures of paths and URLs."""
+    """Opens pictures from paths and URLs, turned upright."""
     from vismoe.models.inputs.images import fetch_image
 
     return [fetch_image(path) for path in paths]
 
 
 def open_messages(file: str) -> list[dict[str, Any]]:
-    """The conversation in a file, its images opened."""
+    """The conversation in a file, with its images opened."""
     from vismoe.models.inputs.images import fetch_image
 
     return with_images(read_messages(file), fetch_image)
 
 
 def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
-    """Writes `kept-1.png`, `kept-2.png`, ... into the folder: what the deeper layers saw of each image. Raises InputError."""
+    """Writes `kept-1.png`, `kept-2.png`, ... into the folder: each image with its kept tokens. Raises InputError."""
     maps = figures.kept_maps()
     if not maps:
-        raise InputError("there is no map: no visual token was dropped. Fix: ask about an image with --keep 0.5, say")
+        raise InputError(
+            "there is no map, because no visual token was dropped. Fix: ask about an image, for example with --keep 0.5"
+        )
     files = [Path(folder).expanduser() / f"kept-{number}.png" for number in range(1, len(maps) + 1)]
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ class Stop:
 
 @contextlib.contextmanager
 def ctrl_c_cancels(reply: "Reply") -> Iterator[Stop]:
-    """Within, the first Ctrl-C cancels the reply, which then ends by itself; a second one interrupts as usual."""
+    """Within it, the first Ctrl-C cancels the reply, which then ends normally; a second one interrupts as usual."""
     stop = Stop()
 
     def cancel(number: int, frame: Any) -> None:
@@ -109,20 +111,20 @@ def ctrl_c_cancels(reply: "Reply") -> Iterator[Stop]:
 
 
 def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "") -> None:
-    """One line about the engine, before the first answer, or with `verbose` the plan and the backends."""
+    """Prints one line about the engine before the first answer, or with `verbose` the plan and the backends."""
     from vismoe.cli.print import load_line, print_backends, print_plan
 
     if verbose:
         print_plan(console, engine.plan)
         print_backends(console, engine.backends)
     else:
-        hint = hint or "--verbose shows the plan and figures"
+        hint = hint or "--verbose shows the plan and statistics"
         console.print(f"{load_line(engine)}; {hint}", soft_wrap=True, highlight=False, markup=False)
 
 
 @dataclass
 class ChatSession:
-    """The interactive chat: questions and answers so far, and the images waiting for the next question."""
+    """The interactive chat: questions and answers so far, and the images for the next question."""
 
     engine: "Engine"
     arguments: Namespace
@@ -144,7 +146,7 @@ class ChatSession:
                 say("")
                 return 0
             except KeyboardInterrupt:
-                say("\n/quit or Ctrl-D leaves")
+                say("\n/quit or Ctrl-D ends the conversation")
                 continue
             for part in commands_and_question(text.strip()):
                 if part == "/quit":
@@ -152,7 +154,7 @@ class ChatSession:
                 self.take(part)
 
     def take(self, part: str) -> None:
-        """One command or question; what goes wrong with it is said, and the conversation goes on."""
+        """Executes one command or question; prints its error if it fails, and the conversation goes on."""
         try:
             self.turn(part)
         except ClosedError:
@@ -177,7 +179,7 @@ class ChatSession:
 
     def attach(self, text: str) -> None:
         paths = [text.strip()]
-        if not Path(paths[0]).exists():  # quoted, or with escaped blanks, as a terminal pastes a dropped file
+        if not Path(paths[0]).exists():  # quoted, or with escaped blanks, as terminals paste the path of a dropped file
             with contextlib.suppress(ValueError):
                 paths = shlex.split(text) or paths
         if paths == [""]:
@@ -187,7 +189,7 @@ class ChatSession:
             say(f"attached, {image.width} x {image.height} pixels; ask about it")
 
     def set_keep(self, text: str) -> None:
-        share = self._share("keep", text, "a share above 0 and up to 1, e.g. /keep 0.5")
+        share = self._share("keep", text, "not a share above 0 and up to 1, e.g. /keep 0.5")
         say("every visual token is kept" if share == 1 else f"{share:.0%} of the visual tokens are kept")
 
     def _share(self, name: str, text: str, words: str) -> float:
@@ -206,7 +208,7 @@ class ChatSession:
         self.change(formats=formats or None)
 
     def change(self, policy: str | None = None, formats: str | None = None) -> None:
-        """Who decides formats, or which: memory is divided anew. Without a value it only says what holds."""
+        """Changes the policy or the formats, which divides memory anew. Without a value, prints the current ones."""
         from vismoe.words import precision_words
 
         if policy or formats:
@@ -214,9 +216,9 @@ class ChatSession:
         say(precision_words(self.engine.precision))
 
     def set_retention(self, text: str) -> None:
-        share = self._share("retention", text, "a share from 0.5 to 1, e.g. /retention 0.8")
+        share = self._share("retention", text, "not a share from 0.5 to 1, e.g. /retention 0.8")
         running = self.engine.precision
-        waits = "" if running and "importance" in running.policy else "; it counts once there is /policy importance"
+        waits = "" if running and "importance" in running.policy else "; takes effect with /policy importance"
         say(f"{share:.0%} of the demanded experts get the better format{waits}")
 
     def save_map(self, folder: str) -> None:
@@ -229,7 +231,7 @@ class ChatSession:
         from vismoe.cli.print import print_figures, print_layers
 
         if self.last is None:
-            raise InputError("no answer yet, so no figures")
+            raise InputError("there is no answer yet, so there are no statistics")
         figures = self.last.to_json()
         print_figures(self.console, figures)
         print_layers(self.console, figures)
@@ -238,7 +240,7 @@ class ChatSession:
         say(HELP)
 
     def ask(self, question: str) -> None:
-        """Streams the answer. A turn enters the history when it was answered, were it in part; a failed one leaves no trace."""
+        """Streams the answer. An answer, even a partial one, enters the history with its question; a failed question does not."""
         from vismoe.cli.print import print_figures
 
         message = user_message(question, self.waiting)
@@ -271,7 +273,7 @@ COMMANDS: dict[str, Callable[[ChatSession, str], None]] = {
 
 
 def commands_and_question(text: str) -> Iterator[str]:
-    """Commands are lines of their own; what comes after them, in however many lines, is one question."""
+    """Commands are lines of their own; all lines after them are one question."""
     while text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in (*COMMANDS, "/quit"):
         command, _, text = text.partition("\n")
         yield command.strip()

@@ -1,6 +1,6 @@
-"""`vismoe doctor`: what the machine has, how fast it reads, what is chosen because of it, and what would help.
+"""`vismoe doctor`: what the machine has, how fast it reads, the choices that follow, and what would help.
 
-Rates are measured once and kept for this machine (`vismoe/machine/profile.py`); a disk that was not measured yet is added.
+Rates are measured once and stored for this machine (`vismoe/machine/profile.py`); a disk that was not measured yet is added.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.flags import Command, one_model, print_json
+from vismoe.flags import Command, one_model, print_json, quick_imports
 
 if TYPE_CHECKING:
     from vismoe.machine.ceilings import ModelSize
@@ -21,19 +21,19 @@ __all__ = ["DOCTOR"]
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="[MODEL]", help="speak about this model (default: about three examples)")
-    parser.add_argument("--model", metavar="MODEL", help="the same as a flag")
+    parser.add_argument("words", nargs="*", metavar="[MODEL]", help="report on this model (default: on three examples)")
+    parser.add_argument("--model", metavar="MODEL", help="the model, given as a flag")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
     parser.add_argument(
         "--path", metavar="PATH", help="the disk to measure: a folder or a large file (default: the model's, or the hub cache's)"
     )
-    parser.add_argument("--refresh", action="store_true", help="measure again, although there are figures of this machine")
-    parser.add_argument("--quick", action="store_true", help="measure for about 3 s, and not 20 s")
+    parser.add_argument("--refresh", action="store_true", help="measure again, although there are stored rates of this machine")
+    parser.add_argument("--quick", action="store_true", help="measure for about 3 s instead of 20 s")
     parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes and rates in bytes per second")
 
 
 def run_doctor(arguments: Namespace) -> int:
-    """Figures kept from before, or measured now; choices and advice follow from them each time."""
+    """Reports stored or newly measured rates, with the choices and advice that follow from them."""
     sizes, folder = models_and_folder(one_model(arguments), arguments.revision)
     path = str(Path(arguments.path).expanduser()) if arguments.path else folder
     from vismoe.machine.facts import facts
@@ -53,24 +53,26 @@ def run_doctor(arguments: Namespace) -> int:
 
 
 def models_and_folder(name: str | None, revision: str | None) -> "tuple[tuple[ModelSize, ...], str]":
-    """The models to speak about, and the folder whose disk holds them or would."""
+    """The models to report on, and the folder whose disk holds them or would hold them."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from vismoe.machine.ceilings import EXAMPLES
-    from vismoe.machine.disk import nearest_folder
+    with quick_imports():
+        from vismoe.machine.ceilings import EXAMPLES
+        from vismoe.machine.disk import nearest_folder
+
+        if name is not None:
+            from vismoe.models.load.decode_size import decode_size
+            from vismoe.models.load.preview import describe
 
     hub = str(nearest_folder(HF_HUB_CACHE))
     if name is None:
         return EXAMPLES, hub
-    from vismoe.models.load.decode_size import decode_size
-    from vismoe.models.load.preview import describe
-
     model, files = describe(name, revision=revision)
     return (decode_size(name, model),), str(files[0].parent) if files else hub
 
 
 def cached_or_measured(path: str, arguments: Namespace) -> "Profile":
-    """The kept profile where it knows this disk; what is measured is kept, beside the other disks of before."""
+    """The stored profile if it has this disk; otherwise measures and stores the rates, beside those of other disks."""
     from vismoe.machine.measure import measure, measure_disk
     from vismoe.machine.profile import disk_of, load_profile, merged, save_profile
 
@@ -85,12 +87,12 @@ def cached_or_measured(path: str, arguments: Namespace) -> "Profile":
     try:
         save_profile(profile)
     except OSError as error:
-        print(f"The figures are not kept: {error}. Fix: VISMOE_CACHE=FOLDER names one that can be written", file=sys.stderr)
+        print(f"The rates are not stored: {error}. Fix: set VISMOE_CACHE=FOLDER to a writable folder", file=sys.stderr)
     return profile
 
 
 def doctor_report(found: "Facts", profile: "Profile", sizes: "tuple[ModelSize, ...]", path: str) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The JSON object that `--json` prints."""
     import psutil
 
     from vismoe.machine.advice import advise
@@ -114,7 +116,7 @@ def doctor_report(found: "Facts", profile: "Profile", sizes: "tuple[ModelSize, .
 
 
 def _model_report(found: "Facts", profile: "Profile", size: "ModelSize", path: str) -> dict[str, Any]:
-    """What is chosen for a model, and how fast it could be."""
+    """The choices for a model, and its greatest possible speed."""
     from vismoe.machine import ceilings
     from vismoe.machine.choices import choose
 
@@ -142,11 +144,11 @@ def _model_report(found: "Facts", profile: "Profile", size: "ModelSize", path: s
 
 
 DOCTOR = Command(
-    "what this machine has and reaches, what is chosen because of it, and what would help",
+    "report this machine's hardware and speed, the choices that follow, and what would help",
     doctor_arguments,
     run_doctor,
     """\
-  vismoe doctor                                                  measures once, about 20 s; then shows what was kept
+  vismoe doctor                                                  measure once, about 20 s; later show the stored rates
   vismoe doctor --path /mnt/nvme --refresh                       another disk, measured again
   vismoe doctor Qwen/Qwen3-VL-30B-A3B-Instruct --json | jq .models""",
 )

@@ -1,4 +1,4 @@
-"""The report of `vismoe doctor` as tables for people."""
+"""Prints the report of `vismoe doctor` as tables."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ AGES = ((86_400, "day"), (3_600, "hour"), (60, "minute"))
 
 
 def print_doctor(console: Console, found: Facts, profile: Profile, report: dict[str, Any]) -> None:
-    """`report` is what `--json` prints."""
+    """`report` is the object that `--json` prints."""
     disk = next((disk for disk in profile.disks if report["rates"]["disk"] and disk.key == report["rates"]["disk"]["key"]), None)
     _heading(console, "This machine")
     _pairs(console, _fact_rows(found, report))
@@ -27,13 +27,13 @@ def print_doctor(console: Console, found: Facts, profile: Profile, report: dict[
     _pairs(console, _rate_rows(profile, disk))
     if disk:
         console.print(Padding(_disk_table(disk), (0, 0, 0, 2)))
-    _heading(console, "Chosen because of it, and the tokens per second that no engine can pass here")
+    _heading(console, "What is chosen, and upper bounds of the tokens per second of any engine on this machine")
     console.print(Padding(_model_table(report["models"]), (0, 0, 0, 2)))
     for model in report["models"]:
         for reason in model["reasons"].values():
             _line(console, f"{model['name']}: {reason}.")
     _heading(console, "What would help")
-    for advice in report["advice"] or ["Nothing that this command can see."]:
+    for advice in report["advice"] or ["This command found nothing."]:
         _line(console, advice)
 
 
@@ -105,7 +105,7 @@ def _link(link: LinkRates) -> str:
 
 
 def _disk_table(disk: DiskRates) -> Table:
-    """GB/s: a row for each request size, a column for each way of reading and depth."""
+    """Rates in GB/s: a row for each request size, a column for each way of reading and depth."""
     ways = sorted({(not rate.direct, rate.depth) for rate in disk.rates})
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("request")

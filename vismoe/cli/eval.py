@@ -1,6 +1,6 @@
-"""`vismoe eval`: questions whose answers are known, tasks of lmms-eval, the papers' tables, and comparisons of what they found.
+"""`vismoe eval`: questions with known answers, tasks of lmms-eval, the papers' tables, and comparisons of saved results.
 
-Each of them has flags of its own. A flag that another one would understand is refused, never left out in silence.
+Each of these has its own flags. A flag of another one is refused, never ignored.
 """
 
 import argparse
@@ -23,12 +23,13 @@ from vismoe.flags import (
     model_options,
     one_model,
     print_json,
+    quick_imports,
 )
 
 __all__ = ["EVAL"]
 
 QUESTIONS: dict[str, Any] = {"seed": 0, "n": 50, "batch": EVAL_BATCH}
-FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its own flag, and what holds where they are not given
+FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its own flag, with their defaults
     "scenes": {**QUESTIONS, "kinds": None, "trace": None},
     "lmms": {"batch": EVAL_BATCH, **LMMS_FLAGS},
     "suite": {**QUESTIONS, **SUITE_FLAGS},
@@ -39,22 +40,22 @@ FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its o
 def eval_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--scenes", action="store_true", help="questions about generated scenes of the demo world")
-    what.add_argument("--lmms", metavar="TASKS", help="tasks of lmms-eval, e.g. scenes_pope,scenes_ocr; one run of its harness")
-    what.add_argument("--suite", choices=SUITES, help="paper: the papers' tables of this model, in Markdown, JSON and plots")
+    what.add_argument("--scenes", action="store_true", help="ask questions about generated scenes of the demo world")
+    what.add_argument("--lmms", metavar="TASKS", help="run tasks of lmms-eval in its harness, e.g. scenes_pope,scenes_ocr")
+    what.add_argument("--suite", choices=SUITES, help="paper: make the papers' tables of this model, in Markdown, JSON and plots")
     what.add_argument(
-        "--compare", nargs=2, metavar=("A", "B"), help="two saved results, or FOLDER#ROW of a suite, question by question"
+        "--compare", nargs=2, metavar=("A", "B"), help="compare two saved results, or FOLDER#ROW of a suite, question by question"
     )
 
     def flag(name: str, meaning: str, **options: Any) -> None:
         parser.add_argument(name, help=meaning, default=argparse.SUPPRESS, **options)
 
-    flag("--seed", "which held-out scenes (default: 0)", type=int, metavar="S")
-    flag("--n", "how many questions of each kind (default: 50)", type=at_least_one, metavar="N")
+    flag("--seed", "seed of the held-out scenes (default: 0)", type=int, metavar="S")
+    flag("--n", "questions of each kind (default: 50)", type=at_least_one, metavar="N")
     flag("--kinds", "with --scenes: only these kinds of question, e.g. count where", nargs="+", metavar="KIND")
     flag("--batch", f"questions answered together (default: {EVAL_BATCH})", type=at_least_one, metavar="B")
     flag("--trace", "with --scenes: record the routing, for vismoe replay; needs --batch 1", metavar="FOLDER")
-    parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
+    parser.add_argument("--json", action="store_true", help="one JSON object with all results")
     add_suite_arguments(parser)
     add_lmms_arguments(parser)
     add_model_flags(parser)
@@ -62,13 +63,13 @@ def eval_arguments(parser: ArgumentParser) -> None:
 
 
 def settled(arguments: Namespace) -> str:
-    """Which evaluation it is; its flags that were not given get what holds then. Raises InputError for flags of another one."""
+    """Which evaluation to run; sets the defaults of its flags. Raises InputError for flags of another one."""
     asked = next(name for name in FLAGS if getattr(arguments, name))
     own = FLAGS[asked]
     for name in dict.fromkeys(name for flags in FLAGS.values() for name in flags):
         if name in arguments and name not in own:
             others = " and ".join(f"--{other}" for other, flags in FLAGS.items() if name in flags)
-            raise InputError(f"--{name.replace('_', '-')} goes with {others}, not with --{asked}. Fix: leave it out")
+            raise InputError(f"--{name.replace('_', '-')} is a flag of {others}, not of --{asked}. Fix: leave it out")
     if asked == "compare" and (arguments.words or arguments.model or model_options(arguments) or given_settings(arguments)):
         raise InputError("--compare reads two saved results and runs no model. Fix: leave out the model and its settings")
     for name, value in own.items():
@@ -78,7 +79,7 @@ def settled(arguments: Namespace) -> str:
 
 
 def run_eval(arguments: Namespace) -> int:
-    """Questions, a suite of them, or a comparison of what they found."""
+    """Runs questions, a suite of them, or a comparison of saved results."""
     asked = settled(arguments)
     if asked == "compare":
         from vismoe.eval.compare import run_compare
@@ -92,22 +93,24 @@ def run_eval(arguments: Namespace) -> int:
 
 
 def run_scenes(arguments: Namespace) -> int:
-    """Asks the questions, a few at a time so that they fit the planned context."""
+    """Asks the questions, as many at a time as fit the planned context."""
     model = one_model(arguments)
     given_settings(arguments)
     if arguments.trace and arguments.batch > 1:
         raise InputError(
-            "--trace records questions one at a time: rows of a batch that have finished would count. Fix: --batch 1"
+            "--trace records one question at a time, since finished rows of a batch would be recorded too. Fix: --batch 1"
         )
     from rich.console import Console
     from rich.progress import Progress
 
     from vismoe.cli.print import experts_did, experts_line, print_accuracy
-    from vismoe.eval.accuracy import evaluate
-    from vismoe.eval.questions import FORMS, KINDS
+
+    with quick_imports():
+        from vismoe.eval.accuracy import evaluate
+        from vismoe.eval.questions import FORMS, KINDS
 
     if unknown := set(arguments.kinds or ()) - set(KINDS + FORMS):
-        raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")
+        raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}. Fix: choose among {', '.join(KINDS + FORMS)}")
 
     with load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=None)
@@ -136,16 +139,16 @@ def run_scenes(arguments: Namespace) -> int:
 
 
 EVAL = Command(
-    "accuracy on questions with known answers, and the studies behind the tables in docs/",
+    "measure accuracy on questions with known answers; run the studies of the tables in docs/",
     eval_arguments,
     run_eval,
     f"""\
   vismoe eval --scenes --n 100                                   the demo model on held-out scenes
   vismoe eval --scenes --memory 25% --json                       the same under a budget: the same answers
   vismoe eval --lmms scenes_pope,scenes_ocr --limit 40 --json    lmms-eval's own harness, offline
-  vismoe eval --scenes --policy importance --formats 4/2         who matters in int4, the others in int2 (vismoe pack both first)
-  vismoe eval --suite paper --out results                        accuracy, speed and memory of keep x selection x formats x memory
+  vismoe eval --scenes --policy importance --formats 4/2         critical experts in int4, others in int2 (run vismoe pack first)
+  vismoe eval --suite paper --out results                        accuracy, speed and memory by keep, selection, formats and memory
   vismoe eval --compare results#int4 results#exact               which questions int4 loses, and whether chance explains it
-studies, each with flags of its own (vismoe eval STUDY --help):
+studies, each with its own flags (vismoe eval STUDY --help):
 {study_list()}""",
 )

@@ -1,8 +1,8 @@
-"""What a person types or pastes at the prompt of a conversation: a pasted text is one question, however many lines it has.
+"""Reads what a person types or pastes at the prompt of a conversation: a pasted text is one question, however many lines it has.
 
-Terminals put brackets around what is pasted, and readline then hands it over as one text. Where one of them does not, lines that
-lie ready right after a line was read were pasted with it: nobody types that fast. Lines of a pipe or a file are questions of
-their own.
+Terminals mark a pasted text with brackets, and readline then returns it as one text. If a terminal does not, further lines that
+are available right after a line was read belong to the same paste, since people do not type that fast. Each line of a pipe or a
+file is a question.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ PASTE_S = 0.05  # a terminal may hand over a long paste in several pieces
 
 
 def with_line_editing() -> None:
-    """Gives `input()` editing and history, and texts that were pasted as a whole, where there is a readline."""
+    """Gives `input()` editing, history and pasted texts as a whole, if readline is available."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -39,12 +39,12 @@ def next_input(prompt: str) -> str:
 def _line(prompt: str) -> str:
     if sys.stdout.isatty():
         return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)  # into a file go answers only
+    print(prompt, end="", file=sys.stderr, flush=True)  # a file gets only answers
     return input()
 
 
 def _more_waits(terminal: int) -> bool:
-    """Whether more was typed already, were it the beginning of a line, which a terminal keeps to itself unless told otherwise."""
+    """Whether more input is available, even an incomplete line, which a terminal in its usual mode does not report."""
     import termios
 
     before = termios.tcgetattr(terminal)

@@ -14,20 +14,20 @@ from vismoe.flags import add_request_options, at_least_one, given_settings, load
 
 __all__ = ["LMMS_FLAGS", "add_lmms_arguments", "run_lmms"]
 
-LMMS_FLAGS: dict[str, Any] = {"limit": None, "offset": 0, "max_tokens": None}  # and what holds where they are not given
+LMMS_FLAGS: dict[str, Any] = {"limit": None, "offset": 0, "max_tokens": None}  # with their defaults
 
 
 def add_lmms_arguments(parser: ArgumentParser) -> None:
-    """What `--lmms` takes besides the flags of every evaluation."""
+    """Adds the flags that `--lmms` has besides those of every evaluation."""
     group = parser.add_argument_group("with --lmms")
     none = argparse.SUPPRESS
     group.add_argument("--limit", type=at_least_one, default=none, metavar="N", help="only the first N documents of each task")
-    group.add_argument("--offset", type=int, default=none, metavar="N", help="leave out the first N documents (default: 0)")
+    group.add_argument("--offset", type=int, default=none, metavar="N", help="skip the first N documents (default: 0)")
     add_request_options(group, "max_tokens")
 
 
 def run_lmms(arguments: Namespace) -> int:
-    """Runs the tasks on one engine; prints their scores, and what the experts' cache did meanwhile."""
+    """Runs the tasks on one engine; prints their scores, and the cache statistics of the experts."""
     model = one_model(arguments)
     given_settings(arguments)
     tasks = [name for name in arguments.lmms.split(",") if name]

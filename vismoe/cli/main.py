@@ -1,7 +1,7 @@
 """The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `doctor`, `bench`.
 
-Exit codes: 0; 2 for an error the user can act on, said in one message without a traceback; 130 after Ctrl-C. With `--json`
-stdout is exactly one JSON object, `{"error": ...}` in the case of an error. Heavy imports happen after the arguments are read.
+Exit codes: 0; 2 for an error that the user can fix, reported in one message without a traceback; 130 after Ctrl-C. With `--json`
+stdout is exactly one JSON object, `{"error": ...}` for an error. Heavy imports happen after the arguments are parsed.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from vismoe.errors import ConfigError, VisMoEError
 from vismoe.flags import INTERRUPTED, SuggestingParser, did_you_mean, error_report, print_json
 
 REFUSED = 2
-EVALUATIONS = ("--scenes", "--lmms", "--suite", "--compare")  # what `vismoe eval` asks of a model
+EVALUATIONS = ("--scenes", "--lmms", "--suite", "--compare")  # the evaluations of a model by `vismoe eval`
 
 OVERVIEW = """\
 examples:
   vismoe chat --image photo.jpg "What is in the picture?"       the bundled demo model
-  vismoe chat Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB     a conversation, with 20 GiB in all
-  vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB      what would go where, before downloading a weight
+  vismoe chat Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB     a conversation, in at most 20 GiB of memory
+  vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 8GiB      how memory would be divided; downloads no weights
   vismoe COMMAND --help                                         more about one command"""
 COMMANDS = {
     "chat": CHAT,
@@ -48,11 +48,11 @@ COMMANDS = {
 
 
 class CommandParser(SuggestingParser):
-    """Refuses arguments as everything else is refused: one message, exit code 2, with `--json` as a JSON object."""
+    """Reports errors like the rest of the command: one message, exit code 2, with `--json` as a JSON object."""
 
     def error(self, message: str) -> NoReturn:
         message = self.suggesting(message)
-        raise ConfigError(message if "Fix: " in message else f"{message}. Fix: {self.prog} --help lists what there is")
+        raise ConfigError(message if "Fix: " in message else f"{message}. Fix: {self.prog} --help lists all arguments")
 
 
 def command_parser(name: str) -> ArgumentParser:
@@ -83,18 +83,18 @@ def overview_parser() -> ArgumentParser:
 
 
 def refuse_unknown_command(name: str) -> None:
-    """Raises ConfigError, with the nearest one there is."""
+    """Raises ConfigError, with the most similar command."""
     known = (*COMMANDS, "--help", "--version")
     if name not in (*known, "-h"):
         raise ConfigError(f"{name}: no such command{did_you_mean(name, known)}. Fix: one of {', '.join(COMMANDS)}")
 
 
 def refuse_unknown_study(argv: Sequence[str]) -> None:
-    """A word after `vismoe eval` is a model, unless nothing is asked of one and it is nearly a study. Raises ConfigError."""
+    """Raises ConfigError if the word after `vismoe eval` is probably a misspelt study rather than a model."""
     word = argv[0] if argv and not argv[0].startswith("-") else ""
     asked = any(flag.partition("=")[0] in EVALUATIONS for flag in argv)
     if not asked and (meant := did_you_mean(word, STUDIES)):
-        raise ConfigError(f"{word}: no such study{meant}. Fix: vismoe eval --help lists what there is")
+        raise ConfigError(f"{word}: no such study{meant}. Fix: vismoe eval --help lists the studies")
 
 
 def _version() -> str:
@@ -133,6 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+    except BrokenPipeError:  # the reader of the output closed it, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED

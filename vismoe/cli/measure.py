@@ -1,4 +1,4 @@
-"""`vismoe plan` and `vismoe replay`: figures without a model that runs, as tables or as one JSON object."""
+"""`vismoe plan` and `vismoe replay`: results without running a model, as tables or as one JSON object."""
 
 from argparse import ArgumentParser, Namespace
 from typing import Any
@@ -16,11 +16,12 @@ from vismoe.flags import (
     model_options,
     one_model,
     print_json,
+    quick_imports,
 )
 
 __all__ = ["PLAN", "REPLAY"]
 
-CPU_BYTES_PER_S = 40e9  # what two cores with two memory channels read
+CPU_BYTES_PER_S = 40e9  # the read rate of two cores with two memory channels
 
 
 def replay_arguments(parser: ArgumentParser) -> None:
@@ -28,37 +29,46 @@ def replay_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--slots", nargs="+", required=True, metavar="N", help="cache sizes to compare: slabs, or a share such as 25%%"
     )
-    parser.add_argument("--window", type=at_least_one, metavar="W", help="MoE layers ahead that eviction protects (default: 5)")
     parser.add_argument(
-        "--pinned-layers", type=at_least_one, metavar="LAYERS", help="first MoE layers that never leave (default: 0)"
+        "--window", type=at_least_one, metavar="W", help="number of next MoE layers whose experts eviction protects (default: 5)"
     )
-    parser.add_argument("--prefetch", action="store_true", help="fetch what the recorded lookahead expects, under the byte cap")
     parser.add_argument(
-        "--link", type=bytes_per_s, metavar="SIZE", help="bytes per second between the tiers; then stalls are counted"
+        "--pinned-layers",
+        type=at_least_one,
+        metavar="LAYERS",
+        help="first MoE layers whose experts are never evicted (default: 0)",
     )
-    parser.add_argument("--layer-seconds", type=float, metavar="S", help="what a MoE layer computes, while the link can prefetch")
-    parser.add_argument("--token-seconds", type=float, metavar="S", help="what each token of a prompt adds to that")
-    parser.add_argument("--lookahead-seconds", type=float, metavar="S", help="what asking the lookahead takes at a layer")
     parser.add_argument(
-        "--pinned-curve", action="store_true", help="bytes and time against the number of pinned layers, with the default order"
+        "--prefetch", action="store_true", help="prefetch the experts that the recorded lookahead predicts, within the byte limit"
+    )
+    parser.add_argument("--link", type=bytes_per_s, metavar="SIZE", help="bytes per second between the tiers, to compute stalls")
+    parser.add_argument(
+        "--layer-seconds", type=float, metavar="S", help="compute time of an MoE layer, during which the link can prefetch"
+    )
+    parser.add_argument("--token-seconds", type=float, metavar="S", help="further compute time of the layer per prompt token")
+    parser.add_argument("--lookahead-seconds", type=float, metavar="S", help="time of the lookahead per layer")
+    parser.add_argument(
+        "--pinned-curve", action="store_true", help="bytes and time by number of pinned layers, with the default eviction order"
     )
     parser.add_argument(
         "--misses",
         action="store_true",
-        help="compare ways to serve a miss: wait for the copy, compute on the CPU, or the sooner one",
+        help="compare ways to serve a miss: wait for the copy, compute on the CPU, or whichever is sooner",
     )
     parser.add_argument(
         "--cpu",
         type=bytes_per_s,
         metavar="SIZE",
-        help=f"with --misses: bytes of weights per second that the CPU computes with (default: {CPU_BYTES_PER_S / 1e9:.0f}GB)",
+        help=f"with --misses: weights that the CPU reads per second while it computes (default: {CPU_BYTES_PER_S / 1e9:.0f}GB)",
     )
-    parser.add_argument("--cpu-token-seconds", type=float, metavar="S", help="with --misses: arithmetic of a token in one expert")
+    parser.add_argument(
+        "--cpu-token-seconds", type=float, metavar="S", help="with --misses: CPU compute time per token and expert"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object with all rows")
 
 
 def replay_conditions(arguments: Namespace) -> dict[str, Any]:
-    """What was asked for, by the names of Conditions."""
+    """The flags by the field names of Conditions."""
     names = {
         "window": "window",
         "pinned_layers": "pinned_layers",
@@ -72,11 +82,11 @@ def replay_conditions(arguments: Namespace) -> dict[str, Any]:
 
 
 def run_replay(arguments: Namespace) -> int:
-    """Every eviction order and the oracle at every size; with --misses every way to serve a miss."""
+    """Replays every eviction order and the oracle at every size; with --misses every way to serve a miss."""
     if arguments.misses:
         return replay_misses(arguments)
     if arguments.cpu is not None or arguments.cpu_token_seconds is not None:
-        raise InputError("--cpu and --cpu-token-seconds say how fast misses are computed. Fix: add --misses, or leave them out")
+        raise InputError("--cpu and --cpu-token-seconds apply to --misses only. Fix: add --misses, or leave them out")
     if arguments.pinned_curve:
         return replay_pinned(arguments)
     from vismoe.simulate.replay import compare, format_table
@@ -91,7 +101,7 @@ def run_replay(arguments: Namespace) -> int:
 
 
 def replay_pinned(arguments: Namespace) -> int:
-    """Every number of pinned layers that fits, at every size."""
+    """Replays every number of pinned layers that fits, at every size."""
     from vismoe.simulate.demands import Demands
     from vismoe.simulate.pinned import best_depth, format_curves, pinned_curve
     from vismoe.trace.files import Trace
@@ -113,17 +123,17 @@ def replay_pinned(arguments: Namespace) -> int:
         )
     else:
         print(format_curves(curves, timed))
-        print("chosen: " + ", ".join(f"{layers} at {size}" for size, layers in best.items()))
+        print("best: " + ", ".join(f"{layers} at {size}" for size, layers in best.items()))
     return 0
 
 
 def replay_misses(arguments: Namespace) -> int:
-    """Every way to serve a miss, at every size and link rate."""
+    """Replays every way to serve a miss, at every size and link rate."""
     from vismoe.simulate.misses import LINKS_BYTES_PER_S, compare_misses, format_misses
     from vismoe.trace.files import Trace
 
     if arguments.pinned_curve:
-        raise InputError("--misses and --pinned-curve compare different things. Fix: leave one of them out")
+        raise InputError("--misses and --pinned-curve are two different comparisons. Fix: leave one of them out")
     conditions = replay_conditions(arguments)
     link = conditions.pop("link_bytes_per_s", None)
     if arguments.cpu_token_seconds is not None:
@@ -154,14 +164,16 @@ def plan_arguments(parser: ArgumentParser) -> None:
 
 
 def run_plan(arguments: Namespace) -> int:
-    """The plan that loading would follow; nothing is loaded, and no weight is downloaded."""
+    """Prints the plan that loading would follow; loads nothing and downloads no weights."""
     model = one_model(arguments)
     settings = Settings.of(**{**ENGINE_DEFAULTS, **given_settings(arguments)})
     from rich.console import Console
 
     from vismoe.cli.print import print_plan
-    from vismoe.engine.engine import demo_model
-    from vismoe.models.load.preview import preview
+
+    with quick_imports():
+        from vismoe.models.family.checkpoint_files import demo_model
+        from vismoe.models.load.preview import preview
 
     plan = preview(model or demo_model(), settings, **model_options(arguments))
     if arguments.json:
@@ -172,7 +184,7 @@ def run_plan(arguments: Namespace) -> int:
 
 
 PLAN = Command(
-    "who gets which memory, before any weight is loaded",
+    "show how memory would be divided, before any weight is loaded",
     plan_arguments,
     run_plan,
     """\
@@ -182,7 +194,7 @@ PLAN = Command(
   vismoe plan ./my-model --memory 25% --json | jq .slabs""",
 )
 REPLAY = Command(
-    "what a recorded trace would have read under each eviction order, and with the oracle",
+    "compute what each eviction order, and the oracle, would have read for a recorded trace",
     replay_arguments,
     run_replay,
     """\

@@ -1,4 +1,4 @@
-"""`vismoe pack`: a checkpoint's experts as a store that is read faster than in place; and the check of all records of a store."""
+"""`vismoe pack`: writes a checkpoint's experts to a store that can be read faster than in place, and verifies stores."""
 
 import argparse
 import contextlib
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError
-from vismoe.flags import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json
+from vismoe.flags import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json, quick_imports
 
 if TYPE_CHECKING:
     from vismoe.store.checkpoint import CheckpointStore
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 __all__ = ["PACK"]
 
 FORMATS = [name for name in typing.get_args(typing.get_type_hints(Settings)["format"]) if name != "auto"]
-LISTED = 20  # bad records
+LISTED = 20  # most bad records in a message
 
 
 def pack_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
-    parser.add_argument("--model", metavar="MODEL", help="the same as a flag")
+    parser.add_argument("--model", metavar="MODEL", help="the model, given as a flag")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
     parser.add_argument(
         "--formats",
         type=format_names,
         metavar="NAMES",
-        help="separated by commas: raw and lossless keep every bit, int8, int4 and int2 are smaller; "
-        "for a policy with --formats 4/2 both: int4,int2 (default: lossless for bfloat16 experts, raw for others)",
+        help="formats, separated by commas: raw and lossless keep every bit; int8, int4 and int2 are smaller; "
+        "a policy with --formats 4/2 needs int4,int2 (default: lossless for bfloat16 experts, raw for others)",
     )
-    parser.add_argument("--out", metavar="DIR", help="where the store goes (default: vismoe-store beside the checkpoint's files)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the store (default: vismoe-store beside the checkpoint's files)")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="check every record of a store instead; MODEL is its folder, or the model it must belong to",
+        help="verify every record of a store instead; MODEL is the store's folder, or the model of the store",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
@@ -48,16 +48,16 @@ def format_names(text: str) -> tuple[str, ...]:
     """`int8,int4` -> ("int8", "int4")."""
     names = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in names if name not in FORMATS]:
-        raise argparse.ArgumentTypeError(f"no such format: {', '.join(unknown)}; choose from {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(f"no such format: {', '.join(unknown)}; choose among {', '.join(FORMATS)}")
     return names
 
 
 def run_pack(arguments: Namespace) -> int:
-    """Packs format after format, or verifies."""
+    """Packs one format after another, or verifies."""
     try:
         return run_verify(arguments) if arguments.verify else pack_formats(arguments)
     except KeyboardInterrupt:
-        kept = "" if arguments.verify else ": what is packed so far is kept, and the same command goes on there"
+        kept = "" if arguments.verify else ": what is packed so far is kept, and the same command continues from there"
         print(f"\ninterrupted{kept}", file=sys.stderr, flush=True)
         if arguments.json:
             print_json(arguments, {"error": {"type": "Interrupted", "message": f"Ctrl-C{kept}"}})
@@ -65,8 +65,8 @@ def run_pack(arguments: Namespace) -> int:
 
 
 def pack_formats(arguments: Namespace) -> int:
-    with ctrl_c_exits(arguments):
-        from vismoe.engine.engine import demo_model
+    with ctrl_c_exits(arguments), quick_imports():
+        from vismoe.models.family.checkpoint_files import demo_model
         from vismoe.models.load.preview import experts_in_place
         from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, workers_for
         from vismoe.store.packed import STORE_FOLDER, contents_of
@@ -97,7 +97,7 @@ def pack_formats(arguments: Namespace) -> int:
 
 
 def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "tuple[Format, ...]":
-    """What was asked for; otherwise the smallest format that keeps every bit."""
+    """The formats that the user chose; by default the smallest format that keeps every bit."""
     import torch
 
     from vismoe.types import Format
@@ -110,8 +110,8 @@ def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "t
 
 
 def run_verify(arguments: Namespace) -> int:
-    """Raises CheckpointError for a store with bad records or of another checkpoint, and for one that is not there."""
-    with ctrl_c_exits(arguments):
+    """Raises CheckpointError for a store that is missing, has bad records or belongs to another checkpoint."""
+    with ctrl_c_exits(arguments), quick_imports():
         from vismoe.models.load.preview import experts_in_place
         from vismoe.store.packed import contents_of, formats_in
         from vismoe.types import Format
@@ -135,7 +135,8 @@ def run_verify(arguments: Namespace) -> int:
 
 
 def verify_format(folder: Path, format: "Format", wanted: "Contents | None", quiet: bool) -> dict[str, Any]:
-    """What was checked. Raises CheckpointError for bad records, and for a store that does not hold what is `wanted`."""
+    """A report of the verified format. Raises CheckpointError for bad records, and for a store whose contents are not
+    `wanted`."""
     from vismoe.store.index import read_index, remedy
     from vismoe.store.pack import verify
     from vismoe.store.packed import PackedStore, refuse_other
@@ -153,13 +154,13 @@ def verify_format(folder: Path, format: "Format", wanted: "Contents | None", qui
         raise CheckpointError(
             f"{len(bad)} of {records:,} {format} records in {folder} are bad:\n{listed}{more}\nFix: {remedy(folder, format)}"
         )
-    print(f"{format}: all {records:,} records are as they were packed, {format_bytes(store.stored_bytes)}")
+    print(f"{format}: all {records:,} records are intact, {format_bytes(store.stored_bytes)}")
     return {"format": format, "records": records, "stored_bytes": store.stored_bytes}
 
 
 def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
-    """(the store that is meant, the model it should belong to): a folder of one, which may be anybody's, or that of a model."""
-    from vismoe.engine.engine import demo_model
+    """(folder of the store, model that it must belong to): the folder of any store, or the store of a model."""
+    from vismoe.models.family.checkpoint_files import demo_model
     from vismoe.models.load.preview import checkpoint_files, read_config
     from vismoe.store.packed import find_store, formats_in
 
@@ -175,14 +176,14 @@ def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
     found = find_store(folder)
     if found is None:
         raise CheckpointError(
-            f"{name} has no complete store. Fix: vismoe pack MODEL, with --out DIR for one elsewhere, to begin or to go on"
+            f"{name} has no complete store. Fix: vismoe pack MODEL (--out DIR for a store elsewhere) begins or continues one"
         )
     return found, named if out else name
 
 
 @contextlib.contextmanager
 def progress(name: str, total_bytes: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr with rate and time left; it begins with what is done already."""
+    """A progress bar on stderr with rate and time left; it begins with the bytes that are done already."""
     from tqdm import tqdm
 
     bar: tqdm | None = None
@@ -201,15 +202,15 @@ def progress(name: str, total_bytes: int, quiet: bool) -> Iterator[Callable[[int
 
 
 PACK = Command(
-    "experts as records that are read at the speed of the disk, whole or in fewer bits",
+    "write a model's experts to a store that is read at full disk speed, in all bits or fewer",
     pack_arguments,
     run_pack,
     """\
-  vismoe pack Qwen/Qwen3-VL-30B-A3B-Instruct                     every bit kept, in about 0.7 of the bytes; used from then on
+  vismoe pack Qwen/Qwen3-VL-30B-A3B-Instruct                     keeps every bit in about 0.7 of the bytes; used from then on
   vismoe pack ./my-model --formats lossless,int4 --out /mnt/nvme/my-model
   vismoe pack ./my-model --formats int4,int2                     both formats of vismoe chat ./my-model --policy importance
-  vismoe pack --verify /mnt/nvme/my-model                        every record against its checksum
+  vismoe pack --verify /mnt/nvme/my-model                        check every record against its checksum
 
-memory: five times the largest expert and 16 MiB for each core, twice the largest expert and 64 MiB beside that, whatever the size
-of the checkpoint; fewer cores are used where that would be more than 2 GiB. Killed or interrupted, the same command goes on.""",
+memory: five times the largest expert and 16 MiB for each core, plus twice the largest expert and 64 MiB, whatever the size of the
+checkpoint; fewer cores are used if that would exceed 2 GiB. After a kill or an interrupt the same command continues.""",
 )

@@ -1,6 +1,6 @@
-"""Figures as tables for people; `--json` prints the same numbers as they are.
+"""Prints statistics as tables; `--json` prints the same numbers unformatted.
 
-Input is the object of `Figures.to_json()`: seconds, bytes and counts. A rate whose time is zero is left out.
+Input is the object of `Stats.to_json()`: seconds, bytes and counts. A rate whose time is zero is left out.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ __all__ = [
 
 
 def print_plan(console: Console, plan: Any) -> None:
-    """The memory plan, as its own table."""
+    """Prints the memory plan as a table."""
     console.print(Text(plan.table()), soft_wrap=True, highlight=False)
 
 
 def load_line(engine: "Engine") -> str:
-    """What was loaded, in one line: which model, what it takes of which memory, and how many of its experts are there."""
+    """One line about the loaded model: its name, its memory, and how many of its experts are resident."""
     plan, name = engine.plan, Path(engine.name).name if Path(engine.name).is_dir() else engine.name
     resident = f"{plan.resident_experts} of {plan.total_experts} experts in memory"
     size = " of ".join(dict.fromkeys((format_bytes(plan.total_bytes), format_bytes(plan.budget_bytes))))
@@ -39,7 +39,7 @@ def load_line(engine: "Engine") -> str:
 
 
 def print_backends(console: Console, backends: dict[str, str]) -> None:
-    """What was chosen at start, with the reasons."""
+    """Prints the chosen backends, with the reasons."""
     for name, choice in backends.items():
         console.print(Text(f"{name}: {choice}", style="dim"), soft_wrap=True)
 
@@ -54,7 +54,7 @@ def hit_rate(counts: dict[str, Any]) -> str:
 
 
 def experts_did(engine: "Engine", counters: "Snapshot") -> dict[str, Any]:
-    """What an evaluation reports of its experts: the plan, what their cache did, in which formats they were computed, and why."""
+    """What an evaluation reports about experts: the plan, cache statistics, and the formats in which they were computed."""
     running, shares = engine.precision, counters.shares(engine.format_names)
     precision = asdict(running) if running is not None else None
     return {"plan": engine.plan.to_json(), "cache": counters.to_json(), "formats": shares, "precision": precision}
@@ -68,7 +68,7 @@ def experts_line(did: Mapping[str, Any]) -> str:
 
 
 def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, how much, details) of one answer."""
+    """(name, value, details) rows for one answer."""
     encode, prefill, decode, cache = (figures[name] for name in ("encode", "prefill", "decode", "cache"))
     rows = []
     if encode["images"]:
@@ -97,7 +97,7 @@ def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def print_figures(console: Console, figures: dict[str, Any]) -> None:
-    """Where the time of one answer went, and what the experts' cache did."""
+    """Prints where the time of one answer went, and the cache statistics of the experts."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -108,7 +108,7 @@ def print_figures(console: Console, figures: dict[str, Any]) -> None:
 
 
 def print_layers(console: Console, figures: dict[str, Any]) -> None:
-    """The counters of each MoE layer, prefill and decode apart."""
+    """Prints the counters of each MoE layer, prefill and decode separately."""
     table = Table(title="experts by MoE layer", title_justify="left", box=None)
     for name in ("layer", "phase", "hits", "misses", "late", "read", "stalled"):
         table.add_column(name, justify="left" if name == "phase" else "right")
@@ -122,7 +122,7 @@ def print_layers(console: Console, figures: dict[str, Any]) -> None:
 
 
 def print_accuracy(console: Console, result: dict[str, Any]) -> None:
-    """Accuracy by kind of question with its confidence interval, and how evenly each MoE layer used its experts."""
+    """Prints accuracy by kind of question with its confidence interval, and how evenly each MoE layer used its experts."""
     table = Table(title=f"held-out scenes, seed {result['seed']}", title_justify="left", box=None)
     for name in ("kind", "right", "95% interval", "questions"):
         table.add_column(name, justify="left" if name == "kind" else "right")

@@ -1,4 +1,4 @@
-"""The flags of `vismoe serve --ray`: which cluster, how many replicas, and what each of them has."""
+"""The flags of `vismoe serve --ray`: which cluster, how many replicas, and the resources of each."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from vismoe.flags import given_settings, model_options, one_model
 
 __all__ = ["add_ray_flags", "ray_options", "run_on_ray"]
 
-FOLDERS = ("model", "store", "calibration")  # replicas have another working folder than the command
+FOLDERS = ("model", "store", "calibration")  # relative paths must be resolved: replicas have another working folder
 
 
 def add_ray_flags(parser: ArgumentParser) -> None:
@@ -24,18 +24,26 @@ def add_ray_flags(parser: ArgumentParser) -> None:
     def flag(name: str, reader: Any, placeholder: str, meaning: str, **options: Any) -> None:
         group.add_argument(name, type=reader, metavar=placeholder, help=meaning, default=argparse.SUPPRESS, **options)
 
-    group.add_argument("--ray", action="store_true", help="serve by Ray Serve; --memory is then that of each replica")
-    where = "auto for the cluster of this machine, HOST:PORT, ray://HOST:PORT, or local for one of its own (default: auto)"
+    group.add_argument("--ray", action="store_true", help="serve by Ray Serve; --memory is then the memory of each replica")
+    where = "auto for the cluster of this machine, HOST:PORT, ray://HOST:PORT, or local for a new one (default: auto)"
     flag("--ray-address", str, "ADDRESS", where, dest="address")
-    flag("--replicas", replica_range, "N|MIN..MAX", "how many; a range follows the load (default: 1)")
-    flag("--replica-cpus", float, "CORES", "for each, also bounds its threads (default: its share of a node)", dest="cpus")
-    flag("--replica-gpus", float, "GPUS", "for each (default: 1 where the cluster has GPUs and --device is not cpu)", dest="gpus")
-    meaning = "a setting of Ray Serve's autoscaling, e.g. target_ongoing_requests=4; again for more"
+    flag("--replicas", replica_range, "N|MIN..MAX", "number of replicas; within a range it follows the load (default: 1)")
+    flag(
+        "--replica-cpus", float, "CORES", "cores of each replica; bounds its threads (default: its share of a node)", dest="cpus"
+    )
+    flag(
+        "--replica-gpus",
+        float,
+        "GPUS",
+        "GPUs of each replica (default: 1 if the cluster has GPUs and --device is not cpu)",
+        dest="gpus",
+    )
+    meaning = "a setting of Ray Serve's autoscaling, e.g. target_ongoing_requests=4; repeat for more"
     flag("--autoscaling", setting, "NAME=VALUE", meaning, action="append")
 
 
 def ray_options(arguments: Namespace) -> RayOptions | None:
-    """What these flags ask for; None without `--ray`. Raises ConfigError."""
+    """The options from these flags; None without `--ray`. Raises ConfigError."""
     given = {name: getattr(arguments, name) for name in RayOptions.__dataclass_fields__ if name in arguments}
     if not arguments.ray:
         if given:
@@ -53,7 +61,7 @@ def replica_range(text: str) -> tuple[int, int]:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`upscale_delay_s=10` -> ("upscale_delay_s", 10); a value that is not JSON is a text."""
+    """`upscale_delay_s=10` -> ("upscale_delay_s", 10); a value that is not JSON stays text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -64,14 +72,16 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def run_on_ray(arguments: Namespace, options: ServeOptions, on: RayOptions) -> int:
-    """`serve_on_ray` with the model and the settings of the flags. Raises ConfigError for flags that do not go with it."""
+    """Calls `serve_on_ray` with the model and settings of the flags. Raises ConfigError for flags that Ray does not support."""
     if arguments.api_key:
-        raise ConfigError("Ray shows command lines on its dashboard. Fix: --api-key-file FILE instead of --api-key")
+        raise ConfigError(
+            "Ray shows command lines, and so API keys, on its dashboard. Fix: --api-key-file FILE instead of --api-key"
+        )
     if not options.port:
         raise ConfigError("port=0: Ray Serve listens at the same port on every node. Fix: --port PORT")
     loading = {**SERVER_DEFAULTS, **model_options(arguments), **given_settings(arguments), "model": one_model(arguments)}
     if ":" in loading.get("device", ""):
-        raise ConfigError(f"device={loading['device']}: Ray says which GPU is whose. Fix: --device cuda")
+        raise ConfigError(f"device={loading['device']}: Ray assigns GPUs to replicas. Fix: --device cuda")
     named = {name: Path(loading[name]) for name in FOLDERS if loading.get(name)}
     loading |= {name: str(folder.resolve()) for name, folder in named.items() if folder.is_dir()}
     if file := loading.get("hotness_state"):

@@ -1,4 +1,4 @@
-"""`vismoe serve`: the OpenAI-compatible server. Its flags come from `ServeOptions`, which states every default."""
+"""`vismoe serve`: the OpenAI-compatible server. Its flags come from `ServeOptions`, which holds every default."""
 
 import argparse
 import dataclasses
@@ -39,31 +39,39 @@ def size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from error
 
 
-# What each option means to a user: (placeholder, reader, sentence). A test holds it to the fields of ServeOptions.
+# The meaning of each option for a user: (placeholder, reader, sentence). A test checks that they match ServeOptions.
 MEANINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "host": ("ADDRESS", str, "where to listen; anything but this machine itself wants an API key"),
-    "port": ("PORT", int, "0 takes any free one"),
-    "no_api_key": ("", bool, "serve other machines without a key"),
-    "served_model_name": ("NAME", str, "what clients call the model (default: the name of its folder or repository)"),
-    "allow_hosts": ("NAME", str, "a further name by which clients may call this server, e.g. of a reverse proxy; again for more"),
-    "allow_origins": ("ORIGIN", str, "a web page that may call the server from a browser, e.g. http://localhost:3000; again"),
-    "allow_remote_images": ("", bool, "download images that requests name by http(s) URL, from public addresses only"),
-    "image_folder": ("FOLDER", Path, "images below it may be named by path"),
+    "host": ("ADDRESS", str, "address to listen on; other machines can only be served with an API key"),
+    "port": ("PORT", int, "port to listen on; 0 takes any free port"),
+    "no_api_key": ("", bool, "serve other machines without an API key"),
+    "served_model_name": ("NAME", str, "model name for clients (default: the name of its folder or repository)"),
+    "allow_hosts": ("NAME", str, "a further host name of this server, e.g. of a reverse proxy; repeat for more"),
+    "allow_origins": (
+        "ORIGIN",
+        str,
+        "origin of a web page that may call the server, e.g. http://localhost:3000; repeat for more",
+    ),
+    "allow_remote_images": ("", bool, "download images that requests name by http(s) URL, only from public addresses"),
+    "image_folder": ("FOLDER", Path, "requests may name images in this folder by path"),
     "max_body_bytes": ("SIZE", size, "largest request"),
-    "max_images": ("N", int, "most images of a request"),
-    "max_pixels": ("N", int, "most pixels of an image"),
-    "max_image_bytes": ("SIZE", size, "largest image, as it is encoded"),
-    "image_timeout_s": ("SECONDS", float, "longest download of a request's images"),
+    "max_images": ("N", int, "most images in a request"),
+    "max_pixels": ("N", int, "most pixels in an image"),
+    "max_image_bytes": ("SIZE", size, "largest encoded image"),
+    "image_timeout_s": ("SECONDS", float, "longest time to download a request's images"),
     "no_reuse": (
         "",
         bool,
-        "compute every prompt whole: the same bits whatever was asked before, for more time to the first word",
+        "compute every prompt completely: bits do not depend on earlier requests, but the first word takes longer",
     ),
-    "fixed_policy": ("", bool, "refuse requests that ask for another policy or formats, for which all others wait"),
-    "max_waiting": ("N", int, "requests that may wait; further ones are told to come back (429)"),
-    "memory_timeout_s": ("SECONDS", float, "longest wait of a request for memory that others hold (--request-memory), then 429"),
+    "fixed_policy": ("", bool, "refuse requests for another policy or other formats, which make all other requests wait"),
+    "max_waiting": ("N", int, "most waiting requests; further ones are refused (429)"),
+    "memory_timeout_s": (
+        "SECONDS",
+        float,
+        "longest wait of a request for memory that other requests hold (--request-memory), then 429",
+    ),
     "body_timeout_s": ("SECONDS", float, "longest time for a request to arrive"),
-    "drain_s": ("SECONDS", float, "at the end, for answers that are being written"),
+    "drain_s": ("SECONDS", float, "time at shutdown to finish running answers"),
 }
 FLAGS = {
     "allow_hosts": "--allow-host",
@@ -73,20 +81,22 @@ FLAGS = {
     "memory_timeout_s": "--memory-timeout",
     "body_timeout_s": "--body-timeout",
     "drain_s": "--drain-seconds",
-}  # the others are called like their fields
+}  # other flags have the names of their fields
 
 
 def serve_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="clients must send it; again for more keys")
     group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="the same, one key a line, # for comments; not seen by others"
+        "--api-key", action="append", default=[], metavar="KEY", help="key that clients must send; repeat for more keys"
+    )
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file of keys, one a line, # for comments; hides keys from other users"
     )
     for field in dataclasses.fields(ServeOptions):
         if field.name in MEANINGS:
             _add_flag(group, field)
-    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info writes a line a request (default: info)")
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info logs a line per request (default: info)")
     add_request_options(parser, "max_tokens", "image_tokens")
     add_model_flags(parser)
     add_settings(parser, SERVER_DEFAULTS)
@@ -110,7 +120,7 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]") -> None:
 
 
 def serve_options(arguments: Namespace) -> ServeOptions:
-    """The server these flags ask for. Raises ConfigError."""
+    """The server options from these flags. Raises ConfigError."""
     given = {name: getattr(arguments, name) for name in MEANINGS if name in arguments}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     keys = (*arguments.api_key, *(_keys_in(arguments.api_key_file) if arguments.api_key_file else ()))
@@ -118,13 +128,11 @@ def serve_options(arguments: Namespace) -> ServeOptions:
 
 
 def _keys_in(file: Path) -> list[str]:
-    """One key a line; blank lines and those that begin with # are none. Raises ConfigError, which tells no key."""
+    """The keys in a file, one a line, without blank lines and comments. Raises ConfigError, which shows no key."""
     try:
         lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file}: no API keys can be read from it ({getattr(error, 'strerror', None) or 'not text'})"
-        ) from error
+        raise ConfigError(f"{file}: API keys cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
     for number, key in numbered:
         if not is_api_key(key) or " " in key:
@@ -132,23 +140,23 @@ def _keys_in(file: Path) -> list[str]:
                 f"{file}, line {number}: not an API key. Fix: printable ASCII without blanks, one a line; comments begin with #"
             )
     if not numbered:
-        raise ConfigError(f"{file}: there is no API key in it; one key a line")
+        raise ConfigError(f"{file}: the file has no API key. Fix: write one key a line")
     return [key for _, key in numbered]
 
 
 def require_packages(*further: str) -> None:
-    """Raises ConfigError where a package of the server is missing, or one of `further`, whose extras have their names."""
+    """Raises ConfigError if a package of the server or one of `further` is missing; extras have the names of `further`."""
     missing = [name for name in (*PACKAGES, *further) if importlib.util.find_spec(name) is None]
     if missing:
         extra = further[0] if further else "serve"
         raise ConfigError(
-            f'the server needs {", ".join(missing)}, not installed here. Fix: pip install "vismoe[{extra}]", '
+            f'the server needs {", ".join(missing)}, which is not installed. Fix: pip install "vismoe[{extra}]", '
             f'in a checkout: .venv/bin/pip install -e ".[{extra}]"'
         )
 
 
 def run_serve(arguments: Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C; what cannot be is said before the model is loaded."""
+    """Serves until SIGTERM or Ctrl-C; errors in the options are reported before the model is loaded."""
     on_ray = ray_options(arguments)
     require_packages(*(["ray"] if on_ray else []))
     options = serve_options(arguments)
@@ -158,19 +166,19 @@ def run_serve(arguments: Namespace) -> int:
     from vismoe.app.serving import listening, serve
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its steps are ours to announce
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # VisMoE announces the steps itself
     with listening(options) as listener, load_engine(arguments, one_model(arguments), SERVER_DEFAULTS) as engine:
         return serve(engine, options, listener)
 
 
 SERVE = Command(
-    "an OpenAI-compatible server, on this machine only unless told otherwise",
+    "run an OpenAI-compatible server, by default for this machine only",
     serve_arguments,
     run_serve,
     """\
   vismoe serve                                                   http://127.0.0.1:8000/v1, the bundled demo model
   vismoe serve Qwen/Qwen3-VL-30B-A3B-Instruct --memory 20GiB --keep 0.5
-  vismoe serve --host 0.0.0.0 --api-key-file keys.txt            for other machines, with a key
+  vismoe serve --host 0.0.0.0 --api-key-file keys.txt            serve other machines, with an API key
   vismoe serve --image-folder ~/pictures --allow-remote-images   images by path and by URL, besides data URIs
   vismoe serve MODEL --ray --replicas 2 --memory 20GiB           two replicas on the Ray cluster of this machine
 Needs fastapi, uvicorn and openai: pip install "vismoe[serve]", in a checkout: .venv/bin/pip install -e ".[serve]".""",

@@ -1,4 +1,4 @@
-"""`vismoe eval STUDY ...`: the programs behind the tables in docs/, each with flags of its own; `python -m` runs them as well."""
+"""`vismoe eval STUDY ...`: the programs of the tables in docs/, each with its own flags; `python -m` runs them as well."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -10,25 +10,25 @@ __all__ = ["STUDIES", "run_study", "study_list"]
 STUDIES = {  # name: (module with a main(arguments), what it shows)
     "same-bits": (
         "vismoe.eval.same_bits",
-        "which circumstances change bits of logits: company, threads, known beginnings, chunks",
+        "what changes bits of logits: batching, threads, cached prefixes, chunks",
     ),
     "pruning": ("vismoe.eval.studies.pruning", "accuracy by share and selection of kept visual tokens"),
     "demand": ("vismoe.eval.studies.expert_demand", "which experts are demanded before and after pruning"),
-    "compressor": ("vismoe.eval.studies.compressor_cost", "what listening to a vision tower and selecting tokens take"),
+    "compressor": ("vismoe.eval.studies.compressor_cost", "time to capture a vision tower's attention and to select tokens"),
     "predictor": ("vismoe.predictor_training.evaluate", "how well lookaheads predict experts"),
-    "lookahead-cost": ("vismoe.predictor_training.cost", "what asking a lookahead takes, and what it delays"),
-    "controllers": ("vismoe.eval.studies.controller_cost", "what the controllers of precision take per token"),
+    "lookahead-cost": ("vismoe.predictor_training.cost", "time of a lookahead, and what it delays"),
+    "controllers": ("vismoe.eval.studies.controller_cost", "time of the precision controllers per token"),
     "precision": (
         "vismoe.eval.studies.precision_quality",
         "quality with dynamic precision: hotness, importance, retention, layers",
     ),
     "precision-speed": (
         "vismoe.eval.studies.precision_speed",
-        "what a cache, prefetch and two formats are worth on an emulated link",
+        "what a cache, prefetch and two formats save on an emulated link",
     ),
     "precision-shift": (
         "vismoe.eval.studies.precision_shift",
-        "how soon hot experts follow a shift of workload, and what that costs",
+        "how soon hot experts follow a change of workload, and what that costs",
     ),
     "precision-replay": (
         "vismoe.eval.studies.precision_replay",
@@ -41,20 +41,20 @@ STUDIES = {  # name: (module with a main(arguments), what it shows)
     "ladder": ("vismoe.eval.studies.ladder", "what pruning, prediction and orchestration each save"),
     "agreement": (
         "vismoe.eval.studies.lmms_agreement",
-        "lmms-eval's scenes tasks beside vismoe eval --scenes, on the same questions",
+        "lmms-eval's scenes tasks compared with vismoe eval --scenes, on the same questions",
     ),
-    "soak": ("vismoe.eval.studies.soak", "clients that ask, hang up and send nonsense: what the server keeps"),
+    "soak": ("vismoe.eval.studies.soak", "memory of a server under clients that ask, hang up and send nonsense"),
     "formats": ("vismoe.eval.studies.formats", "quality of the integer formats"),
 }
 
 
 def study_list() -> str:
-    """A line per study, for --help."""
+    """One line per study, for --help."""
     return "\n".join(f"  vismoe eval {name:<16} {summary}" for name, (_, summary) in STUDIES.items())
 
 
 def run_study(name: str, arguments: Sequence[str]) -> int:
-    """The exit code of the study's own main. Raises ConfigError where studies are not installed."""
+    """Runs the study's own main; returns the exit code. Raises ConfigError if studies are not installed."""
     module = STUDIES[name][0]
     if importlib.util.find_spec(module.rpartition(".")[0]) is None:
         raise ConfigError(

@@ -23,10 +23,10 @@ from vismoe.engine.reconfigure import Plans, precision_of
 from vismoe.engine.request import Request, Shared
 from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.stats import PrecisionInfo
-from vismoe.errors import CheckpointError, ClosedError, ConfigError, ContextError, InputError
+from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
 from vismoe.machine.hardware import torch_device
 from vismoe.metrics import Metrics
-from vismoe.models.family.checkpoint_files import folder_or_name, reading_checkpoint, refuse_unfit
+from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
 from vismoe.models.family.families import refuse_prequantized
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
@@ -42,15 +42,6 @@ from vismoe.vision.selection import Pruning
 
 Messages = Sequence[dict[str, Any]]
 Result = TypeVar("Result")
-
-
-def demo_model() -> Path:
-    """The small trained model that ships with the package."""
-    here = Path(__file__).parent.parent
-    for assets in (here / "assets", here.parent / "assets"):
-        if (assets / "demo-model" / "config.json").is_file():
-            return assets / "demo-model"
-    raise CheckpointError("the bundled demo model is missing from this installation; reinstall vismoe, or name a model")
 
 
 def load(

@@ -2,7 +2,7 @@
 
 Matrices are held [out, in], whatever the model's orientation. For each one a slab has three sections: `NAME.codes` uint8
 `[out, row_bytes]`, `NAME.scale` and `NAME.offset` bfloat16 `[out, groups]`. One-dimensional sections (biases) are unchanged.
-Codes lie as kernels want them: a 32-byte load holds one input per byte and lane of bits, lanes 32 inputs apart.
+Codes are interleaved for the kernels: each bit lane of a 32-byte load holds one input per byte, and lanes are 32 inputs apart.
 """
 
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from vismoe.errors import CheckpointError
-from vismoe.formats.codec import FixedSize, in_blocks
+from vismoe.formats.fixed_size import FixedSize, in_blocks
 from vismoe.formats.half_quadratic import fit, round_to_nearest
 from vismoe.types import Format, RecordLayout, Section
 
 __all__ = ["GRIDS", "Affine", "Grid"]
 
-BLOCK_WEIGHTS = 1 << 18  # encoded and restored together; smaller blocks cost more in calls, larger ones in cache misses
-LOAD_BYTES = 32  # of codes that a kernel widens at once
+BLOCK_WEIGHTS = 1 << 18  # processed together; smaller blocks cost more calls, larger ones more cache misses
+LOAD_BYTES = 32  # bytes of codes that a kernel widens at once
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers of one integer format."""
+    """Group size, padding and code width of one integer format."""
 
     bits: int
-    group_inputs: int  # that share a scale and an offset
+    group_inputs: int  # inputs that share a scale and an offset
     chunk_inputs: int  # rows of codes are padded to whole chunks
 
     @property
@@ -57,7 +57,7 @@ GRIDS = {Format.INT8: Grid(8, 128, 64), Format.INT4: Grid(4, 128, 64), Format.IN
 
 @dataclass(frozen=True)
 class Affine(FixedSize):
-    """Codec of one geometry in int8, int4 or int2. `nearest` turns the optimisation of scales and offsets off."""
+    """Codec of one geometry in int8, int4 or int2. `nearest` turns off the optimisation of scales and offsets."""
 
     format: Format
     raw: RecordLayout
@@ -90,7 +90,7 @@ class Affine(FixedSize):
         return (columns, rows) if section.name in self.transposed else (rows, columns)
 
     def encode(self, record: Tensor) -> Tensor:
-        """Raises CheckpointError for weights that are not finite: no scale fits a group that has one."""
+        """Raises CheckpointError for weights that are not finite: no scale fits a group that contains one."""
         encoded = torch.zeros(self.slab.record_bytes, dtype=torch.uint8)
         weights, stored = self.raw.views(record), self.slab.views(encoded)
         for section in self.raw.sections:

@@ -1,19 +1,18 @@
-"""What a format is: how one expert's raw record becomes stored bytes, what a slab holds of it, and the way back to weights.
+"""What a format is: how one expert's raw record is encoded for storage, what a slab holds, and how weights are restored.
 
-A codec belongs to one geometry and one format. It is pure: no I/O, no state, the same bytes for the same record on every call and
-with any number of threads. `docs/formats.md` draws the layouts.
+A codec belongs to one geometry and one format. It is pure: no I/O, no state, and the same bytes for the same record on every
+call, with any number of threads. `docs/formats.md` draws the layouts.
 """
 
-from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vismoe.errors import ConfigError
-from vismoe.types import BLOCK_BYTES, Format, RecordLayout, aligned
+from vismoe.types import Format, RecordLayout
 
-__all__ = ["Codec", "FixedSize", "codec_of", "in_blocks"]
+__all__ = ["Codec", "codec_of"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,48 +25,28 @@ class Codec(Protocol):
 
     @property
     def raw(self) -> RecordLayout:
-        """The model's dtype and orientation."""
+        """Layout of a raw record, in the model's dtype and orientation."""
 
     @property
     def slab(self) -> RecordLayout:
-        """What a slab holds; whole blocks of BLOCK_BYTES, so that O_DIRECT can read straight into it."""
+        """Layout of a slab, in whole blocks of BLOCK_BYTES, so that O_DIRECT can read straight into it."""
 
     @property
     def fixed_bytes(self) -> int | None:
-        """Bytes of an encoded record, whole blocks; None where they vary."""
+        """Bytes of an encoded record, in whole blocks; None where they vary."""
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the largest encoded record, whole blocks."""
+        """Bytes of the largest encoded record, in whole blocks."""
 
     def encode(self, record: Tensor) -> Tensor:
-        """uint8 `[raw.record_bytes or more]` -> uint8 `[n]`, gaps and the end of the last block zero."""
+        """uint8 `[raw.record_bytes or more]` -> uint8 `[n]`; gaps and the end of the last block are zero."""
 
     def decode(self, encoded: Tensor, slab: Tensor) -> None:
         """Encoded bytes -> what a slab holds, written into `slab`, uint8 `[slab.record_bytes or more]`."""
 
     def restore(self, slab: Tensor, record: Tensor) -> None:
-        """What a slab holds -> weights in the model's dtype and orientation, written into `record`; gaps are left alone."""
-
-
-class FixedSize(ABC):
-    """What codecs share whose encoded records are what a slab holds: a reader reads straight into the slab."""
-
-    @property
-    @abstractmethod
-    def slab(self) -> RecordLayout:
-        """As in Codec."""
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self.slab.record_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.slab.record_bytes
-
-    def decode(self, encoded: Tensor, slab: Tensor) -> None:
-        slab[: self.slab.record_bytes].copy_(encoded)
+        """What a slab holds -> weights in the model's dtype and orientation, written into `record`; gaps are not touched."""
 
 
 def codec_of(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
@@ -92,8 +71,3 @@ def codec_of(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> C
             "Fix: load the model with one of these as dtype=, or use the raw format"
         )
     return Affine(format, raw, transposed)
-
-
-def in_blocks(layout: RecordLayout) -> RecordLayout:
-    """The same sections, the record rounded up to whole blocks."""
-    return RecordLayout(layout.sections, aligned(layout.record_bytes, BLOCK_BYTES))

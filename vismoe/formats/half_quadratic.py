@@ -1,15 +1,16 @@
-"""Scales and offsets of groups of weights, and their codes: from the weights alone, no calibration.
+"""Scales, offsets and codes of groups of weights, computed from the weights alone, without calibration.
 
 `round_to_nearest` spreads the codes over a group's range. `fit` is half-quadratic (Badri and Shaji, Half-Quadratic Quantization
-of Large Machine Learning Models, 2023): a sparse auxiliary variable takes the errors that no scale should bend to, |error|^p with
-p = 1/2, and scale and offset follow in closed form. It goes further than the paper where that measured better on the demo model.
-The scale is fitted as well as the offset, from the best of several clipped ranges. And groups keep their gain: least squares
-leaves them short, |restored|^2 = |weights|^2 - |error|^2, and three such matrices in a row shrink an expert's output by a quarter
-at 2 bits, which costs more in divergence than all the error it saves. So codes are chosen on the least-squares grid and restored
-on one that is longer by just as much. A group whose squared error would exceed that of rounding to nearest is rounded to nearest.
+of Large Machine Learning Models, 2023): a sparse auxiliary variable absorbs large errors under the penalty |error|^p with p =
+1/2, and scale and offset follow in closed form. `fit` differs from the paper where that measured better on the demo model. It
+fits the scale as well as the offset, and starts from the best of several clipped ranges. It also keeps the gain of each group:
+least squares shortens groups, |restored|^2 = |weights|^2 - |error|^2, and three such matrices in a row shrink an expert's output
+by a quarter at 2 bits, which costs more divergence than the smaller error saves. So `fit` chooses codes on the least-squares grid
+and restores them on a grid that is longer by the same factor. A group whose squared error would exceed that of rounding to
+nearest is rounded to nearest.
 
-Codes are centred, q - 2^(bits - 1), as float32. Groups are float32 [groups, inputs]; all that is per group is float64 until it
-is rounded to bfloat16, and codes are chosen after that.
+Codes are centred, q - 2^(bits - 1), as float32. Groups are float32 [groups, inputs]. Values per group are float64 until they are
+rounded to bfloat16, and codes are chosen after that.
 """
 
 from typing import NamedTuple
@@ -24,8 +25,8 @@ KEPT_RANGES = {  # shares of a group's range that the codes span when fitting st
     4: (1.0, 0.92, 0.84, 0.76, 0.68),
     8: (1.0,),
 }
-STEPS = 2  # of taking errors out and refitting; a third lowers the error of expert outputs by another 0.5% at 2 bits
-SHRINK_CODES = 1.0  # errors below one code are not taken out
+STEPS = 2  # rounds of removing errors and refitting; a third lowers the error of expert outputs by another 0.5% at 2 bits
+SHRINK_CODES = 1.0  # errors below one code are not removed
 SMALLEST_RANGE = 2.0**-100  # below it a group is a constant: scales would leave the range of normal numbers
 MOST = torch.finfo(torch.bfloat16).max
 
@@ -46,36 +47,37 @@ class QuantizedLine(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What a fit needs to know of codes and weights, float64 [groups] or [trials, groups]."""
+    """What a fit uses of codes and weights, float64 [groups] or [trials, groups]."""
 
     mean_code: Tensor
     variance: Tensor  # sum of (code - mean code)^2
     covariance: Tensor  # sum of (code - mean code) * weight
 
     def least_squares(self, mean: Tensor) -> QuantizedLine:
-        """The line from codes to weights of this mean that leaves the smallest squared error."""
+        """The line from codes to weights, given the mean weight, with the smallest squared error."""
         scale = torch.where(self.variance > 0, self.covariance / self.variance, 0.0)
         return QuantizedLine(scale, mean - scale * self.mean_code)
 
     def explained(self) -> Tensor:
-        """Squared length of what the codes say of the weights, with the best scale and offset: what a fit maximises."""
+        """Squared length of the part of the weights that the codes explain, with the best scale and offset; a fit maximises
+        it."""
         return torch.where(self.variance > 0, self.covariance.clamp(min=0).square() / self.variance, 0.0)
 
 
 def round_to_nearest(groups: Tensor, bits: int) -> Quantised:
-    """Codes spread over each group's range: no weight is further than half a scale from what its code stands for."""
+    """Codes spread over each group's range: no weight is further than half a scale from its restored value."""
     low, high = groups.amin(1).double(), groups.amax(1).double()
     lowest, most = -(2 ** (bits - 1)), 2**bits - 1
     offset = _bfloat16(low - lowest * (high - low) / most)
     reach = torch.maximum((high - offset) / (lowest + most), (low - offset) / lowest)  # spans the range from the rounded offset
     scale = _bfloat16(torch.where(reach < SMALLEST_RANGE, 0.0, reach))
-    # From the offset, not from zero: groups far from zero keep their low bits, and none overflows.
+    # Counted from the offset, not from zero: groups far from zero keep their low bits, and none overflows.
     codes = _codes(groups - offset.float()[:, None], QuantizedLine(scale, torch.zeros_like(scale)), bits)
     return Quantised(codes, scale.float(), offset.float())
 
 
 def fit(groups: Tensor, bits: int) -> Quantised:
-    """The half-quadratic fit; in squared error no group is worse than with `round_to_nearest`."""
+    """The half-quadratic fit; no group has a larger squared error than with `round_to_nearest`."""
     low, high = groups.amin(1).double(), groups.amax(1).double()
     centre, span = ((low + high) / 2).float(), high - low
     inverse = torch.where(span < SMALLEST_RANGE, 0.0, 1 / span)
@@ -99,12 +101,12 @@ def fit(groups: Tensor, bits: int) -> Quantised:
 
 
 def _best_moments(units: Tensor, bits: int) -> Moments:
-    """Of the codes that were tried, those that leave the smallest error, for each group.
+    """For each group, the tried codes with the smallest error.
 
-    Tried are the shares of the range that codes may span, and from the best of them a few times: codes, the errors that are taken
-    out, the line through what is left.
+    Tries several shares of the range that codes may span. From the best share it repeats a few times: choose codes, remove the
+    large errors, fit the line through the rest.
     """
-    codes, errors, scratch = units.new_empty(3, *units.shape)  # made once: fresh memory costs more than the arithmetic
+    codes, errors, scratch = units.new_empty(3, *units.shape)  # allocated once: allocation costs more than the arithmetic
     mean, trials = units.mean(1), []
     for kept in KEPT_RANGES[bits]:
         _clamp(torch.mul(units, (2**bits - 1) / kept, out=codes).sub_(0.5), bits)
@@ -134,7 +136,7 @@ def _sums(codes: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _best_of(trials: list[Tensor], weights: Tensor, mean: Tensor) -> Moments:
-    """The moments of the trial that explains most of each group; the first of equals."""
+    """For each group, the moments of the trial that explains most; the first of equal ones."""
     count = weights.shape[1]
     total, squares, products = torch.stack(trials, dim=1).double()  # [trials, groups] each
     mean_code = total / count
@@ -145,7 +147,7 @@ def _best_of(trials: list[Tensor], weights: Tensor, mean: Tensor) -> Moments:
 
 
 def _codes(weights: Tensor, line: QuantizedLine, bits: int, out: Tensor | None = None) -> Tensor:
-    """The centred codes whose places on the line are nearest."""
+    """The centred codes that the line maps nearest to the weights."""
     inverse = torch.where(line.scale > 0, 1 / line.scale, 0.0)
     codes = torch.mul(weights, inverse.float()[:, None], out=out)
     return _clamp(codes.sub_((line.offset * inverse).float()[:, None]), bits)

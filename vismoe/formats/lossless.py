@@ -1,16 +1,16 @@
-"""The lossless format: bfloat16 whose exponents are packed. Every one of the 65,536 patterns comes back bit for bit.
+"""The lossless format: bfloat16 with packed exponents. Every one of the 65,536 bit patterns is restored exactly.
 
 Trained weights use few exponents: seven of 256 cover about 97% of them. A weight is stored as one byte (sign and mantissa) and a
-3-bit code (one of the section's seven commonest exponents, or 7: escaped, the exponent stands in a list). That is about 0.70 of
+3-bit code: one of the section's seven commonest exponents, or 7 (an escape: the exponent is in a list). That is about 0.70 of
 bfloat16, and decoding is a table lookup in registers.
 
-This module defines the bytes and is the oracle of `vismoe/kernels/lossless.py`, which writes the same ones faster.
+This module defines the bytes and is the oracle of `vismoe/kernels/lossless.py`, which writes the same bytes faster.
 
 An encoded record; all integers are little-endian, gaps are zero:
 
     uint64 [1 + sections, 3]   (MAGIC, content_bytes, sections), then for each section (kind, offset_bytes, escapes)
     sections                   each at a multiple of 64; kind STORED: the section's own bytes; kind PACKED: below
-    zeros                      TAIL_BYTES, so that a vector may be loaded at the last escape; here content_bytes ends
+    zeros                      TAIL_BYTES, so that a vector load at the last escape stays inside; content_bytes ends here
     zeros                      up to whole blocks of BLOCK_BYTES
 
 A section is packed if it is bfloat16 and packing makes it smaller. Of n weights, in chunks of 64 and blocks of 64 chunks:
@@ -22,8 +22,8 @@ A section is packed if it is bfloat16 and packing makes it smaller. Of n weights
     uint64 [chunks, 3]         the codes' bits: bit i of word p is bit p of the code of the weight stored at i
     uint8  [escapes]           exponents of the weights with code 7, in stored order
 
-The last chunk is filled up with positive powers of two of the commonest exponent. Weights of a chunk are stored in an order that
-SIMD, which interleaves bytes within 128 bits, turns into theirs: weight 32 h + 8 l + j (j below 8) stands at 16 l + 8 h + j.
+The last chunk is padded with positive powers of two of the commonest exponent. Weights of a chunk are stored in the order that
+SIMD unpacking, which interleaves bytes within 128 bits, restores: weight 32 h + 8 l + j (j below 8) stands at 16 l + 8 h + j.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.formats.codec import in_blocks
+from vismoe.formats.fixed_size import in_blocks
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout, Section, aligned
 
 __all__ = ["Lossless", "check", "content_bytes"]
@@ -48,8 +48,8 @@ BLOCK_CHUNKS = 64
 TAIL_BYTES = 64
 FAULTS = {
     1: "its header is not that of a lossless record of this geometry",
-    2: "a section does not lie inside it",
-    3: "the escapes of a block are not as many as its codes ask for",
+    2: "a section reaches beyond the record",
+    3: "the number of escapes of a block does not match its codes",
 }
 
 Words = NDArray[np.uint16]
@@ -128,11 +128,11 @@ def content_bytes(encoded: Tensor) -> int:
 
 
 def check(fault: int) -> None:
-    """Raises CheckpointError for a number from FAULTS; 0 is none."""
+    """Raises CheckpointError for a fault number, a key of FAULTS; 0 means no fault."""
     if fault:
         raise CheckpointError(
             f"An expert record in the lossless format is damaged: {FAULTS[fault]}. "
-            "Fix: vismoe pack --verify names the bad records; delete the store and pack again"
+            "Fix: delete the store and pack again; vismoe pack --verify names the bad records"
         )
 
 
@@ -171,12 +171,12 @@ def _chunks(weights: int) -> int:
 
 
 def _head_bytes(weights: int) -> int:
-    """Of the table of exponents and the escapes before each block."""
+    """Bytes of the table of exponents and the escape counts before each block."""
     return aligned(8 + 4 * -(-_chunks(weights) // BLOCK_CHUNKS))
 
 
 def _escapes_before(codes: Bytes) -> NDArray[np.int64]:
-    """Codes [chunks, 64] -> how many escapes lie before each block."""
+    """Codes [chunks, 64] -> number of escapes before each block."""
     through = np.cumsum((codes == ESCAPE).sum(axis=1))
     return np.concatenate([[0], through[BLOCK_CHUNKS - 1 : -1 : BLOCK_CHUNKS]]) if len(codes) else through
 

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vismoe.formats.codec import FixedSize, in_blocks
+from vismoe.formats.fixed_size import FixedSize, in_blocks
 from vismoe.types import Format, RecordLayout
 
 __all__ = ["Raw"]

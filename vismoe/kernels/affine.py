@@ -1,7 +1,7 @@
-"""Encoding in the integer formats in C++: what `vismoe/formats/affine.py` finds, in a fraction of the time.
+"""The encoder of the integer formats in C++: does what `vismoe/formats/affine.py` does, in a fraction of the time.
 
-Sums are taken in another order than torch takes them, so a group whose two best grids are equally good may get the other one. All
-instruction sets give the same bytes. A call uses one core and releases the interpreter lock.
+It sums in another order than torch does, so a group with two equally good grids may get the other one. All instruction sets give
+the same bytes. A call uses one core and releases the interpreter lock.
 """
 
 import ctypes
@@ -42,19 +42,19 @@ class _Search(ctypes.Structure):
 
 @dataclass(frozen=True)
 class FastAffine(Affine):
-    """Codec of one geometry in int8, int4 or int2. `isa` forces an instruction set; None is the best one here."""
+    """Codec of one geometry in int8, int4 or int2. `isa` forces an instruction set; None selects the best available."""
 
     isa: Isa | None = None
 
     def __post_init__(self) -> None:
         if self.isa not in (None, *available()):
             raise ConfigError(
-                f"isa={self.isa!r} is not there: this machine and build have {', '.join(available())}. Fix: one of them, or None"
+                f"isa={self.isa!r} is not available here; available: {', '.join(available())}. Fix: one of them, or None"
             )
 
     def _encode_rows(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
         if not torch.isfinite(rows).all():
-            return super()._encode_rows(rows, name)  # which says so
+            return super()._encode_rows(rows, name)  # which raises the error
         rows = rows.contiguous()
         count, inputs = rows.shape
         codes = torch.empty(count, self.grid.row_bytes(inputs), dtype=torch.uint8)

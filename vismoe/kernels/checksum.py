@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli), the checksum of records, at the speed of memory on processors with its instruction.
+"""CRC-32C (Castagnoli), the checksum of records; runs at memory speed on processors with the CRC instruction.
 
 A call releases the interpreter lock and uses one core.
 """
@@ -20,9 +20,9 @@ Data = Tensor | NDArray[np.generic] | bytes | bytearray | memoryview
 
 
 def crc32c(data: Data, before: int = 0, *, portable: bool = False) -> int:
-    """The checksum of the bytes of `data`, in this process's memory; `before` is the checksum of what came before them.
+    """The checksum of the bytes of `data`, in this process's memory; `before` is the checksum of the preceding bytes.
 
-    `crc32c(b, crc32c(a)) == crc32c(a + b)`. Data with strides is copied first. `portable` leaves the processor's instruction out.
+    `crc32c(b, crc32c(a)) == crc32c(a + b)`. Data with strides is copied first. `portable` avoids the processor's instruction.
     """
     whole = _bytes(data)
     return _function()(whole.ctypes.data, whole.size, before, portable)

@@ -1,11 +1,12 @@
-"""The CPU kernels: whole experts computed from their records in place, sums of their parts, and linears.
+"""The CPU kernels: they compute whole experts from their records in place, sums of expert outputs, and linears.
 
-One call computes all experts of a layer for one batch, in one format or in several side by side. Weights are decoded in registers
-and read once for up to 64 tokens of an expert; sums are float32. A result depends on the weights and on its own token only: never
-on the number of threads, on the other experts of a call, or on the other tokens. Calls from several Python threads take turns.
+One call computes all experts of a layer for one batch, in one format or in several. A kernel decodes weights in registers and
+reads them once for up to 64 tokens of an expert; sums are float32. The result for a token depends on the weights and that token
+only: not on the number of threads, the other experts of a call, or the other tokens. Calls from several Python threads run one
+after another.
 
-With bfloat16 inputs on AVX-512 BF16 the products are of bfloat16 pairs: integer weights are rounded to bfloat16 after scaling,
-the activation's result is rounded once, denormals count as zero. Everywhere else everything is float32.
+With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds integer weights to bfloat16 after scaling,
+rounds the activation's result once, and treats denormals as zero. Everywhere else all arithmetic is float32.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """
@@ -39,9 +40,9 @@ __all__ = [
     "workspace_bytes",
 ]
 
-Isa = Literal["portable", "avx2", "avx512", "avx512bf16"]  # in the order of csrc/kernels.h, each next one preferred
+Isa = Literal["portable", "avx2", "avx512", "avx512bf16"]  # in the order of csrc/kernels.h, later ones preferred
 ISAS: tuple[Isa, ...] = get_args(Isa)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the numbers of csrc/kernels.h, as below
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the numbers of csrc/kernels.h, as are the numbers below
 ENCODINGS = {torch.bfloat16: 0, torch.float16: 1, Format.INT8: 2, Format.INT4: 3, Format.INT2: 4}
 GATES = (Gate.NONE, Gate.CONCATENATED, Gate.INTERLEAVED)
 ACTIVATIONS = (
@@ -56,7 +57,7 @@ ACTIVATIONS = (
 # ------------------------------------------------------------------ the process's threads
 @dataclass(frozen=True)
 class KernelSetup:
-    """What computes: settled by `start`."""
+    """The threads and instruction set that the kernels use, set by `start`."""
 
     isa: Isa
     threads: int
@@ -67,17 +68,17 @@ _setup: KernelSetup | None = None
 
 
 def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> KernelSetup:
-    """Set the instruction set and the threads of this process's kernels; a later call sets others.
+    """Set the instruction set and the threads of this process's kernels; a later call replaces them.
 
-    `threads` None: as many as torch uses, and not more than the cores that this process may run on. Threads begin to exist with
-    the first call that needs them, and sleep between calls. Raises ConfigError for a set that this machine does not have.
+    `threads` None: as many as torch uses, at most the cores that this process may run on. Threads are created by the first call
+    that needs them, and sleep between calls. Raises ConfigError for an instruction set that this machine does not have.
     """
     global _setup
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads is None:
         threads = min(torch.get_num_threads(), cores)
     if threads < 1:
-        raise ConfigError(f"threads={threads} cannot compute anything. Fix: 1 or more, or None for {cores}")
+        raise ConfigError(f"threads={threads} is not a number of compute threads. Fix: 1 or more, or None for {cores}")
     present = available()
     if isa == "auto":
         chosen, why = present[-1], f"the best of {', '.join(present)}"
@@ -85,7 +86,7 @@ def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> Ke
         chosen, why = isa, "asked for"
     else:
         raise ConfigError(
-            f"isa={isa!r} is not there: this machine and build have {', '.join(present)}. Fix: one of them, or 'auto'"
+            f"isa={isa!r} is not available: this machine and build have {', '.join(present)}. Fix: one of them, or 'auto'"
         )
     library().vismoe_start(ctypes.c_size_t(threads), ISAS.index(chosen))
     _setup = KernelSetup(chosen, threads, why)
@@ -93,13 +94,13 @@ def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> Ke
 
 
 def available() -> tuple[Isa, ...]:
-    """The instruction sets of this machine that the library was built for, best last."""
+    """The instruction sets that this machine has and the library was built for, best last."""
     found = library().vismoe_isas()
     return tuple(isa for i, isa in enumerate(ISAS) if found >> i & 1)
 
 
 def setup() -> KernelSetup:
-    """What `start` settled; started with its defaults where nobody did."""
+    """What `start` set; without an earlier call, starts with the defaults."""
     return _setup or start()
 
 
@@ -127,8 +128,8 @@ class _Expert(ctypes.Structure):
 class ExpertKernel:
     """Computes experts of one geometry, in one format (`of`) or in several (`mixed`).
 
-    Inputs are packed once for all formats. Where one of them is raw float16, everything is float32 in all: such a kernel's other
-    formats give what they give alone with float32 inputs.
+    Inputs are packed once for all formats. If one of the formats is raw float16, all formats compute in float32 and give the
+    results that they give alone with float32 inputs.
     """
 
     formats: tuple[Format, ...]  # by precision
@@ -138,7 +139,8 @@ class ExpertKernel:
 
     @classmethod
     def of(cls, format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> "ExpertKernel | str":
-        """The kernel for slabs of `slab` that hold `raw` in `format`; a string says why there is none."""
+        """The kernel for slabs of layout `slab` that hold experts of layout `raw` in `format`; a string gives the reason for
+        none."""
         sections = {section.name: section for section in raw.sections}
         unknown = set(sections) - {form.up, form.down, f"{form.up}_bias", f"{form.down}_bias"}
         if unknown:
@@ -165,7 +167,7 @@ class ExpertKernel:
 
     @classmethod
     def mixed(cls, kernels: Sequence["ExpertKernel"]) -> "ExpertKernel":
-        """The kernel for calls whose experts lie in the formats of `kernels`, numbered in their order; one geometry."""
+        """The kernel for calls whose experts are in the formats of `kernels`, numbered in their order; all of one geometry."""
         hidden, intermediate = kernels[0].hidden, kernels[0].intermediate
         assert all((k.hidden, k.intermediate) == (hidden, intermediate) for k in kernels), "kernels of one geometry only"
         experts = [expert for kernel in kernels for expert in kernel._experts]
@@ -186,7 +188,7 @@ class ExpertKernel:
 
         records: uint64 `[n]`, addresses of records; starts: int32 `[n + 1]`, pairs starts[i] .. starts[i + 1] belong to expert i;
         tokens: int32 `[P]`; factors: float32 `[P]`; hidden `[T, H]` contiguous, bfloat16, float16 or float32;
-        precisions: uint8 `[n]`, in which of `formats` each record is; None: all in the first.
+        precisions: uint8 `[n]`, the index in `formats` of each record's format; None: all in the first.
         """
         self._run(records, starts, tokens, factors, hidden, out, precisions, adding=False)
 
@@ -200,7 +202,7 @@ class ExpertKernel:
         out: Tensor,
         precisions: np.ndarray | None = None,
     ) -> None:
-        """The same, added to out float32 `[T, H]`, experts in their order and pairs in theirs."""
+        """As `parts`, but added to out float32 `[T, H]`: experts in order, and the pairs of each in order."""
         self._run(records, starts, tokens, factors, hidden, out, precisions, adding=True)
 
     def _run(
@@ -227,8 +229,8 @@ class ExpertKernel:
             _check_array(precisions, np.uint8, len(records))
         if pairs == 0:
             return
-        assert tokens.min() >= 0 and tokens.max() < hidden.shape[0], "a pair of a token that is not there"
-        assert precisions is None or precisions.max() < len(self.formats), "a record in a format that is not there"
+        assert tokens.min() >= 0 and tokens.max() < hidden.shape[0], "a pair names a token outside hidden"
+        assert precisions is None or precisions.max() < len(self.formats), "a precision is not an index of formats"
         failed = library().vismoe_experts(
             self._experts,
             ctypes.c_size_t(len(self._experts)),
@@ -247,7 +249,7 @@ class ExpertKernel:
 
 
 def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, threads: int, isa: Isa) -> int:
-    """Bytes of workspace for calls with up to `pairs` pairs and inputs of type `dtype`; the largest of all kernels is kept."""
+    """Bytes of workspace for calls with up to `pairs` pairs and inputs of type `dtype`; one workspace serves all kernels."""
     function = library().vismoe_workspace_bytes
     function.restype = ctypes.c_size_t
     sizes = (ctypes.c_size_t(pairs), DTYPES.index(dtype), ctypes.c_size_t(threads), ISAS.index(isa))
@@ -255,7 +257,7 @@ def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, thread
 
 
 def held_bytes() -> int:
-    """Bytes of the workspace as it is now: of the largest call so far."""
+    """Bytes of the workspace now: those of the largest call so far."""
     function = library().vismoe_held_bytes
     function.restype = ctypes.c_size_t
     return function()
@@ -277,8 +279,9 @@ def _matrix(name: str, section: Section, transposed: bool, encoding: int, lying:
 def route(routing: np.ndarray, num_experts: int) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
     """(experts, starts, tokens, places) of a routing int64 `[T, K]`, for `parts` and `add`.
 
-    experts: ascending; starts int32 `[n + 1]`; tokens int32 `[P]`; places int32 `[P]`: which of the `T * K` choices a pair is.
-    Pairs of one expert come in the order of the routing. Ids outside `0 .. num_experts` are sentinels and left out.
+    experts: ascending; starts int32 `[n + 1]`; tokens int32 `[P]`; places int32 `[P]`: the index of each pair among the `T * K`
+    choices.
+    Pairs of one expert come in the order of the routing. Ids outside `0 .. num_experts` are sentinels and are left out.
     """
     assert routing.dtype == np.int64 and routing.flags.c_contiguous, (routing.dtype, routing.strides)
     pairs = routing.size
@@ -318,7 +321,7 @@ def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
     _check_rows(parts, pairs, columns, (torch.float32,))
     _check_rows(out, out.shape[0], columns, DTYPES)
     _check_array(tokens, np.int32, pairs)
-    assert pairs == 0 or (tokens.min() >= 0 and tokens.max() < out.shape[0]), "a pair of a token that is not there"
+    assert pairs == 0 or (tokens.min() >= 0 and tokens.max() < out.shape[0]), "a pair names a token outside out"
     if out.numel() == 0:
         return
     failed = library().vismoe_combine(
@@ -334,7 +337,7 @@ def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x `[n, in]` times weight `[out, in]` transposed, plus bias `[out]`; the type of x comes back.
+    """x `[n, in]` times weight `[out, in]` transposed, plus bias `[out]`; returns the type of x.
 
     x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding.
     """
@@ -363,7 +366,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------ what a call must be like
+# ------------------------------------------------------------------ checks of arguments
 def _check_array(array: np.ndarray, dtype: type, count: int) -> None:
     assert array.dtype == dtype and array.shape == (count,) and array.flags.c_contiguous, (array.dtype, array.shape, count)
 
@@ -375,4 +378,4 @@ def _check_rows(tensor: Tensor, rows: int, columns: int, dtypes: Sequence[torch.
 
 def _refuse(failed: int) -> None:
     if failed:
-        raise BudgetError("no memory for the workspace of the CPU kernels, or no threads for them", "fewer tokens at a time")
+        raise BudgetError("the CPU kernels got no memory for their workspace, or no threads", "fewer tokens at a time")

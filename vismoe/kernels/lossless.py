@@ -1,7 +1,7 @@
-"""The lossless format in C++: the bytes of `vismoe/formats/lossless.py`, at the speed of memory.
+"""The lossless format in C++: the bytes of `vismoe/formats/lossless.py`, at memory speed.
 
 A call uses one core and releases the interpreter lock; several threads may encode and decode at the same time, different records
-or parts of one.
+or parts of one record.
 """
 
 import ctypes
@@ -22,20 +22,20 @@ from vismoe.kernels.library import library
 __all__ = ["FastLossless", "Isa", "available"]
 
 
-Isa = Literal["portable", "avx2", "avx512"]  # in the order of csrc/lossless.cpp, each next one preferred; avx512 is with VBMI2
+Isa = Literal["portable", "avx2", "avx512"]  # in the order of csrc/lossless.cpp, later ones preferred; avx512 needs VBMI2
 ISAS: tuple[Isa, ...] = get_args(Isa)
 
 
 @cache
 def available() -> tuple[Isa, ...]:
-    """The instruction sets of this machine that the library was built for, best last."""
+    """The instruction sets that this machine has and the library was built for, best last."""
     found = library().vismoe_lossless_isas()
     return tuple(isa for i, isa in enumerate(ISAS) if found >> i & 1)
 
 
 @dataclass(frozen=True)
 class FastLossless(Lossless):
-    """Codec of one geometry in format lossless. `isa` forces an instruction set of the decoder; None is the best one here."""
+    """Codec of one geometry in format lossless. `isa` forces the decoder's instruction set; None selects the best available."""
 
     isa: Isa | None = None
 
@@ -43,7 +43,7 @@ class FastLossless(Lossless):
         super().__post_init__()
         if self.isa not in (None, *available()):
             raise ConfigError(
-                f"isa={self.isa!r} is not there: this machine and build have {', '.join(available())}. Fix: one of them, or None"
+                f"isa={self.isa!r} is not available here; available: {', '.join(available())}. Fix: one of them, or None"
             )
 
     def encode(self, record: Tensor) -> Tensor:
@@ -53,9 +53,9 @@ class FastLossless(Lossless):
         return encoded[:written]
 
     def decode(self, encoded: Tensor, slab: Tensor, part: int = 0, parts: int = 1) -> None:
-        """Fills `part` (from 0) of `parts` equal parts of the slab, so that several threads can share a record.
+        """Fills `part` (from 0) of `parts` equal parts of the slab, so that several threads can decode one record.
 
-        Raises CheckpointError for bytes that `encode` cannot have written for this geometry, as far as this part sees them.
+        Raises CheckpointError for bytes that `encode` cannot have written for this geometry, as far as this part reads them.
         """
         assert 0 <= part < parts, f"part {part} of {parts}"
         source, target = _address(encoded, 0), _address(slab, self.raw.record_bytes)
@@ -65,16 +65,16 @@ class FastLossless(Lossless):
 
     @cached_property
     def _sections(self) -> NDArray[np.uint64]:
-        """(offset_bytes, bytes, packable) of each section, as csrc/lossless.cpp takes it."""
+        """(offset_bytes, bytes, packable) of each section, in the form that csrc/lossless.cpp reads."""
         return np.array([(s.offset_bytes, s.nbytes, packable(s)) for s in self.raw.sections], np.uint64)
 
 
 def _address(data: Tensor, least_bytes: int) -> int:
-    """Where `data` lies: contiguous bytes in this process's memory, no fewer than `least_bytes`."""
+    """The address of `data`: contiguous bytes in this process's memory, at least `least_bytes`."""
     if data.device.type != "cpu" or data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() < least_bytes:
         raise ValueError(
-            f"uint8 {list(data.shape)} on the CPU without strides, of at least {least_bytes} bytes, is wanted; "
-            f"this is {data.dtype} with strides {data.stride()} on {data.device}"
+            f"expected uint8 {list(data.shape)} on the CPU without strides, at least {least_bytes} bytes; "
+            f"got {data.dtype} with strides {data.stride()} on {data.device}"
         )
     return data.data_ptr()
 

@@ -1,4 +1,4 @@
-"""Torch oracles of the CPU kernels: the same arithmetic without its roundings, in float64, from weights as matrices.
+"""Torch oracles of the CPU kernels: the same arithmetic without the kernels' roundings, in float64, from weights as matrices.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """
@@ -15,7 +15,7 @@ __all__ = ["activated", "add", "combine", "expert", "linear", "parts"]
 
 
 def activated(form: ExpertForm, products: Tensor) -> Tensor:
-    """What stands between the two products of an expert: `[n, 2I]` or, without a gate, `[n, I]` -> `[n, I]`."""
+    """The activation between the two products of an expert: `[n, 2I]` or, without a gate, `[n, I]` -> `[n, I]`."""
     half = products.shape[1] // 2
     gate, up = {
         Gate.NONE: (products, None),
@@ -62,13 +62,14 @@ def parts(
 
 
 def add(parts: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """out `[T, H]` += the parts `[P, H]` of each token, one after the other in pair order, each sum rounded in out's type."""
+    """out `[T, H]` += the rows of parts `[P, H]` of each token, one after the other in pair order, each sum rounded to out's
+    type."""
     for part, token in zip(parts, tokens.tolist()):
         out[token] += part
 
 
 def combine(parts: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """out `[T, H]` = the sum of each token's parts in pair order, in the parts' type, rounded once to out's."""
+    """out `[T, H]` = the sum of each token's rows in pair order, in the type of parts, rounded once to the type of out."""
     sums = torch.zeros(out.shape, dtype=parts.dtype)
     add(parts, tokens, sums)
     out.copy_(sums)

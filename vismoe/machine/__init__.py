@@ -1,5 +1,5 @@
-"""What the machine has, how fast it reads, and what is chosen because of it.
+"""What the machine has, how fast it reads, and the choices that follow from that.
 
-`facts` looks; `rates` and `disk` measure, `measure` both; `profile` keeps what was measured; `choices`, `ceilings` and `advice`
-are pure functions of all that.
+`facts` inspects; `rates` and `disk` measure, `measure` runs both; `profile` stores the rates; `choices`, `ceilings` and `advice`
+are pure functions of these.
 """

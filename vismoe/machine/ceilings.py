@@ -1,6 +1,6 @@
-"""How fast a model could decode at most: rates over the bytes that one token reads. Pure.
+"""Upper bounds for the speed of decoding: read rates divided by the bytes that one token reads. Pure.
 
-Nothing is faster than its slowest reader, so these bound every engine on this machine; what is reached lies below.
+Decoding cannot be faster than its slowest reads, so these bounds hold for every engine on this machine; real speeds are lower.
 """
 
 from dataclasses import dataclass
@@ -24,21 +24,21 @@ MISS_SHARES = (0.25, 0.5)
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What decides the speed of decoding one sequence."""
+    """The sizes that decide how fast one sequence is decoded."""
 
     name: str
     expert_bytes: int  # of one expert, the largest where they differ
     experts_bytes: int  # of all routed experts
-    token_experts_bytes: int  # of those that one token uses, in all layers
+    token_experts_bytes: int  # of the experts that one token uses, in all layers
     dense_bytes: int  # of everything else that one token reads: attention, shared MLPs, routers, the language model head
 
     @classmethod
     def of(cls, name: str, *, expert_bytes: int, layers: int, experts: int, top_k: int, dense_bytes: int) -> "ModelSize":
-        """All MoE layers alike."""
+        """The size of a model whose MoE layers are all alike."""
         return cls(name, expert_bytes, layers * experts * expert_bytes, layers * top_k * expert_bytes, dense_bytes)
 
 
-EXAMPLES = (  # in bfloat16, by their published configurations
+EXAMPLES = (  # in bfloat16, from the published configurations
     ModelSize.of("demo model", expert_bytes=3 * 192 * 64 * 2, layers=8, experts=32, top_k=4, dense_bytes=2_637_312),
     ModelSize.of("Qwen3-30B-A3B", expert_bytes=3 * 2048 * 768 * 2, layers=48, experts=128, top_k=8, dense_bytes=2_459_992_064),
     ModelSize.of("Mixtral-8x7B", expert_bytes=3 * 4096 * 14336 * 2, layers=32, experts=8, top_k=2, dense_bytes=2_948_603_904),
@@ -51,14 +51,14 @@ def spare_bytes(size: ModelSize, free_bytes: int) -> int:
 
 
 def resident_tokens_per_s(profile: Profile, size: ModelSize, device: str) -> float:
-    """With every weight in the memory of the device."""
+    """Tokens per second with every weight in the memory of the device."""
     link = profile.link(device)
     rate = link.device_read_bytes_per_s if link else profile.dram_bytes_per_s
     return rate / (size.token_experts_bytes + size.dense_bytes)
 
 
 def miss_bytes_per_s(profile: Profile, size: ModelSize, choices: Choices, free_bytes: int, path: str) -> float | None:
-    """How fast missing experts arrive in RAM; None where the disk of `path` was not measured."""
+    """Bytes per second of missing experts that arrive in RAM; None if the disk of `path` was not measured."""
     disk = disk_of(profile, path)
     if disk is None:
         return None
@@ -69,6 +69,6 @@ def miss_bytes_per_s(profile: Profile, size: ModelSize, choices: Choices, free_b
 
 
 def tokens_per_s(profile: Profile, size: ModelSize, device: str, miss_share: float, miss_bytes_per_s: float) -> float:
-    """With this share of the demanded experts missing, and their arrival hidden behind everything else."""
+    """Tokens per second if this share of the demanded experts is missing and their copies overlap all other work."""
     arriving = miss_bytes_per_s / (miss_share * size.token_experts_bytes)
     return min(resident_tokens_per_s(profile, size, device), arriving)

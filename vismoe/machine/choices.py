@@ -1,4 +1,4 @@
-"""How experts are read from disk, chosen from what was measured: a profile and a few numbers in, a choice with reasons out."""
+"""How to read experts from disk: a profile and a few numbers in, a choice with reasons out."""
 
 import os
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from vismoe.machine.rates import DiskRate, DiskRates
 __all__ = ["Choices", "choose", "fits_page_cache", "format_rate"]
 
 MOST_THREADS = 8
-UNMEASURED_DIRECT_BYTES = 2**20  # an expert of this size keeps a disk busy in one request, and would churn the page cache
-PAGE_CACHE_MARGIN = 1.1  # RAM beyond the plan holds the experts when it holds this many times their bytes
-GOOD_ENOUGH = 0.9  # of the best rate: below that, threads are missing; a way of reading that saves a copy is as good as the best
+UNMEASURED_DIRECT_BYTES = 2**20  # reading one such expert keeps a disk busy, and would churn the page cache
+PAGE_CACHE_MARGIN = 1.1  # RAM beyond the plan counts as holding the experts if it has this many times their bytes
+GOOD_ENOUGH = 0.9  # share of the best rate that suffices: for fewer threads, and for a way of reading that saves a copy
 NOT_MEASURED = "this disk is not measured; run vismoe doctor"
 
 
@@ -37,11 +37,11 @@ def choose(
 ) -> Choices:
     """How to read experts of `expert_bytes` from the filesystem of `path` for `device` (`cpu`, `cuda`, `cuda:1`).
 
-    `checkpoint_bytes` is what all experts take on disk; `spare_bytes` the RAM that is free beyond the plan, and may be negative;
-    `cores` is what this process may use. A filesystem that `profile` does not know is treated as if there were no profile.
+    `checkpoint_bytes` is the size of all experts on disk; `spare_bytes` the RAM that is free beyond the plan, which may be
+    negative; `cores` the number that this process may use. A filesystem that `profile` lacks is treated as without a profile.
     """
     disk = disk_of(profile, path) if profile else None
-    copies = fits_page_cache(checkpoint_bytes, spare_bytes)  # after the first read of each, by the processor
+    copies = fits_page_cache(checkpoint_bytes, spare_bytes)  # after the first read of each, the processor copies it
     direct, why_direct = _direct(disk, expert_bytes, checkpoint_bytes, spare_bytes)
     link = profile.link(device) if profile else None
     link_bytes_per_s = link.best_bytes_per_s(page_locked=link.page_lock_refused is None) if link else None
@@ -50,7 +50,7 @@ def choose(
 
 
 def fits_page_cache(checkpoint_bytes: int, spare_bytes: int) -> bool:
-    """Whether the page cache can hold all experts, so that only the first read of each goes to the disk."""
+    """Whether the page cache can hold all experts, so that only the first read of each accesses the disk."""
     return spare_bytes >= checkpoint_bytes * PAGE_CACHE_MARGIN
 
 
@@ -88,7 +88,7 @@ def _reached(rate: DiskRate) -> str:
 def _threads(
     disk: DiskRates | None, direct: bool, expert_bytes: int, most: int, link_bytes_per_s: float | None
 ) -> tuple[int, str]:
-    """The fewest threads, up to `most`, that come near the best rate."""
+    """The fewest threads, up to `most`, with nearly the best rate."""
     curve = disk.curve(direct=direct, request_bytes=expert_bytes) if disk else ()
     if not curve:
         return UNMEASURED_IO_THREADS, f"{UNMEASURED_IO_THREADS} threads: {NOT_MEASURED}"
@@ -98,12 +98,12 @@ def _threads(
     enough = GOOD_ENOUGH * min(best, link_bytes_per_s or best)
     chosen = next(rate for rate in useful if rate.bytes_per_s >= enough)
     threads = min(chosen.depth, MOST_THREADS)
-    copies = direct and threads == 1  # out of its bounce buffer, while the disk would wait for a single thread
+    copies = direct and threads == 1  # from its bounce buffer; meanwhile a single thread would leave the disk idle
     threads += copies
     plural = "s" if threads > 1 else ""
     reached = f"{format_rate(chosen.bytes_per_s)} at {format_bytes(chosen.request_bytes)}"
     bound = f"the best of up to {most} is {format_rate(best)}"
     if link_bytes_per_s and link_bytes_per_s < best:
-        bound = f"the GPU's link takes {format_rate(link_bytes_per_s)}"
-    why = ", and a second thread reads while the first copies" if copies else ""
+        bound = f"the GPU's link copies {format_rate(link_bytes_per_s)}"
+    why = "; a second thread reads while the first copies" if copies else ""
     return threads, f"{threads} thread{plural}: {reached}, and {bound}{why}"

@@ -1,6 +1,6 @@
-"""How fast a filesystem reads in our own way: several threads, `preadv` at random offsets, one expert at a time.
+"""How fast a filesystem reads the way VisMoE reads: several threads, `preadv` at random offsets, one expert at a time.
 
-Bounded in time; what is written has no name, so that nothing stays behind whatever ends the process.
+Bounded in time. The scratch file has no name, so nothing remains, however the process ends.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from vismoe.types import BLOCK_BYTES
 __all__ = ["disk_rates", "filesystem_key", "nearest_folder"]
 
 LEAST_SCRATCH_BYTES = 64 * MIB
-LEAST_EXISTING_BYTES = 256 * MIB  # a file in the folder is measured in place of a scratch file from this size on
+LEAST_EXISTING_BYTES = 256 * MIB  # an existing file of at least this size is measured instead of a scratch file
 WEIGHTS = ("*.safetensors", "*.gguf")
-SCRATCH_SHARE = 4  # of the free disk, at most one part in this many
+SCRATCH_SHARE = 4  # a scratch file takes at most one part in this many of the free disk
 WRITE_S = 4.0  # a slow disk gets a smaller scratch file
 CACHED_BYTES = 256 * MIB
 
 
 def filesystem_key(path: str | os.PathLike[str]) -> str:
-    """Names the filesystem on which `path` lies, or would lie; the same after a restart wherever the filesystem has an id."""
+    """A name of the filesystem on which `path` lies, or would lie; it survives a restart if the filesystem has an id."""
     folder = nearest_folder(path)
     found = os.statvfs(folder)
     return f"fsid-{found.f_fsid:x}" if found.f_fsid else f"dev-{os.stat(folder).st_dev:x}"
 
 
 def nearest_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder of `path`, links resolved, or the first one above it that is there."""
+    """The folder of `path`, links resolved, or the nearest existing folder above it."""
     path = Path(path).expanduser().resolve()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
@@ -52,8 +52,8 @@ def nearest_folder(path: str | os.PathLike[str]) -> Path:
 def disk_rates(path: str | os.PathLike[str], effort: Effort = FULL, on_point: Callable[[], object] = lambda: None) -> DiskRates:
     """Reads a file at random offsets, at every request size and depth, with O_DIRECT and through an emptied page cache.
 
-    `path` is a large file, or a folder: there the largest weights file is read, and where there is none a scratch file, which has
-    no name while it exists. Raises InputError for a folder that is not there, not writable or full.
+    `path` is a large file or a folder. In a folder the largest weights file is read, or, if there is none, a scratch file that
+    never has a name. Raises InputError for a folder that is missing, not writable or full.
     """
     folder = nearest_folder(path)
     with _open(path, effort) as opened:
@@ -79,7 +79,7 @@ class _Opened(NamedTuple):
     file_bytes: int
 
     def cold_rate(self, direct: bool, request_bytes: int, depth: int, limit_s: float) -> float | None:
-        """Bytes per second; None where this way of reading is not to be had, or the file is too small."""
+        """Bytes per second; None if this way of reading is not available, or the file is too small."""
         descriptor = self.direct if direct else self.buffered
         slots = self.file_bytes // request_bytes
         if descriptor is None or slots < depth or not hasattr(os, "posix_fadvise"):
@@ -89,7 +89,7 @@ class _Opened(NamedTuple):
         return _reading(descriptor, offsets, request_bytes, depth, limit_s)
 
     def cached_rate(self, limit_s: float) -> float:
-        """Bytes per second of copying what the page cache holds, by as many threads as this process has cores."""
+        """Bytes per second of copying from the page cache, with as many threads as this process has cores."""
         request_bytes = min(MIB, self.file_bytes)
         offsets = list(range(0, min(CACHED_BYTES, self.file_bytes) - request_bytes + 1, request_bytes))
         depth = min(len(offsets), cores())
@@ -98,7 +98,7 @@ class _Opened(NamedTuple):
 
 
 def _reading(descriptor: int, offsets: list[int], request_bytes: int, depth: int, limit_s: float) -> float:
-    """Bytes per second of reading every offset once, in `depth` threads, until the time is over."""
+    """Bytes per second of reading every offset once in `depth` threads, until the time limit."""
     buffers = [_aligned(request_bytes) for _ in range(depth)]
     start = time.perf_counter()
 
@@ -116,7 +116,7 @@ def _reading(descriptor: int, offsets: list[int], request_bytes: int, depth: int
 
 
 def _aligned(nbytes: int) -> memoryview:
-    """Memory that starts on a page, and is there before the clock runs."""
+    """Memory that starts on a page and is touched before the measurement begins."""
     buffer = mmap.mmap(-1, nbytes)
     np.frombuffer(buffer, np.uint8).fill(1)
     return memoryview(buffer)
@@ -133,7 +133,7 @@ def _open(path: str | os.PathLike[str], effort: Effort) -> Iterator[_Opened]:
         else:
             folder = nearest_folder(path)
             nbytes = _scratch_bytes(folder, effort)
-            with _named_scratch(folder) as name:  # loses its name at once, so that nothing can leave it behind
+            with _named_scratch(folder) as name:  # unlinked at once, so that no failure leaves it behind
                 buffered = os.open(name, os.O_RDWR | os.O_CLOEXEC)
                 stack.callback(os.close, buffered)
                 direct, refused = _open_direct(name)
@@ -147,14 +147,14 @@ def _open(path: str | os.PathLike[str], effort: Effort) -> Iterator[_Opened]:
 
 
 def _existing_file(path: Path) -> Path | None:
-    """What can be read in place of a scratch file."""
+    """A file that can be read instead of a scratch file."""
     if path.is_file():
         if path.stat().st_size < LEAST_EXISTING_BYTES:
             size, least = format_bytes(path.stat().st_size), format_bytes(LEAST_EXISTING_BYTES)
             raise InputError(f"{path} has {size}; rates need a file of {least}. Fix: name its folder instead")
         return path
     if not path.is_dir():
-        raise InputError(f"{path} is no file and no folder. Fix: name the folder in which the checkpoint lies, or will lie")
+        raise InputError(f"{path} is neither a file nor a folder. Fix: name the folder of the checkpoint")
     files = [file for pattern in WEIGHTS for file in path.glob(pattern) if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     return largest if largest and largest.stat().st_size >= LEAST_EXISTING_BYTES else None
@@ -167,7 +167,7 @@ def _scratch_bytes(folder: Path, effort: Effort) -> int:
     if nbytes < least:
         raise InputError(
             f"{folder} has {format_bytes(free)} of free disk; a scratch file of {format_bytes(least)} may take one part in "
-            f"{SCRATCH_SHARE} of it. Fix: --path with a large file, which is only read, or with another folder"
+            f"{SCRATCH_SHARE} of it. Fix: --path with a large file (it is only read), or with another folder"
         )
     return nbytes
 
@@ -178,15 +178,15 @@ def _named_scratch(folder: Path) -> Iterator[str]:
         file = tempfile.NamedTemporaryFile(dir=folder, prefix=".vismoe-doctor-")  # noqa: SIM115
     except OSError as error:
         raise InputError(
-            f"{folder} takes no scratch file: {error.strerror}. Fix: --path with a large file, which is only read, or with a "
-            "folder on the same disk that can be written"
+            f"{folder} cannot hold a scratch file: {error.strerror}. Fix: --path with a large file (it is only read), or a "
+            "writable folder on the same disk"
         ) from error
     with file:
         yield file.name
 
 
 def _fill(descriptor: int, nbytes: int, folder: Path) -> None:
-    """Writes what does not compress, down to the disk; stops early on a slow one."""
+    """Writes incompressible bytes through to the disk; stops early on a slow disk."""
     noise = os.urandom(min(nbytes, 4 * MIB))
     start, written = time.perf_counter(), 0
     try:
@@ -205,7 +205,7 @@ def _fill(descriptor: int, nbytes: int, folder: Path) -> None:
 
 
 def _open_direct(name: str | Path) -> tuple[int | None, str | None]:
-    """(descriptor, None), or (None, why not)."""
+    """(descriptor, None), or (None, reason)."""
     if not hasattr(os, "O_DIRECT"):
         return None, "this system has no O_DIRECT"
     try:
@@ -215,7 +215,7 @@ def _open_direct(name: str | Path) -> tuple[int | None, str | None]:
 
 
 def _read_refused(direct: int) -> str | None:
-    """Some filesystems open a file with O_DIRECT and then refuse to read it."""
+    """The reason if the filesystem refuses to read; some open a file with O_DIRECT and then refuse to read it."""
     try:
         os.preadv(direct, [_aligned(BLOCK_BYTES)], 0)
     except OSError as error:

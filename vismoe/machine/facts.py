@@ -1,6 +1,6 @@
-"""What the machine has, found by looking: nothing is measured, and nothing is allocated. Sizes in bytes.
+"""What the machine has, found by inspection: nothing is measured or allocated. Sizes in bytes.
 
-Linux is read from /proc and /sys; elsewhere what cannot be read is None, empty or zero.
+On Linux the facts come from /proc and /sys; elsewhere facts that cannot be read are None, empty or zero.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from vismoe.machine.hardware import affinity_cores, cpu_quota, host_memory
 
 __all__ = ["Facts", "Gpu", "cpu_of", "facts", "machine_key", "package_versions"]
 
-# What our kernels, or the libraries below torch, have separate code for: the name in /proc/cpuinfo, and the name people use.
+# Features that VisMoE's kernels, or the libraries below torch, have separate code for: the name in /proc/cpuinfo, and the usual
+# name.
 FEATURES = {
     name: name
     for name in (
@@ -48,16 +49,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """One look at the machine, from inside this process."""
+    """The state of the machine, as this process sees it at one moment."""
 
     system: str
     cpu: str
     features: tuple[str, ...]
     machine_cores: int  # logical
-    affinity_cores: int  # those this process may run on
-    quota_cores: float | None  # processor time a control group grants, in cores
-    ram_bytes: int  # that the machine has
-    ram_total_bytes: int  # that a control group leaves of it
+    affinity_cores: int  # cores that this process may run on
+    quota_cores: float | None  # processor time that a control group grants, in cores
+    ram_bytes: int  # of the machine
+    ram_total_bytes: int  # that a control group allows
     ram_free_bytes: int  # page cache counts as free
     swap_used_bytes: int
     memory_lock_limit_bytes: int | None
@@ -66,7 +67,7 @@ class Facts:
     load_average: float | None  # processes that ran or waited to run, over the last minute
     omp_threads: str | None  # OMP_NUM_THREADS
     libc: str
-    allocator: str | None  # a library put before libc's allocator
+    allocator: str | None  # a preloaded library that replaces libc's allocator
     gpus: tuple[Gpu, ...]
     cuda_build: str | None  # of torch; None for a build without CUDA
     nvidia_driver: bool
@@ -80,7 +81,7 @@ class Facts:
 
 
 def facts() -> Facts:
-    """What is there now."""
+    """The facts now."""
     cpu, features = cpu_of(CPUINFO.read_text()) if CPUINFO.exists() else (None, ())
     free, total = host_memory()
     lock_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -111,7 +112,7 @@ def facts() -> Facts:
 
 
 def cpu_of(cpuinfo: str) -> tuple[str | None, tuple[str, ...]]:
-    """(model name, features we care about) from the text of /proc/cpuinfo, of x86 or ARM."""
+    """(model name, relevant features) from the text of /proc/cpuinfo, for x86 and ARM."""
     first: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
@@ -149,7 +150,7 @@ def pci_link(folder: Path) -> str | None:
 
 
 def machine_key(found: Facts) -> str:
-    """Names the machine as this process may use it: figures measured under another key do not hold here."""
+    """Identifies the machine as this process may use it: rates measured under another key are not valid here."""
     disk = os.statvfs("/")
     parts = (
         found.cpu,
@@ -162,7 +163,7 @@ def machine_key(found: Facts) -> str:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """By package, as installed."""
+    """The installed version of each package."""
     return {package: _version(package) for package in packages}
 
 

@@ -1,4 +1,4 @@
-"""What the machine can still give: free memory of the device and the host, cores. Looks, allocates nothing."""
+"""What the machine can still provide: free memory of the device and the host, and cores. Inspects, allocates nothing."""
 
 import os
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from vismoe.ranges import shown
 
 CGROUPS = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
-UNLIMITED_BYTES = 2**60  # version 1 writes a number near 2**63 where nothing is limited
+UNLIMITED_BYTES = 2**60  # cgroup version 1 reports a number near 2**63 if there is no limit
 
 
 def probe(device: str | torch.device | None = None) -> Hardware:
-    """Free memory now, within control group limits; `device` None takes a GPU where there is one.
+    """Free memory now, within control group limits; `device` None selects a GPU if there is one.
 
-    Raises ConfigError for a device that is not there.
+    Raises ConfigError for a device that does not exist.
     """
     kind = torch_device(device)
     free_host, total_host = host_memory()
@@ -31,15 +31,15 @@ def probe(device: str | torch.device | None = None) -> Hardware:
 
 
 def torch_device(device: str | torch.device | None) -> torch.device:
-    """The device to run on; None takes a GPU where there is one. Raises ConfigError for one that is unknown or not there."""
+    """The device to run on; None selects a GPU if there is one. Raises ConfigError for an unknown or missing device."""
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     if device is not None and not isinstance(device, str | torch.device):
-        raise ConfigError(f"device={shown(device)} is no device; choose cpu, cuda or e.g. cuda:1. Fix: device={usual!r}")
+        raise ConfigError(f"device={shown(device)} is not a device; choose cpu, cuda or e.g. cuda:1. Fix: device={usual!r}")
     try:
         kind = torch.device(usual if device is None else device)
     except (RuntimeError, ValueError) as error:  # ValueError: half a surrogate pair
         raise ConfigError(
-            f"device={shown(device)} is no device; choose cpu, cuda or e.g. cuda:1. Fix: device={usual!r}"
+            f"device={shown(device)} is not a device; choose cpu, cuda or e.g. cuda:1. Fix: device={usual!r}"
         ) from error
     if kind.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={str(device)!r}: choose cpu or cuda")
@@ -51,24 +51,24 @@ def torch_device(device: str | torch.device | None) -> torch.device:
 
 
 def cores() -> int:
-    """Cores whose time this process may use: its affinity, and what control groups grant."""
+    """Cores whose time this process may use: its affinity, limited by what control groups grant."""
     quota = cpu_quota()
     return affinity_cores() if quota is None else max(1, min(affinity_cores(), int(quota)))
 
 
 def affinity_cores() -> int:
-    """Cores this process may run on."""
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota(groups: Path = CGROUPS, self_file: Path = SELF) -> float | None:
-    """Cores' worth of processor time that the tightest control group grants, version 1 or 2; None without a limit."""
+    """Processor time in cores that the tightest control group (version 1 or 2) grants; None without a limit."""
     granted = [quota for folder in _cpu_groups(groups, self_file) if (quota := _quota(folder)) is not None]
     return min(granted, default=None)
 
 
 def _cpu_groups(groups: Path, self_file: Path) -> Iterator[Path]:
-    """This process's group in every hierarchy that limits processor time, and the groups around it."""
+    """This process's group in every hierarchy that limits processor time, and the groups that contain it."""
     for line in self_file.read_text().splitlines() if self_file.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
@@ -93,7 +93,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def host_memory() -> tuple[int, int]:
-    """(free, total) bytes of RAM, the tightest control group limit respected; page cache counts as free."""
+    """(free, total) bytes of RAM within the tightest control group limit; page cache counts as free."""
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
     for limit, used in group_limits():
@@ -103,7 +103,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def group_limits(groups: Path = CGROUPS, self_file: Path = SELF) -> list[tuple[int, int]]:
-    """(limit, bytes in use that cannot be reclaimed) of every limited memory control group this process is in."""
+    """(limit, bytes in use that cannot be reclaimed) of every limited memory control group that contains this process."""
     limits = []
     lines = self_file.read_text().splitlines() if self_file.exists() else []
     for line in lines:

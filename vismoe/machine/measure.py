@@ -1,4 +1,4 @@
-"""Measures this machine: seconds of reading memory, one filesystem, and the GPUs' links. Touches no cache file."""
+"""Measures this machine for some seconds: memory, one filesystem, and the links of GPUs. Writes no cache file."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def measure(path: str | os.PathLike[str], quick: bool = True, progress: bool = F
 
 
 def measure_disk(path: str | os.PathLike[str], quick: bool = True, progress: bool = False) -> DiskRates:
-    """The filesystem of `path` alone; arguments as `measure`."""
+    """The rates of the filesystem of `path` alone; arguments as for `measure`."""
     effort = QUICK if quick else FULL
     with _bar(progress, effort.disk_points) as advance:
         return disk_rates(path, effort, advance)

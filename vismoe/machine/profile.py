@@ -1,7 +1,7 @@
-"""What was measured on this machine, and the file that remembers it.
+"""The measured rates of this machine, and the file that stores them.
 
-One JSON file per machine key under `$VISMOE_CACHE`, `$XDG_CACHE_HOME/vismoe` or `~/.cache/vismoe`: a home that several machines
-share holds one each. A file that cannot be used (cut off, older, of another machine) is left aside with a logged warning.
+There is one JSON file per machine key under `$VISMOE_CACHE`, `$XDG_CACHE_HOME/vismoe` or `~/.cache/vismoe`, so a home that
+several machines share holds one each. A file that is cut off, older or of another machine is ignored with a logged warning.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Profile:
-    """The rates of one machine. `disks` holds every filesystem that was measured, each with its own time."""
+    """The rates of one machine. `disks` holds every measured filesystem, each with its own time."""
 
     machine: str  # `machine_key`
     measured_unix_s: float
-    facts: Facts  # as they were then
+    facts: Facts  # at the time of the measurement
     dram: DramRates
     disks: tuple[DiskRates, ...]
     links: tuple[LinkRates, ...]
@@ -40,17 +40,17 @@ class Profile:
 
     @property
     def dram_bytes_per_s(self) -> float:
-        """Reading memory with all usable cores, or with one where others kept the rest busy."""
+        """Rate of reading memory with all usable cores, or with one if other programs kept the rest busy."""
         return max(self.dram.bytes_per_s, self.dram.single_thread_bytes_per_s)
 
     def best_disk_bytes_per_s(self, path: str | os.PathLike[str]) -> float | None:
-        """The fastest cold rate of the filesystem on which `path` lies, either way of reading; None where it was not measured."""
+        """The fastest cold rate, of both ways of reading, of the filesystem of `path`; None if it was not measured."""
         disk = disk_of(self, path)
         best = disk.best() if disk else None
         return best.bytes_per_s if best else None
 
     def link(self, device: str) -> LinkRates | None:
-        """The rates of a GPU (`cuda` is `cuda:0`)."""
+        """The rates of a GPU's link (`cuda` is `cuda:0`)."""
         name = "cuda:0" if device == "cuda" else device
         return next((link for link in self.links if link.device == name), None)
 
@@ -59,33 +59,33 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: Any) -> "Profile":
-        """Raises ValueError for anything that `to_json` did not write."""
+        """Raises ValueError for JSON that `to_json` did not write."""
         if isinstance(value, dict) and value.get("schema") != SCHEMA:
             raise ValueError(f"schema {value.get('schema')!r}, not {SCHEMA}")
         return _decoded(cls, value)
 
 
 def disk_of(profile: Profile, path: str | os.PathLike[str]) -> DiskRates | None:
-    """The rates of the filesystem on which `path` lies, or would lie; None where it was not measured."""
+    """The rates of the filesystem on which `path` lies, or would lie; None if it was not measured."""
     key = filesystem_key(path)
     return next((disk for disk in profile.disks if disk.key == key), None)
 
 
 def merged(old: Profile, new: Profile) -> Profile:
-    """`new`, with the filesystems that only `old` knows."""
+    """`new`, plus the filesystems that only `old` has."""
     known = {disk.key for disk in new.disks}
     return dataclasses.replace(new, disks=(*new.disks, *(disk for disk in old.disks if disk.key not in known)))
 
 
 def profile_file(machine: str) -> Path:
-    """Where the profile of a machine key is kept."""
+    """The file for the profile of a machine key."""
     base = os.environ.get("VISMOE_CACHE")
     folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vismoe"
     return folder / f"machine-{machine}.json"
 
 
 def load_profile() -> Profile | None:
-    """What was measured on this machine before; None without a file that can be used."""
+    """The stored profile of this machine; None without a valid file."""
     machine = machine_key(facts())
     file = profile_file(machine)
     try:
@@ -93,16 +93,16 @@ def load_profile() -> Profile | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("%s is not used: %s. Fix: vismoe doctor --refresh", file, error)
+        logger.warning("The rates in %s are not used: %s. Fix: vismoe doctor --refresh", file, error)
         return None
     if profile.machine != machine:
-        logger.warning("%s is not used: it was measured on another machine. Fix: vismoe doctor --refresh", file)
+        logger.warning("The rates in %s are not used: they were measured on another machine. Fix: vismoe doctor --refresh", file)
         return None
     return profile
 
 
 def save_profile(profile: Profile) -> Path:
-    """Replaces the file in one step; returns it. Raises OSError where the folder cannot be written."""
+    """Replaces the file in one step; returns its path. Raises OSError if the folder cannot be written."""
     file = profile_file(profile.machine)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.stem, suffix=".new", delete=False) as new:
@@ -117,7 +117,7 @@ def save_profile(profile: Profile) -> Path:
 
 
 def _decoded(kind: type[T], value: Any) -> T:
-    """A value of type `kind` from what json.loads gives; every field must be there and of its type."""
+    """A value of type `kind` from the result of json.loads; every field must exist and have its type."""
     return typing.cast(T, _decode(kind, value, kind.__name__))
 
 

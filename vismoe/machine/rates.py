@@ -1,4 +1,4 @@
-"""How fast the machine reads: the records of all rates, and the measurement of memory and of the link to a GPU.
+"""How fast the machine reads: the classes of all rates, and measurements of memory and of the link to a GPU.
 
 Rates are in bytes per second, and every measurement is bounded in time. Disks are measured in `disk.py`.
 """
@@ -42,14 +42,14 @@ class Effort:
 
     requests_bytes: tuple[int, ...]
     depths: tuple[int, ...]
-    point_s: float  # time for one pair of them, in one pass
-    passes: int  # the median counts
+    point_s: float  # time for one request size and depth, in one pass
+    passes: int  # the result is their median
     scratch_bytes: int
     dram_bytes: int
 
     @property
     def disk_points(self) -> int:
-        """Readings, at most: both ways, every pass."""
+        """The most readings: both ways, every pass."""
         return 2 * self.passes * len(self.requests_bytes) * len(self.depths)
 
 
@@ -59,7 +59,7 @@ QUICK = Effort((256 * 2**10, 2 * MIB, 8 * MIB), (1, 2, 4, 8), 0.06, 1, 256 * MIB
 
 @dataclass(frozen=True)
 class DramRates:
-    """Reading memory that no cache holds."""
+    """Rates of reading memory that is in no cache."""
 
     buffer_bytes: int
     threads: int
@@ -69,7 +69,7 @@ class DramRates:
 
 @dataclass(frozen=True)
 class DiskRate:
-    """Random reads of `request_bytes` in `depth` threads: with O_DIRECT, or through a page cache that has none of the file."""
+    """Random reads of `request_bytes` in `depth` threads: with O_DIRECT, or through a page cache that is cold for the file."""
 
     direct: bool
     request_bytes: int
@@ -86,11 +86,11 @@ class DiskRates:
     filesystem: str  # "ext4 on /dev/sda1"
     measured_unix_s: float
     rates: tuple[DiskRate, ...]
-    cached_bytes_per_s: float  # copying from a page cache that has all of the file
-    direct_refused: str | None  # why there are no O_DIRECT rates
+    cached_bytes_per_s: float  # copying from a page cache that holds the whole file
+    direct_refused: str | None  # the reason if there are no O_DIRECT rates
 
     def best(self, *, direct: bool | None = None, request_bytes: int | None = None) -> DiskRate | None:
-        """The fastest rate, of one way of reading and of the measured request size nearest to one."""
+        """The fastest rate of one way of reading (None: both), at the request size nearest to `request_bytes` (None: any)."""
         return max(self.curve(direct=direct, request_bytes=request_bytes), key=lambda rate: rate.bytes_per_s, default=None)
 
     def curve(self, *, direct: bool | None = None, request_bytes: int | None = None) -> tuple[DiskRate, ...]:
@@ -113,12 +113,12 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """One GPU: the way to it, and its own memory."""
+    """The rates of one GPU: of its link, and of its own memory."""
 
     device: str  # "cuda:0"
     rates: tuple[LinkRate, ...]
     device_read_bytes_per_s: float
-    page_lock_refused: str | None  # why there are no page-locked rates
+    page_lock_refused: str | None  # the reason if there are no page-locked rates
 
     def best_bytes_per_s(self, *, page_locked: bool) -> float | None:
         return max((rate.bytes_per_s for rate in self.rates if rate.page_locked == page_locked), default=None)
@@ -126,18 +126,18 @@ class LinkRates:
 
 # ------------------------------------------------------------------ memory
 def dram_rates(threads: int, nbytes: int) -> DramRates:
-    """Sums memory in `threads` threads, each over its own share of `nbytes` (less where little is free), and in one."""
+    """Rates of summing memory in `threads` threads, each over its share of `nbytes` (less if little is free), and in one."""
     nbytes = min(nbytes, host_memory()[0] // 8)
     return DramRates(nbytes, threads, _summing(threads, nbytes), _summing(1, nbytes))
 
 
 def _summing(threads: int, nbytes: int) -> float:
-    """Bytes per second; the median of several rounds."""
+    """Bytes per second, the median of several rounds."""
     words = max(1, nbytes // threads // 8)
     together = threading.Barrier(threads)
 
     def rounds(_: int) -> list[tuple[float, float]]:
-        mine = np.ones(words, np.int64)  # touched by the thread that reads it: on its own memory node
+        mine = np.ones(words, np.int64)  # first touched by the thread that reads it, so it lies on that thread's memory node
         spans = []
         for _round in range(ROUNDS + 1):
             together.wait()
@@ -151,7 +151,7 @@ def _summing(threads: int, nbytes: int) -> float:
     return threads * words * 8 / statistics.median(max(e for _, e in span) - min(s for s, _ in span) for span in spans)
 
 
-# ------------------------------------------------------------------ a GPU and the way to it
+# ------------------------------------------------------------------ a GPU and its link
 def link_rates(device: str) -> LinkRates:
     """Copies from host memory, pageable and page-locked, to `device` (a GPU), and reads of its own memory."""
     rates, refused = [], None
@@ -170,7 +170,7 @@ def link_rates(device: str) -> LinkRates:
 
 
 def _gpu_seconds(work: Callable[[], object], device: str, at_least_s: float = 0.05) -> float:
-    """Time of one call: calls are queued back to back until the GPU was busy for `at_least_s`."""
+    """Seconds of one call: calls are queued back to back until the GPU has been busy for `at_least_s`."""
     calls = 1
     while True:
         torch.cuda.synchronize(device)

@@ -15,22 +15,19 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.locks import RunningCall
 from vismoe.paging.host_compute import Below
+from vismoe.paging.lender import Lender
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Ways
 from vismoe.paging.page_table import READY, RESIDENT, Room
 from vismoe.paging.transfer import Ticket
 from vismoe.precision.rules import Serve
 from vismoe.types import HIGH, LOW, ExpertId
-
-if TYPE_CHECKING:
-    from vismoe.paging.pager import Pager
 
 __all__ = ["Demand"]
 
@@ -40,7 +37,7 @@ class Demand:
 
     def __init__(
         self,
-        pager: "Pager",
+        pager: Lender,
         layer: int,
         experts: Sequence[int],
         keep: Collection[int] | None,

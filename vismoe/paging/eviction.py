@@ -25,7 +25,7 @@ class SlabView:
     streamed: np.ndarray  # bool: came in for one prefill chunk only and was computed
     speculative: np.ndarray  # bool: prefetched and not yet demanded
     priority: np.ndarray  # float32: the lookahead's score of the resident expert for this token
-    score: np.ndarray  # float64: what the order inside a class says it is worth (lru: last use, lfu: uses, lookahead: priority)
+    score: np.ndarray  # float64: what the order inside a class says it is worth (lru: last use, lfu: uses)
 
 
 def choose_victims(

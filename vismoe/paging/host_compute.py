@@ -6,22 +6,19 @@ its turn came is waited for after all. All of this runs under the pager's lock.
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vismoe.paging.lender import Lender
 from vismoe.paging.lent import Group
 from vismoe.paging.miss import Miss, Way, Ways
 from vismoe.types import HIGH, ExpertId
-
-if TYPE_CHECKING:
-    from vismoe.paging.pager import Pager
 
 
 class Below:
     """`experts`: those that are still to be computed there."""
 
-    def __init__(self, pager: "Pager", layer: int):
+    def __init__(self, pager: Lender, layer: int):
         self._pager, self._layer = pager, layer
         self._table = pager.table_of[layer]
         self._geometry = pager.inventory.layers[layer].geometry

@@ -43,8 +43,7 @@ class PageTable:
     """Experts of one geometry and the slabs of their pool.
 
     Experts have a flat index: `base[layer] + expert` (F in all). Slab arrays are `[S]`. `order` is what a slab is worth inside
-    an eviction class: `lru` the last use, `lfu` exponentially decayed uses (kept after eviction), `lookahead` the present
-    lookahead priority, then `lfu`.
+    an eviction class: `lru` the last use, `lfu` exponentially decayed uses (kept after eviction).
     """
 
     def __init__(self, layers: tuple[MoELayer, ...], pool: SlabPool | Sequence[SlabPool] | Slabs, order: str):
@@ -143,12 +142,11 @@ class PageTable:
         if prefetch_priority is not None and self.pool.free_of(precision) + int(evictable.sum()) < 2:
             return None  # a prefetch always leaves one slab that a demand can take
         priority = np.zeros(len(evictable), dtype=np.float32)
-        if self.order == "lookahead" or prefetch_priority is not None:
+        if prefetch_priority is not None:
             ahead = self.layer_in - running_layer
             scored = (ahead >= 1) & (ahead <= window)  # scores of layers that have run are this token's past
             priority[scored] = self.scores[self.expert_in[scored]]
-        score = self.worth if self.order != "lookahead" else priority + 1e-6 * self.worth / self._use_weight
-        view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, priority, score)
+        view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, priority, self.worth)
         chosen = choose_victims(view, 1, running_layer, window, prefetch_priority)
         return int(chosen[0]) if chosen.size else None
 

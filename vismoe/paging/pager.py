@@ -151,8 +151,8 @@ class Pager:
 
     @property
     def may_guess(self) -> bool:
-        """Whether anything can still be fetched on a guess in this step, or the lookahead says who leaves."""
-        return (self.ledger.may_guess and not self.deterministic) or self.tables[0].order == "lookahead"
+        """Whether anything can still be fetched on a guess in this step."""
+        return self.ledger.may_guess and not self.deterministic
 
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""

@@ -1,4 +1,4 @@
-"""How expert memory is divided: pinned prefix first, then slabs per geometry. Pure arithmetic on an inventory."""
+"""How the planner divides expert memory: pinned prefix first, then slabs per geometry. Pure arithmetic on an inventory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ LEAST_SLABS = 2  # per geometry: one computing, one arriving
 
 @dataclass(frozen=True)
 class Division:
-    """Who gets the expert memory: whole layers that never leave, and slabs of the dynamic pools."""
+    """The division of expert memory: whole layers that always stay in memory, and slabs of the dynamic pools."""
 
     pinned_layers: int
-    slabs: tuple[int, ...]  # per geometry, without the pinned experts; of a pair's better format, transient ones included
+    slabs: tuple[int, ...]  # per geometry, without the pinned experts; with a pair, of the better format, transient ones included
     low_slabs: tuple[int, ...] = ()  # per geometry, of a pair's second format; empty without one
-    hot_quota: tuple[int, ...] = ()  # hotness: per MoE layer, experts that may be in the better format; empty otherwise
-    transient: tuple[int, ...] = ()  # hotness: those of `slabs` that only copies in flight use, per geometry; empty otherwise
+    hot_quota: tuple[int, ...] = ()  # hotness: most experts per MoE layer in the better format; otherwise empty
+    transient: tuple[int, ...] = ()  # hotness: slabs of `slabs` that only copies in flight use, per geometry; otherwise empty
 
     @property
     def high_experts(self) -> int:
-        """Experts for whom there are slabs of `slabs` for good."""
+        """Number of experts that can stay in the slabs of `slabs`."""
         return sum(self.slabs) - sum(self.transient)
 
 
@@ -33,7 +33,7 @@ def experts_of(layers: Sequence[MoELayer], geometries: int) -> list[int]:
 
 
 def record_bytes(inventory: ExpertInventory, counts: Sequence[int]) -> int:
-    """Bytes of `counts` records, one count per geometry."""
+    """Bytes of `counts` records, with one count per geometry."""
     return sum(count * layout.record_bytes for count, layout in zip(counts, inventory.layouts, strict=True))
 
 
@@ -54,12 +54,12 @@ def resident_experts(inventory: ExpertInventory, division: Division) -> int:
 
 
 def least_slabs(inventory: ExpertInventory, pinned_layers: int = 0, least: int = LEAST_SLABS) -> list[int]:
-    """Slabs per geometry without which the dynamic layers cannot run."""
+    """The least slabs per geometry with which the dynamic layers can run."""
     return [min(least, n) for n in experts_of(inventory.layers[pinned_layers:], len(inventory.layouts))]
 
 
 def safe_slabs(inventory: ExpertInventory, pinned_layers: int, window: int) -> list[int]:
-    """C_safe of vismmoe eq. 10 in slabs: what the W + 1 hungriest neighbouring dynamic layers demand for one token."""
+    """C_safe of vismmoe eq. 10 in slabs: the most that any W + 1 neighbouring dynamic layers demand for one token."""
     geometries = len(inventory.layouts)
     dynamic = inventory.layers[pinned_layers:]
     needed = [0] * geometries
@@ -92,7 +92,7 @@ def fill(inventory: ExpertInventory, pinned_layers: int, expert_bytes: int, leas
 def hand_out(experts: Sequence[int], layouts: Sequence[RecordLayout], nbytes: int, least: Sequence[int]) -> tuple[int, ...]:
     """Records per layout for `nbytes`, the same share of the experts in each; never fewer than `least`, never more than experts.
 
-    They are handed out in one fixed order (the layout with the smallest share first), so more memory never takes one away.
+    They are given out in one fixed order, always to the layout with the smallest share, so more memory never takes one away.
     """
     records = list(least)
     left = nbytes - sum(n * layout.record_bytes for n, layout in zip(records, layouts, strict=True))

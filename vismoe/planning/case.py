@@ -1,6 +1,7 @@
-"""Settings on a machine, and what follows for the memory: whether they work, how they divide it, and why not with what would.
+"""Settings on a machine, and what follows for the memory: whether they work, how memory is divided, and if not, why and what
+would.
 
-Every refusal names an argument that works. `vismoe.planning.plan` makes the plan of a case that works.
+Every refusal names a setting that works. `vismoe.planning.plan` makes the plan of a case that works.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ from vismoe.planning.sizes import percent_up, size_down, size_up
 
 __all__ = ["AUTO_SHARE", "Case", "FittingPair", "fitting_pairs"]
 
-SHORT_CONTEXT = 512  # tokens: what a machine should be able to serve at least
-AUTO_SHARE = 0.8  # of the free device memory that memory="auto" takes at most
+SHORT_CONTEXT = 512  # tokens: the least context that a machine should serve
+AUTO_SHARE = 0.8  # the most of the free device memory that memory="auto" takes
 
 
 @dataclass(frozen=True)
 class Case:
-    """The three arguments of `plan`, its prefix settled."""
+    """The three arguments of `plan`, with the pinned prefix decided."""
 
     need: Footprint
     settings: Settings
@@ -41,7 +42,7 @@ class Case:
 
     @property
     def prefix(self) -> int:
-        """Pinned layers, once they are settled."""
+        """The number of pinned layers, once it is decided."""
         assert self.settings.pinned_layers != "auto"
         return self.settings.pinned_layers
 
@@ -72,7 +73,7 @@ class Case:
 
     @property
     def budget_bytes(self) -> int:
-        """This rank's budget; for a percentage, what its experts and everything else come to."""
+        """This rank's budget; a percentage is taken of the experts, and everything else is added."""
         experts = self.need.inventory.total_bytes
         if self.settings.memory == "auto":
             return min(total(self.fixed_parts()) + self.need.inventory.slab_bytes, int(self.free_bytes * AUTO_SHARE))
@@ -89,7 +90,7 @@ class Case:
 
     @property
     def least_expert_bytes(self) -> int:
-        """The least expert memory that works: two slabs per geometry, the asked-for prefix and C_safe, or what a pair needs."""
+        """The least expert memory that works: two slabs per geometry, the requested prefix and C_safe, or what a pair needs."""
         inventory, prefix = self.need.inventory, self.prefix
         if inventory.low_layouts:
             return pairs.least_bytes(inventory, self.settings)
@@ -101,7 +102,7 @@ class Case:
         return (total(self.fixed_parts()) + self.least_expert_bytes) * self.ranks
 
     def split(self) -> Division:
-        """The division, where `expert_bytes` hold the least."""
+        """The division, if `expert_bytes` hold at least the minimum."""
         inventory, window, prefix = self.need.inventory, self.settings.window, self.prefix
         if inventory.low_layouts:
             return pairs.divide(inventory, self.settings, self.expert_bytes)
@@ -115,7 +116,7 @@ class Case:
         return self.expert_bytes >= self.least_expert_bytes and self.planned_bytes() <= self.free_bytes
 
     def division(self) -> Division:
-        """The division, or a refusal."""
+        """The division; raises the refusal if there is none."""
         asked, layers = self.prefix, len(self.need.inventory.layers)
         if asked > layers:
             raise ConfigError(f"pinned_layers={asked}: the model has {layers} MoE layers. Fix: pinned_layers='auto'")
@@ -128,13 +129,13 @@ class Case:
 
     # ------------------------------------------------------------------ refusals
     def refuse_prefix(self) -> None:
-        """Refuse a prefix that does not fit, where a shorter one would."""
+        """Refuse a prefix that does not fit, if a shorter one would."""
         asked, layers, window = self.prefix, self.need.inventory.layers, self.settings.window
         most = most_pinned(self.need.inventory, self.expert_bytes, window)
         if asked > most and self.changed(pinned_layers=most).works():
             raise BudgetError(
                 f"pinned_layers={asked} does not fit: {format_bytes(self.expert_bytes)} for experts hold at most {most} of "
-                f"{len(layers)} MoE layers beside the slabs that {window + 1} layers demand",
+                f"{len(layers)} MoE layers beside the slabs that {window + 1} layers need at once",
                 f"--pinned-layers {most}",
             )
 
@@ -157,12 +158,12 @@ class Case:
         if self.settings.pair is None:
             raise BudgetError(message, self.fix(enough))
         fitting = fitting_pairs(self.need, self.settings, self.hardware)
-        message += f". It holds {', '.join(map(str, fitting)) or 'no other pair'}; {self.settings.formats} needs {flags(enough)}"
+        message += f". Pairs that fit: {', '.join(map(str, fitting)) or 'none'}; {self.settings.formats} needs {flags(enough)}"
         raise BudgetError(message, self.fix({"formats": fitting[0].formats} if fitting else enough))
 
     @property
     def least_of_all(self) -> str:
-        """What `least_expert_bytes` are for, for people."""
+        """What needs `least_expert_bytes`, in words."""
         pair, policy = self.settings.pair, self.settings.policy
         if pair is None or pair.low is None:
             return f"{self.prefix} pinned layers and the slabs beside them" if self.prefix else "two slabs per expert geometry"
@@ -172,7 +173,7 @@ class Case:
         return everyone + (f" and two slabs of {pair.high} per geometry" if policy == "hotness+importance" else "")
 
     def refuse_machine(self) -> None:
-        """The plan fits the budget, but the budget does not fit the machine."""
+        """Refuse a plan that fits the budget if the budget does not fit the machine."""
         message = (
             f"memory={self.settings.memory} takes {format_bytes(self.planned_bytes())} of this {self.hardware.device}'s memory, "
             f"of which {format_bytes(self.free_bytes)} are free"
@@ -184,7 +185,7 @@ class Case:
         return size_down(max(1, self.free_bytes * self.ranks))
 
     def changed(self, **change: Any) -> "Case":
-        """With other settings; other formats have slabs of other sizes."""
+        """The case with other settings; other formats have slabs of other sizes."""
         settings = dataclasses.replace(self.settings, **change)
         need = self.need
         if settings.pair is not None and settings.formats != self.settings.formats:
@@ -193,10 +194,10 @@ class Case:
         return Case(need, settings, self.hardware)
 
     def fix(self, first: dict[str, Any]) -> str:
-        """The first change of settings that works: the given one, then a smaller context, then that with all free memory, last
-        another pair of formats with it."""
+        """The first change of settings that works: `first`, else also a smaller context, else also all free memory, else also
+        another pair of formats."""
         context = self.settings.context
-        limit = min(context, self.need.positions or context)  # more than the model has is nobody's wish
+        limit = min(context, self.need.positions or context)  # never advise more than the model has
         shorter = [2**k for k in range(limit.bit_length() - 1, -1, -1) if 2**k < limit]
         shorter = [limit, *shorter] if limit < context else shorter
         changes = [first, *({"context": c} for c in shorter), *({"memory": self.everything, "context": c} for c in shorter)]
@@ -211,25 +212,25 @@ class Case:
         context = min(limit, SHORT_CONTEXT)
         needed = size_up(self.changed(context=context).minimum_bytes)
         asked = flags({"memory": needed, "context": context})
-        return f"a machine with {needed} of free {device}memory, and there {asked}, or a smaller model"
+        return f"a machine with {needed} of free {device}memory and {asked}, or a smaller model"
 
 
 @dataclass(frozen=True)
 class FittingPair:
-    """A pair of formats that a budget holds, and what it comes to."""
+    """A pair of formats that fits a budget, and how many experts can be in its better format."""
 
     formats: str  # as a user types it
     pair: FormatPair
-    high_experts: int  # for whom there are slabs of the better format
+    high_experts: int  # experts that have a slab of the better format
 
     def __str__(self) -> str:
         return f"{self.formats} ({self.high_experts} experts in {self.pair.high})"
 
 
 def fitting_pairs(footprint: Footprint, settings: Settings, hardware: Hardware) -> tuple[FittingPair, ...]:
-    """The pairs that these settings' memory holds under their policy; pairs that cannot hold the model's type are left out.
+    """The pairs that fit these settings' memory under their policy, without pairs that cannot hold the model's type.
 
-    The best one first: by the bits that every expert keeps, then by the number of experts in the better format.
+    The best one first: by the bits of every expert's lower format, then by the number of experts in the better format.
     """
     asked, found = Case(footprint, dataclasses.replace(settings, pinned_layers=0), hardware), []
     for formats in pairs.typed_pairs(settings):
@@ -243,5 +244,5 @@ def fitting_pairs(footprint: Footprint, settings: Settings, hardware: Hardware) 
 
 
 def flags(change: dict[str, Any]) -> str:
-    """Settings as they are typed."""
+    """Settings as command line flags."""
     return " ".join(f"--{name} {value}" for name, value in change.items())

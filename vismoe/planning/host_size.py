@@ -1,4 +1,4 @@
-"""The tier below the device: how many records host memory keeps. Pure; nothing on a CPU unless a link is emulated."""
+"""The tier below the device: how many records host memory keeps. Pure; a CPU has no such tier unless a link is emulated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +11,25 @@ from vismoe.planning.parts import PlanPart, request_part, staging_part, total, w
 from vismoe.planning.sizes import size_down, size_up
 from vismoe.types import RecordLayout
 
-RESERVE_BYTES = 2**30  # of a GPU machine's free RAM, left for everything else
+RESERVE_BYTES = 2**30  # of a GPU machine's free RAM, not used by the tier
 
 
 @dataclass(frozen=True)
 class HostDivision:
-    """Who gets host memory below a device. Without a tier there: nobody."""
+    """Host memory below a device; empty without such a tier."""
 
     slabs: tuple[int, ...] = ()  # records per geometry; of a pair's better format
-    low_slabs: tuple[int, ...] = ()  # and of its second one
+    low_slabs: tuple[int, ...] = ()  # of a pair's second format
     parts: tuple[PlanPart, ...] = ()
 
 
 def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_threads: int) -> HostDivision:
-    """Records and parts in host memory. `host_memory` bounds records, staging and what requests hold together, for all ranks.
+    """Records and plan parts in host memory. `host_memory` bounds records, staging and what requests hold together, for all
+    ranks.
 
-    With a pair, records of both formats are kept, for the same share of the experts: who changes its format is read in the other
-    one, and a byte of either format saves the disk as much. Raises BudgetError below two records per geometry and format, and one
-    per reading thread.
+    With a pair, the tier keeps records of both formats for the same share of the experts: an expert that changes its format is
+    read in the other one, and a byte of either format saves equally many bytes of reading. Raises BudgetError below two records
+    per geometry and format plus one per reading thread.
     """
     inventory = need.inventory
     layouts = (*inventory.layouts, *inventory.low_layouts)
@@ -38,11 +39,11 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
     workspace = workspace_part(need.host_workspace_bytes)
     if hardware.device == "cpu":
         if settings.host_memory is not None:
-            raise ConfigError("host_memory bounds the tier between disk and GPU, and this runs on the CPU. Fix: leave it out")
+            raise ConfigError("host_memory bounds the tier between disk and GPU, which the CPU does not have. Fix: leave it out")
         if settings.emulated_link_bytes_per_s is None:
             return HostDivision()
         both = " in both formats" if inventory.low_layouts else ""
-        note = f"all experts{both}; the device's slabs alias them, and this is outside the budget"
+        note = f"all experts{both}; the device's slabs alias them; outside the budget"
         part = PlanPart("host tier (emulated link)", _bytes(layouts, experts), note)
         return HostDivision(tuple(experts[:geometries]), tuple(experts[geometries:]), (part, *workspace))
     ranks = hardware.local_world_size

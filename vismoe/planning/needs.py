@@ -1,4 +1,4 @@
-"""What a model needs and what a machine has: the two inputs of the planner. Frozen numbers, all in bytes and tokens.
+"""The two inputs of the planner: what a model needs and what a machine has. Frozen numbers, in bytes and tokens.
 
 `vismoe.models.load.footprint` measures a `Footprint` on the meta device; `vismoe.machine.hardware` probes `Hardware`.
 """
@@ -11,8 +11,8 @@ from vismoe.types import ExpertInventory
 
 
 def mask_bytes(rows: int, new: int, all: int, dtype: str) -> int:
-    """An explicit attention mask bool `[rows, 1, new, all]`, and its copy in the model's type: of a padded batch of `new` tokens
-    per row, or of several new tokens behind those that a cache holds, `all` together."""
+    """Bytes of an explicit attention mask bool `[rows, 1, new, all]` and its copy in the model's type: of a padded batch of `new`
+    tokens per row, or of `new` tokens after those in a cache, `all` tokens together."""
     return rows * new * all * (1 + (4 if dtype == "float32" else 2))
 
 
@@ -20,7 +20,7 @@ def mask_bytes(rows: int, new: int, all: int, dtype: str) -> int:
 class Curve:
     """Bytes as a function of tokens: exact at measured `(tokens, bytes)` points, linear between them and beyond the last.
 
-    Peaks of live memory are maxima of polynomials in the tokens, so convex: between two points this is an upper bound.
+    Peaks of live memory are maxima of polynomials in the tokens, hence convex: between two points the line is an upper bound.
     """
 
     points: tuple[tuple[int, int], ...]
@@ -38,12 +38,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """What one layer keeps of the past: a constant state, plus keys and values up to an optional sliding window."""
+    """What one layer caches of past tokens: a constant state, plus keys and values up to an optional sliding window."""
 
     state_bytes: int
     token_bytes: int  # of keys and values together
     window_tokens: int | None = None
-    copy_token_bytes: int = 0  # the tensor that is copied in one go while the cache grows: the larger of keys and values
+    copy_token_bytes: int = 0  # of the tensor that growing the cache copies at once: the larger of keys and values
 
     def tokens(self, context: int) -> int:
         return context if self.window_tokens is None else min(self.window_tokens, context)
@@ -54,34 +54,34 @@ class CacheLayer:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model needs besides its routed experts, and which experts it has."""
+    """The memory that a model needs besides its routed experts, and the inventory of its experts."""
 
     family: str  # config.model_type
     dtype: str
     inventory: ExpertInventory
-    backbone: tuple[tuple[str, int], ...]  # (component, bytes) of every parameter and buffer that is no routed expert
+    backbone: tuple[tuple[str, int], ...]  # (component, bytes) of all parameters and buffers except routed experts
     cache_layers: tuple[CacheLayer, ...]
-    prefill: Curve  # of context tokens in one forward: live tensors beyond weights, KV cache and inputs; torch computes experts
+    prefill: Curve  # of context tokens in one forward: live tensors beyond weights, cache and inputs, if torch computes experts
     decode: Curve  # one token after `context` past ones: live tensors beyond weights and KV cache, the cache's copy included
-    encode: Curve  # of image tokens: vision tower, and the features it leaves for the decoder
-    padding: Curve  # what an explicit mask adds to prefill beside itself: keys and values, repeated for all heads
-    logits_bytes: int  # one row kept, with the float32 copy that generation makes
-    combine_token_bytes: int  # outputs kept per (token, choice) in decode
-    image_token_bytes: int  # held through prefill per image token: its pixels, features and deepstack features
-    max_image_tokens: int  # of one request, whatever the context; 0 for text-only models
-    scratch_bytes: int  # bounce buffer of one reading thread
-    kernel_entries: int = 2 * ENTRIES  # of torch's caches of generated CPU kernels
+    encode: Curve  # of image tokens: the vision tower, and its features for the decoder
+    padding: Curve  # added to prefill by an explicit mask, beside the mask: keys and values, repeated for all heads
+    logits_bytes: int  # one row, with the float32 copy that generation makes
+    combine_token_bytes: int  # expert outputs per (token, choice) in decode
+    image_token_bytes: int  # per image token, held during prefill: pixels, features and deepstack features
+    max_image_tokens: int  # of one request, with any context; 0 for text-only models
+    scratch_bytes: int  # of the bounce buffer of one reading thread
+    kernel_entries: int = 2 * ENTRIES  # in torch's caches of generated CPU kernels
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
-    prefill_by_kernels: Curve | None = None  # the same where our kernels compute them, which keep a workspace instead
-    by_kernels: bool = False  # whether they do
-    workspace_bytes: int = 0  # kept by what computes the experts on the device
-    host_workspace_bytes: int = 0  # and by what computes them in host memory below it
+    prefill_by_kernels: Curve | None = None  # `prefill` if the CPU kernels compute the experts; they keep a workspace instead
+    by_kernels: bool = False  # whether the CPU kernels compute the experts
+    workspace_bytes: int = 0  # of the backend that computes experts on the device
+    host_workspace_bytes: int = 0  # of the backend that computes experts in host memory
     transposed: tuple[frozenset[str], ...] = ()  # per geometry, matrices that the model keeps as [in, out]; empty: none
     pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
-    positions: int | None = None  # the longest context of the model itself, where its configuration says
+    positions: int | None = None  # the longest context of the model, if its configuration gives one
 
     def prompt_bytes(self, context: int) -> int:
-        """Of the prefill, by whoever computes the experts."""
+        """Bytes of the prefill, for the backend that computes the experts."""
         curve = self.prefill_by_kernels if self.by_kernels else None
         return (curve or self.prefill)(context)
 
@@ -95,10 +95,10 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the machine has for us now."""
+    """What the machine has free now."""
 
     device: Literal["cpu", "cuda"]
-    free_bytes: int  # device memory that can be taken now (CPU: what the operating system or the control group still gives)
+    free_bytes: int  # free device memory (CPU: what the operating system or the control group still allows)
     total_bytes: int
     free_host_bytes: int  # equals free_bytes on the CPU
     cores: int = 1

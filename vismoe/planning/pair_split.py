@@ -1,17 +1,19 @@
-"""How expert memory is divided between the two formats of a pair, and what experts weigh in any pair. Pure arithmetic.
+"""How the planner divides expert memory between the two formats of a pair, and expert sizes in any pair. Pure arithmetic.
 
 `hotness` (dynaexq 3.5) keeps every expert resident: n_hot + n_cold = N and (n_hot + transient) * S_hot + n_cold * S_cold <= M.
-A promotion is copied into a transient slab and gives its cold slab up; that takes the demotion, which frees a hot slab again. So
-one transient slab is enough, and a second one lets a copy begin while the one before it is registered. With `hotness+importance`
-what a request wants in the better format is copied there as well: as many as a layer chooses experts.
+A promotion copies the expert into a transient slab and frees its cold slab; a demotion takes that cold slab and frees a hot slab.
+So one transient slab is enough, and a second one lets a copy begin while the previous one is registered. With
+`hotness+importance` experts that a request needs in the better format are copied there as well: as many as a layer chooses
+experts.
 
-`importance` (dymoe 4.4) keeps what it can: a share of 1 - (1 - r)^2 of the slabs is of the better format, r being the retention,
-which is how often an expert is wanted there in one of two demands. What lies in the other format and is wanted in the better one
-is a miss, a copy in the better one serves both: divided r : 1 - r, decoding moved up to 70% more (docs/precision-results.md).
-An expert is resident in one format, so more slabs than experts would stay empty: from there on slabs are exchanged.
+`importance` (dymoe 4.4) keeps as much as fits: a share of 1 - (1 - r)^2 of the slabs has the better format, where r is the
+retention, the share of demands for an expert that need the better format. If the resident copy has the lower format and the
+better one is needed, that is a miss; a copy in the better format serves both demands. With a division r : 1 - r instead, decoding
+copied up to 70% more bytes (docs/precision-results.md). An expert is resident in one format, so slabs beyond the number of
+experts would stay empty: with more memory, better slabs replace others.
 
-Either way a geometry climbs a ladder of divisions. Geometries climb side by side, each as far on its way as the others, and more
-memory never takes a slab of the better format away.
+Under both policies each geometry climbs a ladder of divisions. Geometries climb side by side, by equal shares of their ladders,
+and more memory never takes a slab of the better format away.
 """
 
 import dataclasses
@@ -28,13 +30,13 @@ from vismoe.pair import Format, FormatPair
 from vismoe.planning.apportion import LEAST_SLABS, Division, experts_of
 from vismoe.types import ExpertInventory
 
-TRANSIENT_SLABS = 2  # of hotness, per geometry: a promotion that arrives while the one before it is registered
+TRANSIENT_SLABS = 2  # of hotness, per geometry: a promotion can arrive while the previous one is registered
 
 
 class Ladder(NamedTuple):
-    """The divisions of one geometry, from little memory to much: int64 `[rungs]` each."""
+    """The divisions of one geometry, from little memory to much: int64 `[rungs]` each field."""
 
-    high: NDArray[np.int64]  # slabs, transient ones included; never falls
+    high: NDArray[np.int64]  # slabs, transient ones included; never decreasing
     low: NDArray[np.int64]
     transient: NDArray[np.int64]
 
@@ -52,7 +54,7 @@ def paired(inventory: ExpertInventory, pair: FormatPair, transposed: Sequence[fr
 
 
 def typed_pairs(settings: Settings) -> list[str]:
-    """Every pair that the policy can work with, as a user types it; the asked one is among them."""
+    """Every pair that the policy can work with, as a user types it; the pair of the settings is among them."""
     lossless = settings.pair is not None and settings.pair.high is Format.LOSSLESS
     words = ["lossless" if lossless else "16", "8", "4", "2", *([] if "hotness" in settings.policy else ["0"])]
     return ["/".join(pair) for pair in itertools.combinations(words, 2)]
@@ -64,7 +66,7 @@ def least_bytes(inventory: ExpertInventory, settings: Settings) -> int:
 
 
 def divide(inventory: ExpertInventory, settings: Settings, expert_bytes: int) -> Division:
-    """The highest division that `expert_bytes` hold, which must be at least `least_bytes`."""
+    """The highest division that fits `expert_bytes`, which must be at least `least_bytes`."""
     climb = _Climb(inventory, settings)
     held = np.flatnonzero(climb.nbytes <= expert_bytes)
     assert held.size, f"{expert_bytes} bytes are less than the least, {climb.nbytes.min()}"
@@ -76,7 +78,8 @@ def divide(inventory: ExpertInventory, settings: Settings, expert_bytes: int) ->
 
 
 def quotas(inventory: ExpertInventory, hot: Sequence[int]) -> tuple[int, ...]:
-    """`hot` experts of each geometry as numbers per MoE layer: in proportion to its experts, the rest to the first layers."""
+    """Splits `hot` experts of each geometry over MoE layers, in proportion to their experts; the remainder goes to the first
+    layers."""
     experts = experts_of(inventory.layers, len(inventory.layouts))
     found = [hot[layer.geometry] * layer.num_experts // experts[layer.geometry] for layer in inventory.layers]
     for geometry, n in enumerate(hot):
@@ -101,8 +104,8 @@ def ladder(experts: int, top_k: int, settings: Settings) -> Ladder:
 
 
 def _by_retention(experts: int, retention: float) -> Ladder:
-    """1 - (1 - r)^2 of the slabs for the better format until every expert has one, then more of them instead of others, at last
-    nothing else."""
+    """The share 1 - (1 - r)^2 of the slabs has the better format until every expert has a slab. After that better slabs replace
+    others, until only better ones are left."""
     least = min(LEAST_SLABS, experts)
     slabs = np.arange(2 * least, max(experts, 2 * least) + 1)
     wanted = 1 - (1 - retention) ** 2
@@ -114,7 +117,7 @@ def _by_retention(experts: int, retention: float) -> Ladder:
 
 
 class _Climb:
-    """All geometries on their ladders: one after the other takes a rung, whoever has the smallest share of its way behind it."""
+    """All geometries on their ladders: the geometry that has climbed the smallest share of its ladder takes the next rung."""
 
     def __init__(self, inventory: ExpertInventory, settings: Settings):
         geometries = range(len(inventory.layouts))
@@ -134,5 +137,5 @@ class _Climb:
         self.nbytes = sum(int(cost[0]) for cost in costs) + np.concatenate([[0], np.cumsum(more)])  # int64, after each step
 
     def rungs(self, steps: int) -> list[int]:
-        """The rung of each geometry after so many steps."""
+        """The rung of each geometry after `steps` steps."""
         return np.bincount(self._takers[:steps], minlength=len(self.parts[0])).tolist()

@@ -1,6 +1,6 @@
-"""The named shares of memory that a plan adds up: what each part is and how many bytes it takes at a context.
+"""The named shares of memory that a plan adds up: each part and its bytes at a context.
 
-Pure, but for asking whether Triton is installed.
+Pure, except that it checks whether Triton is installed.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from vismoe.planning.needs import Footprint, mask_bytes
 from vismoe.pools.kernel_cache import kernel_cache_bytes
 from vismoe.types import ExpertInventory, RecordLayout
 
-DECODE_ROWS = 8  # sequences of a batch that the combine buffer is planned for
+DECODE_ROWS = 8  # sequences of a batch for which the combine buffer is planned
 HEAP_BYTES = 8 * 2**20
 RUNTIME_BYTES = {
     "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
     "cuda": 512 * 2**20,  # not measured yet: context, loaded kernels, cuBLAS workspace
 }
-TRITON_BYTES = 66 * 2**20  # measured: what of its library comes to memory
+TRITON_BYTES = 66 * 2**20  # measured: resident part of its library
 RUNTIME_NOTES = {"cpu": "model code, processor, threads", "cuda": "context, kernels, workspace (an estimate)"}
 
 
@@ -34,20 +34,20 @@ class PlanPart:
 
 
 def total(parts: tuple[PlanPart, ...] | list[PlanPart]) -> int:
-    """Bytes of all summands."""
+    """Bytes of all summands: parts that are not details of others."""
     return sum(part.bytes for part in parts if not part.inside)
 
 
 def mask_room(need: Footprint, context: int, most_bytes: int) -> int:
-    """Bytes that explicit attention masks may take: `most_bytes`, or those of one row of the whole context."""
+    """Bytes that explicit attention masks may take: `most_bytes`, or one row of the whole context if that is more."""
     return min(most_bytes, mask_bytes(1, context, context, need.dtype))
 
 
 def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int) -> list[PlanPart]:
-    """Everything on the device but experts and staging, for `context` tokens and masks of `most_mask_bytes`.
+    """Everything on the device except experts and staging, for `context` tokens and masks of `most_mask_bytes`.
 
-    On the CPU, tensors go back to the system when they are freed (malloc.py), and what stays between small ones is the slack. On
-    a GPU a phase cannot use all that the one before it freed, and the two largest phases are counted.
+    On the CPU, freed tensors go back to the system (malloc.py), and the slack covers holes between small blocks. On a GPU a phase
+    cannot use all memory that the previous phase freed, so the two largest phases are counted.
     """
     images = min(need.max_image_tokens, context)
     held = need.image_token_bytes * images
@@ -59,7 +59,7 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
     slack, why = (HEAP_BYTES, "holes between small blocks of the heap") if device == "cpu" else (second, "between the phases")
     copied = max((layer.copy_token_bytes * layer.tokens(context) for layer in need.cache_layers), default=0)
     details = [
-        PlanPart("vision", encode, f"{images} image tokens in one request; attention without N x N", "activations"),
+        PlanPart("vision", encode, f"{images} image tokens in one request; attention without an N x N matrix", "activations"),
         PlanPart(
             "prefill", prefill, f"{context} tokens in one forward, with {format_bytes(held)} of image features", "activations"
         ),
@@ -72,7 +72,7 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
         PlanPart("KV cache", need.cache_bytes(context), f"{context} tokens over all sequences"),
         PlanPart("activations", largest, "the largest of these phases"),
         *(detail for detail in details if detail.bytes),
-        PlanPart("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts of known prompts"),
+        PlanPart("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts after cached prompts"),
         PlanPart("allocator slack", slack, why),
         PlanPart("logits", need.logits_bytes, "one row kept"),
         *workspace_part(need.workspace_bytes),
@@ -82,12 +82,12 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
 
 
 def workspace_part(nbytes: int) -> list[PlanPart]:
-    """What the experts' arithmetic keeps; torch's own keeps nothing beyond the activations."""
+    """The workspace of the backend that computes experts; torch keeps nothing beyond the activations."""
     return [PlanPart("expert workspace", nbytes, "kept to compute experts")] if nbytes else []
 
 
 def _of_a_cpu(need: Footprint) -> list[PlanPart]:
-    """What is host memory, and so inside the budget only where the CPU is the device."""
+    """Parts in host memory, which are inside the budget only if the CPU is the device."""
     note = f"generated code for the {need.kernel_entries // 2} latest shapes of a product"
     triton = [PlanPart("Triton", TRITON_BYTES, "torch imports it where it is installed")] if find_spec("triton") else []
     return [
@@ -98,7 +98,7 @@ def _of_a_cpu(need: Footprint) -> list[PlanPart]:
 
 
 def staging_part(need: Footprint, io_threads: int) -> list[PlanPart]:
-    """Bounce buffers of the reading threads and of the thread that demands; none where reads go straight into records."""
+    """Bounce buffers of the reading threads and of the demanding thread; none if reads go straight into records."""
     nbytes = need.scratch_bytes * (io_threads + 1)
     return (
         [PlanPart("staging", nbytes, f"bounce buffers of {io_threads} reading threads and the demanding one")] if nbytes else []
@@ -106,17 +106,17 @@ def staging_part(need: Footprint, io_threads: int) -> list[PlanPart]:
 
 
 def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:
-    """Encoded images that are kept between requests; none for a text model."""
+    """Encoded images that are cached between requests; none for a text model."""
     return [PlanPart("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
 
 
 def request_part(nbytes: int) -> list[PlanPart]:
-    """What a server's requests hold beside the model, in host memory."""
-    return [PlanPart("request memory", nbytes, "bodies, pictures and their decoders, prompts being made")] if nbytes else []
+    """Host memory that a server's requests hold beside the model."""
+    return [PlanPart("request memory", nbytes, "bodies, pictures and their decoders, prompts in preparation")] if nbytes else []
 
 
 def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPair | None, emulated: bool) -> list[PlanPart]:
-    """Pinned prefix and one pool per geometry and format. With an emulated link the slabs alias the host tier."""
+    """Pinned prefix and one pool per geometry and format. With an emulated link the slabs alias the host tier's records."""
     parts = []
     if division.pinned_layers:
         note = f"all experts of the first {division.pinned_layers} MoE layers"
@@ -136,7 +136,7 @@ def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPai
 def _pair_parts(
     inventory: ExpertInventory, division: Division, pair: FormatPair, geometry: int, name: str, alias: str
 ) -> list[PlanPart]:
-    """The pools of one geometry by format; slabs that only copies in flight use are a detail of the better one's."""
+    """The pools of one geometry by format; slabs that only copies in flight use are listed as a detail of the better pool."""
 
     def pool(format: Format, slabs: int, layout: RecordLayout, whose: str) -> PlanPart:
         note = f"{slabs} slabs of {format_bytes(layout.record_bytes)} for {whose}{alias}"
@@ -153,9 +153,9 @@ def _pair_parts(
 
 
 def _who_is_high(inventory: ExpertInventory, division: Division, pair: FormatPair, geometry: int) -> str:
-    """Whose slabs of the better format are, for people."""
+    """Which experts the slabs of the better format hold, in words."""
     if pair.low is None:
-        return "critical experts; the others are skipped"
+        return "critical experts; others are skipped"
     layers = inventory.layers_of(geometry)
     if not division.low_slabs[geometry]:
         return f"all {sum(layer.num_experts for layer in layers)} experts"

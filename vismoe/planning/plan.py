@@ -1,7 +1,7 @@
-"""The memory plan: a pure function of what a model needs, what was asked for and what the machine has.
+"""The memory plan: a pure function of what a model needs, the settings and what the machine has.
 
-Every byte that serving will hold is a `PlanPart`; the parts of a plan add up to at most its budget. What cannot work raises
-`BudgetError` with the numbers and a setting that works. Nothing here looks at a device, a file or a clock.
+Every byte that serving will hold belongs to a `PlanPart`; the parts of a plan add up to at most its budget. Settings that cannot
+work raise `BudgetError` with the numbers and a setting that works. Nothing here accesses a device, a file or a clock.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Plan:
-    """Who gets which memory; frozen, printed before anything is loaded."""
+    """The division of memory; frozen, and printed before anything is loaded."""
 
     family: str
     dtype: str
     device: str
-    memory: str  # as asked for
+    memory: str  # as in the settings
     context: int
     budget_bytes: int  # of this rank; the parts never exceed it
     minimum_bytes: int  # the smallest `memory` in bytes that works with these settings
@@ -51,14 +51,14 @@ class Plan:
     resident_experts: int  # pinned and slabs together
     total_experts: int
     io_threads: int
-    mask_bytes: int = 0  # what explicit attention masks may take
-    low_slabs: tuple[int, ...] = ()  # with a pair, as in Division: `slabs` are the better format's then
+    mask_bytes: int = 0  # the most that explicit attention masks may take
+    low_slabs: tuple[int, ...] = ()  # slabs of a pair's second format, as in Division; `slabs` are those of the better one
     hot_quota: tuple[int, ...] = ()
     transient: tuple[int, ...] = ()
     low_host_slabs: tuple[int, ...] = ()  # records of the second format in the host tier
-    experts: str = ""  # their format and where it is read; filled in by who opens the store, as are these:
-    kernels: str = ""  # who computes them
-    reading: tuple[str, ...] = ()  # what stays on disk and how it is read, with the reasons; filled in by who arranges it
+    experts: str = ""  # their format and its source; the code that opens the store sets this and the next:
+    kernels: str = ""  # the backend that computes experts
+    reading: tuple[str, ...] = ()  # what stays on disk and how it is read, with reasons; set after the plan is made
 
     @property
     def total_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Plan:
         return total(self.host_parts)
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of the part with this name, 0 where the plan has none."""
+        """Bytes of the part with this name; 0 if the plan has none."""
         return sum(part.bytes for part in (*self.parts, *self.host_parts) if part.name == name)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,9 +77,9 @@ class Plan:
         return dataclasses.asdict(self) | {"total_bytes": self.total_bytes, "host_bytes": self.host_bytes}
 
     def table(self) -> str:
-        """The plan as text: part, size, note; details in brackets under the part that counts them."""
+        """The plan as text: part, size, note; details in brackets under the part that includes them."""
         rows = list(self._rows())
-        sized = [row for row in rows if row[1]]  # others are sentences
+        sized = [row for row in rows if row[1]]  # other rows are sentences
         name_width, size_width = (max(len(row[column]) for row in sized) for column in (0, 1))
         resident = f"{self.resident_experts} of {self.total_experts} experts resident"
         head = f"{self.family}, {self.dtype}, context {self.context}: {resident}"
@@ -88,7 +88,7 @@ class Plan:
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         yield f"on the {self.device}", "", ""
         yield from self._part_rows(self.parts)
-        yield "  total", format_bytes(self.total_bytes), f"of {format_bytes(self.budget_bytes)}, asked for: {self.memory}"
+        yield "  total", format_bytes(self.total_bytes), f"of {format_bytes(self.budget_bytes)}, memory={self.memory}"
         if self.host_parts:
             yield "in host memory", "", ""
             yield from self._part_rows(self.host_parts)
@@ -107,7 +107,7 @@ class Plan:
 
 
 def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
-    """Divide the memory. Raises BudgetError, with a setting that works, when budget or machine are too small."""
+    """Divide the memory. Raises BudgetError, with a setting that works, if budget or machine are too small."""
     inventory = footprint.inventory
     if settings.pair is not None:
         settings = _unpinned(inventory, settings)
@@ -143,19 +143,19 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
 
 
 def _unpinned(inventory: ExpertInventory, settings: Settings) -> Settings:
-    """The settings with no pinned prefix, since its experts could not change their format."""
+    """The settings without a pinned prefix, since pinned experts could not change their format."""
     pair = settings.pair
-    assert pair is not None and bool(inventory.low_layouts) == (pair.low is not None), "an inventory of other formats"
+    assert pair is not None and bool(inventory.low_layouts) == (pair.low is not None), "inventory and settings have other formats"
     if settings.pinned_layers not in ("auto", 0):
         raise ConfigError(
             f"pinned_layers={settings.pinned_layers}: with policy={settings.policy!r} every expert may change its format. "
-            "Fix: leave it out, or policy='exact' (--policy exact)"
+            "Fix: leave it out, or use policy='exact' (--policy exact)"
         )
     return dataclasses.replace(settings, pinned_layers=0)
 
 
 def _calibrated_prefix(footprint: Footprint, settings: Settings, hardware: Hardware) -> int:
-    """MoE layers worth pinning at the nearest calibrated share of the experts in memory, as far as they fit; else 0."""
+    """MoE layers worth pinning at the nearest calibrated share of the experts in memory, if they fit; otherwise 0."""
     case = Case(footprint, dataclasses.replace(settings, pinned_layers=0), hardware)
     if not footprint.pinned_by_share or not case.works():
         return 0

@@ -1,4 +1,4 @@
-"""Sizes as a person would type them, rounded so that what we propose works."""
+"""Sizes as a person types them, rounded so that the advised setting works."""
 
 import math
 

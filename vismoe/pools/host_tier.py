@@ -1,10 +1,11 @@
-"""The middle tier: records in host memory, page-locked where a GPU will copy from them. Bounded, filled lazily, LRU.
+"""The middle tier: records in host memory, page-locked if a GPU copies from them. Bounded, filled lazily, LRU.
 
-Inclusive of the device tier: what is on the device may also be here. When it is smaller than all experts, the least recently
-used record that nobody needs makes room, and the disk is read again.
+The tier includes the device tier: an expert on the device may also be here. If the tier is smaller than all experts, it evicts
+the least recently used record that no thread leases or holds, and a later lease reads the disk again.
 
-Threads that copy *lease* a record, and read it first if it is not here. The thread that runs the model *holds* what is here
-while it computes. Ctrl-C may interrupt that one anywhere, so all it holds is let go at once, as often as one likes.
+Threads that copy *lease* a record; the lease reads it from disk if needed. The thread that runs the model *holds* records while
+it computes from them. Ctrl-C may interrupt that thread anywhere, so `let_go` releases all that it holds, and may be called
+repeatedly.
 """
 
 import collections
@@ -24,11 +25,11 @@ from vismoe.types import ExpertId
 class HostLease:
     pool: SlabPool
     slab: int
-    disk_bytes: int  # 0 when it was here already
+    disk_bytes: int  # 0 if the record was here already
 
 
 class HostTier:
-    """`slabs[g]` records of each geometry. At least one more than there are threads that lease at the same time."""
+    """`slabs[g]` records of each geometry: at least one more than the number of threads that lease at the same time."""
 
     def __init__(self, store: ExpertStore, slabs: tuple[int, ...], page_locked: bool):
         self._store = store
@@ -39,7 +40,7 @@ class HostTier:
         self._changed = threading.Condition(self._lock)
         self._slab_of: tuple[collections.OrderedDict[ExpertId, int], ...] = tuple(
             collections.OrderedDict() for _ in slabs
-        )  # LRU first
+        )  # least recently used first
         self._leases: collections.Counter[ExpertId] = collections.Counter()
         self._loading: set[ExpertId] = set()
         self._held: set[ExpertId] = set()
@@ -47,7 +48,7 @@ class HostTier:
 
     @contextmanager
     def lease(self, expert: ExpertId) -> Iterator[HostLease]:
-        """The expert's record, read from the store when it is not here; stays put inside the `with`."""
+        """The expert's record, read from the store if it is not here; it is not evicted inside the `with`."""
         geometry = self._geometry(expert)
         pool, slab_of = self.pools[geometry], self._slab_of[geometry]
         with self._lock:
@@ -84,7 +85,7 @@ class HostTier:
                 self._changed.notify_all()
 
     def _room(self, geometry: int) -> int:
-        """A slab to read into; waits while every record is leased."""
+        """A slab to read into; waits while every record is leased or held."""
         pool, slab_of = self.pools[geometry], self._slab_of[geometry]
         while True:
             slab = pool.take()
@@ -98,11 +99,12 @@ class HostTier:
             self._changed.wait()
 
     def has(self, experts: Iterable[ExpertId]) -> list[bool]:
-        """Which of them are here, read completely."""
+        """For each expert, whether its complete record is here."""
         return under(self._lock, lambda: [self._slab(expert) is not None for expert in experts])
 
     def hold(self, experts: Iterable[ExpertId]) -> dict[ExpertId, int]:
-        """Slabs (in the pool of its geometry) of those that are here; they stay put until `let_go`. For one thread."""
+        """Slabs (in the pool of the expert's geometry) of the experts that are here; not evicted until `let_go`. For one
+        thread."""
         return under(self._lock, self._hold, experts)
 
     def _hold(self, experts: Iterable[ExpertId]) -> dict[ExpertId, int]:
@@ -116,7 +118,7 @@ class HostTier:
         return held
 
     def let_go(self) -> None:
-        """Nothing is held any more. May be called at any time by the thread that holds, or that goes on in its place."""
+        """Release all held records. The holding thread, or its successor, may call this at any time."""
         under(self._lock, self._let_go)
 
     def _let_go(self) -> None:
@@ -124,7 +126,7 @@ class HostTier:
         self._changed.notify_all()
 
     def close(self) -> None:
-        """Whoever waits for room, now or later, gets a ClosedError."""
+        """Makes every wait for room, now or later, raise ClosedError."""
         under(self._lock, self._close)
 
     def _close(self) -> None:
@@ -142,4 +144,4 @@ class HostTier:
             for pool, slab_of in zip(self.pools, self._slab_of, strict=True):
                 pool.check_integrity()
                 assert len(slab_of) + pool.free == pool.capacity and len(set(slab_of.values())) == len(slab_of)
-            assert all(self._slab(expert) is not None for expert in self._held), "a record that is held has left"
+            assert all(self._slab(expert) is not None for expert in self._held), "a held record was evicted"

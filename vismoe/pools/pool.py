@@ -1,8 +1,8 @@
-"""Slab pools: one allocation cut into fixed-size blocks at start; taking and giving back are O(1) and never allocate.
+"""Slab pools: one allocation, cut into fixed-size blocks at start; taking and freeing a slab is O(1) and never allocates.
 
-A slab holds one record (one expert in one format) and starts on a 64-byte boundary, which float32 GEMV needs to give
-the same bits as freshly allocated weights. A pool in host memory starts on a disk block's boundary, so that O_DIRECT can read
-into slabs of whole blocks. Who is in a slab is the page table's business, not the pool's.
+A slab holds one record (one expert in one format) and starts on a 64-byte boundary, which float32 GEMV needs to give the same
+bits as freshly allocated weights. A pool in host memory starts on a disk block's boundary, so that O_DIRECT can read into slabs
+of whole blocks. The page table, not the pool, knows which expert a slab holds.
 """
 
 import weakref
@@ -18,11 +18,11 @@ from vismoe.types import BLOCK_BYTES, RecordLayout
 class SlabPool:
     """`slabs` blocks of one record layout on one device; `page_locked` host memory for fast copies to a GPU.
 
-    With `aliased=True` the pool owns no bytes: a slab shows whatever record was aliased into it (an emulated device tier
-    on a machine without a device, where slabs are the host tier's records).
+    With `aliased=True` the pool owns no bytes: each slab shows a record that was aliased into it (an emulated device tier on a
+    machine without a device, where slabs are the host tier's records).
     """
 
-    precision: np.ndarray | None = None  # one format in all slabs; `Slabs` puts pools of several together
+    precision: np.ndarray | None = None  # None: one format in all slabs; `Slabs` combines pools of several formats
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class SlabPool:
 
     @property
     def free(self) -> int:
-        """Slabs nobody holds."""
+        """Number of free slabs."""
         return len(self._free)
 
     def take(self) -> int | None:
-        """A free slab's index, or None when all are held."""
+        """The index of a free slab, which is then taken; None if all are taken."""
         if not self._free:
             return None
         slab = self._free.pop()
@@ -64,12 +64,12 @@ class SlabPool:
         return slab
 
     def give_back(self, slab: int) -> None:
-        assert not self._is_free[slab], f"slab {slab} was given back twice"
+        assert not self._is_free[slab], f"slab {slab} was freed twice"
         self._is_free[slab] = True
         self._free.append(slab)
 
     def free_only(self, slabs: list[int]) -> None:
-        """Make exactly these slabs free; for repair after an interrupt."""
+        """Make exactly these slabs free; repairs the pool after an interrupt."""
         self._free = sorted(slabs, reverse=True)
         self._is_free = [False] * self.capacity
         for slab in slabs:
@@ -80,11 +80,11 @@ class SlabPool:
         return self.buffer[slab]
 
     def weights(self, slab: int) -> dict[str, torch.Tensor]:
-        """Typed views of the slab's sections, made once."""
+        """Typed views of the slab's sections, created once."""
         return self._views[slab]
 
     def alias(self, slab: int, other: "SlabPool", others_slab: int) -> None:
-        """Let an aliased pool's slab show another pool's record."""
+        """Make an aliased pool's slab show another pool's record."""
         assert self.aliased
         self._views[slab], self.addresses[slab] = other._views[others_slab], other.addresses[others_slab]
 
@@ -94,7 +94,7 @@ class SlabPool:
 
 
 def _page_lock(buffer: torch.Tensor) -> Callable[[int], object]:
-    """Register ordinary memory with CUDA; returns the function that takes its address and undoes it.
+    """Register ordinary memory with CUDA; returns the function that undoes this, given the address.
 
     torch's own page-locked allocator rounds up to a power of two, which would be up to twice the plan.
     """
@@ -103,6 +103,6 @@ def _page_lock(buffer: torch.Tensor) -> Callable[[int], object]:
     if int(status) != 0:
         raise TransferError(
             f"{buffer.numel()} bytes of host memory could not be page-locked (CUDA error {int(status)}). "
-            "Fix: a smaller host_memory (--host-memory), or a higher limit of locked memory (ulimit -l)"
+            "Fix: a smaller host_memory (--host-memory), or raise the limit of locked memory (ulimit -l)"
         )
     return cuda.cudaHostUnregister

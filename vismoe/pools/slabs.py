@@ -1,7 +1,7 @@
-"""The slabs of one geometry under one numbering: a pool for each format that they hold, the more precise format first.
+"""The slabs of one geometry under one numbering: one pool for each of their formats, the more precise format first.
 
-An expert lies in a slab of one format or the other; whoever has the number of a slab need not know which. With a single format
-this is its pool under another name.
+An expert lies in a slab of either format; code that has a slab's number need not know which. With a single format this is the
+same as its pool.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ __all__ = ["Slabs"]
 
 
 class Slabs:
-    """S slabs. `precision` uint8 `[S]` says for each which format of the pair it holds; None where there is one format only."""
+    """S slabs. `precision` uint8 `[S]` gives the format of each; None if there is only one format."""
 
     def __init__(self, pools: Sequence[SlabPool]):
         assert len({pool.aliased for pool in pools}) == 1
@@ -28,7 +28,7 @@ class Slabs:
         self.precision = np.repeat(np.arange(len(pools), dtype=np.uint8), counts) if len(pools) > 1 else None
         self.addresses = np.concatenate([pool.addresses for pool in pools])  # int64 [S]
         for pool, start, end in zip(pools, self.first, self.first[1:], strict=False):
-            pool.addresses = self.addresses[start:end]  # what a pool changes shows here
+            pool.addresses = self.addresses[start:end]  # so that changes by a pool appear here
         self._places = [(pool, slab) for pool in pools for slab in range(pool.capacity)]
 
     @classmethod
@@ -39,16 +39,16 @@ class Slabs:
 
     @property
     def formats(self) -> int:
-        """How many formats there are."""
+        """Number of formats."""
         return len(self.pools)
 
     @property
     def free(self) -> int:
-        """Slabs nobody holds, of all formats."""
+        """Number of free slabs, of all formats."""
         return sum(pool.free for pool in self.pools)
 
     def free_of(self, precision: int) -> int:
-        """Slabs of one format that nobody holds."""
+        """Number of free slabs of one format."""
         return self.pools[precision].free
 
     def capacity_of(self, precision: int) -> int:
@@ -58,11 +58,11 @@ class Slabs:
         return HIGH if self.precision is None else int(self.precision[slab])
 
     def bytes_of(self, slab: int) -> int:
-        """Bytes of the record that a slab holds."""
+        """Bytes of a slab's record."""
         return self.record_bytes[self.precision_of(slab)]
 
     def take(self, precision: int = HIGH) -> int | None:
-        """A free slab of this format, or None when all are held."""
+        """The index of a free slab of this format, which is then taken; None if all are taken."""
         slab = self.pools[precision].take()
         return None if slab is None else self.first[precision] + slab
 
@@ -71,7 +71,7 @@ class Slabs:
         pool.give_back(place)
 
     def free_only(self, slabs: Sequence[int]) -> None:
-        """Make exactly these slabs free; for repair after an interrupt."""
+        """Make exactly these slabs free; repairs the pools after an interrupt."""
         for pool, start, end in zip(self.pools, self.first, self.first[1:], strict=False):
             pool.free_only([slab - start for slab in slabs if start <= slab < end])
 
@@ -86,7 +86,7 @@ class Slabs:
         return pool.weights(place)
 
     def alias(self, slab: int, other: SlabPool, others_slab: int) -> None:
-        """Let a slab of aliased pools show another pool's record."""
+        """Make a slab of aliased pools show another pool's record."""
         pool, place = self._places[slab]
         pool.alias(place, other, others_slab)
 

@@ -1,1 +1,1 @@
-"""Which expert deserves which format: DynaExq's hotness, DyMoE's importance, the cache rules between them. Pure numpy."""
+"""Which expert gets which format: DynaExq's hotness, DyMoE's importance, and the cache rules that connect them. Pure numpy."""

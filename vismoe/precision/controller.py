@@ -1,7 +1,7 @@
-"""What a running model asks: which experts of a layer shall be in the high format, and, after a forward pass, who moves.
+"""The controller of formats: which experts of a layer need the high format, and, after a forward pass, which experts move.
 
-One thread calls, once per MoE layer and once per forward pass. Nothing here knows a clock, so the same calls give the same
-answers. T tokens, K choices, L MoE layers, E experts of a layer; ids outside 0 ... E - 1 are sentinels: no expert.
+One thread calls it, once per MoE layer and once per forward pass. It uses no clock, so the same calls give the same answers. T
+tokens, K choices, L MoE layers, E experts of a layer; ids outside 0 ... E - 1 are sentinels: no expert.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ __all__ = ["Choice", "Precision"]
 
 
 class Choice(NamedTuple):
-    """What one layer of one forward pass wants. The arrays are read only: some belong to the controller or the caller."""
+    """What one layer of one forward pass needs. Treat the arrays as read-only: some belong to the controller or the caller."""
 
-    routing: np.ndarray  # int64 [T, K]; E in place of what is skipped
+    routing: np.ndarray  # int64 [T, K]; E in place of skipped choices
     weights: np.ndarray  # float32 [T, K]
-    high: np.ndarray | None = None  # bool [E], who shall be in the high format; None: all
-    upgrades: tuple[int, ...] = ()  # wanted high by these tokens though `high` does not say so; the most important first
+    high: np.ndarray | None = None  # bool [E], experts that need the high format; None: all
+    upgrades: tuple[int, ...] = ()  # needed high by these tokens, although not in `high`; the most important first
 
 
 class Precision:
     """The controller of one engine: `at_layer` in every MoE layer, `end_step` after every forward pass.
 
-    experts: of each layer; quotas int `[L]`: how many of each may be hot, needed by hotness. A profile that is `warm` already
-    (from a file, or from before a re-plan) settles `targets` at once.
+    experts: number in each layer; quotas int `[L]`: how many of each layer may be hot, required by hotness. A profile that is
+    already `warm` (from a file, or from before a re-plan) sets `targets` at once.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class Precision:
         hotness: Hotness | None = None,
         deep: Sequence[bool] | None = None,
     ):
-        """`deep`: which MoE layers are a decoder's, by whose depth the share of critical experts falls (None: all)."""
+        """`deep`: the MoE layers that belong to a decoder; the share of critical experts falls with their depth (None: all)."""
         self.policy, self._experts, most = policy, list(experts), max(experts)
         self._deep = list(deep) if deep is not None else [True] * len(self._experts)
         self.retention = policy.retention
-        self.targets = np.zeros((len(experts), most), bool)  # [L, E] who hotness wants in the high format
+        self.targets = np.zeros((len(experts), most), bool)  # [L, E] experts that hotness wants in the high format
         self._targets = [row[:count] for row, count in zip(self.targets, experts)]
         self.hotness: Hotness | None = None
         if policy.hotness:
-            assert quotas is not None, "hotness needs to know how many experts may be hot"
+            assert quotas is not None, "hotness needs quotas"
             self.hotness = hotness or Hotness(experts, policy.decay, policy.period_tokens)
             self._quotas = quotas
-            self._threshold: np.ndarray | None = None  # [L], settled by the first update
+            self._threshold: np.ndarray | None = None  # [L], set by the first update
             if self.hotness.warm:
                 self._update(self.hotness)
 
     @property
     def retention(self) -> float:
-        """Mean share of the demanded experts that are critical; may be set between two forward passes."""
+        """Mean share of the demanded experts that are critical; may be changed between two forward passes."""
         return self._retention
 
     @retention.setter
@@ -78,7 +78,7 @@ class Precision:
         sequence: np.ndarray | None = None,
         real: np.ndarray | None = None,
     ) -> Choice:
-        """What the layer wants for these tokens: routing int64 and weights float32 `[T, K]`, which must not change any more.
+        """What the layer needs for these tokens: routing int64 and weights float32 `[T, K]`, which must not change afterwards.
 
         hitters bool `[T]`: heavy hitters, needed in prefill where importance decides; sequence int `[T]` from 0 (None: one);
         real bool `[T]` (None: all).
@@ -105,7 +105,8 @@ class Precision:
         return Choice(routing, weights, hot, tuple([expert for expert in best if not hot[expert]]))
 
     def end_step(self, tokens: int) -> Schedule | None:
-        """The forward pass over `tokens` real tokens is over. -> who moves, where an update was due; `targets` says the same."""
+        """Ends the forward pass over `tokens` real tokens. -> the moves, if an update was due; `targets` is updated
+        accordingly."""
         if self.hotness is None or not self.hotness.end_step(tokens):
             return None
         return self._update(self.hotness)
@@ -124,11 +125,11 @@ class Precision:
         experts, ratio = self._experts[layer], self.ratios[layer]
         if decoding:
             return by_gate(routing, weights, experts, ratio, real)
-        assert hitters is not None, "a prefill needs its heavy hitters"
+        assert hitters is not None, "importance in a prefill needs hitters"
         return by_load(routing, weights, hitters, experts, ratio, sequence, real)
 
     def _by_mass(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> list[int]:
-        """The experts in `ids` `[n]`, those with the largest sum of weights `[n]` first; ties by id."""
+        """The experts in `ids` `[n]`, ordered by their sum of weights `[n]`, largest first; ties by id."""
         mass = np.bincount(ids, weights, minlength=self._experts[layer])
         demanded = np.flatnonzero(np.bincount(ids, minlength=len(mass)))
         best: list[int] = demanded[np.argsort(-mass[demanded], kind="stable")].tolist()
@@ -141,11 +142,11 @@ class Precision:
         return marked
 
     def _skipping(self, layer: int, routing: np.ndarray, weights: np.ndarray, critical: np.ndarray) -> Choice:
-        """Critical choices only; who is left is high."""
+        """A choice with the critical experts only, all of them high."""
         return Choice(*skipped(routing, weights, critical, self._experts[layer], renormalise=True))
 
     def _update(self, hotness: Hotness) -> Schedule:
-        """Who moves, every T tokens; the threshold is settled the first time (the warm-up) and stays."""
+        """The moves, every T tokens; the first update (the warm-up) sets the threshold, which stays."""
         if self._threshold is None:
             self._threshold = threshold(hotness.scores, self._quotas)
         moves = schedule(hotness.scores, self.targets, self._quotas, self._threshold, self.policy.hysteresis)

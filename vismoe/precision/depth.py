@@ -1,4 +1,4 @@
-"""How many experts of a layer are critical: the depth-aware schedule of DyMoE, equations 4 and 5."""
+"""How many experts of a layer are critical: DyMoE's schedule by depth, equations 4 and 5."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 __all__ = ["critical_count", "critical_counts", "ratios_of", "retention_of"]
 
-ROUNDING = 1e-9  # of ratio * demanded, so that 0.7 of 10 is 7 although the product in floating point lies just above
+ROUNDING = 1e-9  # tolerance of ratio * demanded, so that 0.7 of 10 is 7 although the floating-point product is slightly larger
 
 
 def retention_of(layer: int, layers: int, mean: float) -> float:
@@ -31,5 +31,5 @@ def critical_count(ratio: float, demanded: int) -> int:
 
 
 def critical_counts(ratio: float | np.ndarray, demanded: np.ndarray) -> np.ndarray:
-    """The same for arrays, int64."""
+    """As `critical_count` for arrays, int64."""
     return np.minimum(demanded, np.ceil(ratio * demanded - ROUNDING).astype(np.int64))

@@ -1,7 +1,7 @@
-"""How hot every expert is: DynaExq, equation 2, with a file from which a restarted server begins warm.
+"""The hotness of every expert: DynaExq, equation 2, with a file from which a restarted server begins warm.
 
-L MoE layers, E experts of the layer that has most, T tokens of a forward pass, K choices of a token. Routing is int64 `[T, K]`;
-an id that is no expert of its layer is a sentinel. One thread calls; nothing here knows a clock.
+L MoE layers, E experts of the largest layer, T tokens of a forward pass, K choices of a token. Routing is int64 `[T, K]`; an id
+that is not an expert of its layer is a sentinel. One thread calls; nothing here uses a clock.
 """
 
 import errno
@@ -25,21 +25,21 @@ Seen = tuple[np.ndarray, np.ndarray]  # routing and weights of one token in one 
 
 
 def profile_bytes(experts: Sequence[int]) -> int:
-    """Bytes that a profile of layers with so many experts keeps: for the plan."""
+    """Bytes of a profile of layers with so many experts; the plan uses it."""
     return 8 * len(experts) * max(experts)
 
 
 class Hotness:
     """The hotness score of every expert: an exponential mean of the probability with which a token selects it.
 
-    A forward pass is one update with the mean over its tokens, which counts as much as that many tokens (at most the period). In
-    a layer that was reached, experts that nobody selects decay (algorithm 1, passive decay).
+    A forward pass is one update with the mean over its tokens, which has the weight of that many tokens (at most the period). In
+    a layer that the pass reached, experts that no token selects decay (algorithm 1, passive decay).
     """
 
     def __init__(self, experts: Sequence[int], decay: float, period_tokens: int):
         layers, most = len(experts), max(experts)
         self.scores = np.zeros((layers, most))
-        self.warm = False  # whether an update was ever due: before, scores say little
+        self.warm = False  # whether an update was ever due; until then scores mean little
         self._experts = np.array(experts)[:, None]
         self._decay, self._period_tokens = decay, period_tokens
         self._tokens = 0  # since the last update
@@ -47,20 +47,20 @@ class Hotness:
         self._first = np.arange(layers)[:, None] * most  # address of each layer's first expert
 
     def observe(self, layer: int, routing: np.ndarray, weights: np.ndarray, real: np.ndarray | None = None) -> None:
-        """What a forward pass chose in one layer: routing and float32 weights `[T, K]`, real bool `[T]` (None: all).
+        """Records the choices of a forward pass in one layer: routing and float32 weights `[T, K]`, real bool `[T]` (None: all).
 
-        Only kept until the pass ends if it is one token: the arrays must not change any more. A layer that is seen again, after a
-        pass that was given up, replaces what was seen of it.
+        If the pass has one token, the arrays are only kept until it ends, so they must not change. If a pass was cancelled, the
+        next one replaces what it recorded in the same layer.
         """
         one_token = len(routing) == 1 and real is None
         self._seen[layer] = (routing, weights) if one_token else self._mean(layer, routing, weights, real)
 
     def end_step(self, tokens: int) -> bool:
-        """A forward pass over `tokens` real tokens is over: equation 2, once for all layers. -> whether an update is due."""
+        """Ends a forward pass over `tokens` real tokens: equation 2, once for all layers. -> whether an update is due."""
         tokens = min(tokens, self._period_tokens)
         seen, self._seen = self._seen, [None] * len(self._seen)
         reached, mean = self._step_mean(seen)
-        if np.isfinite(mean.sum()):  # what overflowed in one request must not stay in the scores
+        if np.isfinite(mean.sum()):  # an overflow in one request must not spoil the scores
             share = np.where(reached, self._decay**tokens, 1.0)
             self.scores *= share
             self.scores += (1 - share) * mean
@@ -72,7 +72,7 @@ class Hotness:
         return True
 
     def _step_mean(self, seen: list[Seen | np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
-        """(layers that were reached, bool `[L, 1]`; mean over the tokens of each selected expert's probability, `[L, E]`)."""
+        """(layers that the pass reached, bool `[L, 1]`; mean over tokens of each selected expert's probability, `[L, E]`)."""
         tokens = [one for one in seen if isinstance(one, tuple)]
         if len(tokens) == len(seen) and len({routing.size for routing, _ in tokens}) == 1:
             return np.ones((len(seen), 1), bool), self._of_one_token(tokens)
@@ -84,7 +84,7 @@ class Hotness:
         return reached, mean
 
     def _of_one_token(self, tokens: list[Seen]) -> np.ndarray:
-        """The probabilities of a decode step, `[L, E]`."""
+        """The probabilities of one decoded token, `[L, E]`."""
         routing = np.concatenate([routing for routing, _ in tokens])
         weights = np.concatenate([weights for _, weights in tokens])
         chosen = (routing >= 0) & (routing < self._experts)
@@ -100,9 +100,9 @@ class Hotness:
         return np.bincount(routing[chosen], weights[chosen], minlength=self.scores.shape[1]) / max(1, tokens)
 
     def save(self, file: Path, fingerprint: str) -> None:
-        """Write the scores, whole or not at all; `fingerprint` says of which model they are. Raises ConfigError.
+        """Write the scores in one step; `fingerprint` identifies the model. Raises ConfigError.
 
-        Scores are means of probabilities: any decay, period and budget can go on from them.
+        Scores are means of probabilities: they remain valid under any decay, period and budget.
         """
         head = {"version": STATE_VERSION, "fingerprint": fingerprint, "shape": self.scores.shape, "warm": self.warm}
         state = json.dumps(head).encode() + b"\n" + self.scores.astype("<f8").tobytes()
@@ -117,7 +117,7 @@ class Hotness:
             ) from error
 
     def load(self, file: Path, fingerprint: str) -> None:
-        """Go on from what `save` wrote. Raises CheckpointError for a file that is damaged, ConfigError for another model's."""
+        """Read what `save` wrote. Raises CheckpointError for a damaged file, ConfigError for another model's file."""
         try:
             content = file.read_bytes()
         except OSError as error:
@@ -127,19 +127,19 @@ class Hotness:
         checksum, state = content[:4], content[4:]
         if checksum != _checksum(state):
             raise CheckpointError(
-                f"hotness_state: {file} is damaged, or nothing that VisMoE wrote. Fix: delete it, hotness is learned anew"
+                f"hotness_state: {file} is damaged, or VisMoE did not write it. Fix: delete it; hotness is then learned again"
             )
         head, _, numbers = state.partition(b"\n")
         found = self._head_of(head, file)
         wanted = {"version": STATE_VERSION, "fingerprint": fingerprint, "shape": list(self.scores.shape)}
         if any(found.get(name) != value for name, value in wanted.items()):
             raise ConfigError(
-                f"hotness_state: {file} belongs to another model or version of VisMoE: it says {found}, this is {wanted}. "
+                f"hotness_state: {file} belongs to another model or version of VisMoE: it has {found}, this model has {wanted}. "
                 "Fix: another file (--hotness-state), or delete this one"
             )
         scores = np.frombuffer(numbers, "<f8") if len(numbers) == self.scores.nbytes else np.full(1, np.nan)
         if not (np.isfinite(scores).all() and (scores >= 0).all()) or not isinstance(found.get("warm"), bool):
-            raise CheckpointError(f"hotness_state: {file} holds no scores of {wanted['shape']} experts. Fix: delete it")
+            raise CheckpointError(f"hotness_state: {file} has no scores of {wanted['shape']} experts. Fix: delete it")
         self.scores = scores.reshape(self.scores.shape).copy()
         self.warm = found["warm"]
 
@@ -150,12 +150,12 @@ class Hotness:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise CheckpointError(f"hotness_state: {file} is nothing that VisMoE wrote. Fix: delete it")
+            raise CheckpointError(f"hotness_state: {file} was not written by VisMoE. Fix: delete it")
         return found
 
 
 def refuse_unwritable(file: Path) -> None:
-    """Raises ConfigError where `Hotness.save` could not leave a state in `file`: tried with a file beside it."""
+    """Raises ConfigError if `Hotness.save` could not write `file`; tries with a file beside it."""
     try:
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -164,7 +164,7 @@ def refuse_unwritable(file: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"hotness_state: {file} cannot be written: {error.strerror or error}. "
-            "Fix: a file in a folder that is there and can be written to (--hotness-state)"
+            "Fix: a file in an existing, writable folder (--hotness-state)"
         ) from error
 
 

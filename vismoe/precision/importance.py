@@ -1,9 +1,9 @@
-"""Which experts of a layer are critical for what is being computed now: DyMoE, equations 2, 3 and 5 to 8.
+"""Which experts of a layer are critical for the current computation: DyMoE, equations 2, 3 and 5 to 8.
 
 Arrays of one MoE layer, on the host: T tokens, K choices, E experts. An id outside 0 ... E - 1 is a sentinel: no expert. A token
 that is not real (padding) demands nothing and none of its choices is critical. Every token of a decode step and every sequence of
-a prefill is looked at by itself, so that a request gets the same whoever else is in the batch; what a batch demands is the union.
-Pure functions; ties are broken by what the docstrings say, and in the end by the smaller id or position.
+a prefill is considered separately, so that a request gets the same result in any batch; a batch demands the union. Pure
+functions; docstrings say how ties are broken, finally by the smaller id or position.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from vismoe.precision.depth import critical_count, critical_counts
 
 __all__ = ["HEAVY_SHARE", "by_chance", "by_gate", "by_load", "critical_ahead", "heaviest", "heavy_hitters", "skipped"]
 
-HEAVY_SHARE = 0.2  # of a sequence's tokens that are heavy hitters; the paper gives no number
+HEAVY_SHARE = 0.2  # share of a sequence's tokens that are heavy hitters; the paper gives no number
 
 
 def heaviest(ids: list[int], weights: list[float], experts: int, ratio: float) -> list[int]:
-    """The critical experts of one token, the heaviest first: `by_gate` for the plain case, at a tenth of its time."""
+    """The critical experts of one token, the heaviest first: `by_gate` for the simple case, in a tenth of its time."""
     order = sorted([(-weight, expert) for expert, weight in zip(ids, weights) if 0 <= expert < experts])
     return [expert for _, expert in order[: critical_count(ratio, len(order))]]
 
@@ -45,8 +45,8 @@ def by_load(
     sequence: np.ndarray | None = None,
     real: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Critical choices, bool `[T, K]`: those of the ceil(ratio * M) experts of M that the token's sequence demands to which most
-    of its heavy hitters go (equation 2). Ties: more tokens of the sequence, the larger sum of weights, the smaller id.
+    """Critical choices, bool `[T, K]`. Of the M experts that a sequence demands, the ceil(ratio * M) to which most of its heavy
+    hitters go are critical (equation 2). Ties: more tokens of the sequence, the larger sum of weights, the smaller id.
 
     routing int64 and weights float32 `[T, K]`, hitters bool `[T]`, sequence int `[T]` from 0 (None: one), real bool `[T]`.
     """
@@ -65,7 +65,7 @@ def by_chance(
     sequence: np.ndarray | None = None,
     real: np.ndarray | None = None,
 ) -> np.ndarray:
-    """As many critical choices as `by_load`, of random experts: the baseline of figure 3. A sequence may be a single token."""
+    """As many critical choices as `by_load`, of random experts: the baseline of figure 3. A sequence may be one token."""
     chosen, demand = _chosen(routing, experts, real), _Demand(routing, experts, sequence)
     tokens = demand.count(chosen)
     return demand.best(ratio, tokens, (generator.random(tokens.shape),)) & chosen
@@ -78,16 +78,16 @@ def _chosen(routing: np.ndarray, experts: int, real: np.ndarray | None) -> np.nd
 
 
 class _Demand:
-    """What each of B sequences demands of a layer's experts."""
+    """The demand of each of B sequences for a layer's experts."""
 
     def __init__(self, routing: np.ndarray, experts: int, sequence: np.ndarray | None):
         tokens = len(routing)
         self._shape = (1 if sequence is None or not tokens else int(sequence.max()) + 1, experts)
         first = 0 if sequence is None else sequence[:, None] * experts
-        self._address = np.clip(routing, 0, experts - 1) + first  # [T, K]; of a sentinel: somebody's, and not to be used
+        self._address = np.clip(routing, 0, experts - 1) + first  # [T, K]; meaningless for a sentinel
 
     def count(self, chosen: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """Choices, or the sum of their weights, per sequence and expert, `[B, E]`."""
+        """Number of choices, or the sum of their weights, per sequence and expert, `[B, E]`."""
         size = self._shape[0] * self._shape[1]
         heavy = None if weights is None else weights[chosen]
         return np.bincount(self._address[chosen], heavy, minlength=size).reshape(self._shape)
@@ -126,8 +126,9 @@ def skipped(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(routing, weights) without the choices that are not critical: their id becomes `none`, the first id that no expert has.
 
-    With `renormalise` a token's remaining weights are scaled to the sum of all before: what a family makes of that sum, 1 or not,
-    stays. A token of which nothing remains adds nothing to the residual stream. The arguments are not changed.
+    With `renormalise` a token's remaining weights are scaled to the sum of all its weights before, so a family that normalises
+    that sum to 1, or does not, keeps its convention. A token without remaining choices adds nothing to the residual stream. The
+    arguments are not changed.
     """
     dropped = ~critical
     if not dropped.any():
@@ -141,10 +142,11 @@ def skipped(
 
 
 def critical_ahead(scores: np.ndarray, ratios: Sequence[float], most: Sequence[int] | None = None) -> np.ndarray:
-    """bool `[W, E]`: which of the experts that a lookahead expects in the next W layers will be critical (equations 6 to 8).
+    """bool `[W, E]`: which of the experts that a lookahead predicts for the next W layers will be critical (equations 6 to 8).
 
-    scores float `[W, E]`, 0 where an expert is not expected; ratios `[W]` of those layers. Of M expected ones the ceil(ratio * M)
-    with the best scores; ties by smaller id. In prefill scores are frequencies (equation 7) and `most` is None; in decode M is at
+    scores float `[W, E]`, 0 for an expert that is not predicted; ratios `[W]` of those layers. Of M predicted experts, the
+    ceil(ratio * M) with the best scores; ties by smaller id. In prefill scores are frequencies (equation 7) and `most` is None;
+    in decode M is at most `most` `[W]`, the number that the tokens can choose (equation 8: top_k for one token).
     most `most` `[W]`, as many as the tokens can choose (equation 8: top_k for one token).
     """
     expected = (scores > 0).sum(axis=1)

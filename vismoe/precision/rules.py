@@ -1,10 +1,10 @@
-"""What is done about an expert whose resident format may not be the wanted one: the cache rules of DyMoE 4.4.2, and who waits.
+"""How to serve an expert whose resident format may not be the needed one: the cache rules of DyMoE 4.4.2, and what waits.
 
-An expert has one resident format (no duplication). A resident copy serves whoever wants the same or less (conservative reuse):
-with ABSENT as the lowest, a copy serves where `resident <= wanted`. Wanting more than is resident is a miss (precision
-promotion). Who waits for it: under `importance` those who want it; under `hotness` nobody, the last stable copy serves (DynaExq
-3.3); combined, those for whom waiting costs nothing, by a copy that is borrowed for the layer and leaves residency alone.
-Pure functions of codes, bytes and rates.
+An expert has one resident format (no duplication). A resident copy serves every demand for the same format or a lower one
+(conservative reuse): with ABSENT as the lowest, a copy serves if `resident <= wanted`. Demand for a higher format than the
+resident one is a miss (precision promotion). Under `importance` such a demand waits for the better copy. Under `hotness` no
+demand waits; the last stable copy serves (DynaExq 3.3). With both, a demand waits only if that costs no time, for a copy that is
+borrowed for the layer and leaves residency unchanged. Pure functions of codes, bytes and rates.
 """
 
 import enum
@@ -21,17 +21,17 @@ ABSENT = 2  # beside HIGH and LOW: nothing is resident
 class Serve(enum.Enum):
     """How one demanded expert is served."""
 
-    USE = "use"  # the resident copy, which is what is wanted or better
-    LOWER = "lower"  # the resident low copy, although the high one is wanted
-    WAIT = "wait"  # for a copy in the wanted format; a resident low one is dropped when the new one is registered
-    BORROW = "borrow"  # for a high copy in the transient buffer, given back after the layer; the low one stays resident
+    USE = "use"  # the resident copy, which has the needed format or a better one
+    LOWER = "lower"  # the resident low copy, although the high one is needed
+    WAIT = "wait"  # for a copy in the needed format; registering it drops a resident low copy
+    BORROW = "borrow"  # a high copy in the transient buffer, freed after the layer; the low copy stays resident
 
 
 def serve(resident: int, wanted: int, policy: Policy, in_time: bool = False) -> Serve:
-    """What is done about one expert.
+    """How to serve one expert.
 
-    resident: HIGH, LOW or ABSENT; wanted: HIGH or LOW, what this layer's tokens want of it; in_time: its high copy would be there
-    before the layer's other work is done (`upgrades_in_time`), which decides where hotness and importance are combined.
+    resident: HIGH, LOW or ABSENT; wanted: HIGH or LOW, the format that this layer's tokens need; in_time: the high copy would
+    arrive before the layer's other work is done (`upgrades_in_time`), which decides if hotness and importance are combined.
     """
     if resident == ABSENT:
         return Serve.WAIT
@@ -47,12 +47,12 @@ def serve(resident: int, wanted: int, policy: Policy, in_time: bool = False) -> 
 def upgrades_in_time(
     copies_bytes: Sequence[float], link_bytes_per_s: float, link_ahead_bytes: float, work_s: float, compute_s: float
 ) -> list[bool]:
-    """Which of a layer's upgrades cost nothing: whose copy is there before the layer's other work is done.
+    """Which of a layer's upgrades cost no time: those whose copy arrives before the layer's other work is done.
 
-    copies_bytes: what is still to be copied of each one, the most important first (less than a record where a copy is on its
-    way); link_ahead_bytes go before all of them, the layer's misses included; work_s: the layer's other experts, misses included,
-    are computed by then; compute_s: of one high expert, which keeps the layer busy for those behind it. Nominal rates and no
-    bytes ahead make the answer independent of time.
+    copies_bytes: the bytes still to copy for each upgrade, the most important first (less than a record if a copy is under way);
+    link_ahead_bytes: bytes that the link copies before all of them, including the layer's misses; work_s: the time until the
+    layer's other experts, misses included, are computed; compute_s: the time of one high expert, which keeps the layer busy for
+    the upgrades after it. With nominal rates and no bytes ahead the answer does not depend on time.
     """
     taken = []
     for nbytes in copies_bytes:

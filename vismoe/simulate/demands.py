@@ -12,19 +12,20 @@ from vismoe.paging.miss import Rates
 from vismoe.trace.steps import TraceStep
 from vismoe.types import ExpertInventory, Phase
 
-__all__ = ["Conditions", "Demand", "Demands", "Routing", "slabs_per_geometry"]
+__all__ = ["Conditions", "Demands", "RecordedDemand", "Routing", "slabs_per_geometry"]
 
 
 class Routing(Protocol):
     """A recorded or synthetic trace."""
 
-    inventory: ExpertInventory
+    @property
+    def inventory(self) -> ExpertInventory: ...
 
     def __iter__(self) -> Iterator[TraceStep]: ...
 
 
 @dataclass(frozen=True)
-class Demand:
+class RecordedDemand:
     """What one MoE layer needs in one step; ids ascend, experts that only padding chose are left out."""
 
     step: int
@@ -37,10 +38,10 @@ class Demand:
     scores: np.ndarray | None  # [W, E] float16
 
 
-class Demands(list[Demand]):
+class Demands(list[RecordedDemand]):
     """All demands of a trace in order; about 1 KiB and the scores of each (step, layer) stay in memory."""
 
-    def __init__(self, inventory: ExpertInventory, demands: Iterable[Demand]):
+    def __init__(self, inventory: ExpertInventory, demands: Iterable[RecordedDemand]):
         super().__init__(demands)
         self.inventory = inventory
         self.have_scores = any(demand.scores is not None for demand in self)
@@ -50,14 +51,14 @@ class Demands(list[Demand]):
         return cls(trace.inventory, _read(trace))
 
 
-def _read(trace: Routing) -> Iterator[Demand]:
+def _read(trace: Routing) -> Iterator[RecordedDemand]:
     request, name = 0, None
     for number, step in enumerate(trace):
         request += name is not None and step.request != name
         name = step.request
         for routing in step.layers:
             experts, tokens, last = step.demand(routing, trace.inventory.layers[routing.layer].num_experts)
-            yield Demand(number, request, step.phase, routing.layer, experts, tokens, last, routing.scores)
+            yield RecordedDemand(number, request, step.phase, routing.layer, experts, tokens, last, routing.scores)
 
 
 @dataclass(frozen=True, kw_only=True)

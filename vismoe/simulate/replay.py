@@ -21,7 +21,7 @@ from vismoe.types import Phase
 
 __all__ = ["Order", "ReplayResult", "Row", "aligned_columns", "compare", "format_table", "replay"]
 
-Order = Literal["lru", "lfu", "lookahead", "oracle"]
+Order = Literal["lru", "lfu", "oracle"]
 ORDERS = get_args(Order)
 
 
@@ -143,13 +143,9 @@ def compare(
     show_progress: bool = True,
     **conditions: Any,
 ) -> list[Row]:
-    """Every order at every size, sizes as given, the oracle last. A trace without lookahead scores has no `lookahead` rows.
-
-    Progress bars go to stderr and vanish.
-    """
+    """Every order at every size, sizes as given, the oracle last. Progress bars go to stderr and vanish."""
     demands = Demands.of(trace)
-    wanted: list[Order] = [order for order in orders if order != "oracle" and (order != "lookahead" or demands.have_scores)]
-    wanted.append("oracle")
+    wanted: list[Order] = [*(order for order in orders if order != "oracle"), "oracle"]
     rows = []
     with Progress(console=Console(stderr=True), transient=True, disable=not show_progress) as progress:
         for size in slots:

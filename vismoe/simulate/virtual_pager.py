@@ -17,7 +17,7 @@ from vismoe.paging.miss import Miss, Way, Ways
 from vismoe.paging.page_table import LOADING, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import Ledger, prefetch_order
 from vismoe.pools.pool import SlabPool
-from vismoe.simulate.demands import Conditions, Demand
+from vismoe.simulate.demands import Conditions, RecordedDemand
 from vismoe.types import HIGH, ExpertInventory, MoELayer, Phase
 
 __all__ = ["VirtualPager"]
@@ -27,7 +27,7 @@ __all__ = ["VirtualPager"]
 class Serving:
     """A demand being served; experts by their flat index in the table."""
 
-    demand: Demand
+    demand: RecordedDemand
     table: PageTable
     todo: list[int]  # not computed yet, in the order of computation
     absent: list[int]  # no slab yet, ascending
@@ -63,11 +63,11 @@ class VirtualPager:
         self.ledger = Ledger(inventory)
         self._step_began_s = 0.0
         self._tick = self._misses_last_step = self._misses_this_step = self._misses_of_layer = 0
-        self._last: Demand | None = None
+        self._last: RecordedDemand | None = None
         for layer in inventory.layers[: conditions.pinned_layers]:
             self._pin(layer)
 
-    def run(self, demand: Demand) -> None:
+    def run(self, demand: RecordedDemand) -> None:
         """One MoE layer of one step: serve the demand, refresh the lookahead, compute while the link prefetches."""
         if self._last is not None and demand.request != self._last.request:
             self.end_request()
@@ -129,7 +129,7 @@ class VirtualPager:
         self.metrics.add(counter, self._last.phase, self._last.layer if layer is None else layer, amount)
 
     # -- a demand
-    def _enter(self, demand: Demand) -> Serving:
+    def _enter(self, demand: RecordedDemand) -> Serving:
         """Count it, protect what is here, and take slabs for what is not."""
         table = self._table(demand.layer)
         base = table.base[demand.layer]
@@ -262,12 +262,11 @@ class VirtualPager:
         self._add("wasted_prefetch_bytes", self.inventory.layout(layer).record_bytes, layer)
 
     # -- lookahead and prefetch
-    def _look_ahead(self, demand: Demand) -> float:
+    def _look_ahead(self, demand: RecordedDemand) -> float:
         """Recorded scores become priorities and guesses; returns the seconds of asking. Off while nothing misses, and where
-        neither guesses nor eviction use them."""
-        ordered = self.tables[0].order == "lookahead"
+        nothing may be guessed."""
         guessing = self.conditions.prefetch and self.ledger.may_guess
-        if demand.scores is None or not (self._misses_last_step or self._misses_this_step) or not (ordered or guessing):
+        if demand.scores is None or not (self._misses_last_step or self._misses_this_step) or not guessing:
             return 0.0
         layers = self.inventory.layers[demand.layer + 1 : demand.layer + 1 + len(demand.scores)]
         scores = demand.scores[: len(layers)].astype(np.float32)
@@ -277,9 +276,8 @@ class VirtualPager:
             start, end = table.base[layer.index], table.base[layer.index] + layer.num_experts
             table.scores[start:end] = scores[row, : layer.num_experts]
             absent[row, : layer.num_experts] = table.slab_of[start:end] < 0
-        if guessing:
-            rows, experts = prefetch_order(scores, absent, -(-self.ledger.allowance_bytes // self.ledger.unit_bytes))
-            self._guesses = [(demand.layer + 1 + int(r), int(e), float(scores[r, e])) for r, e in zip(rows[::-1], experts[::-1])]
+        rows, experts = prefetch_order(scores, absent, -(-self.ledger.allowance_bytes // self.ledger.unit_bytes))
+        self._guesses = [(demand.layer + 1 + int(r), int(e), float(scores[r, e])) for r, e in zip(rows[::-1], experts[::-1])]
         self.ledger.asked(self.conditions.lookahead_s, self._misses_of_layer)
         return self.conditions.lookahead_s
 

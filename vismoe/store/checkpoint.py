@@ -1,8 +1,8 @@
 """Experts read in place from safetensors files: the store that needs no conversion.
 
-Which bytes make up an expert is plain data (`Locator`), built elsewhere from the model. Promises: one read per stretch that is
-contiguous on disk, straight into the record wherever type and orientation match; no byte of another expert reaches a record.
-Offsets are absolute, in bytes.
+Which bytes make up an expert is plain data (`Locator`), built from the model by `vismoe/models/load/locate.py`. Promises: one
+read per stretch that is contiguous on disk, straight into the record where type and orientation match; no byte of another expert
+reaches a record. Offsets are absolute, in bytes.
 """
 
 import enum
@@ -30,7 +30,7 @@ class Arrangement(enum.Enum):
 
     SAME = "same"
     TRANSPOSED = "transposed"  # [in, out] on disk, [out, in] in the model, or the other way round
-    DEINTERLEAVED = "deinterleaved"  # rows 0 2 4 .. 1 3 5 .. of what is on disk
+    DEINTERLEAVED = "deinterleaved"  # takes rows 0 2 4 .. 1 3 5 .. of the tensor on disk
 
     def copy(self, on_disk: torch.Tensor, into: torch.Tensor) -> None:
         """Rearrange and cast in one pass, without allocating."""
@@ -58,7 +58,7 @@ class TensorPart(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Locator = tuple[tuple[TensorPart, ...], ...]  # of one expert: per section of its record, the parts
+Locator = tuple[tuple[TensorPart, ...], ...]  # one expert's parts, for each section of its record
 
 
 class _Stretch(NamedTuple):
@@ -70,7 +70,7 @@ class _Stretch(NamedTuple):
 
 
 class _Bounce(NamedTuple):
-    """A part that is cast or rearranged on its way to bytes start..stop of the record, read as `dtype` and `shape`."""
+    """A part that is read as `dtype` and `shape`, then cast or rearranged into bytes start..stop of the record."""
 
     part: TensorPart
     start: int
@@ -109,16 +109,16 @@ class CheckpointStore:
 
     @property
     def stored_bytes(self) -> int:
-        """What all experts take on disk."""
+        """Bytes of all experts on disk."""
         return sum(part.nbytes for layer in self.locators for locator in layer for parts in locator for part in parts)
 
     @property
     def bounce_bytes(self) -> int:
-        """What one reading thread needs beside `scratch_bytes` to read past the page cache."""
+        """Bytes that one reading thread needs beside `scratch_bytes` to read past the page cache."""
         return bounce_bytes(self.stretch_bytes)
 
     def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; or say why this filesystem cannot. Reads under way end as they began."""
+        """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
         return self._files.read_past_cache(self.stretch_bytes)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
@@ -140,12 +140,12 @@ class CheckpointStore:
         return nbytes
 
     def close(self) -> None:
-        """Refuse further reads with ClosedError; the files are closed when the last read that is running has ended."""
+        """Refuse further reads with ClosedError; the last running read closes the files."""
         self._files.close()
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over config, headers, sizes and mtimes: what a packed store remembers of its source."""
+        """sha256 over config, headers, sizes and mtimes; a packed store records it to identify its source."""
         digest = hashlib.sha256(self._config_json)
         for header in self.headers:
             digest.update(f"{header.path.name} {header.sha256} {header.file_bytes} {header.mtime_ns}\n".encode())
@@ -183,7 +183,7 @@ def _compile(layout: RecordLayout, locator: Locator) -> tuple[tuple[_Stretch, ..
 
 
 def _stretches(direct: list[tuple[int, int, int, int]]) -> Iterable[_Stretch]:
-    """Group pieces that follow each other on disk: one preadv reads them, wherever they go in the record."""
+    """Group pieces that are adjacent on disk: one preadv reads them, wherever they go in the record."""
     group: list[tuple[int, int, int, int]] = []
     for piece in sorted(direct):
         if group:

@@ -1,4 +1,4 @@
-"""What every store promises: any one expert, read into a record, without touching another expert's bytes."""
+"""What every store promises: it reads any one expert into a record, without touching another expert's bytes."""
 
 from pathlib import Path
 from typing import Protocol
@@ -12,29 +12,29 @@ __all__ = ["ExpertStore", "StoreOnDisk", "naming_expert"]
 
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
-    """The same error, which begins with the expert that was being read."""
+    """The same error, with a message that begins with the expert that was being read."""
     return type(error)(f"expert {expert.expert} of MoE layer {expert.layer}: {error}")
 
 
 class ExpertStore(Protocol):
-    """Records. Reading is thread-safe, and a read that is running when the store is closed still ends well.
+    """Reads the records of experts. Reading is thread-safe, and a read that is running when the store is closed still succeeds.
 
-    A file that has changed since it was opened is not read any more: until it is opened anew, every read of it is an error.
+    If a file changes after it was opened, every read of it is an error until the store is opened again.
     """
 
     @property
     def inventory(self) -> ExpertInventory:
-        """The experts in it; record layouts are those of slabs."""
+        """The experts of this store; record layouts are those of slabs."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """What the checkpoint's files were when the store was opened; equal for equal files."""
+        """Identifies the state of the checkpoint's files when the store was opened; equal for equal files."""
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """Fill `record` (uint8 `[record_bytes]`, CPU memory, 64-byte aligned) with one expert; return bytes read from disk.
 
-        Alignment gaps between sections mean nothing afterwards. Raises CheckpointError, which names the expert, or ClosedError.
+        Gaps between sections have undefined content afterwards. Raises CheckpointError, which names the expert, or ClosedError.
         """
         ...
 
@@ -44,21 +44,21 @@ class ExpertStore(Protocol):
 
 
 class StoreOnDisk(ExpertStore, Protocol):
-    """A store over files: what loading settles about reading them."""
+    """A store over files: what loading needs to know about reading them."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Bounce buffer that one reading thread needs; 0 if every read goes straight into the record."""
+        """Bytes of the bounce buffer that one reading thread needs; 0 if every read goes straight into the record."""
         ...
 
     @property
     def bounce_bytes(self) -> int:
-        """What one reading thread needs beside that to read past the page cache."""
+        """Bytes that one reading thread needs beside `scratch_bytes` to read past the page cache."""
         ...
 
     @property
     def stored_bytes(self) -> int:
-        """What all experts take on disk."""
+        """Bytes of all experts on disk."""
         ...
 
     @property
@@ -67,5 +67,5 @@ class StoreOnDisk(ExpertStore, Protocol):
         ...
 
     def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; or say why this filesystem cannot. Reads under way end as they began."""
+        """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
         ...

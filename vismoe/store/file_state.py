@@ -1,8 +1,8 @@
-"""Whether a file is still what it was: its size and times, of which the time of change (ctime) cannot be set back.
+"""Detects whether a file has changed, by its size and times; the time of change (ctime) cannot be set back.
 
-Every write sets it, before its bytes can be read; so do a change of mode, owner or links, and being renamed, replaced or deleted.
-It does not count in reading, nor does the renaming of a folder above. Not seen: writes through a memory mapping that was written
-to before the file was opened, which file systems do not date.
+Every write sets the ctime before its bytes can be read; so does a change of mode, owner or links, and renaming, replacing or
+deleting the file. Reading does not set it, nor does renaming a folder above. Not detected: writes through a memory mapping that
+was written to before the file was opened, because file systems do not date those.
 """
 
 import os
@@ -13,15 +13,15 @@ from vismoe.errors import CheckpointError
 
 __all__ = ["FileChangedError", "FileState", "examined"]
 
-TICK_S = 0.011  # longer than between two ticks of the clock that dates changes
+TICK_S = 0.011  # longer than a tick of the clock that dates changes
 
 
 class FileChangedError(CheckpointError):
-    """A file is not what it was when it was opened."""
+    """A file has changed since it was opened."""
 
 
 class FileState(NamedTuple):
-    """What a file system says of a file; equal as long as nobody has touched it."""
+    """Identity, size and times of a file; two states are equal as long as the file has not changed."""
 
     file_bytes: int
     mtime_ns: int
@@ -34,7 +34,7 @@ class FileState(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
     def difference(self, now: "FileState") -> str:
-        """How it differs now, for people."""
+        """A sentence that says how the file differs in state `now`."""
         if (self.device, self.inode) != (now.device, now.inode):
             return "another file is in its place"
         if self.file_bytes != now.file_bytes:
@@ -42,7 +42,7 @@ class FileState(NamedTuple):
         if self.mtime_ns != now.mtime_ns:
             return f"its {now.file_bytes} bytes were written to {_apart(self.mtime_ns, now.mtime_ns)}"
         return (
-            f"it was changed {_apart(self.ctime_ns, now.ctime_ns)}, with the time of writing kept or set back: it was written "
+            f"it was changed {_apart(self.ctime_ns, now.ctime_ns)} but its time of writing was kept or set back: it was written "
             "to, moved, replaced or deleted, or its mode, owner or links were changed"
         )
 
@@ -52,7 +52,7 @@ def _apart(before_ns: int, now_ns: int) -> str:
 
 
 def examined(descriptor: int) -> FileState:
-    """The state of an open file, from which that after any later write differs: where it was changed just now, waits for that."""
+    """The state of an open file. Waits a tick if the file has just changed, so that any later write gives another state."""
     age_s = time.time() - os.fstat(descriptor).st_ctime
     if age_s < TICK_S:
         time.sleep(min(TICK_S, TICK_S - age_s))

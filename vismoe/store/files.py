@@ -1,10 +1,10 @@
 """Positioned reads from files, through the page cache or past it (O_DIRECT).
 
-Past the page cache, whole blocks go straight into memory that starts on one; for anything else an aligned superset is read into a
-bounce buffer of the reading thread and copied from there: nothing in a checkpoint is aligned as O_DIRECT wants it. That copy is
-cheaper than churning the page cache when the files do not fit it.
-Promises: never mmap (a truncated file is an error, not a dead process); every byte asked for, as it was when the file was opened,
-or CheckpointError. So a file is looked at again after each read: a write that came before or between shows then.
+Past the page cache, whole blocks go straight into block-aligned memory. For any other read, the thread reads an aligned superset
+into its bounce buffer and copies from there, because checkpoints do not align tensors as O_DIRECT requires. That copy is cheaper
+than churning the page cache when the files do not fit in it. Promises: no mmap (a truncated file is an error, not a dead
+process); every byte that was requested, as it was when the file was opened, or CheckpointError. So the file's state is checked
+after each read, which shows a write before or during it.
 """
 
 import errno
@@ -24,23 +24,23 @@ from vismoe.types import BLOCK_BYTES
 
 __all__ = ["CheckpointFiles", "FileOnDisk", "OpenFiles", "block_buffer", "bounce_bytes"]
 
-LOGICAL_BLOCK_BYTES = 512  # the smallest: what O_DIRECT returns is a multiple of it, but for the end of a file
-NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # what a filesystem without O_DIRECT says
-MOST_BOUNCE_BYTES = 4 * 2**20  # of one request: large enough for the disk, small enough to be copied out of the caches
+LOGICAL_BLOCK_BYTES = 512  # the smallest; O_DIRECT reads return a multiple of it, except at the end of a file
+NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # the error of a filesystem without O_DIRECT
+MOST_BOUNCE_BYTES = 4 * 2**20  # of one read: large enough for the disk, small enough to be copied from CPU caches
 
 
 def bounce_bytes(stretch_bytes: int) -> int:
-    """The bounce buffer of one thread that reads stretches of up to `stretch_bytes` past the page cache."""
+    """Bytes of the bounce buffer of a thread that reads stretches of up to `stretch_bytes` past the page cache."""
     return min(MOST_BOUNCE_BYTES, -(-stretch_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES)
 
 
 def block_buffer(nbytes: int) -> np.ndarray:
-    """uint8 `[nbytes]` that starts on a page, as O_DIRECT wants it."""
+    """uint8 `[nbytes]` that starts on a page, as O_DIRECT requires."""
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
 
 
 class FileOnDisk(Protocol):
-    """A file, the size it had when it was examined, and its whole state then (None: it is what it is when it is opened)."""
+    """A file, its size when it was examined, and its whole state then (None: the state when it is opened counts)."""
 
     @property
     def path(self) -> Path: ...
@@ -53,9 +53,9 @@ class FileOnDisk(Protocol):
 
 
 class OpenFiles:
-    """Descriptors, closed when nobody holds this object any more. Reading is thread-safe.
+    """Open descriptors; they are closed when the last reference to this object is gone. Reading is thread-safe.
 
-    References count, not locks: a thread that is interrupted at any moment leaves nothing behind.
+    Reference counts instead of locks: a thread that is interrupted at any moment leaves no lock or descriptor behind.
     """
 
     def __init__(
@@ -89,21 +89,21 @@ class OpenFiles:
         return nbytes
 
     def fill_rows(self, file: int, offsets: Sequence[int], rows: np.ndarray) -> None:
-        """The same for rows uint8 `[n, bytes]` from `offsets`, through the page cache."""
+        """As `fill`, for rows uint8 `[n, bytes]` from `offsets`, through the page cache."""
         for offset, row in zip(offsets, rows, strict=True):
             self._fill(file, offset, [row])
         self.refuse_changed(file)
 
     def refuse_changed(self, file: int) -> None:
-        """Raises FileChangedError for a file that is not what it was when it was opened."""
+        """Raises FileChangedError for a file that has changed since it was opened."""
         known, status = self.states[file], os.fstat(self._descriptors[file])
         if (status.st_ctime_ns, status.st_mtime_ns, status.st_size) == (known.ctime_ns, known.mtime_ns, known.file_bytes) and (
             status.st_ino == known.inode and status.st_dev == known.device
         ):
             return
         raise FileChangedError(
-            f"{self.files[file].path} has changed since it was opened: {known.difference(FileState.of(status))}. It is not read "
-            f"any more. Fix: load the model again; where the file was damaged, first {self._again}"
+            f"{self.files[file].path} has changed since it was opened: {known.difference(FileState.of(status))}. VisMoE no "
+            f"longer reads it. Fix: load the model again; if the file was damaged, first {self._again}"
         )
 
     def _fill_unseen(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
@@ -112,13 +112,14 @@ class OpenFiles:
         return self._fill(file, offset_bytes, pieces)
 
     def expect(self, file: int, offsets: Sequence[int], nbytes: int) -> None:
-        """`nbytes` at each of `offsets` will be read soon, through the page cache: let the disk begin with all of them."""
+        """Announce reads of `nbytes` at each of `offsets`, through the page cache, so that the disk can begin with all of
+        them."""
         if hasattr(os, "posix_fadvise"):
             for offset in offsets:
                 os.posix_fadvise(self._descriptors[file], offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def probe(self) -> None:
-        """Read a block of every file, unless it is empty; OSError (`NO_DIRECT`) where this way of reading does not work."""
+        """Read a block of every non-empty file; raises OSError (`NO_DIRECT`) where this way of reading does not work."""
         for file, descriptor in enumerate(self._descriptors):
             try:
                 os.preadv(descriptor, [self._buffer()[:BLOCK_BYTES].data], 0)
@@ -153,7 +154,7 @@ class OpenFiles:
             read = buffer[max(begin - at, 0) : min(got, end - at)]
             while len(read):
                 count = min(len(read), len(left[0]))
-                left[0][:count] = read[:count]  # without the interpreter lock
+                left[0][:count] = read[:count]  # copies without the interpreter lock
                 read, left[0] = read[count:], left[0][count:]
                 if not len(left[0]):
                     left.pop(0)
@@ -168,7 +169,7 @@ class OpenFiles:
         return buffer
 
     def _read(self, file: int, into: list[memoryview], offset_bytes: int, wanted_bytes: int) -> int:
-        """EINTR is retried by Python itself (PEP 475)."""
+        """Reads once into `into`; Python itself retries EINTR (PEP 475)."""
         try:
             return os.preadv(self._descriptors[file], into, offset_bytes)
         except OSError as error:
@@ -200,7 +201,7 @@ def _in_blocks(offset_bytes: int, pieces: list[np.ndarray]) -> bool:
 
 
 class CheckpointFiles:
-    """The files of one checkpoint or packed store, until they are closed. `again` says how to get a damaged one again."""
+    """The files of one checkpoint or packed store, until they are closed. `again` is advice on how to restore a damaged one."""
 
     def __init__(self, files: Sequence[FileOnDisk], again: str = AGAIN):
         self.files, self._again = tuple(files), again
@@ -211,7 +212,8 @@ class CheckpointFiles:
         self._states = self._open.states
 
     def read_past_cache(self, stretch_bytes: int) -> str | None:
-        """Read past the page cache from now on, stretches of up to `stretch_bytes`; or say why this filesystem cannot."""
+        """Read past the page cache from now on, stretches of up to `stretch_bytes`; returns the reason if this filesystem
+        cannot."""
         flag = getattr(os, "O_DIRECT", None)
         if flag is None:
             return "this system has no O_DIRECT"
@@ -233,7 +235,7 @@ class CheckpointFiles:
         return files
 
     def close(self) -> None:
-        """Refuse further reads; the files are closed when the last read that is running has ended."""
+        """Refuse further reads; the last running read closes the files."""
         self._open = None
 
     def _cannot_open(self, error: OSError) -> CheckpointError:

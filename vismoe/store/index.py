@@ -1,9 +1,9 @@
-"""What a packed store says about itself: one index file per format, written last, so that a format without one does not exist.
+"""The index of a packed store: one file per format, written last, so that a format without an index does not exist.
 
 Files of a format in a store: `experts.FORMAT.json` (this index) and `experts.FORMAT.00001.bin`, ... (records one after another,
-each on a multiple of BLOCK_BYTES). While a format is being packed its files have other names (`unfinished.py`). docs/formats.md
-describes every field. Promises: an index that is read is whole (it has a checksum of its own), of this schema, and agrees with
-the codecs of this version.
+each on a multiple of BLOCK_BYTES). While a format is being packed, its files have other names (`unfinished.py`). docs/formats.md
+describes every field. Promises: an index that `read_index` returns is whole (it has its own checksum), has this schema, and
+agrees with the codecs of this version.
 """
 
 import json
@@ -39,9 +39,9 @@ __all__ = [
     "write_index",
 ]
 
-SCHEMA = 1  # raised whenever the bytes of an index or of a record would be read differently
+SCHEMA = 1  # raise this whenever the meaning of the bytes of an index or record changes
 CHECKSUM = "crc32c"
-# What values of other types and sizes than an index has lead to, where they are looked up, counted and laid out.
+# Errors that values of wrong types and sizes cause where they are looked up, counted and laid out.
 IMPOSSIBLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, ConfigError)
 
 
@@ -50,27 +50,27 @@ def index_path(folder: Path, format: Format) -> Path:
 
 
 def shard_path(folder: Path, format: Format, file: int) -> Path:
-    """`file` counts from 0, names from 1."""
+    """The path of shard `file`, which counts from 0; the names count from 1."""
     return folder / f"experts.{format}.{file + 1:05}.bin"
 
 
 def files_of(folder: Path, format: Format) -> list[Path]:
-    """Everything that belongs to one format, finished or not."""
+    """All files of one format, finished or not."""
     return sorted(folder.glob(f"experts.{format}.*"))
 
 
 def remedy(folder: Path, format: Format) -> str:
-    """How to get a damaged format again."""
+    """Advice on how to restore a damaged format."""
     return f"delete {folder / f'experts.{format}.*'} and run {command(folder, format)}"
 
 
 def command(folder: Path, format: Format) -> str:
-    """What packs one format into this folder."""
+    """The command that packs one format into this folder."""
     return f"vismoe pack MODEL --formats {format} --out {shlex.quote(str(folder))}"
 
 
 class StoredRecord(NamedTuple):
-    """Where one expert lies, and what its bytes sum up to."""
+    """Where one expert's record lies, and its checksum."""
 
     file: int
     offset_bytes: int
@@ -80,7 +80,7 @@ class StoredRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a store holds in one format, before any record is written."""
+    """What a store holds in one format, apart from the records."""
 
     format: Format
     fingerprint: str  # of the checkpoint
@@ -90,12 +90,12 @@ class Contents:
 
     @cached_property
     def codecs(self) -> tuple[Codec, ...]:
-        """Per geometry. Raises ConfigError where the format cannot hold a type."""
+        """One per geometry. Raises ConfigError where the format cannot hold a type."""
         return tuple(_fast_codec(self.format, raw, names) for raw, names in zip(self.raw, self.transposed, strict=True))
 
     @cached_property
     def experts(self) -> tuple[ExpertId, ...]:
-        """In the order of their records."""
+        """All experts, in the order of their records."""
         return tuple(ExpertId(layer.index, expert) for layer in self.layers for expert in range(layer.num_experts))
 
     def codec(self, layer: int) -> Codec:
@@ -123,10 +123,11 @@ class Contents:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Contents":
-        """Raises KeyError, TypeError or ValueError for what `to_json` did not write, or another version's codecs did."""
+        """Raises KeyError, TypeError or ValueError for JSON that `to_json` did not write, or wrote with another version's
+        codecs."""
         geometries = value["geometries"]
         if not all(type(layer["geometry"]) is int and 0 <= layer["geometry"] < len(geometries) for layer in value["layers"]):
-            raise ValueError("a layer has a geometry that is not there")
+            raise ValueError("a layer names a geometry that the index does not have")
         contents = cls(
             Format(value["format"]),
             str(value["fingerprint"]),
@@ -134,21 +135,21 @@ class Contents:
             tuple(_layout_from_json(geometry["raw"]) for geometry in geometries),
             tuple(frozenset(geometry["transposed"]) for geometry in geometries),
         )
-        if _text(contents.to_json()) != _text(value):  # as text: 1, 1.0 and true are equal otherwise
+        if _text(contents.to_json()) != _text(value):  # compared as text, because 1, 1.0 and true compare equal in Python
             raise ValueError("its record layouts are not those of this version")
         return contents
 
 
 @dataclass(frozen=True)
 class Index:
-    """A complete format: its contents, and where each record lies."""
+    """A complete format: its contents, and the place of each record."""
 
     contents: Contents
     records: tuple[StoredRecord, ...]  # one for each of `contents.experts`
 
     @cached_property
     def file_bytes(self) -> tuple[int, ...]:
-        """Of each file: it ends with its last record."""
+        """Bytes of each file: a file ends with its last record."""
         ends: dict[int, int] = {}
         for record in self.records:
             ends[record.file] = max(ends.get(record.file, 0), record.offset_bytes + record.nbytes)
@@ -159,7 +160,7 @@ class Index:
         return (0, *accumulate(layer.num_experts for layer in self.contents.layers))
 
     def position(self, expert: ExpertId) -> int:
-        """Of an expert's record in `records`."""
+        """The index in `records` of an expert's record."""
         return self._first[expert.layer] + expert.expert
 
     def to_json(self) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class Index:
 
 
 def checksum_of(value: dict[str, Any]) -> int:
-    """Of a JSON object, however it is laid out."""
+    """The checksum of a JSON object, independent of its whitespace."""
     return crc32c(_text(value).encode())
 
 
@@ -180,7 +181,7 @@ def _text(value: dict[str, Any]) -> str:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """In one step, durable: afterwards the format exists."""
+    """Write the index durably, in one step; after that the format exists."""
     value = index.to_json()
     path = index_path(folder, index.contents.format)
     new = path.with_suffix(".json.partial")
@@ -193,7 +194,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names in it durable."""
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -202,7 +203,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_index(folder: Path, format: Format) -> Index:
-    """Raises CheckpointError for one that is missing, damaged, or of another schema."""
+    """Raises CheckpointError for an index that is missing, damaged, or of another schema."""
     path = index_path(folder, format)
     try:
         value = json.loads(path.read_bytes())
@@ -227,22 +228,22 @@ def read_index(folder: Path, format: Format) -> Index:
 
 def _index(value: dict[str, Any], format: Format) -> Index:
     if value.pop(CHECKSUM) != checksum_of(value):
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum is wrong")
     records = tuple(StoredRecord(*record) for record in value.pop("records"))
     if not records or not all(type(number) is int and number >= 0 for record in records for number in record):
-        raise ValueError("its records are not where bytes can lie")
+        raise ValueError("its records have impossible offsets or sizes")
     if sum(layer["num_experts"] for layer in value["layers"]) != len(records):
-        raise ValueError(f"it has {len(records)} records, and layers of another number of experts")
+        raise ValueError(f"it has {len(records)} records, but its layers have another number of experts")
     file_bytes = value.pop("files")
     index = Index(Contents.from_json(value), records)
     whole = plausible(index.contents, records) == len(records) == len(index.contents.experts)
     if not whole or list(index.file_bytes) != file_bytes or index.contents.format is not format:
-        raise ValueError("its parts contradict each other")
+        raise ValueError("its fields contradict each other")
     return index
 
 
 def plausible(contents: Contents, records: Sequence[StoredRecord]) -> int:
-    """How many records, from the first, have a possible size and lie right behind the one before, or begin the next file."""
+    """The number of leading records that have a possible size and begin right after the one before, or begin the next file."""
     previous = StoredRecord(0, 0, 0, 0)
     for count, (expert, record) in enumerate(zip(contents.experts, records)):
         codec = contents.codec(expert.layer)
@@ -255,7 +256,7 @@ def plausible(contents: Contents, records: Sequence[StoredRecord]) -> int:
 
 
 def _fast_codec(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
-    """The codec that packs and reads, in C++ where there is one."""
+    """The codec that packs and reads: the C++ one if the format has one."""
     codec = codec_of(format, raw, transposed)
     if format is Format.RAW:
         return codec

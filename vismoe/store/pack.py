@@ -1,4 +1,4 @@
-"""A checkpoint's experts packed into a store, one format at a time; and the check of every record of a store.
+"""Packs a checkpoint's experts into a store, one format at a time, and verifies every record of a store.
 
 Promises: bounded memory (`memory_bound_bytes`, whatever the size of the checkpoint); the same bytes for the same checkpoint,
 format and version, with any number of threads, interrupted or not; one process at a time in a folder; a store that opens is
@@ -36,13 +36,13 @@ from vismoe.types import ExpertId
 
 __all__ = ["Packed", "memory_bound_bytes", "pack", "refuse_small_disk", "verify", "workers_for"]
 
-MEMORY_BYTES = 2 * 2**30  # fewer cores are used where they would need more, but at least one
-EXPERTS_PER_WORKER = 5  # read, encoded, decoded again to compare, rearranged, waiting to be written
+MEMORY_BYTES = 2 * 2**30  # limits the number of cores that encode, to no fewer than one
+EXPERTS_PER_WORKER = 5  # buffers: read, encoded, decoded again to compare, rearranged, waiting to be written
 WORKER_BYTES = 16 * 2**20  # what an encoder uses beside records
-SPARE_BYTES = 64 * 2**20  # what allocators keep
-AHEAD = 2  # encoded records that may wait for their turn, beside one for each worker
-SPARE_DISK_BYTES = 2**28  # left to others
-SAMPLES = 4  # experts that say how large a format without a fixed size will be
+SPARE_BYTES = 64 * 2**20  # memory that allocators keep
+AHEAD = 2  # encoded records that may wait to be written, beside one for each worker
+SPARE_DISK_BYTES = 2**28  # disk space left free for other programs
+SAMPLES = 4  # experts that are encoded to estimate a format without a fixed size
 SAMPLE_MARGIN = 1.02
 LOCK = "pack.lock"
 Item = TypeVar("Item")
@@ -52,21 +52,21 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Packed:
-    """What became of one format."""
+    """The result of packing one format."""
 
     records: int
     stored_bytes: int
-    resumed_records: int  # of them there before this call; all of them where nothing was left to do
+    resumed_records: int  # records from earlier calls; all of them if nothing was left to do
 
 
 def memory_bound_bytes(contents: Contents, workers: int) -> int:
-    """What packing needs at most, beside the libraries and the description of the model."""
+    """The most memory that packing needs, beside the libraries and the description of the model."""
     largest_bytes = _largest_bytes(contents)
     return workers * (EXPERTS_PER_WORKER * largest_bytes + WORKER_BYTES) + AHEAD * largest_bytes + SPARE_BYTES
 
 
 def workers_for(contents: Contents) -> int:
-    """Threads that encode: one for each core, as far as `MEMORY_BYTES` allow."""
+    """Threads that encode: one for each core, as far as `MEMORY_BYTES` allows."""
     allowed = (workers for workers in range(cores(), 1, -1) if memory_bound_bytes(contents, workers) <= MEMORY_BYTES)
     return next(allowed, 1)
 
@@ -83,16 +83,16 @@ def pack(
     workers: int | None = None,
     on_bytes: Progress = lambda nbytes: None,
 ) -> Packed:
-    """Pack `contents` of `source` into `folder`; goes on where an earlier attempt ended, and does nothing for a complete format.
+    """Pack `contents` of `source` into `folder`. Continues an unfinished attempt, and does nothing for a complete format.
 
-    `on_bytes` is told how many bytes of experts in the model's dtype are done: those of earlier attempts first, then after each.
-    Raises CheckpointError for a checkpoint that cannot be read or changes meanwhile, and for a folder of another one; ConfigError
-    for a full disk, a folder that cannot be written, and a second process at the same time.
+    `on_bytes` receives the bytes of finished experts, in the model's dtype: first those of earlier attempts, then after each one.
+    Raises CheckpointError for a checkpoint that cannot be read or changes meanwhile, and for a folder of another checkpoint;
+    ConfigError for a full disk, a folder that cannot be written, and a second process at the same time.
     """
     with _alone(folder):
         refuse_foreign(folder, contents)
         if contents.format in formats_in(folder):
-            journal_path(folder, contents.format).unlink(missing_ok=True)  # of an attempt that died in its last step
+            journal_path(folder, contents.format).unlink(missing_ok=True)  # left by an attempt that died in its last step
             return _complete(folder, contents)
         with contextlib.closing(UnfinishedFormat(folder, contents)) as unfinished:
             resumed = unfinished.done
@@ -111,9 +111,9 @@ def pack(
 
 
 def verify(store: PackedStore, *, workers: int | None = None, on_bytes: Progress = lambda nbytes: None) -> list[str]:
-    """Read every record, past the page cache where there is a way, and compare checksums; returns a sentence for each bad one.
+    """Read every record, past the page cache if possible, and compare checksums; returns a sentence for each bad record.
 
-    `on_bytes` is told how many bytes were read so far.
+    `on_bytes` receives the number of bytes read so far.
     """
     store.read_past_cache()
 
@@ -131,7 +131,7 @@ def verify(store: PackedStore, *, workers: int | None = None, on_bytes: Progress
 
 
 def refuse_foreign(folder: Path, contents: Contents) -> None:
-    """Raises CheckpointError where `folder` holds experts of another checkpoint, in any format."""
+    """Raises CheckpointError if `folder` holds experts of another checkpoint, in any format."""
     for format in formats_in(folder):
         found = read_index(folder, format).contents
         if format is contents.format:
@@ -144,7 +144,8 @@ def refuse_foreign(folder: Path, contents: Contents) -> None:
 
 
 def refuse_small_disk(source: CheckpointStore, folder: Path, wanted: Sequence[Contents]) -> None:
-    """Raises ConfigError unless everything fits that is not in `folder` yet; a format without a fixed size is estimated."""
+    """Raises ConfigError unless the formats that `folder` lacks fit on the disk; sizes of formats without a fixed size are
+    estimated."""
     place = nearest_folder(folder)
     free = psutil.disk_usage(str(place)).free
     missing = {contents.format: _missing_bytes(source, folder, contents) for contents in wanted}
@@ -153,7 +154,7 @@ def refuse_small_disk(source: CheckpointStore, folder: Path, wanted: Sequence[Co
         parts = ", ".join(f"{format} {format_bytes(nbytes)}" for format, nbytes in missing.items())
         raise ConfigError(
             f"{place} has {format_bytes(free)} of free disk; packing needs {format_bytes(needed)} ({parts}) and leaves "
-            f"{format_bytes(SPARE_DISK_BYTES)} to others. Fix: fewer formats (--formats), another disk (--out), or make room"
+            f"{format_bytes(SPARE_DISK_BYTES)} free. Fix: fewer formats (--formats), another disk (--out), or free space"
         )
 
 
@@ -166,7 +167,7 @@ def _missing_bytes(source: CheckpointStore, folder: Path, contents: Contents) ->
 
 
 def _expected_bytes(source: CheckpointStore, contents: Contents, geometry: int) -> int:
-    """Of a record: its fixed size, or what a few experts over all layers come to."""
+    """Bytes of a record: the fixed size, or the estimate from a few experts over all layers."""
     fixed = contents.codecs[geometry].fixed_bytes
     if fixed is not None:
         return fixed
@@ -177,9 +178,9 @@ def _expected_bytes(source: CheckpointStore, contents: Contents, geometry: int) 
 
 
 def _encode(source: CheckpointStore, contents: Contents, expert: ExpertId) -> np.ndarray:
-    """One expert as it will lie on disk; a record that is decoded when it is read must decode to what it was made of."""
+    """One expert as it is stored; asserts that a record that readers decode does decode to the original."""
     codec = contents.codec(expert.layer)
-    record = torch.zeros(codec.raw.record_bytes, dtype=torch.uint8)  # zeros, for gaps are stored too
+    record = torch.zeros(codec.raw.record_bytes, dtype=torch.uint8)  # zeros, because gaps are stored too
     source.read(expert, record)
     try:
         encoded = codec.encode(record)
@@ -193,7 +194,7 @@ def _encode(source: CheckpointStore, contents: Contents, expert: ExpertId) -> np
 
 
 def _complete(folder: Path, contents: Contents) -> Packed:
-    """What there is; opening it sees to it that the files are whole."""
+    """The result for a format that is already complete; opening the store checks that the files are whole."""
     index = read_index(folder, contents.format)
     PackedStore(folder, index).close()
     return Packed(len(index.records), sum(index.file_bytes), len(index.records))
@@ -201,7 +202,8 @@ def _complete(folder: Path, contents: Contents) -> Packed:
 
 @contextlib.contextmanager
 def _naming_changes(source: CheckpointStore, again: str) -> Iterator[None]:
-    """Raises CheckpointError for a checkpoint whose files are not those that were opened; `again` packs the new ones."""
+    """Raises CheckpointError if the files of the checkpoint changed after they were opened; `again` is the advice in the
+    message."""
     try:
         yield
     except FileChangedError:
@@ -211,7 +213,7 @@ def _naming_changes(source: CheckpointStore, again: str) -> Iterator[None]:
 
 
 def _in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Results of `work` in the order of the items, made by `workers` threads that are at most `AHEAD` results ahead."""
+    """Results of `work` in the order of the items, computed by `workers` threads that run at most `AHEAD` results ahead."""
     waiting: deque[Future[Result]] = deque()
     left = iter(items)
     with ThreadPoolExecutor(workers, thread_name_prefix="vismoe-pack") as pool:
@@ -228,7 +230,7 @@ def _in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: in
 
 @contextlib.contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Within, torch uses one thread for each of ours."""
+    """Within it, torch uses one thread for each of the worker threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -239,12 +241,12 @@ def _one_torch_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Within, no other process packs into `folder`, which is made. Raises ConfigError."""
+    """Creates `folder` and locks it against other packing processes. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}. Fix: --out with a folder that can") from error
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}. Fix: --out with a writable folder") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""Experts read from a packed store: one positioned read for each, straight into the slab where the format has a fixed size.
+"""Reads experts from a packed store: one positioned read for each, straight into the slab where the format has a fixed size.
 
-Promises: a store that is not of this checkpoint, is incomplete or was cut off is refused when it is opened; the checksum of a
-record is verified on its first read in this process, and a file that was written to is read no more; every byte asked for, or
-CheckpointError with the expert, the file and the offset.
+Promises: a store that is incomplete, cut off, or packed from another checkpoint is refused when it is opened. The first read of a
+record in this process verifies its checksum, and a file that was written to is not read any more. A read returns every byte that
+was requested, or raises CheckpointError with the expert, the file and the offset.
 """
 
 import os
@@ -24,7 +24,7 @@ from vismoe.types import ExpertId, ExpertInventory, Format
 
 __all__ = ["STORE_FOLDER", "PackedStore", "contents_of", "find_store", "formats_in"]
 
-STORE_FOLDER = "vismoe-store"  # inside the checkpoint's own
+STORE_FOLDER = "vismoe-store"  # inside the checkpoint's folder
 
 
 def find_store(checkpoint_folder: Path) -> Path | None:
@@ -34,12 +34,12 @@ def find_store(checkpoint_folder: Path) -> Path | None:
 
 
 def formats_in(folder: Path) -> tuple[Format, ...]:
-    """Formats that are completely packed; empty for a folder that is no store."""
+    """Formats that are completely packed; empty for a folder that is not a store."""
     return tuple(format for format in Format if index_path(folder, format).is_file())
 
 
 def contents_of(source: CheckpointStore, format: Format, transposed: tuple[frozenset[str], ...]) -> Contents:
-    """What a store of this checkpoint in `format` holds; `transposed` names, per geometry, sections that are [in, out]."""
+    """The contents of a store of this checkpoint in `format`; `transposed` names, per geometry, sections that are [in, out]."""
     inventory = source.inventory
     return Contents(format, source.fingerprint, inventory.layers, inventory.raw_layouts, transposed)
 
@@ -47,11 +47,11 @@ def contents_of(source: CheckpointStore, format: Format, transposed: tuple[froze
 class _Shard(NamedTuple):
     path: Path
     file_bytes: int
-    state: FileState | None = None  # as it is when it is opened
+    state: FileState | None = None  # the state when the store is opened
 
 
 class PackedStore:
-    """An ExpertStore over the files of one format. Made from an index; `open` also sees to it that it is the right one."""
+    """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint."""
 
     def __init__(self, folder: Path, index: Index):
         self.contents = contents = index.contents
@@ -61,7 +61,7 @@ class PackedStore:
         largest_bytes = max(record.nbytes for record in index.records)
         self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
         self.stretch_bytes = largest_bytes
-        self.bounce_bytes = 0  # slabs begin on a block, and so do records
+        self.bounce_bytes = 0  # slabs and records both begin on a block
         self._folder, self._index = folder, index
         self._verified = np.zeros(len(index.records), dtype=bool)
         self._scratch = threading.local()
@@ -73,7 +73,8 @@ class PackedStore:
 
     @classmethod
     def open(cls, folder: Path, source: CheckpointStore, format: Format, transposed: tuple[frozenset[str], ...]) -> "PackedStore":
-        """The store in `folder` that was packed from `source`. Raises CheckpointError for any other, or a damaged one."""
+        """The store in `folder` that was packed from `source`. Raises CheckpointError for a damaged store or one of another
+        checkpoint."""
         index = read_index(folder, format)
         refuse_other(folder, index.contents, contents_of(source, format, transposed))
         return cls(folder, index)
@@ -87,13 +88,13 @@ class PackedStore:
         return remedy(self._folder, self.format)
 
     def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; or say why this filesystem cannot. Reads under way end as they began."""
+        """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
         return self._files.read_past_cache(self.stretch_bytes)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
-        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with what a slab holds; return the bytes on disk.
+        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with a slab's content; return the bytes read from disk.
 
-        A record that begins on a block and whole blocks long is read into without a copy, also past the page cache.
+        If `record` begins on a block and is whole blocks long, the read goes straight into it, also past the page cache.
         """
         codec = self.contents.codec(expert.layer)
         assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= codec.slab.record_bytes, record.shape
@@ -121,7 +122,7 @@ class PackedStore:
         return stored.nbytes
 
     def close(self) -> None:
-        """Refuse further reads with ClosedError; the files are closed when the last read that is running has ended."""
+        """Refuse further reads with ClosedError; the last running read closes the files."""
         self._files.close()
 
     def _fetch(self, files: OpenFiles, expert: ExpertId, stored: StoredRecord, into: np.ndarray) -> None:
@@ -147,7 +148,7 @@ class PackedStore:
 
 
 def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
-    """Raises CheckpointError unless what was packed is what this checkpoint, loaded as it is, would be packed as."""
+    """Raises CheckpointError unless `found` equals `wanted`, the contents that packing this checkpoint as loaded would give."""
     path = index_path(folder, found.format)
     if found.fingerprint != wanted.fingerprint:
         raise CheckpointError(
@@ -159,11 +160,11 @@ def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
     if (packed := _types(found)) != (loaded := _types(wanted)):
         raise CheckpointError(
             f"{path} holds experts of {packed}, and the model is loaded as {loaded}. "
-            "Fix: load it without dtype= (--dtype), or in place from the checkpoint (--store none)"
+            "Fix: load the model without dtype= (--dtype), or read the checkpoint in place (--store none)"
         )
     raise CheckpointError(
-        f"{path} names or lays out the experts of this checkpoint in another way: it was packed with another version of vismoe "
-        f"or transformers. Fix: {remedy(folder, found.format)}"
+        f"{path} names or lays out the experts of this checkpoint differently: another version of vismoe or transformers "
+        f"packed it. Fix: {remedy(folder, found.format)}"
     )
 
 

@@ -1,8 +1,8 @@
 """The header of a safetensors file: which tensor lies where, checked against the size of the file before anything is read.
 
-Format (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian header length N, N bytes of JSON
-`{name: {"dtype", "shape", "data_offsets": [begin, end]}}`, then the data, completely covered by the tensors, without holes.
-All offsets that leave this file are absolute, in bytes from the beginning of the file.
+Format (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian header length N, N bytes of JSON `{name:
+{"dtype", "shape", "data_offsets": [begin, end]}}`, then the data, which the tensors cover completely, without holes. Offsets in
+the results of this module are absolute, in bytes from the beginning of the file.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # may lie in a checkpoint; nothing of ours reads them
-AGAIN = "download or copy this file again (for example `hf download MODEL FILE --force-download`)"
+SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # a checkpoint may contain them; VisMoE does not read them
+AGAIN = "download or copy the file again (for example `hf download MODEL FILE --force-download`)"
 
 
 class TensorEntry(NamedTuple):
@@ -57,7 +57,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """One file as it was when its header was read."""
+    """The header of a file, with its size and times at that moment."""
 
     path: Path
     file_bytes: int
@@ -90,12 +90,12 @@ def read_header(path: str | Path) -> SafetensorsHeader:
 
 
 def refuse_changed(headers: Iterable[SafetensorsHeader], doing: str, fix: str) -> None:
-    """Raises CheckpointError unless the files are those whose headers were read; `doing`: what happened to them meanwhile."""
+    """Raises CheckpointError if a file changed after its header was read; `doing` is the activity that the message names."""
     for header in headers:
         try:
             now = FileState.of(os.stat(header.path))
         except OSError as error:
-            why = f"{header.path} went away while it was being {doing}: {error.strerror}"
+            why = f"{header.path} disappeared while it was being {doing}: {error.strerror}"
             raise CheckpointError(f"{why}. Fix: {AGAIN}, then {fix}") from error
         if header.state is not None and now != header.state:
             raise CheckpointError(f"{header.path} changed while it was being {doing}. Fix: {fix}")
@@ -135,8 +135,7 @@ def _entry(path: Path, name: str, value: Any, data_start_bytes: int) -> TensorEn
     dtype = DTYPES.get(dtype_name)
     if dtype is None and dtype_name not in SUB_BYTE_BITS:
         raise CheckpointError(
-            f"{path}: {name!r} has the type {dtype_name!r}, which this version does not know. "
-            "Fix: use a checkpoint in BF16, F16 or F32"
+            f"{path}: {name!r} has the type {dtype_name!r}, which VisMoE does not know. Fix: use a checkpoint in BF16, F16 or F32"
         )
     bits = dtype.itemsize * 8 if dtype is not None else SUB_BYTE_BITS[dtype_name]
     nbytes = -(-math.prod(shape) * bits // 8)

@@ -1,11 +1,11 @@
-"""One format of a store while it is being packed: shards under temporary names, and a journal of what lies in them for good.
+"""One format of a store while it is being packed: shards under temporary names, and a journal of the records that are durable.
 
-Records are appended in their final order, so what is done is a prefix. Promises: the journal names a record only after its bytes
-were synced; whoever dies at any moment loses at most what came after the last sync, and the next attempt goes on from there; the
-files have their final names only when all records are in them, and the index, which makes them a store, comes after that.
+Records are appended in their final order, so the finished ones are a prefix. Promises: the journal names a record only after its
+bytes were synced; a process that dies loses at most the records since the last sync, and the next attempt continues from there;
+the files get their final names only when all records are in them, and the index, which makes them a store, is written after that.
 
-Journal, `experts.FORMAT.journal`: a line of JSON with the contents and the size of shards, then for each record a line
-[file, offset_bytes, nbytes, checksum]. What follows the last line that makes sense is dropped.
+Journal, `experts.FORMAT.journal`: a line of JSON with the contents and the size of shards, then for each record a line [file,
+offset_bytes, nbytes, checksum]. Everything after the last valid line is dropped.
 """
 
 import errno
@@ -36,10 +36,10 @@ from vismoe.types import Format
 
 __all__ = ["UnfinishedFormat", "journal_path"]
 
-SHARD_BYTES = 8 * 2**30  # of a file, at most; a larger record has one of its own
-SYNC_BYTES = 256 * 2**20  # or
-SYNC_S = 5.0  # whichever comes first
-RECHECKED_RECORDS = 32  # at the end of what a journal names: the ones that a failing machine would have damaged
+SHARD_BYTES = 8 * 2**30  # most bytes of a file; a larger record gets its own file
+SYNC_BYTES = 256 * 2**20  # a sync happens after so many bytes
+SYNC_S = 5.0  # or seconds, whichever comes first
+RECHECKED_RECORDS = 32  # the last ones in a journal, which a failing machine is most likely to have damaged
 
 
 def journal_path(folder: Path, format: Format) -> Path:
@@ -47,23 +47,23 @@ def journal_path(folder: Path, format: Format) -> Path:
 
 
 class UnfinishedFormat:
-    """Opens what an earlier attempt left, or begins. One at a time in a folder; the caller sees to that.
+    """Continues an earlier attempt, or begins. The caller ensures that only one exists in a folder.
 
-    Raises CheckpointError for what belongs to another checkpoint, ConfigError when the disk is full or fails.
+    Raises CheckpointError if the folder belongs to another checkpoint, ConfigError if the disk is full or fails.
     """
 
     def __init__(self, folder: Path, contents: Contents):
         self.folder, self.contents = folder, contents
         self._head = (json.dumps({**contents.to_json(), "shard_bytes": SHARD_BYTES}) + "\n").encode()
-        self._shards: dict[int, int] = {}  # descriptors of those written to since the last sync
-        self._unsafe: list[StoredRecord] = []  # appended since then
+        self._shards: dict[int, int] = {}  # descriptors of shards written to since the last sync
+        self._unsafe: list[StoredRecord] = []  # appended since the last sync
         self._synced_s = time.monotonic()
         path = journal_path(folder, contents.format)
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         begun = bool(lines) and lines[0].endswith(b"\n")
         if begun and lines[0] != self._head:
             raise CheckpointError(
-                f"{path} is of another checkpoint, or of this one before it changed. "
+                f"{path} belongs to another checkpoint, or to this one before it changed. "
                 f"Fix: {remedy(folder, contents.format)}, or choose another folder (--out)"
             )
         self._safe: list[StoredRecord] = []
@@ -77,7 +77,7 @@ class UnfinishedFormat:
 
     @property
     def done(self) -> int:
-        """Records that are appended: the next one is that of `contents.experts[done]`."""
+        """Number of appended records: the next one is that of `contents.experts[done]`."""
         return len(self._safe) + len(self._unsafe)
 
     def append(self, encoded: np.ndarray) -> None:
@@ -113,7 +113,7 @@ class UnfinishedFormat:
         return index
 
     def close(self) -> None:
-        """What was not synced is forgotten."""
+        """Discard records that were not synced."""
         self._close_shards()
         if self._journal >= 0:
             os.close(self._journal)
@@ -129,7 +129,7 @@ class UnfinishedFormat:
         self._unsafe, self._synced_s = [], time.monotonic()
 
     def _begin(self) -> None:
-        """Only the journal, with its first line; whatever has no index and no journal is nobody's."""
+        """Write the journal with its first line; delete files that belong to no index or journal."""
         os.ftruncate(self._journal, 0)
         for path in files_of(self.folder, self.contents.format):
             if path != journal_path(self.folder, self.contents.format):
@@ -138,9 +138,9 @@ class UnfinishedFormat:
         sync_folder(self.folder)
 
     def _resume(self, lines: list[bytes]) -> None:
-        """Go on behind the last record that is certain; what lies behind it is cut off."""
+        """Continue after the last record that is certainly intact; cut off what follows it."""
         for path in files_of(self.folder, self.contents.format):
-            if path.suffix == ".bin":  # an attempt that died in `finish` has renamed some
+            if path.suffix == ".bin":  # an attempt that died in `finish` has renamed some shards
                 os.replace(path, path.with_name(f"{path.name}.partial"))
         self._safe = self._intact(lines)
         os.ftruncate(self._journal, len(self._head) + sum(len(_line(record)) for record in self._safe))
@@ -157,7 +157,7 @@ class UnfinishedFormat:
         os.fsync(self._journal)
 
     def _next(self, nbytes: int) -> tuple[int, int]:
-        """(file, offset_bytes) of the record that follows."""
+        """(file, offset_bytes) of the next record."""
         if not self.done:
             return 0, 0
         last = (self._unsafe or self._safe)[-1]
@@ -177,7 +177,7 @@ class UnfinishedFormat:
         self._shards = {}
 
     def _intact(self, lines: list[bytes]) -> list[StoredRecord]:
-        """The records that a journal names, up to the first that makes no sense or whose bytes are not there."""
+        """The records that a journal names, up to the first invalid line or damaged record."""
         records: list[StoredRecord] = []
         for line in lines:
             if (record := _record(line)) is None:
@@ -193,13 +193,13 @@ class UnfinishedFormat:
             del records[bad:]
 
     def _within_files(self, records: list[StoredRecord]) -> int:
-        """How many records, from the first, end before their file does: one may have been cut short or lost since."""
+        """The number of records, from the first, that lie within their file: a file may have been cut short or lost."""
         sizes = {file: self._partial_bytes(file) for file in {record.file for record in records}}
         ends = (record.offset_bytes + record.nbytes <= sizes[record.file] for record in records)
         return sum(itertools.takewhile(bool, ends))
 
     def _partial_bytes(self, file: int) -> int:
-        """0 where there is none."""
+        """Bytes of an unfinished shard; 0 if there is none."""
         try:
             return self._partial(file).stat().st_size
         except FileNotFoundError:
@@ -213,29 +213,29 @@ class UnfinishedFormat:
             return False
 
     def _failed(self, error: OSError) -> ConfigError:
-        """What to say when writing fails."""
+        """The error for a failed write."""
         safe = f"{len(self._safe)} of {len(self.contents.experts)} experts are safe in {self.folder}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return ConfigError(
                 f"{self.folder} cannot be written: {error.strerror or error}; {safe}. "
-                "Fix: check the disk and its permissions, then run the same command again: it goes on there"
+                "Fix: check the disk and its permissions, then run the same command again: it continues from there"
             )
         free, stored = psutil.disk_usage(str(self.folder)).free, sum(record.nbytes for record in self._safe)
         left = (stored / len(self._safe)) * (len(self.contents.experts) - len(self._safe)) if self._safe else 0
         about = f", and the others need about {format_bytes(left)}" if left else ""
         return ConfigError(
             f"The disk of {self.folder} is full: {format_bytes(free)} are free{about}; {safe}. "
-            "Fix: make room and run the same command again, it goes on there; or choose another disk (--out)"
+            "Fix: free some space and run the same command again, which continues from there; or choose another disk (--out)"
         )
 
 
 def _line(record: StoredRecord) -> bytes:
-    """Of the journal."""
+    """A record as a line of the journal."""
     return f"{json.dumps(record)}\n".encode()
 
 
 def _record(line: bytes) -> StoredRecord | None:
-    """What `_line` wrote; None for anything else."""
+    """The record of a line that `_line` wrote; None for anything else."""
     try:
         record = StoredRecord(*json.loads(line))
     except (TypeError, ValueError):

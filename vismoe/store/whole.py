@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all."""
+"""Writes small files so that they exist whole or not at all."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replaces the file at `path` in one step, through a neighbour that is gone when this ends. Raises OSError."""
+    """Replaces the file at `path` in one step, through a temporary neighbour that is removed on failure. Raises OSError."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with temporary.open("wb") as file:

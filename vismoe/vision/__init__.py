@@ -1,1 +1,1 @@
-"""Visual tokens: which of them matter, which go deeper, and a picture of those that did. Pure."""
+"""Visual tokens: how much each matters, which are kept, and a picture of the kept ones. Pure."""

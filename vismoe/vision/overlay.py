@@ -1,26 +1,26 @@
-"""A picture of what was kept: the image itself, with the squares of dropped visual tokens grey and dim."""
+"""A picture of the kept tokens: the image, with the squares of dropped visual tokens grey and dim."""
 
 import numpy as np
 from PIL import Image
 
 __all__ = ["kept_overlay"]
 
-DIMMED = 0.35  # of a dropped token's brightness
+DIMMED = 0.35  # factor of a dropped token's brightness
 LINE = (255, 255, 255)
 LINE_OPACITY = 0.35
-SMALLEST_SQUARE = 6  # pixels: below, lines would hide the picture
+SMALLEST_SQUARE = 6  # pixels; between smaller squares, lines would hide the picture
 
 
 def kept_overlay(image: Image.Image, grid: tuple[int, int], kept: np.ndarray) -> Image.Image:
     """`image` as RGB in its own size; `grid` is (rows, columns) of visual tokens, `kept` the indices of those that were kept.
 
-    A token is a rows-th of the height and a columns-th of the width, in whole pixels; the image is taken upright, as it was
-    encoded. Raises ValueError for an index outside the grid.
+    A token covers a rows-th of the height and a columns-th of the width, in whole pixels. The image is first turned upright, as
+    for encoding. Raises ValueError for an index outside the grid.
     """
     rows, columns = grid
     kept = np.asarray(kept, dtype=np.int64)
     if kept.size and not 0 <= kept.min() <= kept.max() < rows * columns:
-        raise ValueError(f"kept tokens {kept.min()} to {kept.max()} do not lie in a grid of {rows} x {columns}")
+        raise ValueError(f"kept tokens {kept.min()} to {kept.max()} are not all in a grid of {rows} x {columns}")
     tokens = np.zeros(rows * columns, bool)
     tokens[kept] = True
     pixels = np.asarray(image.convert("RGB"))
@@ -37,5 +37,6 @@ def kept_overlay(image: Image.Image, grid: tuple[int, int], kept: np.ndarray) ->
 
 
 def _cuts(pixels: int, parts: int) -> np.ndarray:
-    """First pixel of each of `parts` stretches by where its middle lies, and one past the last: int64 `[parts + 1]`."""
+    """First pixel of each of `parts` stretches, and one past the last: int64 `[parts + 1]`; a pixel belongs where its middle
+    lies."""
     return -((parts - 2 * np.arange(parts + 1) * pixels) // (2 * parts))

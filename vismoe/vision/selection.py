@@ -1,9 +1,9 @@
-"""Which visual tokens of one image go deeper: pure functions of saliency and routing, the same answer for the same input.
+"""Which visual tokens of one image are kept: pure functions of saliency and routing, deterministic.
 
 N visual tokens, A experts that a token uses in the layers before the pruning (all layers together), D numbers in a hidden state.
-`affinity` is algorithm 1 of VisMMoE; `saliency`, `distinct` (the same, where the caller hands over how unlike the others an
-embedding is), `visionzip`, `uniform` and `random` stand beside it. All keep floor(keep * N) tokens, at least one. Of equal tokens
-the first goes first; saliency that is the same everywhere counts as 0.
+`affinity` is algorithm 1 of VisMMoE; the alternatives are `saliency`, `distinct` (the same, if the caller passes distinctness as
+saliency), `visionzip`, `uniform` and `random`. All keep floor(keep * N) tokens, at least one. Of equal tokens the first is
+preferred; saliency that is the same everywhere counts as 0.
 """
 
 import math
@@ -16,18 +16,18 @@ from vismoe.errors import ConfigError, InputError
 
 __all__ = ["SELECTIONS", "KeptImage", "Pruning", "Selection", "kept_count", "select"]
 
-ROUNDING = 1e-9  # of share * N, so that 0.29 of 100 is 29 although the product in floating point lies just below
-CONTEXTUAL_SHARE = 10 / 64  # of the tokens that VisionZip keeps: 54 dominant and 10 contextual ones of 64
+ROUNDING = 1e-9  # tolerance of share * N, so that 0.29 of 100 is 29 although the floating-point product is slightly smaller
+CONTEXTUAL_SHARE = 10 / 64  # share of contextual tokens that VisionZip keeps: 54 dominant and 10 contextual ones of 64
 
 
 @dataclass(frozen=True)
 class Pruning:
-    """How visual tokens are selected. Raises ConfigError for values that cannot be."""
+    """How visual tokens are selected. Raises ConfigError for invalid values."""
 
-    keep: float = 1.0  # beta: share of the visual tokens that go deeper; 1.0 is exact
+    keep: float = 1.0  # beta: share of the visual tokens that are kept; 1.0 is exact
     selection: str = "affinity"
-    core_share: float = 0.2  # alpha: share that affinity keeps for their saliency alone, at most `keep`
-    expansion_weight: float = 2.0  # lambda: what a token's new experts count against its saliency (affinity)
+    core_share: float = 0.2  # alpha: share of all tokens that affinity keeps for their saliency alone, at most `keep`
+    expansion_weight: float = 2.0  # lambda: weight of a token's new experts against its saliency (affinity)
     seed: int = 0  # of `random`
 
     def __post_init__(self) -> None:
@@ -37,43 +37,43 @@ class Pruning:
         if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
             raise ConfigError(f"keep, core_share and expansion_weight are numbers, not {', '.join(map(repr, numbers))}")
         if not 0 < self.keep <= 1:
-            raise ConfigError(f"keep={self.keep}: the share of visual tokens that is kept lies above 0 and up to 1, e.g. 0.5")
+            raise ConfigError(f"keep={self.keep}: the share of visual tokens to keep must be above 0 and at most 1, e.g. 0.5")
         if not 0 <= self.core_share <= 1:
-            raise ConfigError(f"core_share={self.core_share}: a share lies between 0 and 1, e.g. 0.2")
+            raise ConfigError(f"core_share={self.core_share}: must be between 0 and 1, e.g. 0.2")
         if not 0 <= self.expansion_weight < math.inf:
-            raise ConfigError(f"expansion_weight={self.expansion_weight}: a number of at least 0, e.g. 2.0")
+            raise ConfigError(f"expansion_weight={self.expansion_weight}: must be a number of at least 0, e.g. 2.0")
         if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: a whole number of at least 0")
+            raise ConfigError(f"seed={self.seed}: must be a whole number of at least 0")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The tokens of one image that go deeper, and what that means for the experts they ask for.
+    """The tokens of one image that are kept, and the effect on demanded experts.
 
-    The expansion of a token (equation 2) is the share of its experts that no token of the core uses. It and `coverage` are
-    measured for every selection against affinity's core, and are None where no routing is known or everything is kept.
+    The expansion of a token (equation 2) is the share of its experts that no token of the core uses. Expansion and `coverage` are
+    measured for every selection against affinity's core; they are None if no routing is known or everything is kept.
     """
 
     kept: np.ndarray  # int64 [K], ascending: indices within the image
-    coverage: float | None = None  # share of all (layer, expert) pairs of the layers before that the core's tokens use
+    coverage: float | None = None  # share of all (layer, expert) pairs before the pruning that the core's tokens use
     mean_expansion: float | None = None  # over the tokens outside the core
-    kept_expansion: float | None = None  # over those of them that are kept
-    merged_into: np.ndarray | None = None  # int64 [N], visionzip: index into `kept` of the average that a token joins; -1: none
+    kept_expansion: float | None = None  # over the kept tokens outside the core
+    merged_into: np.ndarray | None = None  # int64 [N], visionzip: index into `kept` of the token whose average it joins; -1: none
 
 
 @dataclass(frozen=True)
 class KeptImage:
-    """One image of a prompt, and what was kept of it."""
+    """One image of a prompt, and its kept tokens."""
 
     row: int  # of the batch
     start: int  # position of its first token in the sequence
-    grid: tuple[int, int] | None  # rows and columns of tokens, where the tower was told
+    grid: tuple[int, int] | None  # rows and columns of tokens, if the tower received them
     selection: Selection
     tokens: int
 
 
 def kept_count(share: float, tokens: int) -> int:
-    """floor(share * tokens), as if share were the decimal number that was written."""
+    """floor(share * tokens), computed as if share were its exact decimal number."""
     return math.floor(share * tokens + ROUNDING)
 
 
@@ -82,9 +82,9 @@ def select(
 ) -> Selection:
     """The tokens of one image to keep.
 
-    `saliency` float [N]; `active` int [N, A] holds addresses (MoE layer * most experts + expert), -1 for none, and A is 0 where
-    no routing is known; `pairs` is the number of addresses there are; `features` float [N, D] are needed by `visionzip` only.
-    Raises InputError for saliency that is not finite.
+    `saliency` float [N]; `active` int [N, A] holds addresses (MoE layer * most experts + expert), -1 for none, and A is 0 if no
+    routing is known; `pairs` is the number of addresses; only `visionzip` needs `features` float [N, D]. Raises InputError for
+    saliency that is not finite.
     """
     tokens = len(saliency)
     if pruning.keep == 1.0 or tokens == 0:
@@ -92,7 +92,7 @@ def select(
     case = _Case.of(pruning, saliency, active, pairs)
     kept, merged_into = np.sort(SELECTIONS[pruning.selection](case)), None
     if pruning.selection == "visionzip":
-        assert features is not None and len(features) == tokens, "visionzip merges by the features of every token"
+        assert features is not None and len(features) == tokens, "visionzip needs the features of every token"
         merged_into = _merged(case, kept, features)
     if not active.shape[1]:
         return Selection(kept, merged_into=merged_into)
@@ -115,14 +115,14 @@ class _Case:
     salient: np.ndarray  # float64 [N], 0 to 1
     expansion: np.ndarray  # float64 [N], equation 2; 0 for a token without experts
     core: np.ndarray  # int64, most salient first
-    core_pairs: int  # that the core's tokens use
+    core_pairs: int  # (layer, expert) pairs that the core's tokens use
     count: int  # tokens to keep
 
     @classmethod
     def of(cls, pruning: Pruning, saliency: np.ndarray, active: np.ndarray, pairs: int) -> "_Case":
         salient = _normalised(saliency)
         core = _top(salient, kept_count(min(pruning.core_share, pruning.keep), len(salient)))
-        covered = np.zeros(pairs + 1, bool)  # the last one stands for the address -1
+        covered = np.zeros(pairs + 1, bool)  # the last element is for the address -1
         covered[active[core]] = True
         covered[-1] = True
         used = np.sort(active, axis=1)
@@ -134,7 +134,7 @@ class _Case:
 
 
 def _affinity(case: _Case) -> np.ndarray:
-    """Algorithm 1: the core, and what is salient among the others without asking for experts that the core does not use."""
+    """Algorithm 1: the core, then the salient tokens that demand few experts which the core does not use."""
     score = case.salient - case.pruning.expansion_weight * case.expansion
     score[case.core] = np.inf
     return _top(score, case.count)
@@ -155,7 +155,8 @@ def _random(case: _Case) -> np.ndarray:
 
 
 def _visionzip(case: _Case) -> np.ndarray:
-    """The most salient (dominant) tokens, and contextual ones evenly over the rest, each for the average of those like it."""
+    """The most salient (dominant) tokens, and contextual ones evenly over the rest; each contextual token averages similar
+    ones."""
     dominant = _dominant(case)
     others = np.setdiff1d(np.arange(len(case.salient)), dominant)
     return np.concatenate([dominant, others[_spread(len(others), case.count - len(dominant))]])
@@ -166,7 +167,7 @@ def _dominant(case: _Case) -> np.ndarray:
 
 
 def _merged(case: _Case, kept: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """int64 [N]: every token that is not dominant joins the contextual one it resembles most (cosine); those join their own."""
+    """int64 [N]: every token that is not dominant joins the contextual token that it resembles most (cosine)."""
     dominant = _dominant(case)
     merged = np.full(len(features), -1)
     contextual = np.setdiff1d(kept, dominant)
@@ -191,7 +192,7 @@ SELECTIONS: dict[str, Callable[[_Case], np.ndarray]] = {
 
 
 def _normalised(saliency: np.ndarray) -> np.ndarray:
-    """Min-max to float64 between 0 and 1; all 0 where all are equal."""
+    """Min-max scaled to float64 between 0 and 1; all 0 if all are equal."""
     finite = np.isfinite(saliency)
     if not finite.all():
         raise InputError(
@@ -204,12 +205,12 @@ def _normalised(saliency: np.ndarray) -> np.ndarray:
 
 
 def _top(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest, largest first; of equals the first."""
+    """Indices of the `count` largest values, largest first; of equal ones the first."""
     return np.argsort(-values, kind="stable")[:count]
 
 
 def _spread(tokens: int, count: int) -> np.ndarray:
-    """`count` different indices evenly over `tokens`."""
+    """`count` different indices, evenly over `tokens`."""
     return (2 * np.arange(count) + 1) * tokens // (2 * max(count, 1))
 
 

@@ -1,4 +1,4 @@
-// affine_encode.h, compiled for any processor, and the choice among the instruction sets.
+// affine_encode.h compiled for any processor, and the choice of the instruction set.
 
 #include "affine_encode.h"
 
@@ -19,7 +19,7 @@ EncodeRows* encoder_of(std::int32_t isa) {
 }  // namespace
 }  // namespace vismoe::affine
 
-// Encodes rows of finite weights: 8, 4 or 2 bits. `isa` is an Isa of kernels.h.
+// Encodes rows of finite weights in 8, 4 or 2 bits. `isa` is an Isa of kernels.h.
 VISMOE_API void vismoe_affine_encode(std::int32_t bits, const vismoe::affine::Rows* rows, const vismoe::affine::Search* search,
                                      std::int32_t isa) {
   vismoe::affine::encoder_of(isa)(bits, *rows, *search);

@@ -1,7 +1,7 @@
-// Encoding rows of weights in the integer formats, as vismoe/formats/half_quadratic.py and affine.py define it.
+// Encodes rows of weights in the integer formats, as vismoe/formats/half_quadratic.py and affine.py define it.
 //
-// Sums are taken over the same sixteen lanes whatever the width of vectors, and nothing is fused, so all instruction sets give
-// the same bits. Functions are in an anonymous namespace, so that the linker does not hand one set another's.
+// Sums use the same sixteen lanes whatever the vector width, and no operation is fused, so all instruction sets give the same
+// bits. Functions are in an anonymous namespace, so that the linker does not mix the copies of several sets.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace vismoe::affine {
 
-// How scales and offsets are found: the values of half_quadratic.py.
+// How scales and offsets are found; the values come from half_quadratic.py.
 struct Search {
   const float* kept_ranges;  // [kept_count]
   std::size_t kept_count, steps;
@@ -158,7 +158,7 @@ inline double bfloat16(double value) {
   return rounded;
 }
 
-// Of a value that is a bfloat16.
+// The argument is a bfloat16 value already.
 inline std::uint16_t bfloat16_bits(double value) {
   const float exact = static_cast<float>(value);
   std::uint32_t bits;
@@ -173,7 +173,7 @@ struct Line {
   double inverse() const { return scale > 0 ? 1 / scale : 0; }
 };
 
-// Sums over a group's codes and weights: all that a fit needs to know.
+// Sums over a group's codes and weights: all that a fit needs.
 struct Moments {
   double mean_code, variance, covariance, explained;
 
@@ -328,7 +328,7 @@ class Group {
     return {inputs_, total(codes), total(squares), total(products), sum_};
   }
 
-  // The sum of squares of what is lost, in units.
+  // The sum of squared errors, in units.
   float error(const Line& line, const float* codes) const {
     const Line units = in_units(line);
     Floats sum = all(0);
@@ -350,7 +350,7 @@ class Group {
   double low_, high_, centre_, inverse_, sum_, mean_;
 };
 
-// Centred codes [inputs], inputs a multiple of what 32 bytes hold -> bytes: as many lanes of bits as fit, 32 inputs apart.
+// Centred codes [inputs] -> bytes; inputs are a multiple of what 32 bytes hold. As many bit lanes as fit, 32 inputs apart.
 template <int kBits>
 void pack(const std::int8_t* codes, std::size_t bytes, std::uint8_t* out) {
   if (kBits == 8) {

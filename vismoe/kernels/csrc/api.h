@@ -1,4 +1,4 @@
-// What Python may call, and what compilers disagree about.
+// The macro for functions that Python calls, and differences between compilers.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What both AVX-512 files use; like kernel.h, in an anonymous namespace.
+// Helpers of both AVX-512 files; like kernel.h, in an anonymous namespace.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace vismoe {
 namespace {
 
-// totals[r] = the sum of s[r]'s sixteen lanes, always in the same order.
+// totals[r] = the sum of the sixteen lanes of s[r], always in the same order.
 inline void sum4_avx512(const __m512 (&s)[4], float (&totals)[4]) {
   const __m512 pairs01 = _mm512_add_ps(_mm512_unpacklo_ps(s[0], s[1]), _mm512_unpackhi_ps(s[0], s[1]));
   const __m512 pairs23 = _mm512_add_ps(_mm512_unpacklo_ps(s[2], s[3]), _mm512_unpackhi_ps(s[2], s[3]));

@@ -1,7 +1,7 @@
 // CRC-32C (Castagnoli; RFC 3720, appendix B.4) of records.
 //
-// A checksum is a polynomial over GF(2) modulo P with its bits reflected: bit 31 is the coefficient of x^0. More bytes make of it
-// (checksum before) * x^(8 * bytes) + (what those bytes alone give), so runs of bytes can be worked on side by side.
+// A checksum is a polynomial over GF(2) modulo P with its bits reflected: bit 31 is the coefficient of x^0. Appending bytes gives
+// (checksum before) * x^(8 * bytes) + (checksum of those bytes alone), so several runs of bytes can be processed in parallel.
 
 #include <array>
 #include <cstddef>
@@ -28,7 +28,7 @@ constexpr std::uint32_t shifted(std::uint32_t a, std::size_t power) {
 
 using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 
-// [k][b]: what byte b gives, followed by k zero bytes.
+// [k][b]: the checksum of byte b followed by k zero bytes.
 constexpr Tables make_tables() {
   Tables tables{};
   for (std::uint32_t b = 0; b < 256; b++)
@@ -57,9 +57,9 @@ std::uint32_t extend_portable(std::uint32_t crc, const std::uint8_t* data, std::
 #if defined(__x86_64__)
 #define WITH_CRC __attribute__((target("sse4.2,pclmul")))
 
-constexpr std::size_t kLaneBytes = 4096;  // three lanes are worked on side by side: the instruction takes three cycles
+constexpr std::size_t kLaneBytes = 4096;  // three lanes run interleaved, because the instruction has a latency of three cycles
 
-// x^(8 bytes - 33) modulo P: the carry-less product of it and a register is a 64-bit word whose checksum is the shifted register.
+// x^(8 bytes - 33) modulo P: its carry-less product with a register is a 64-bit word whose checksum is the shifted register.
 constexpr std::uint32_t shift_by(std::size_t bytes) { return shifted(0x80000000, 8 * bytes - 33); }
 
 WITH_CRC std::uint64_t shift(std::uint64_t crc, std::uint32_t by) {
@@ -87,8 +87,8 @@ WITH_CRC std::uint32_t extend_hardware(std::uint32_t start, const std::uint8_t* 
 
 }  // namespace
 
-// The checksum of data [bytes], continuing from that of what came before (0: nothing). `portable` leaves the processor's
-// instructions out.
+// The checksum of data [bytes], continued from the checksum of the preceding bytes (0: none). `portable` does not use the
+// processor's CRC instructions.
 VISMOE_API std::uint32_t vismoe_crc32c(const std::uint8_t* data, std::size_t bytes, std::uint32_t before, int portable) {
 #if defined(__x86_64__)
   if (!portable && __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) {

@@ -1,8 +1,8 @@
-// The C interface of the expert kernels: one call computes all experts of a layer, one linear, or one sum of parts.
+// The C interface of the expert kernels: one call computes all experts of a layer, one linear, or one sum of expert outputs.
 //
-// A call is cut into tasks that are claimed in order: packing inputs, then up and activation of every expert, then down. A task
-// waits only for earlier ones, of its own expert where it can, so the threads meet no barrier. Calls from several threads take
-// turns.
+// A call is cut into tasks that threads claim in order: first packing inputs, then up and activation of every expert, then down.
+// A task waits only for earlier ones, where possible only for those of its own expert, so there is no barrier. Calls from several
+// threads run one after another.
 
 #include <pthread.h>
 
@@ -21,18 +21,18 @@
 namespace vismoe {
 namespace {
 
-constexpr std::size_t kTaskBytes = 256 * 1024;   // weights of one task and matrix, at most: some microseconds
-constexpr std::size_t kLeastBytes = 32 * 1024;   // the same, at least
-constexpr std::size_t kTasksOfThread = 32;       // wanted, so that threads end together
-constexpr std::size_t kAloneBytes = 128 * 1024;  // less than this is read before another thread has woken up
+constexpr std::size_t kTaskBytes = 256 * 1024;   // most weights of one task and matrix: some microseconds
+constexpr std::size_t kLeastBytes = 32 * 1024;   // least weights of one task and matrix
+constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads finish together
+constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than this before another has woken up
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 
 enum Stage { kPack, kUp, kDown, kProduct, kCombine };
 
 struct Task {
   Stage stage;
-  std::size_t expert;      // of kUp and kDown; a kDown that adds begins with it and takes all after it too
-  std::size_t begin, end;  // pairs of kPack, tokens of kCombine, outputs otherwise
+  std::size_t expert;      // for kUp and kDown; a kDown that adds covers this expert and all after it
+  std::size_t begin, end;  // pairs for kPack, tokens for kCombine, otherwise outputs
 };
 
 std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
@@ -43,7 +43,7 @@ struct State {
   std::size_t threads = 1;
   Isa isa = kPortable;
   std::unique_ptr<Pool> pool;
-  std::uint8_t* workspace = nullptr;  // grows and is kept, like all below
+  std::uint8_t* workspace = nullptr;  // grows and is kept, like all members below
   std::size_t workspace_bytes = 0;
   std::vector<Task> tasks;
   std::unique_ptr<std::atomic<std::size_t>[]> up_left;
@@ -82,8 +82,8 @@ struct State {
 
 State* state = nullptr;
 
-// A forked child has none of its parent's threads, and perhaps a lock that nobody will open: it begins anew, with the same
-// settings.
+// A forked child has none of its parent's threads, and a lock that one of them held would never be released: the child starts new
+// ones with the same settings.
 void begin_anew() {
   State* fresh = new State;
   fresh->threads = state->threads;
@@ -119,7 +119,7 @@ class Job {
   }
   virtual ~Job() = default;
 
-  // Runs all tasks, by this thread alone where they read fewer than kAloneBytes.
+  // Runs all tasks; this thread runs them alone where they read fewer than kAloneBytes.
   void run_all(State& s) {
     if (bytes_ < kAloneBytes) return work(0);
     s.started_pool().run([](void* job, std::size_t thread) { static_cast<Job*>(job)->work(thread); }, this);
@@ -133,7 +133,7 @@ class Job {
     tasks_.push_back({stage, expert, begin, end});
   }
 
-  // Tasks for `outputs` outputs, each of one matrix or of several; returns how many.
+  // Adds tasks for `outputs` outputs, each task of one matrix or of several; returns the number of tasks.
   std::size_t cut(Stage stage, std::size_t outputs, std::size_t bytes_of_one, std::size_t expert = 0, std::size_t matrices = 1) {
     const std::size_t fitting = task_bytes(matrices) / std::max<std::size_t>(bytes_of_one, 1) / 16 * 16;
     const std::size_t step = std::clamp(fitting, std::size_t{16}, kChunkRows);
@@ -146,8 +146,8 @@ class Job {
   std::vector<Task>& tasks_;
 
  private:
-  // Each thread claims one task ahead. No wait is for ever: tasks wait for earlier ones only, and the earliest that is not done is
-  // running, since the thread that claimed it could only be held up by one still earlier.
+  // Each thread claims one task ahead. No wait is endless: a task waits for earlier ones only, and the earliest unfinished task
+  // is running, since only a still earlier task could hold up the thread that claimed it.
   void work(std::size_t thread) {
     const Task* task = claim();
     while (task != nullptr) {
@@ -162,7 +162,7 @@ class Job {
     return i < tasks_.size() ? &tasks_[i] : nullptr;
   }
 
-  const std::size_t bytes_, share_bytes_;  // of all tasks, of one where threads are to end together
+  const std::size_t bytes_, share_bytes_;  // of all tasks; of one task, so that threads finish together
   std::atomic<std::size_t> next_{0};
 };
 
@@ -179,7 +179,7 @@ struct Input {
   }
 };
 
-// The bytes of a call: packed inputs, intermediate results (none for a linear), and what each thread needs.
+// The workspace bytes of a call: packed inputs, intermediate results (none for a linear), and scratch per thread.
 struct Workspace {
   std::size_t x_bytes, h_bytes, scratch_bytes, most_inputs;  // of a row, a row, a thread
 
@@ -227,17 +227,17 @@ class PackedJob : public Job {
   std::atomic<std::size_t> packing_left_{0};
 };
 
-std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes + 4 * m.groups); }  // of one row
+std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes + 4 * m.groups); }  // bytes of one row
 std::size_t all_bytes(const Matrix& m) { return index(m.rows) * read_bytes(m); }
 
-// The formats in which records of a call lie: all of one hidden and one intermediate size.
+// The formats of the records of a call; all have the same hidden and intermediate size.
 struct Formats {
   const Expert* experts;
   std::size_t count;
 
   std::size_t hidden() const { return experts->hidden(); }
   std::size_t intermediate() const { return experts->intermediate(); }
-  // Inputs are packed once, for all formats: where one is fp16, in the type that serves fp16 too.
+  // Inputs are packed once for all formats: if one is fp16, in the type that serves fp16 too.
   std::int32_t encoding() const {
     for (std::size_t f = 0; f < count; f++) {
       if (experts[f].up.encoding == kRawFp16) return kRawFp16;
@@ -246,7 +246,7 @@ struct Formats {
   }
 };
 
-// The experts of a call: where they lie, in which of the formats, and which pairs are theirs.
+// The experts of a call: the addresses, formats and pairs of each.
 struct Records {
   const Formats formats;
   const std::size_t count;
@@ -258,12 +258,12 @@ struct Records {
   const std::uint8_t* record(std::size_t e) const { return reinterpret_cast<const std::uint8_t*>(addresses[e]); }
   std::size_t first(std::size_t e) const { return index(starts[e]); }
   std::size_t pairs(std::size_t e) const { return index(starts[e + 1]) - first(e); }
-  // The next expert from e on that has pairs; `count` where there is none.
+  // The first expert from e on that has pairs; `count` if there is none.
   std::size_t used(std::size_t e) const {
     while (e < count && pairs(e) == 0) e++;
     return e;
   }
-  // The sum of bytes(expert) over all that have pairs.
+  // The sum of bytes(expert) over all experts that have pairs.
   template <class F>
   std::size_t sum(F bytes) const {
     std::size_t total = 0;
@@ -386,7 +386,7 @@ class CombineJob : public Job {
         dtype_(dtype),
         rows_(s.rows),
         starts_(s.row_starts) {
-    starts_.assign(count + 2, 0);  // counted two places on, so that filling moves each start to its place
+    starts_.assign(count + 2, 0);  // counts are written two places later, so that filling moves each start to its place
     for (std::size_t p = 0; p < pairs; p++) starts_[index(tokens[p]) + 2]++;
     for (std::size_t t = 2; t < count + 2; t++) starts_[t] += starts_[t - 1];
     rows_.resize(pairs);
@@ -430,8 +430,8 @@ VISMOE_API std::uint32_t vismoe_isas() {
   return found;
 }
 
-// Sets the threads and the instruction set of all later calls, and lets the workspace go. Threads are started by the first call
-// that needs them.
+// Sets the threads and the instruction set of all later calls, and frees the workspace. The first call that needs threads starts
+// them.
 VISMOE_API void vismoe_start(std::size_t threads, std::int32_t isa) {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -449,17 +449,19 @@ VISMOE_API std::size_t vismoe_workspace_bytes(const Expert* experts, std::size_t
   return Workspace(kernels, all.hidden(), all.intermediate()).bytes(pairs, threads);
 }
 
-// Bytes of the workspace as it is now.
+// Bytes of the workspace now.
 VISMOE_API std::size_t vismoe_held_bytes() {
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
   return s.workspace_bytes;
 }
 
-// Experts 0 .. n with their records at `addresses`; record i lies as experts[precisions[i]] says, with null as experts[0] does.
+// Experts 0 .. n with their records at `addresses`; record i has the layout experts[precisions[i]], or experts[0] if that is
+// null.
 // Pairs starts[i] .. starts[i + 1] belong to expert i. hidden [T, H] contiguous.
-// adding == 0: out float32 [P, H] = factor * expert(hidden[token]); otherwise out float32 [T, H] += that, experts in their order.
-// Returns 0, or 1 where there is no memory for the workspace or there are no threads to be had.
+// adding == 0: out float32 [P, H] = factor * expert(hidden[token]); otherwise this is added to out float32 [T, H], experts in
+// order.
+// Returns 0, or 1 if memory for the workspace or threads could not be had.
 VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t formats, std::size_t n, const std::uint64_t* addresses,
                                        const std::uint8_t* precisions, const std::int32_t* starts, const std::int32_t* tokens,
                                        const float* factors, const void* hidden, std::int32_t dtype, float* out,
@@ -476,7 +478,7 @@ VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t format
   return 1;
 }
 
-// out [n, rows] = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. Returns as above.
+// out [n, rows] = x [n, inputs] weight [rows, inputs]^T + bias, in the type of x. Returns 0 or 1, as above.
 VISMOE_API std::int32_t vismoe_linear(const Matrix* matrix, const void* weight, const void* x, std::int32_t dtype, std::size_t n,
                                       void* out) try {
   State& s = the_state();

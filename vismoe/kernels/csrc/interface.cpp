@@ -1,4 +1,5 @@
-// The number of this interface: raised with every change of a function that Python calls, in vismoe/kernels/library.py as well.
+// The version of this interface: raise it here and in vismoe/kernels/library.py with every change of a function that Python
+// calls.
 
 #include <cstdint>
 

@@ -1,16 +1,15 @@
-// The one kernel, as templates over an instruction set. Included by one file per set, each compiled with its own flags:
-// everything here is in an anonymous namespace, so that the linker never takes one set's copy for another's, and nothing of
-// std is used.
+// The kernel, as templates over an instruction set. One file per set includes it, each compiled with its own flags: everything
+// here is in an anonymous namespace, so that the linker never mixes the copies of several sets, and nothing of std is used.
 //
 // An instruction set `S` offers
 //   X, kLanes, Operand, Sum        the type of packed inputs, how many of them an Operand holds, and a vector of partial sums
 //   load(const X*), store(X*, Operand), zero(), dot(Sum, Operand, Operand), sum4(Sum[4], float[4])
-//   kTokens                        tokens whose sums fit in registers beside kRows rows, of weights that need no decoding
-//   kDecodingTokens                the same where rows are decoded in registers; more tokens take rows decoded to L1 first
+//   kTokens                        tokens whose sums fit in registers beside those of kRows rows, if weights need no decoding
+//   kDecodingTokens                the same if rows are decoded in registers; for more tokens rows are decoded to L1 first
 //   Decoder<Encoding>              kUnitBytes, kGroups (per unit), Scaling, scaling(scale, offset), decode(unit, j, scaling)
 //
-// Every output is one chain of dot products over the inputs in order, whatever rows or tokens share the loop: a result depends on
-// the weights and its own x only, not on how many tokens or threads there are.
+// Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
+// on the weights and its own x only, not on the number of tokens or threads.
 
 #pragma once
 
@@ -52,7 +51,7 @@ inline float from_fp16(std::uint16_t bits) {
 #else
   const std::uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return float_of(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  // Moves the exponent by a product, which also makes denormals normal.
+  // Multiplying moves the exponent, which also makes denormals normal.
   return float_of(sign | bits_of(float_of(magnitude << 13) * float_of(0x77800000u)));
 #endif
 }
@@ -63,8 +62,8 @@ inline std::uint16_t to_fp16(float value) {
 #else
   const std::uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // rounds to 65520 or more
-  if (magnitude < 0x38800000u) {  // a denormal: the sum with 0.5 leaves it in the low bits, rounded
+  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 or more after rounding
+  if (magnitude < 0x38800000u) {  // a denormal: adding 0.5 leaves the rounded value in the low bits
     return static_cast<std::uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
   }
   return static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
@@ -93,7 +92,7 @@ inline void write(void* values, Dtype dtype, std::size_t first, const float* fro
 constexpr std::size_t least(std::size_t a, std::size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------ activations
-// Without branches and calls, so that loops over them become vector code.
+// Free of branches and calls, so that compilers vectorise loops over them.
 
 // e^x to about 1 unit in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Taylor's, whose error is 1e-8 there).
 inline float exponential(float x) {
@@ -147,7 +146,7 @@ inline float activated(float gate, float up, float alpha, float limit) {
   if constexpr (A == kClampedSwiglu) return gate * sigmoid(alpha * gate) * (up + 1.0f);
 }
 
-// h[i] = activation(gate[i * step], up[i * step]); without a gate `up` is activated alone.
+// h[i] = activation(gate[i * step], up[i * step]); without a gate, the activation of `up` alone.
 template <Activation A, std::size_t kStep, bool kGated, class X>
 inline void activate_as(const float* gate, const float* up, std::size_t count, float alpha, float limit, X* h) {
   for (std::size_t i = 0; i < count; i++) {
@@ -162,7 +161,7 @@ inline void activate_of(const Expert& e, const float* sums, std::size_t count, X
   activate_as<A, 1, false>(sums, sums, count, e.alpha, e.limit, h);
 }
 
-// `sums` holds gates then ups (concatenated), pairs of them (interleaved), or ups alone, of `count` outputs.
+// `sums` holds gates then ups (concatenated), gate and up alternating (interleaved), or ups alone, of `count` outputs.
 template <class X>
 void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
   switch (e.activation) {
@@ -177,7 +176,7 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 // ------------------------------------------------------------------ products
 constexpr bool is_integer(Encoding e) { return e >= kInt8; }
 
-// Rows in the packed type of x itself: a tile that was decoded before.
+// Rows in the packed type of x: a tile that was decoded before.
 template <class S>
 struct PlainDecoder {
   static constexpr std::size_t kUnitBytes = kUnit * sizeof(typename S::X), kGroups = 0;
@@ -188,7 +187,7 @@ struct PlainDecoder {
   }
 };
 
-// Where up to kRows rows of one matrix lie: whole units in place, the rest of each row in a copy with zeros behind it.
+// Where up to kRows rows of one matrix lie: whole units in place, the rest of each row in a zero-padded copy.
 template <class D>
 struct Rows {
   static constexpr std::size_t kGroups = D::kGroups ? D::kGroups : 1;
@@ -196,9 +195,9 @@ struct Rows {
   const std::uint8_t* at;
   const std::uint16_t *scale, *offset;  // bfloat16
   std::size_t row_bytes, row_groups;
-  std::size_t units;           // in place
-  bool tail;                   // there is a rest
-  const std::uint8_t* ahead;   // as many bytes as the rows have, to be fetched while they are computed; null: nothing
+  std::size_t units;           // whole units in place
+  bool tail;                   // the rows have a rest
+  const std::uint8_t* ahead;   // memory to prefetch during the computation, as many bytes as the rows have; null: none
   alignas(kAlignment) std::uint8_t rest[kRows][D::kUnitBytes];
   std::uint16_t rest_scale[kRows][kGroups], rest_offset[kRows][kGroups];
 };
@@ -219,7 +218,7 @@ inline Unit rest_of(const Rows<D>& rows, std::size_t r) {
   return {rows.rest[r], rows.rest_scale[r], rows.rest_offset[r]};
 }
 
-// Fetches memory in its order, whatever the order of the rows: that is what the hardware's own prefetchers follow.
+// Prefetches memory in address order, whatever the order of the rows, because hardware prefetchers follow address order.
 template <std::size_t kBytes>
 inline void prefetch(const std::uint8_t* from) {
 #pragma GCC unroll 16
@@ -283,7 +282,7 @@ inline void block_of(std::size_t n, const Rows<D>& rows, std::size_t first, cons
   if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, first, x, stride, y, y_stride);
 }
 
-// y for `count` rows (kRows or fewer) and n tokens, at most kMost of them at a time, in blocks of nearly equal size.
+// y for `count` rows (at most kRows) and n tokens, in blocks of at most kMost tokens and nearly equal size.
 template <class S, class D, std::size_t kMost>
 inline void blocks(Rows<D>& rows, std::size_t count, const typename S::X* x, std::size_t stride, std::size_t n, float* y,
                    std::size_t y_stride) {
@@ -297,7 +296,7 @@ inline void blocks(Rows<D>& rows, std::size_t count, const typename S::X* x, std
     } else {
       for (std::size_t r = 0; r < count; r++) block_of<S, D, 1, kMost>(tokens, rows, r, from, stride, to + r, y_stride);
     }
-    rows.ahead = nullptr;  // once is enough
+    rows.ahead = nullptr;  // the first block has prefetched it
     done += tokens;
   }
 }
@@ -313,7 +312,7 @@ inline void place_rows(const Matrix& m, const std::uint8_t* record, std::size_t 
   rows.units = row_bytes / D::kUnitBytes;
   rows.tail = row_bytes % D::kUnitBytes != 0 || rows.units * D::kGroups > groups;
   if (!rows.tail) return;
-  if (rows.units * D::kGroups > groups) rows.units--;  // whole codes, but the last group is not there
+  if (rows.units * D::kGroups > groups) rows.units--;  // the codes are whole, but the last group is missing
   const std::size_t whole = rows.units * D::kUnitBytes, whole_groups = rows.units * D::kGroups;
   for (std::size_t r = 0; r < count; r++) {
     std::memset(rows.rest[r], 0, D::kUnitBytes);
@@ -333,7 +332,7 @@ inline void decode_unit(const Unit& unit, typename S::X* to) {
   for (int j = 0; j < static_cast<int>(kUnit / S::kLanes); j++) S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
 }
 
-// The rows of `rows` as packed values; afterwards `plain` describes them.
+// Decodes the rows of `rows` into packed values; afterwards `plain` describes these.
 template <class S, class D>
 void decode_rows(const Rows<D>& rows, std::size_t count, const Scratch& scratch, Rows<PlainDecoder<S>>& plain) {
   using X = typename S::X;
@@ -355,7 +354,7 @@ void decode_rows(const Rows<D>& rows, std::size_t count, const Scratch& scratch,
   plain.ahead = nullptr;
 }
 
-// Fetches what `count` rows of a place need later: scales and offsets now, codes while `rows` are computed.
+// Prefetches `count` later rows: scales and offsets now, codes while `rows` are computed.
 template <class D>
 inline void look_ahead(const Place& later, std::size_t count, Rows<D>& rows) {
   rows.ahead = later.codes;
@@ -366,8 +365,8 @@ inline void look_ahead(const Place& later, std::size_t count, Rows<D>& rows) {
   }
 }
 
-// The same beyond the end of a task: from `skip` rows after `next` on, as many bytes as `count` rows have. Rows are this task's;
-// `next` may lie in another format.
+// The same beyond the end of a task: prefetches as many bytes as `count` rows have, from `skip` rows after `next` on. Rows are
+// those of this task; `next` may have another format.
 template <class D>
 inline void look_beyond(const Place& next, std::size_t skip, std::size_t count, Rows<D>& rows) {
   if (next.codes == nullptr) return look_ahead(next, 0, rows);
@@ -381,7 +380,7 @@ template <class S, Encoding E>
 void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
               std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
   using D = typename S::template Decoder<E>;
-  constexpr bool kPlain = !is_integer(E) && sizeof(typename S::X) == 2;  // bfloat16 as it lies
+  constexpr bool kPlain = !is_integer(E) && sizeof(typename S::X) == 2;  // bfloat16 without decoding
   const std::size_t stride = stride_of(static_cast<std::size_t>(m.inputs));
   const std::size_t ahead = round_up(kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1, kRows);
   Rows<D> rows;
@@ -511,7 +510,7 @@ void combine(const float* parts, const std::int32_t* rows, std::size_t count, st
 
 // ------------------------------------------------------------------ sets that compute in float32
 // `S` also offers Operand = Sum = its vector of floats, and
-//   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields are bits shift and up of bytes
+//   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields: the bits from `shift` on of each byte
 //   all(p), the bfloat16 value at p in every lane, scaled(values, scale, offset)
 template <class S, Encoding E>
 struct FloatDecoder {

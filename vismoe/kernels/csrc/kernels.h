@@ -1,7 +1,7 @@
-// What the instruction sets share: how weights lie in memory, and the table of functions that each set fills.
+// What the instruction sets share: the memory layout of weights, and the table of functions that each set fills.
 //
-// A call computes experts: y = down(activation(up(x))). Weights are read where they lie; inputs are packed first, so that rows of
-// x are whole units of 128 inputs with zeros behind the last. Nothing here allocates or starts threads.
+// A call computes experts: y = down(activation(up(x))). Weights are read in place; inputs are packed first, so that rows of x are
+// whole units of 128 inputs, padded with zeros. Nothing here allocates memory or starts threads.
 
 #pragma once
 
@@ -16,7 +16,7 @@ constexpr std::size_t kUnit = 128;        // inputs that one step of a kernel ta
 constexpr std::size_t kRows = 4;          // rows of weights that share the loads of x
 constexpr std::size_t kPassTokens = 64;   // tokens of one pass over the weights
 constexpr std::size_t kChunkRows = 64;    // outputs of one task, at most
-constexpr std::size_t kAheadBytes = 8192;   // how far ahead weights are fetched: some hundred nanoseconds of a core's share
+constexpr std::size_t kAheadBytes = 8192;   // prefetch distance of weights: what a core reads in some hundred nanoseconds
 constexpr std::size_t kAlignment = 64;
 
 // The numbers are shared with vismoe/kernels/cpu.py.
@@ -26,7 +26,7 @@ enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
 enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kReluSquared = 3, kClampedSwiglu = 4 };
 enum Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
-// One matrix [rows, inputs] of a record; places are bytes from the record's beginning.
+// One matrix [rows, inputs] of a record; offsets are bytes from the beginning of the record.
 struct Matrix {
   std::int64_t codes, scale, offset, bias;
   std::int64_t rows, inputs, row_bytes, groups;  // groups of a row, 0 for the raw encodings
@@ -44,10 +44,10 @@ struct Expert {
 
 constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 constexpr std::size_t padded(std::size_t inputs) { return round_up(inputs, kUnit); }
-// From one packed row to the next, in values; no multiple of 4096 bytes, or all rows would lie in the same sets of the L1 cache.
+// Values from one packed row to the next; not a multiple of 4096 bytes, or all rows would fall in the same sets of the L1 cache.
 constexpr std::size_t stride_of(std::size_t inputs) { return padded(inputs) + 32; }
 
-// Memory of one thread, cut for matrices of up to `inputs` inputs.
+// Memory of one thread, divided for matrices of up to `inputs` inputs.
 struct Scratch {
   float* tile;  // [kRows, stride]: decoded rows
   float* sums;  // [kPassTokens, 2 * kChunkRows]: products before bias and activation
@@ -61,7 +61,7 @@ struct Scratch {
   }
 };
 
-// Where rows of a matrix begin, for fetching them ahead; raw encodings have no groups.
+// Where rows of a matrix begin, for prefetching; raw encodings have no groups.
 struct Place {
   const std::uint8_t *codes, *scale, *offset;
   std::size_t row_bytes, group_bytes;  // from row to row, of codes and of scales
@@ -85,12 +85,12 @@ struct Tokens {
 };
 
 // Functions of one instruction set for inputs of one type. Outputs begin .. end of a matrix are one task; all tasks can run at
-// once. `next` is what this thread reads afterwards: memory is fetched ahead across tasks.
+// once. `next` is what this thread reads afterwards: memory is prefetched across tasks.
 struct Kernels {
   std::size_t x_bytes;  // of one packed input
-  // A row of `inputs` values becomes a packed row; zeros behind it.
+  // Turns a row of `inputs` values into a packed row, padded with zeros.
   void (*pack)(const void* row, Dtype dtype, std::size_t inputs, void* packed);
-  // h[token, begin .. end) = activation(up x), packed; the last task also writes the zeros behind it.
+  // h[token, begin .. end) = activation(up x), packed; the last task also writes the zeros after it.
   void (*up[kEncodings])(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
                          const Scratch&, const Place& next);
   // out[place, begin .. end) = factor * (down h + bias), or += with `add`.
@@ -99,13 +99,13 @@ struct Kernels {
   // out[token, begin .. end) = weight x + bias, rounded to `dtype`. Raw encodings only.
   void (*linear[2])(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out,
                     Dtype dtype, const Scratch&, const Place& next);
-  // out[column] = sum of the parts' rows in their order, columns begin .. end.
+  // out[column] = the sum of the expert output rows in order, columns begin .. end.
   void (*combine)(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype);
 };
 
 const Kernels& kernels_portable();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
-const Kernels& kernels_avx512bf16();  // inputs in bfloat16; kernels_avx512 serves float32 ones and fp16 weights
+const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
 
 }  // namespace vismoe

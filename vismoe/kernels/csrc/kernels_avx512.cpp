@@ -1,4 +1,4 @@
-// AVX-512 without BF16: sixteen float32 lanes. Also serves float32 inputs and fp16 weights where there is BF16.
+// AVX-512 without BF16: sixteen float32 lanes. Also serves float32 inputs and fp16 weights on machines with BF16.
 
 #include "avx512.h"
 #include "kernel.h"

@@ -43,7 +43,8 @@ struct Avx512Bf16::Decoder<kInt8> {
   }
 };
 
-// All values that a code of one group can have, twice: the lookup takes five bits of a word, whatever lies above the code.
+// All values that a code of one group can have, twice: the lookup reads five bits of a word, so the bit above the code has no
+// effect.
 template <int kBits>
 inline __m512i values_of_codes(const std::uint16_t* scale, const std::uint16_t* offset) {
   const __m512 values = _mm512_fmadd_ps(centred_codes<kBits>(), all_bf16(scale), all_bf16(offset));

@@ -1,4 +1,4 @@
-// Plain C++: every machine has it, and the others are tested against it.
+// Plain C++: runs on every machine, and is the reference in tests of the other sets.
 
 #include "kernel.h"
 

@@ -1,4 +1,4 @@
-// Lossless records as wholes: their headers, their sections, and the choice of an instruction set.
+// Lossless records: their headers, their sections, and the choice of an instruction set.
 
 #include "lossless.h"
 
@@ -62,7 +62,7 @@ DecodeBlocks* decoder_of(Isa isa) {
 
 using namespace vismoe::lossless;
 
-// The instruction sets that this machine has: bit i for Isa i. AVX-512 counts with VBMI2.
+// The instruction sets that this machine has: bit i for Isa i. AVX-512 counts only with VBMI2.
 VISMOE_API std::uint32_t vismoe_lossless_isas() {
   std::uint32_t found = 1u << kPortable;
 #if defined(__x86_64__)
@@ -75,7 +75,7 @@ VISMOE_API std::uint32_t vismoe_lossless_isas() {
   return found;
 }
 
-// Encodes a raw record; `encoded` has room for the largest one. Returns the bytes written, whole disk blocks.
+// Encodes a raw record; `encoded` has room for the largest one. Returns the bytes written, in whole disk blocks.
 VISMOE_API std::uint64_t vismoe_lossless_encode(const std::uint8_t* record, const Section* sections, std::uint64_t count,
                                                 std::uint8_t* encoded) {
   std::uint64_t end = header_bytes(count);
@@ -101,9 +101,9 @@ VISMOE_API std::uint64_t vismoe_lossless_encode(const std::uint8_t* record, cons
   return whole;
 }
 
-// Decodes an encoded record into the sections of a slab, whose gaps are left alone: `part` of `parts` equal runs of the blocks of
-// packed sections and of the bytes of others. Returns a Fault. Whatever `encoded` holds, nothing outside it and the sections is
-// touched.
+// Decodes `part` of `parts` of an encoded record into the sections of a slab; gaps are not touched. The parts are equal runs of
+// the blocks of packed sections, and of the bytes of other sections. Returns a Fault. Whatever `encoded` holds, no byte outside
+// it and the sections is read or written.
 VISMOE_API std::int32_t vismoe_lossless_decode(const std::uint8_t* encoded, std::uint64_t encoded_bytes, const Section* sections,
                                                std::uint64_t count, std::uint8_t* slab, std::uint64_t part, std::uint64_t parts,
                                                std::int32_t isa) {

@@ -1,6 +1,6 @@
-// Lossless records: what their encoder and decoders share. vismoe/formats/lossless.py defines the bytes.
+// What the encoder and decoders of lossless records share. vismoe/formats/lossless.py defines the bytes.
 //
-// Functions are in an anonymous namespace: every instruction set has its own, and the linker must not hand one set another's.
+// Functions are in an anonymous namespace: every instruction set has its own, and the linker must not mix them.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Packed {
   std::uint64_t weights, escapes;
 };
 
-// What the decoder of an instruction set is given at a time.
+// What the decoder of an instruction set gets per step.
 struct Chunk {
   std::uint64_t plane[3];
   std::uint64_t escaped;  // bit i: the exponent of the weight stored at i is in the list
@@ -39,8 +39,8 @@ struct Chunk {
   const std::uint8_t* escapes;  // as many as `escaped` has bits; kTailBytes more are readable
 };
 
-// Decodes blocks first .. last - 1 into out [weights] bfloat16. False where a block has other escapes than its codes ask for.
-// Whatever the bytes are, nothing outside the section, its tail and `out` is touched.
+// Decodes blocks first .. last - 1 into out [weights] bfloat16. False if the escapes of a block do not match its codes. Whatever
+// the bytes are, no byte outside the section, its tail and `out` is touched.
 using DecodeBlocks = bool(const Packed& packed, std::uint64_t first, std::uint64_t last, std::uint8_t* out);
 DecodeBlocks decode_blocks_portable;
 #if defined(__x86_64__)
@@ -58,7 +58,7 @@ constexpr std::uint64_t chunks_of(std::uint64_t weights) { return (weights + kCh
 constexpr std::uint64_t blocks_of(std::uint64_t weights) { return (chunks_of(weights) + kBlockChunks - 1) / kBlockChunks; }
 constexpr std::uint64_t head_bytes(std::uint64_t weights) { return round_up(8 + 4 * blocks_of(weights), kAlignment); }
 
-// Of a packed section without its escapes.
+// Bytes of a packed section without its escapes.
 constexpr std::uint64_t fixed_bytes(std::uint64_t weights) {
   return head_bytes(weights) + chunks_of(weights) * (kChunkWeights + kPlaneBytes);
 }
@@ -81,7 +81,7 @@ inline std::uint64_t escapes_before(const Packed& packed, std::uint64_t block) {
   return block == blocks_of(packed.weights) ? packed.escapes : load<std::uint32_t>(packed.parts.before + 4 * block);
 }
 
-// Which weight of its chunk is stored at `position`.
+// The index in its chunk of the weight that is stored at `position`.
 constexpr unsigned weight_at(unsigned position) { return (position & 8) * 4 + (position & 48) / 2 + (position & 7); }
 
 // Puts the exponents of escaped weights into a decoded chunk.
@@ -94,7 +94,7 @@ inline void patch(const Chunk& chunk, std::uint8_t* out) {
   }
 }
 
-// A DecodeBlocks. A Decoder is made from a table, and called with a chunk and where its 64 weights go.
+// A DecodeBlocks. A Decoder is made from a table; it is called with a chunk and the address of its 64 weights.
 template <class Decoder>
 bool decode_blocks(const Packed& packed, std::uint64_t first, std::uint64_t last, std::uint8_t* out) {
   const Decoder decode(packed.parts.table);

@@ -1,4 +1,4 @@
-// 64 weights per step: bits of codes are masks of bytes, exponents come from a table in a register, escapes by expanding a load.
+// 64 weights per step: bits of codes are byte masks, exponents come from a table in a register, escapes from an expanding load.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("avx512vbmi2")
@@ -10,10 +10,11 @@
 namespace vismoe::lossless {
 namespace {
 
-// Bit by bit: where `which` is set from a, elsewhere from b.
+// Bitwise: a where `which` is set, b elsewhere.
 __m512i either(__m512i which, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(which, a, b, 0xca); }
 
-// Bytes rotated right by one bit. An exponent then lies as a weight needs it: one bit for the low byte, seven for the high byte.
+// Bytes rotated right by one bit. This places an exponent as a weight needs it: one bit for the low byte, seven for the high
+// byte.
 __m512i rotated(__m512i bytes) {
   return either(_mm512_set1_epi8(-128), _mm512_slli_epi16(bytes, 7), _mm512_srli_epi16(bytes, 1));
 }

@@ -1,4 +1,5 @@
-// Packed sections without SIMD: decoding one weight after the other, and the encoder, which only packing a store needs.
+// Packed sections without SIMD: a decoder that takes one weight after the other, and the encoder, which only packing a store
+// uses.
 
 #include <algorithm>
 #include <array>
@@ -52,12 +53,12 @@ struct Table {
   }
 };
 
-// Bit p of eight codes, the first code's lowest.
+// Bit p of eight codes, that of the first code lowest.
 std::uint64_t plane_of(std::uint64_t codes, unsigned p) {
   return (codes >> p & 0x0101010101010101) * 0x0102040810204080 >> 56;
 }
 
-// Encodes 64 weights; returns where the next escape goes.
+// Encodes 64 weights; returns the address for the next escape.
 std::uint8_t* pack_chunk(const std::uint8_t* words, const Table& table, std::uint8_t* mantissas, std::uint8_t* planes,
                          std::uint8_t* escape) {
   std::uint64_t plane[3] = {};

@@ -8,7 +8,7 @@
 namespace vismoe {
 
 namespace {
-constexpr std::chrono::microseconds kSpin{20};  // after a job: the next layer's may come soon
+constexpr std::chrono::microseconds kSpin{20};  // spinning after a job, because the next layer's job may come soon
 }
 
 void pause_core() {
@@ -53,7 +53,7 @@ void Pool::run(Work work, void* job) {
   work(job, 0);
   if (!workers_.empty()) {
     std::unique_lock<std::mutex> lock(mutex_);
-    work_ = nullptr;  // who wakes up now has come too late
+    work_ = nullptr;  // a worker that wakes up now takes no part in this job
     done_.wait(lock, [this] { return busy_ == 0; });
   }
 }

@@ -1,4 +1,4 @@
-// The threads of this process that compute. The caller of `run` takes part; between jobs the others sleep.
+// The compute threads of this process. The caller of `run` takes part; the other threads sleep between jobs.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace vismoe {
 
 class Pool {
  public:
-  // Work of one job: thread 0 is the caller's own. It returns when there is nothing left to claim.
+  // Work of one job: thread 0 is the caller's own. It returns when nothing is left to claim.
   using Work = void (*)(void* job, std::size_t thread);
 
   explicit Pool(std::size_t threads);
@@ -22,7 +22,7 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   std::size_t threads() const { return workers_.size() + 1; }
-  // Calls work(job, thread) here and in every worker that wakes up in time; returns when all that began have returned.
+  // Calls work(job, thread) here and in every worker that wakes up in time; returns when all started calls have returned.
   void run(Work work, void* job);
 
  private:
@@ -36,12 +36,12 @@ class Pool {
   void* job_ = nullptr;
   std::size_t busy_ = 0;
   bool stop_ = false;
-  std::atomic<std::size_t> jobs_{0};  // counts jobs and the stop; what a worker that has just finished watches for a while
+  std::atomic<std::size_t> jobs_{0};  // counts jobs and the stop; a worker that has just finished watches it for a while
 };
 
 void pause_core();
 
-// Waits until `reached()`: some microseconds spinning, then giving the core to whoever wants it.
+// Waits until `reached()`: spins for some microseconds, then yields the core to other threads.
 template <class F>
 inline void wait_for(F reached) {
   for (int spins = 0; !reached(); spins++) {

@@ -1,4 +1,4 @@
-// Routing, sorted for the kernels: which experts are wanted, and by which tokens.
+// Sorts the routing for the kernels: which experts are needed, and by which tokens.
 
 #include <cstddef>
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 #include "api.h"
 
-// routing int64 [pairs] of tokens' choices, `choices` for each token; ids from `num_experts` on (or below 0) are sentinels.
-// By ascending expert, then in the order of `routing`: experts [n] (room for `pairs`), starts [n + 1], and tokens and places (in
-// `routing`) [starts[n]]. Returns n.
+// routing int64 [pairs]: the choices of tokens, `choices` for each token; ids from `num_experts` on (or below 0) are sentinels.
+// Writes experts [n] ascending (room for `pairs`), starts [n + 1], and for each pair its token and its place in `routing`
+// [starts[n]], by expert, then in the order of `routing`. Returns n.
 VISMOE_API std::size_t vismoe_route(const std::int64_t* routing, std::size_t pairs, std::size_t choices, std::size_t num_experts,
                                     std::int32_t* experts, std::int32_t* starts, std::int32_t* tokens, std::int32_t* places) {
   thread_local std::vector<std::int32_t> next;

@@ -1,7 +1,7 @@
-"""A checkpoint's files, looked at before a library reads them: what does not fit is a CheckpointError that names the file.
+"""Checks a checkpoint's files before a library reads them: a file that does not fit raises a CheckpointError that names it.
 
-Weights have their own checks (`vismoe.store.safetensors_header`, `locate`); here are configuration, index and vocabulary. What a
-library still trips over is told in the same form by `reading_checkpoint`.
+Weights have their own checks (`vismoe.store.safetensors_header`, `locate`); this module checks configuration, index and
+vocabulary. `reading_checkpoint` turns the remaining errors of libraries into the same form.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from vismoe.ranges import PATH_BEGINNINGS, file_name, shown, unencodable
 __all__ = [
     "check_json_files",
     "config_file",
+    "demo_model",
     "first_line",
     "folder_or_name",
     "read_json",
@@ -31,22 +32,22 @@ __all__ = [
     "weight_files",
 ]
 
-AGAIN = "download or copy this file again"
-# What transformers reads beside config.json and the index; it goes on without those that it cannot read, and answers otherwise.
+AGAIN = "download or copy the file again"
+# Files that transformers reads beside config.json and the index; without those it cannot read it continues, with other answers.
 JSON_FILES = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
 )  # fmt: skip
 TOKENIZER = "tokenizer.json"
 ENDS_BYTES = 64
-TYPED = ("image_token_id", "video_token_id")  # what a chat template writes where a picture lies
+TYPED = ("image_token_id", "video_token_id")  # tokens that a chat template writes for a picture
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # their embeddings are replaced, never looked up
-LISTED = 3  # names in an error
+LISTED = 3  # most names in an error
 
 
 @contextlib.contextmanager
 def reading_checkpoint(model: str | Path) -> Iterator[None]:
-    """Within, whatever a library raises about the files of `model` becomes an error of ours."""
+    """Within it, any exception that a library raises about the files of `model` becomes an error of this package."""
     try:
         yield
     except VisMoEError:
@@ -54,25 +55,25 @@ def reading_checkpoint(model: str | Path) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise BudgetError(f"{model}: memory ran out while it was read: {first_line(error)}", "a smaller --memory") from error
     except OSError as error:
-        raise CheckpointError(f"{model} could not be loaded: {error}. Fix: check that all of its files are there") from error
-    except Exception as error:  # the boundary to files of others and to libraries that read them
-        if isinstance(error, RuntimeError) and "not enough memory" in str(error):  # torch's allocator of host memory
+        raise CheckpointError(f"{model} could not be loaded: {error}. Fix: check that all its files are present") from error
+    except Exception as error:  # the boundary to foreign files and to the libraries that read them
+        if isinstance(error, RuntimeError) and "not enough memory" in str(error):  # from torch's allocator of host memory
             raise BudgetError(f"{model}: memory ran out while it was read: {first_line(error)}", "a smaller --memory") from error
         _refuse_broken(Path(model) / TOKENIZER)
         raise CheckpointError(
-            f"{_config_of(str(model))} and the other files of the model do not fit together: {type(error).__name__}: "
-            f"{first_line(error)}. Fix: check that all of them are there and of one model, or download it again"
+            f"{_config_of(str(model))} and the other files of the model do not match: {type(error).__name__}: "
+            f"{first_line(error)}. Fix: check that all files are present and belong to one model, or download it again"
         ) from error
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says, or its type."""
+    """The first line of an error's message, or the error's type."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object. Raises CheckpointError."""
+    """Reads a file with a JSON object. Raises CheckpointError."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -93,7 +94,7 @@ def _refuse_broken(path: Path) -> None:
 
 
 def check_json_files(folder: Path) -> None:
-    """Raises CheckpointError for the first of a checkpoint's small files that is not what it should be."""
+    """Raises CheckpointError for the first of a checkpoint's small files that is damaged or missing."""
     for name in JSON_FILES:
         _refuse_broken(folder / name)
     if (folder / TOKENIZER).is_file() and not _is_whole(folder / TOKENIZER):
@@ -101,7 +102,7 @@ def check_json_files(folder: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a large JSON object begins and ends as one; what lies between is the library's to read."""
+    """Whether a large JSON object has its beginning and end; the library checks the rest."""
     try:
         with open(path, "rb") as file:
             begin = file.read(ENDS_BYTES)
@@ -111,30 +112,39 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
+def demo_model() -> Path:
+    """The small trained model that ships with the package."""
+    here = Path(__file__).parents[2]  # the package
+    for assets in (here / "assets", here.parent / "assets"):
+        if (assets / "demo-model" / "config.json").is_file():
+            return assets / "demo-model"
+    raise CheckpointError("the bundled demo model is missing from this installation; reinstall vismoe, or name a model")
+
+
 def folder_or_name(model: str | Path) -> Path:
-    """A model as it can be named. Raises ConfigError, and CheckpointError for a path where no folder is."""
+    """The name of a model as a path. Raises ConfigError, and CheckpointError for a path without a folder."""
     try:
         if not isinstance(model, str | Path):
             raise ConfigError(f"a text or a path, not a {type(model).__name__}")
         if unencodable(str(model)):
             raise ConfigError(f"in UTF-8; {unencodable(str(model))}")
         path = file_name(model)
-        is_folder = path.is_dir()  # raises OSError for a name that no file system takes
+        is_folder = path.is_dir()  # raises OSError for a name that no file system allows
     except (ConfigError, OSError) as error:
         raise ConfigError(
-            f"model={shown(model)}: the folder of a model or its name on the hub is {error}. "
+            f"model={shown(model)}: expected the folder of a model or its name on the hub, {error}. "
             "Fix: e.g. Qwen/Qwen3-VL-30B-A3B-Instruct, or leave it out for the bundled demo model"
         ) from error
-    if not is_folder and str(model).startswith(PATH_BEGINNINGS):  # the hub is not asked, which takes half a minute offline
+    if not is_folder and str(model).startswith(PATH_BEGINNINGS):  # skips the hub, which takes half a minute offline
         raise CheckpointError(f"{model} is neither a folder here nor a model's name on the hub. Fix: check the path")
     return path
 
 
 def config_file(model: str | Path, revision: str | None) -> Path:
-    """Where the configuration of a folder or hub name lies. Raises CheckpointError, or ConfigError for what is no name."""
+    """The configuration file of a folder or hub name. Raises CheckpointError, or ConfigError for an invalid name."""
     folder = folder_or_name(model)
     if revision is not None and (not isinstance(revision, str) or not revision):
-        raise ConfigError(f"revision={shown(revision)}: a branch, tag or commit of a hub model. Fix: leave it out for 'main'")
+        raise ConfigError(f"revision={shown(revision)}: not a branch, tag or commit of a hub model. Fix: leave it out for 'main'")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -157,72 +167,72 @@ def weight_files(index: Path) -> list[str]:
     weights = said.get("weight_map")
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
         what = "no weight_map" if weights is None else f"a weight_map that is {shown(weights)}"
-        raise CheckpointError(f"{index} has {what}, where each tensor is given the file that holds it. Fix: {AGAIN}")
+        raise CheckpointError(f"{index} has {what}, but needs one that gives the file of each tensor. Fix: {AGAIN}")
     if not isinstance(said.get("metadata"), dict):
-        raise CheckpointError(f"{index} has no metadata, an object beside its weight_map. Fix: {AGAIN}")
+        raise CheckpointError(f"{index} has no metadata object beside its weight_map. Fix: {AGAIN}")
     names = sorted(set(weights.values()))
     foreign = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if foreign:
-        raise CheckpointError(f"{index} names {shown(foreign[0])}, which is no .safetensors file beside it. Fix: {AGAIN}")
+        raise CheckpointError(f"{index} names {shown(foreign[0])}, which is not a .safetensors file beside it. Fix: {AGAIN}")
     return names
 
 
 def refuse_routing(model: nn.Module) -> None:
-    """Raises CheckpointError for a configuration in which a token uses more experts than there are."""
+    """Raises CheckpointError for a configuration in which a token uses more experts than a layer has."""
     for path, module in expert_modules(model):
         experts = int(module.num_experts)  # type: ignore[arg-type]
         try:
             top_k = top_k_of(model, path)
         except UnsupportedModelError:
-            continue  # said where it is needed
+            continue  # reported where it is needed
         if top_k > experts:
             config = _config_of(getattr(model.config, "_name_or_path", ""))
             raise CheckpointError(
-                f"{config}: a token uses {top_k} experts at {path}, and there are {experts}. Fix: a number of experts of a "
-                f"token (num_experts_per_tok or its like) of at most {experts}, or the config.json that belongs to these weights"
+                f"{config}: a token uses {top_k} experts at {path}, but there are {experts}. Fix: set the number of experts per "
+                f"token (num_experts_per_tok or its like) to at most {experts}, or use the config.json of these weights"
             )
 
 
 def refuse_other_vocabulary(tokenizer: Any, config: Any, model: str) -> None:
-    """Raises CheckpointError for a tokenizer with ids that the model has no embedding for."""
+    """Raises CheckpointError for a tokenizer with ids that have no embedding in the model."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     for name in TYPED:
         token = getattr(config, name, None)
         if token is not None and tokenizer.convert_ids_to_tokens(token) is None:
             raise CheckpointError(
-                f"{_config_of(model)}: {name} is {token}, and the tokenizer has {len(tokenizer):,} ids. "
-                "Fix: the config.json and the tokenizer that belong to these weights"
+                f"{_config_of(model)}: {name} is {token}, but the tokenizer has {len(tokenizer):,} ids. "
+                "Fix: use the config.json and the tokenizer of these weights"
             )
     if not isinstance(rows, int):
         return
     replaced = {getattr(config, name, None) for name in PLACEHOLDERS}
     added = {number: str(token) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-    plain = getattr(tokenizer, "vocab_size", 0) - 1  # ids of the vocabulary without what was added to it count from 0
+    plain = getattr(tokenizer, "vocab_size", 0) - 1  # the last id of the base vocabulary, which counts from 0
     beyond = [number for number in (*sorted(added), plain) if number >= rows and number not in replaced]
     if beyond:
         folder = Path(model)
         raise CheckpointError(
             f"{folder / TOKENIZER if folder.is_dir() else model}: the tokenizer has the id {beyond[0]} "
-            f"({shown(added.get(beyond[0], 'the last one'))}), and the model has embeddings for {rows:,} ids (vocab_size of "
-            "config.json). Fix: use the tokenizer and the config.json that belong to these weights"
+            f"({shown(added.get(beyond[0], 'the last one'))}), but the model has embeddings for {rows:,} ids (vocab_size of "
+            "config.json). Fix: use the config.json and the tokenizer of these weights"
         )
 
 
 def refuse_unfit(found: dict[str, Any], model: str) -> None:
-    """Raises CheckpointError for parameters that no file has, or has in another shape: a library makes those up.
+    """Raises CheckpointError for parameters that no file has, or has in another shape, since a library would invent their values.
 
-    `found`: what `from_pretrained` says about its loading.
+    `found`: the loading report of `from_pretrained`.
     """
     for name, on_disk, wanted in sorted(found["mismatched_keys"], key=lambda unfit: str(unfit[0])):
         raise CheckpointError(
-            f"{_config_of(model)}: {name} has the shape {tuple(wanted)} by it, and {tuple(on_disk)} in the files of weights. "
-            "Fix: the config.json that belongs to these weights"
+            f"{_config_of(model)}: {name} has the shape {tuple(wanted)} here, but {tuple(on_disk)} in the files of weights. "
+            "Fix: use the config.json of these weights"
         )
     missing = sorted(found["missing_keys"])
     if missing:
         raise CheckpointError(
             f"{model}: no file has the weights of {len(missing)} parameters, first {', '.join(missing[:LISTED])}. "
-            "Fix: check that all files of the model are there and belong to its config.json"
+            "Fix: check that all files of the model are present and belong to its config.json"
         )
 
 

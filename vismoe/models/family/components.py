@@ -1,4 +1,4 @@
-"""Which part of a model each tensor belongs to, by transformers' naming conventions. Nothing is lost: the rest is `other`."""
+"""The component of a model that each tensor belongs to, by transformers' naming conventions; unknown tensors are `other`."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ COMPONENTS = tuple(
         ("embeddings", rf"(^|\.)({EMBEDDINGS})\."),
         ("dense and shared MLPs", r"\.shared_\w+\."),
         ("norms and routers", r"\.(gate|router|moe_statics)\.|\.(e_score_correction_bias|expert_bias)$"),
-        ("attention", rf"\.(?!\w*norm)({MIXERS})\."),  # with the norms inside it, without those around it
+        ("attention", rf"\.(?!\w*norm)({MIXERS})\."),  # includes the norms inside it, not those around it
         ("norms and routers", r"(^|\.)\w*norm\w*\.|\.layer_scalar$"),
         ("dense and shared MLPs", r"\.(mlp|feed_forward|feedforward|ffn|moe|block_sparse_moe)\."),
     )
@@ -40,7 +40,7 @@ def is_vision(path: str) -> bool:
 
 
 def backbone_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer but the routed experts' weights, tied ones once."""
+    """Every parameter and buffer except the routed experts' weights; tied ones once."""
     experts = {f"{path}.{name}" for path, module in expert_modules(model) for name in expert_parameters(module)}
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     seen: set[int] = set()
@@ -59,9 +59,9 @@ def backbone_bytes(model: nn.Module) -> tuple[tuple[str, int], ...]:
 
 
 def decode_read_bytes(components: Iterable[tuple[str, int]]) -> int:
-    """Weights outside the experts that one step of the decoder reads once, from (component, bytes).
+    """Bytes of weights outside the experts that one step of the decoder reads, from (component, bytes).
 
-    Of the embeddings a step reads single rows; where there is no head of its own they are the head, and read as a whole.
+    Of the embeddings a step reads single rows; if the model has no separate head, they are the head and are read completely.
     """
     sizes = dict(components)
     unread = {"vision tower", "audio tower", *(["embeddings"] if "lm head" in sizes else [])}

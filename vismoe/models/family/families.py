@@ -1,7 +1,7 @@
-"""Which modules hold routed experts, how many of them a token uses, and which models are refused, by name.
+"""Which modules hold routed experts, how many experts a token uses, and which families are refused.
 
-Experts are found through transformers' experts interface (the attributes its decorator sets), not by family: a family needs a
-row here only where it differs. Promise: a model whose experts we cannot take over is never run silently without us.
+Experts are found through transformers' experts interface (the attributes that its decorator sets), not by family; only families
+that differ need a row here. A model whose experts VisMoE cannot page is refused, never run silently without VisMoE.
 """
 
 import re
@@ -33,7 +33,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 
 @dataclass(frozen=True)
 class Refusal:
-    """A family that cannot run under VisMoE and what its user can do."""
+    """Why a family cannot run under VisMoE, and what its user can do."""
 
     reason: str
     instead: str
@@ -41,7 +41,7 @@ class Refusal:
 
 RESIDENT = "load it without VisMoE, or with device_map='auto', which moves whole layers"
 REFUSED = {
-    "jetmoe": Refusal("its attention consists of experts too, and its loops need sizes that only a real run gives", RESIDENT),
+    "jetmoe": Refusal("its attention consists of experts too, and its loops need sizes that only a real run shows", RESIDENT),
     "doge": Refusal("its experts are rows of an embedding, too small to page", RESIDENT),
     "switch_transformers": Refusal("its experts are separate modules in an encoder-decoder", RESIDENT),
     "nllb-moe": Refusal("its experts are separate modules in an encoder-decoder", RESIDENT),
@@ -49,15 +49,15 @@ REFUSED = {
         "it chains a thinker, a talker and a voice, and has no forward pass of its own",
         "its thinker, which reads images and writes text: Qwen3OmniMoeThinkerForConditionalGeneration, from the same checkpoint",
     ),
-    "openai_privacy_filter": Refusal("it classifies tokens, all in float32, and generates nothing", RESIDENT),
+    "openai_privacy_filter": Refusal("it classifies tokens in float32, and generates no text", RESIDENT),
 }
-# Eager experts sum a token's experts in the hidden states' type, except in these classes:
+# Eager experts sum a token's experts in the type of the hidden states, except these classes:
 SUMS_IN_FLOAT32 = {"Inkling2Experts"}
-SUMS_IN_ROUTING_TYPE = {"NemotronHExperts"}  # that of the routing weights, usually float32
+SUMS_IN_ROUTING_TYPE = {"NemotronHExperts"}  # in the type of the routing weights, usually float32
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`(path, module)` of every module on the experts interface, in model order: this order numbers the MoE layers."""
+    """`(path, module)` of every module on the experts interface, in model order, which numbers the MoE layers."""
     for path, module in model.named_modules():
         if all(hasattr(module, attribute) for attribute in ON_INTERFACE):
             yield path, module
@@ -69,9 +69,9 @@ def stack_of(path: str) -> str:
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What an expert consists of: the module's own parameters with one row per expert, `{name: [E, ...]}`.
+    """The weights of experts: the module's own parameters with one row per expert, `{name: [E, ...]}`.
 
-    Parameters of children (a norm after each expert) are shared by the experts and stay with the model.
+    Parameters of child modules (a norm after each expert) are shared by the experts and remain with the model.
     """
     return {name: p for name, p in module.named_parameters(recurse=False) if p.ndim and p.shape[0] == module.num_experts}
 
@@ -87,13 +87,13 @@ def top_k_of(model: nn.Module, path: str) -> int:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     raise UnsupportedModelError(
-        f"{_family(model)}: how many experts a token uses at {path} is not known (none of {', '.join(TOP_K)} is set). "
+        f"{_family(model)}: the number of experts per token at {path} is unknown (none of {', '.join(TOP_K)} is set). "
         "Fix: set num_experts_per_tok in the checkpoint's config.json"
     )
 
 
 def accumulator_dtype(module: nn.Module, hidden: torch.Tensor, routing_weights: torch.Tensor) -> torch.dtype:
-    """The type in which eager adds up a token's experts before casting the sum to the hidden states' type."""
+    """The type in which eager sums a token's experts before casting the sum to the type of the hidden states."""
     name = type(module).__name__
     if name in SUMS_IN_FLOAT32:
         return torch.float32
@@ -101,7 +101,7 @@ def accumulator_dtype(module: nn.Module, hidden: torch.Tensor, routing_weights: 
 
 
 def unmark_quantized(model: nn.Module) -> None:
-    """Take back what transformers notes on a model with a quantizer: some families (jamba) then compute otherwise."""
+    """Remove transformers' marks of a quantized model: some families (jamba) would otherwise compute differently."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_is_quantized"):
@@ -109,7 +109,7 @@ def unmark_quantized(model: nn.Module) -> None:
 
 
 def refuse_prequantized(config: Any) -> None:
-    """Raise UnsupportedModelError for a checkpoint that another method has quantized; `config` is the model's configuration."""
+    """Raise UnsupportedModelError for a checkpoint that another method quantized; `config` is the model's configuration."""
     for part in _configs(config):
         quantization = getattr(part, "quantization_config", None)
         if quantization is None:
@@ -118,13 +118,13 @@ def refuse_prequantized(config: Any) -> None:
         method = str(getattr(values.get("quant_method"), "value", values.get("quant_method") or "an unnamed method"))
         if method != "vismoe":
             raise UnsupportedModelError(
-                f"{getattr(config, 'model_type', 'this model')}: the checkpoint is already quantized with {method}, and its "
-                "experts are not plain numbers that could be paged. Instead: the original bf16 or fp16 checkpoint of the model"
+                f"{getattr(config, 'model_type', 'this model')}: the checkpoint is already quantized with {method}, so its "
+                "experts cannot be paged. Instead: use the original bf16 or fp16 checkpoint of the model"
             )
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise UnsupportedModelError, naming the family and an alternative, unless all routed experts can be taken over."""
+    """Raise UnsupportedModelError, with the family and an alternative, unless VisMoE can page all routed experts."""
     config = getattr(model, "config", None)
     refuse_prequantized(config)
     paths = [path for path, _ in expert_modules(model)]
@@ -143,14 +143,14 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
     if count > 1:
         raise UnsupportedModelError(
-            f"{family}: its configuration names {count} experts, but no module of it is on transformers' experts interface. "
+            f"{family}: its configuration has {count} experts, but none of its modules is on transformers' experts interface. "
             f"Instead: {RESIDENT}, or try a newer transformers"
         )
     raise UnsupportedModelError(f"{family} is a dense model: it has no routed experts to page. Instead: load it without VisMoE")
 
 
 def _foreign_experts(model: nn.Module, on_interface: list[str]) -> list[str]:
-    """Paths of modules that hold several experts but are not on the interface."""
+    """Paths of modules that hold several experts but are not on the experts interface."""
     found: list[str] = []
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]

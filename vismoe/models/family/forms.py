@@ -1,7 +1,7 @@
-"""How an experts module uses its weights, found by asking the module: no table of families.
+"""How an experts module uses its weights, found by inspecting the module instead of a table of families.
 
-A form says enough to compute an expert outside the module (`kernels/cpu.py`) or to lay its matrices out anew (`formats/`).
-The activation is recognised by comparing the module's own with each known one on numbers that tell them apart.
+A form suffices to compute an expert outside the module (`kernels/cpu.py`) or to convert its matrices (`formats/`). The activation
+is recognised by comparing the module's output with each known activation on numbers that distinguish them.
 """
 
 import itertools
@@ -19,12 +19,12 @@ from vismoe.types import Activation, ExpertForm, ExpertInventory, Gate, RecordLa
 __all__ = ["form_of", "forms_of", "transposed_sections"]
 
 PROBE_WIDTH = 64
-PROBE_SIZES = (12.0, 1000.0)  # of the numbers: where activations bend, and beyond any limit they may have
-TOLERANCE = 1e-5  # of float32 activations against ours; the known ones differ by more than 1e-3 somewhere on the probe
+PROBE_SIZES = (12.0, 1000.0)  # scale of the probe: where activations bend, and beyond any limit
+TOLERANCE = 1e-5  # of float32 activations; known ones differ from each other by more than 1e-3 somewhere on the probe
 
 
 def form_of(module: Any, layout: RecordLayout) -> ExpertForm | str:
-    """The form of one experts module, or why it has none that we know."""
+    """The form of one experts module; a string gives the reason if it is unknown."""
     name = type(module).__name__
     if hasattr(module, "page_expert"):
         return f"{name} has arithmetic of its own"
@@ -33,15 +33,15 @@ def form_of(module: Any, layout: RecordLayout) -> ExpertForm | str:
     up = "gate_up_proj" if module.has_gate else "up_proj"
     names = {section.name for section in layout.sections}
     if not {up, "down_proj"} <= names <= {up, "down_proj", f"{up}_bias", "down_proj_bias"}:
-        return f"{name} has weights of its own kind: {', '.join(sorted(names))}"
+        return f"{name} has weights of an unknown kind: {', '.join(sorted(names))}"
     for form in _candidates(module, up):
         if _acts_like(module, form):
             return form
-    return f"{name} has an activation that is not among {', '.join(Activation)}"
+    return f"{name} has an activation other than {', '.join(Activation)}"
 
 
 def forms_of(model: nn.Module, inventory: ExpertInventory) -> tuple[ExpertForm | str, ...]:
-    """The form of each geometry; a sentence where its layers have none, or differ."""
+    """The form of each geometry; a sentence if its layers have none, or differ."""
     found: list[ExpertForm | str | None] = [None] * len(inventory.layouts)
     for layer, (_, module) in zip(inventory.layers, expert_modules(model), strict=True):
         known = found[layer.geometry]
@@ -53,10 +53,10 @@ def forms_of(model: nn.Module, inventory: ExpertInventory) -> tuple[ExpertForm |
 
 
 def transposed_sections(model: nn.Module, inventory: ExpertInventory) -> tuple[frozenset[str], ...]:
-    """Per geometry, the names of the matrices that the model keeps as [in, out]."""
+    """Per geometry, the names of the matrices that the model stores as [in, out]."""
     found = [frozenset[str]()] * len(inventory.layouts)
     for layer, (_, module) in zip(inventory.layers, expert_modules(model), strict=True):
-        own = getattr(module, "transposed_matrices", None)  # a family with arithmetic of its own (adapters.py)
+        own = getattr(module, "transposed_matrices", None)  # a family with its own arithmetic (adapters.py)
         matrices = [section.name for section in inventory.raw_layouts[layer.geometry].sections if len(section.shape) == 2]
         found[layer.geometry] = own if own is not None else frozenset(matrices if module.is_transposed else ())
     return tuple(found)
@@ -78,7 +78,7 @@ def _candidates(module: Any, up: str) -> Iterator[ExpertForm]:
 
 
 def _number(module: Any, name: str) -> float | None:
-    """A parameter of the activation, under one of the names that families give it."""
+    """A parameter of the activation, under one of its names in families."""
     values = (getattr(module, prefix + name, None) for prefix in ("", "swiglu_"))
     return next((float(value) for value in values if isinstance(value, float | int)), None)
 
@@ -88,14 +88,14 @@ def _is_of_form(module: Any, form: ExpertForm) -> bool:
 
 
 def _acts_like(module: Any, form: ExpertForm) -> bool:
-    """Whether the module turns the first product into what the form says, for small and large numbers in no order."""
+    """Whether the module's activation equals that of the form, for small and large numbers in random order."""
     width = PROBE_WIDTH * (1 if form.gate is Gate.NONE else 2)
     with torch.no_grad(), torch.device("cpu"):
         wave = torch.sin(torch.arange(4 * width, dtype=torch.float32) * 2.3).view(4, width)
         product = torch.cat([size * wave for size in PROBE_SIZES])
         try:
             own = module._apply_gate(product.clone()) if module.has_gate else module.act_fn(product.clone())
-        except (RuntimeError, NotImplementedError):  # an activation with weights, which are not there yet
+        except (RuntimeError, NotImplementedError):  # an activation with weights, which are not loaded yet
             return False
         ours = activated(form, product)
         return own.shape == ours.shape and torch.allclose(own.float(), ours, rtol=TOLERANCE, atol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Which tokens of a call are visual, text or padding, as far as the outermost model's own arguments show it."""
+"""Which tokens of a call are visual, text or padding, as far as the arguments of the outermost model show."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_
 
 
 def token_kinds(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """uint8 `[B, S]` of TokenKind for a call of a model with this configuration; None where it was given no token ids."""
+    """uint8 `[B, S]` of TokenKind for a call of a model with this configuration; None if the call has no token ids."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return None

@@ -1,4 +1,4 @@
-"""What a family's processor makes of a picture of some size: known from its sides, before a pixel of it is decoded. Pure."""
+"""The size and tokens to which a family's processor resizes a picture, from its sides, before decoding. Pure."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Look", "Sight", "area_look", "most_reduction"]
 
 @dataclass(frozen=True)
 class Sight:
-    """A picture as the model sees it: sides in pixels, how many pixels are made of it at most, and the tokens that it takes."""
+    """A picture as the model sees it: sides in pixels, the most pixels that processing creates, and its tokens."""
 
     width: int
     height: int
@@ -21,13 +21,13 @@ class Sight:
     tokens: int
 
 
-Look = Callable[[int, int], Sight | None]  # (width, height) of a picture to what is seen of it; None: nobody knows
+Look = Callable[[int, int], Sight | None]  # (width, height) of a picture -> how the model sees it; None: unknown
 
 
 def area_look(processor: Any, limits: Mapping[str, int] | None = None) -> Look:
-    """How an image processor sees; its families have a least and a most of pixels, and of others nothing is known.
+    """The look of an image processor that has a least and a most number of pixels; for others the result is unknown.
 
-    limits: `shortest_edge` and `longest_edge` in place of the processor's own; pixels of an area, despite their names.
+    limits: `shortest_edge` and `longest_edge` instead of the processor's own; areas in pixels, despite their names.
     """
     size = dict(limits or getattr(processor, "size", None) or {})
     patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
@@ -40,7 +40,7 @@ def area_look(processor: Any, limits: Mapping[str, int] | None = None) -> Look:
         try:
             high, wide = smart_resize(height, width, patch * merge, least, most)
             patches = counts(height, width, {"min_pixels": least, "max_pixels": most, "size": size})
-        except ValueError:  # a shape that the processor refuses
+        except ValueError:  # the processor refuses this shape
             return None
         if patches != (high // patch) * (wide // patch):
             return None
@@ -50,11 +50,11 @@ def area_look(processor: Any, limits: Mapping[str, int] | None = None) -> Look:
 
 
 def most_reduction(look: Look, width: int, height: int, possible: Callable[[int], bool] = bool) -> int:
-    """By how much a picture's sides may be divided before the processor gets it, of the `possible` numbers; 1 if not known.
+    """The largest of the `possible` factors by which a picture's sides may be divided before processing; 1 if unknown.
 
-    What is left is nowhere smaller than what the processor makes of it, upright or turned by a quarter, and it makes the same
-    sides and tokens of it. A number that divides both sides is taken before a larger one, by up to a half, that does not and so
-    moves edges a little.
+    The reduced picture is nowhere smaller than the processor's result, upright or turned by a quarter, and gives the same sides
+    and tokens. A factor that divides both sides is preferred to a factor up to 1.5 times as large that does not and so moves
+    edges a little.
     """
     seen, turned = look(width, height), look(height, width)
     if seen is None or turned is None:
@@ -69,5 +69,5 @@ def most_reduction(look: Look, width: int, height: int, possible: Callable[[int]
 def _is_seen_as(seen: Sight, look: Look, width: int, height: int, factor: int) -> bool:
     try:
         return look(-(-width // factor), -(-height // factor)) == seen
-    except InputError:  # a shape that is refused
+    except InputError:  # this shape is refused
         return False

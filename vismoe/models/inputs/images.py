@@ -1,10 +1,9 @@
-"""Image intake: whatever a user hands over becomes one upright RGB picture, or one clear `InputError`.
+"""Image intake: whatever a user passes becomes one upright RGB picture, or one clear `InputError`.
 
-Promises: the header is read before any pixel is decoded, and a picture above the pixel limit is refused unread; a damaged file
-is an error, never a half-grey picture; EXIF orientation is applied; transparency is laid on white; 16-bit and float pictures are
-scaled to 8 bit. `open_image` fetches nothing over the network, `fetch_image` from public servers only. Videos are refused by
-name.
-Sizes are pixels.
+Promises: the header is read before any pixel is decoded, and a picture above the pixel limit is refused unread; a damaged file is
+an error, never a half-grey picture; EXIF orientation is applied; transparency is laid on white; 16-bit and float pictures are
+scaled to 8 bit. `open_image` never uses the network; `fetch_image` uses public servers only. Videos are refused with their own
+message. Sizes are pixels.
 """
 
 import base64
@@ -31,8 +30,8 @@ ImageSource = str | Path | bytes | Image.Image
 
 log = logging.getLogger("vismoe")
 
-MAX_PIXELS = 64 * 10**6  # 8000 x 8000; decoded to RGB that is 192 MB
-# Decoders that work on memory alone; EPS would start ghostscript, and the long tail of Pillow's formats is untested ground.
+MAX_PIXELS = 64 * 10**6  # 8000 x 8000; 192 MB when decoded to RGB
+# Decoders that work on memory alone; EPS would start ghostscript, and Pillow's rarer formats are untested.
 READABLE = "a PNG or JPEG file that this user may read"
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO")
 VIDEO_SUFFIXES = frozenset(
@@ -55,12 +54,12 @@ PICTURE_BRANDS = (
 )
 HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis")
 HEADER_BYTES = 64
-# What Pillow's decoders raise on damaged files, found by feeding them damaged files; anything else is a mistake of ours.
+# Errors that Pillow's decoders raise on damaged files, found with damaged files; any other error is a bug of this package.
 DECODER_ERRORS = (
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError,
     MemoryError, struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
-STRICTLY = threading.Lock()  # while Pillow's own setting is changed
+STRICTLY = threading.Lock()  # held while Pillow's setting is changed
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -69,11 +68,11 @@ UPRIGHT = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # EXIF orientation -> what makes the picture upright
+}  # EXIF orientation -> the operation that turns the picture upright
 
 
 def fetch_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """`open_image`, and in addition pictures at http:// and https:// URLs, which are downloaded from public addresses only."""
+    """As `open_image`, but also accepts http:// and https:// URLs, which are downloaded from public addresses only."""
     if not isinstance(source, str) or not source.lower().startswith(("http://", "https://")):
         return open_image(source, max_pixels)
     from vismoe.models.inputs.remote_images import download  # takes a tenth of a second to import
@@ -89,10 +88,10 @@ def fetch_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Imag
 def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 1) -> Image.Image:
     """An upright RGB picture from a path or `file://` URL, encoded bytes, a `data:` URI or a Pillow image (which is not changed).
 
-    reduce: make it smaller while it is decoded, as `Reduction` says. Raises InputError: nothing there, not an image, damaged,
-    empty, a video, or more than `max_pixels`.
-    Of an animation or a multi-page file the first frame is used, and a warning on the `vismoe` logger says so; of a Pillow
-    image the frame it stands at.
+    reduce: make it smaller while it is decoded, as `Reduction` does. Raises InputError if nothing is found, or if it is not an
+    image, damaged, empty, a video, or larger than `max_pixels`.
+    Of an animation or a multi-page file the first frame is used, and a warning on the `vismoe` logger says so; of a Pillow image
+    its current frame.
     """
     if isinstance(source, Image.Image):
         return _upright_rgb(source, "the image", max_pixels, reduce, first_frame=False)
@@ -114,33 +113,33 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS, reduce: int = 
         else:
             path = file_name(source).expanduser()
         if not path.exists():
-            raise InputError(f"{source}: no such file (looked in {Path.cwd()}). Fix: the whole path of a picture")
+            raise InputError(f"{source}: no such file (looked in {Path.cwd()}). Fix: give the full path of a picture")
         if not path.is_file():
             raise InputError(
-                f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file. Fix: the path of a picture"
+                f"{source}: a {'folder' if path.is_dir() else 'special file'}, not an image file. Fix: give the path of a picture"
             )
         with path.open("rb") as file:
             return _decode(file, str(source), max_pixels, reduce, path.suffix.lower())
-    except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: `~nobody` has no home
+    except (OSError, RuntimeError, ConfigError) as error:  # RuntimeError: the user of `~user` has no home
         name = str(source)[:200].encode(errors="backslashreplace").decode()
         raise InputError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}. Fix: {READABLE}") from error
 
 
 def file_of_url(url: str) -> Path:
-    """The file that a `file://` URL names: as it is written, which is how qwen-vl-utils reads it, or percent-decoded."""
+    """The file that a `file://` URL names: the path as written (as qwen-vl-utils reads it), or percent-decoded."""
     path = file_name(url[7:])
     return path if path.exists() else file_name(unquote(url[7:].removeprefix("localhost")))
 
 
 def data_uri_payload(uri: str) -> int:
-    """Where the payload of `data:image/...;base64,...` begins. Raises InputError."""
+    """The index at which the payload of `data:image/...;base64,...` begins. Raises InputError."""
     comma = uri.find(",")
     header = uri[5 : max(comma, 0)].lower()
     kind = header.split(";")[0]
     if kind.startswith("video/"):
-        raise InputError(f"the data URI holds a video ({kind[:40]}); only images can be asked about. Fix: send single frames")
+        raise InputError(f"the data URI holds a video ({kind[:40]}); only images are supported. Fix: send single frames")
     if comma < 0 or not header.endswith(";base64"):
-        raise InputError(f"the data URI {uri[:40]!r} is not of the form that is read. Fix: data:image/png;base64,...")
+        raise InputError(f"the data URI {uri[:40]!r} has an unsupported form. Fix: data:image/png;base64,...")
     return comma + 1
 
 
@@ -158,7 +157,7 @@ def _decode(file: BinaryIO, name: str, max_pixels: int, reduce: int, suffix: str
 
 
 def look_at(data: bytes, max_pixels: int) -> Header:
-    """What the header of encoded bytes says. Raises InputError as `open_image` does, as far as a header can tell."""
+    """Reads the header of encoded bytes. Raises InputError as `open_image` does, as far as a header shows."""
     with _opened(io.BytesIO(data), "the image", max_pixels) as image:
         _check_size(image, "the image", max_pixels)
         scans = "progressive" in image.info or "progression" in image.info
@@ -166,13 +165,13 @@ def look_at(data: bytes, max_pixels: int) -> Header:
 
 
 def _opened(file: BinaryIO, name: str, max_pixels: int, suffix: str = "") -> Image.Image:
-    """A picture whose pixels are still encoded."""
+    """A picture whose pixels are not decoded yet."""
     header = file.read(HEADER_BYTES)
     if not header:
         raise InputError(f"{name}: empty (0 bytes). Fix: download or copy it again")
     if _is_video(header) or suffix in VIDEO_SUFFIXES:
         raise InputError(
-            f"{name}: a video; only images can be asked about. Fix: single frames, e.g. ffmpeg -i VIDEO -vf fps=1 %03d.png"
+            f"{name}: a video; only images are supported. Fix: extract single frames, e.g. ffmpeg -i VIDEO -vf fps=1 %03d.png"
         )
     if header[4:8] == b"ftyp" and header[8:12] in HEIC_BRANDS:
         raise InputError(f"{name}: HEIC cannot be decoded here. Fix: convert it to JPEG or PNG")
@@ -224,13 +223,13 @@ def _upright_rgb(image: Image.Image, name: str, max_pixels: int, reduce: int = 1
         raise InputError(
             f"{name}: damaged or cut short ({type(error).__name__}: {error}). Fix: download or save it again"
         ) from error
-    if frames > 1 and image.format != "MPO":  # MPO is what phones call a JPEG with previews
+    if frames > 1 and image.format != "MPO":  # MPO is the format of phones for a JPEG with previews
         log.warning("%s has %d frames; only the first one is used", name, frames)
     return rgb if orientation is None else rgb.transpose(orientation)
 
 
 def _load_whole(image: Image.Image) -> None:
-    """Decodes the pixels, all of them, whatever another library has told Pillow to put up with (lmms-eval does)."""
+    """Decodes all pixels strictly, even if another library has made Pillow tolerate damage (lmms-eval does)."""
     if not ImageFile.LOAD_TRUNCATED_IMAGES:
         image.load()
         return
@@ -243,7 +242,7 @@ def _load_whole(image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 (upright) where there is none or the EXIF block is damaged: the pixels are fine without it."""
+    """The EXIF orientation; 1 (upright) if there is none or the EXIF block is damaged, since the pixels are still valid."""
     try:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except DECODER_ERRORS:

@@ -1,6 +1,6 @@
 """Conversations as messages, and in files: JSON in the form of Qwen's documentation, with image paths relative to the file.
 
-Only what a file adds is read here (JSON, places); what a conversation may hold is said where it becomes a prompt.
+This module checks only what a file adds (JSON, paths); the code that builds a prompt checks the conversation.
 """
 
 import json
@@ -25,22 +25,22 @@ def user_message(question: str, images: list["Image.Image"]) -> dict[str, Any]:
 
 
 def read_messages(file: str | Path) -> list[dict[str, Any]]:
-    """The conversation in a file: a list of messages, or an object whose `messages` are that. Raises InputError."""
+    """The conversation in a file: a list of messages, or an object with that list as `messages`. Raises InputError."""
     path = Path(file).expanduser()
     try:
         given = json.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
-        raise InputError(f"{file}: not JSON in UTF-8 ({error}). Fix: a list of messages, as engine.chat takes them") from error
+        raise InputError(f"{file}: not JSON in UTF-8 ({error}). Fix: write a list of messages, as for engine.chat") from error
     messages = given.get("messages") if isinstance(given, dict) else given
     return placed(messages, path.parent, str(file))
 
 
 def placed(messages: Any, folder: Path, name: str) -> list[dict[str, Any]]:
-    """The messages with paths of images in `folder`, unless they are absolute or URLs; `name`: of the file they are from."""
+    """The messages, with relative image paths resolved in `folder`; `name` is the file, for errors."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f'{name}: no conversation. Fix: a list of messages, [{{"role": "user", "content": "Hello!"}}]')
+        raise InputError(f'{name}: not a conversation. Fix: write a list of messages, [{{"role": "user", "content": "Hello!"}}]')
 
     def in_folder(source: Any) -> Any:
         if not isinstance(source, str) or source.lower().startswith(ELSEWHERE):
@@ -51,7 +51,7 @@ def placed(messages: Any, folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def with_images(messages: list[dict[str, Any]], made: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """The messages with what `made` makes of each image's source in its place."""
+    """The messages, with each image source replaced by the result of `made`."""
     return [_with_images(message, made) for message in messages]
 
 

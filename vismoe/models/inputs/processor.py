@@ -1,8 +1,8 @@
 """Processors for questions about images, with or without torchvision.
 
-transformers builds a Qwen3-VL processor together with its video processor, and that one needs torchvision, which CPU
-installations rarely have. Where torchvision is missing, or does not fit the torch beside it, `load_processor` leaves the video
-processor out: images work as always, videos are refused.
+transformers builds a Qwen3-VL processor together with its video processor, which needs torchvision, and CPU installations rarely
+have it. If torchvision is missing, or does not match torch, `load_processor` omits the video processor: images work as always,
+videos are refused.
 """
 
 from functools import cache
@@ -18,11 +18,11 @@ QWEN3_VL_FAMILIES = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen4_exp",
-)  # their images go through Qwen3VLProcessor
+)  # families whose images use Qwen3VLProcessor
 
 
 class ImageOnlyProcessor(Qwen3VLProcessor):
-    """Qwen3-VL's processor without its video processor: the constructor names no video processor, so none is loaded."""
+    """Qwen3-VL's processor without its video processor, which the constructor does not name, so it is not loaded."""
 
     def __init__(
         self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **kwargs: Any
@@ -41,9 +41,9 @@ def torchvision_works() -> bool:
 
 
 def load_processor(path: str | PathLike[str], **kwargs: Any) -> ProcessorMixin:
-    """The processor of a checkpoint: AutoProcessor's where it can be built, otherwise one for images only.
+    """The processor of a checkpoint: AutoProcessor's if it can be built, otherwise one for images only.
 
-    Keyword arguments go to `from_pretrained`. Raises ImportError for a family that cannot do without torchvision.
+    Keyword arguments go to `from_pretrained`. Raises ImportError for a family that requires torchvision.
     """
     if torchvision_works():
         return AutoProcessor.from_pretrained(path, **kwargs)
@@ -54,12 +54,12 @@ def load_processor(path: str | PathLike[str], **kwargs: Any) -> ProcessorMixin:
         return AutoProcessor.from_pretrained(path, **kwargs)
     except ImportError as error:
         raise ImportError(
-            f"the processor of {path} (model type {family}) needs torchvision, which is missing or does not fit this torch; "
-            f"install the torchvision build that belongs to it, e.g. `pip install torchvision --index-url https://download.pytorch.org/whl/cpu`"
+            f"the processor of {path} (model type {family}) needs torchvision, which is missing or does not match this torch; "
+            f"install the build that matches, e.g. `pip install torchvision --index-url https://download.pytorch.org/whl/cpu`"
         ) from error
 
 
 def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those keyword arguments that say where files come from, not how images are processed."""
+    """The keyword arguments that say where files come from, not how images are processed."""
     names = ("cache_dir", "revision", "token", "local_files_only", "trust_remote_code", "subfolder")
     return {name: kwargs[name] for name in names if name in kwargs}

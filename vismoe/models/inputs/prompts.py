@@ -1,4 +1,4 @@
-"""From a conversation to model inputs: the family's chat template, its processor, and what it counts as a visual token."""
+"""Turns a conversation into model inputs, with the family's chat template and processor, and finds its visual tokens."""
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from vismoe.models.inputs.processor import load_processor
 from vismoe.models.inputs.qwen_images import Picture, QwenImages, asked_size, image_source
 from vismoe.ranges import shown, unencodable
 
-TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs with a number for the kind of each token
+TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs that give the kind of each token
 TEXT_INPUTS = ("input_ids", "attention_mask", *TOKEN_KINDS)
-VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # what families call the module that encodes images
+VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # names in families of the module that encodes images
 
 
 def is_pixels(name: str) -> bool:
-    """Whether an input is what goes into the vision tower."""
+    """Whether an input goes into the vision tower."""
     return name.startswith("pixel_values")
 
 
@@ -40,38 +40,39 @@ class Prompt:
     tokens: int
     visual_tokens: int
     pictures: tuple[Image.Image, ...] = ()  # upright, in the order of the conversation
-    image_names: tuple[str, ...] = ()  # by which an image is the same in another prompt: pixels and processor settings
-    places: tuple[tuple[int, int], ...] = ()  # first token of each image and the one behind it; none where that is not known
-    image_inputs: Callable[[Sequence[int]], BatchFeature] = lambda numbers: BatchFeature()  # of some images, by number
-    made_again: Callable[[], BatchFeature] = BatchFeature  # the inputs
+    image_names: tuple[str, ...] = ()  # identify an image across prompts: hashes of pixels and processor settings
+    places: tuple[tuple[int, int], ...] = ()  # (first token, end) of each image; empty if unknown
+    image_inputs: Callable[[Sequence[int]], BatchFeature] = lambda numbers: BatchFeature()  # inputs of some images, by number
+    made_again: Callable[[], BatchFeature] = BatchFeature  # computes the inputs again
 
     @property
     def images(self) -> int:
         return len(self.pictures)
 
     def light(self) -> "Prompt":
-        """Without the pixels, as floating-point numbers the largest of its inputs, for a prompt that has to wait."""
+        """The prompt without pixels, which as floating-point numbers are its largest input, for a prompt that has to wait."""
         return replace(self, inputs=without_pixels(self.inputs))
 
     def whole(self) -> BatchFeature:
-        """The inputs, pixels included."""
+        """All inputs, pixels included."""
         return self.made_again() if self.pictures and not any(map(is_pixels, self.inputs)) else self.inputs
 
     @property
     def image_input_names(self) -> list[str]:
-        """Inputs that are about the images and not as large."""
+        """Small inputs that describe the images."""
         return [name for name in self.inputs if name not in TEXT_INPUTS and not is_pixels(name)]
 
     def images_behind(self, tokens: int) -> list[int] | None:
-        """Numbers of the images whose tokens come after the first `tokens`; None where that is not known."""
+        """Numbers of the images whose tokens come after the first `tokens`; None if unknown."""
         if self.places or not self.pictures:
             return [number for number, (begin, _) in enumerate(self.places) if begin >= tokens]
         return list(range(self.images)) if tokens == 0 else None
 
     def numbers(self, image_token_id: int | None, terms: Hashable) -> np.ndarray:
-        """int64 `[S]`: equal numbers at the beginning of two prompts stand for equal keys and values.
+        """int64 `[S]`: two prompts whose numbers begin equally have equal keys and values for that beginning.
 
-        A token's id; at an image's tokens a negative number that stands for the image and `terms`, on which it is seen.
+        The number is a token's id; for tokens of an image, a negative number that identifies the image and `terms`, the
+        conditions under which the model sees it.
         """
         ids = self.inputs["input_ids"][0].numpy().astype(np.int64)
         visual = ids == image_token_id
@@ -89,7 +90,7 @@ class PromptBuilder:
 
     processor: Any
     image_token_id: int | None
-    placeholders: tuple[str, ...] = ()  # tokens of the family that stand for images and videos
+    placeholders: tuple[str, ...] = ()  # the family's tokens for images and videos
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str, revision: str | None) -> "PromptBuilder":
@@ -112,7 +113,7 @@ class PromptBuilder:
                 return
 
     def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, int]) -> Look:
-        """What the model sees of a picture, from its sides; size: what its part says of that. Raises InputError."""
+        """How the model sees a picture, from its sides; `size`: the size options of its message part. Raises InputError."""
         qwen = QwenImages.of(self.processor)
         if qwen is not None:
             return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens)
@@ -130,8 +131,8 @@ class PromptBuilder:
         image_tokens: tuple[int, int] | None = None,
         context: int | None = None,
     ) -> Prompt:
-        """Inputs for one conversation; a last message of the assistant is gone on with. Raises InputError for what cannot be
-        answered, and ContextError before pixels are made of images that have more visual tokens than `context`."""
+        """Inputs for one conversation; a final message of the assistant is continued. Raises InputError for a conversation that
+        cannot be answered, and ContextError, before processing pixels, for images with more visual tokens than `context`."""
         if not isinstance(messages, list | tuple):
             raise InputError(
                 f"a conversation is a list of messages, not {shown(messages)}. "
@@ -142,10 +143,10 @@ class PromptBuilder:
             {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
         ]
         if not plain:
-            raise InputError("there is nothing to answer: the conversation has no message. Fix: a message of the user")
+            raise InputError("there is nothing to answer: the conversation has no message. Fix: add a user message")
         if images and self.image_token_id is None:
             raise InputError(
-                "this is a text model, it cannot see images. Fix: ask without --image, or choose a vision-language model"
+                "this is a text model and cannot see images. Fix: ask without --image, or choose a vision-language model"
             )
         if not isinstance(self.processor, ProcessorMixin):
             for message in plain:
@@ -159,7 +160,7 @@ class PromptBuilder:
         return self._prompt(inputs, tuple(picture.image for picture in images), options, text)
 
     def _written(self, messages: list[dict[str, Any]]) -> str:
-        """The conversation as the family's template writes it, up to where the answer begins. Raises InputError."""
+        """The conversation as the family's template writes it, up to the beginning of the answer. Raises InputError."""
         *before, last = messages
         begun = last["role"] == "assistant"
         if begun and before and not _has_words(last):
@@ -173,23 +174,23 @@ class PromptBuilder:
                 f"the model's chat template cannot be read (line {error.lineno}): {error}. Fix: download or copy it again"
             ) from error
         except (ValueError, TemplateError) as error:
-            if begun and isinstance(error, ValueError):  # it leaves out, or changes, what the assistant has said
+            if begun and isinstance(error, ValueError):  # the template omits or changes the assistant's message
                 raise InputError(
-                    "the model's chat template cannot go on with a message of the assistant. Fix: end with a user's"
+                    "the model's chat template cannot continue a message of the assistant. Fix: end with a user message"
                 ) from error
-            raise InputError(  # there is none, or e.g. two questions without an answer between them
-                f"the model's chat template does not take this conversation: {error}. Fix: turns in an order that it knows, "
+            raise InputError(  # no template, or e.g. two questions without an answer between them
+                f"the model's chat template refuses this conversation: {error}. Fix: use an order of messages that it allows, "
                 "or text without a template (Engine.complete, /v1/completions)"
             ) from error
         return text
 
     def build_text(self, text: str) -> Prompt:
-        """Inputs that go on from `text` as it is, without a chat template. Raises InputError."""
+        """Inputs that continue `text` as it is, without a chat template. Raises InputError."""
         if not isinstance(text, str):
             raise InputError(f"a prompt is a text, not {shown(text)}. Fix: engine.complete('Once upon a time')")
         inputs = self.tokenizer(self._without_placeholders(text), return_tensors="pt")
         if not inputs["input_ids"].shape[1]:
-            raise InputError("there is nothing to go on from: the prompt is empty. Fix: engine.complete('Once upon a time')")
+            raise InputError("there is nothing to continue: the prompt is empty. Fix: engine.complete('Once upon a time')")
         return self._prompt(inputs, (), {}, text)
 
     def _prompt(self, inputs: BatchFeature, images: tuple[Image.Image, ...], options: dict[str, Any], text: str) -> Prompt:
@@ -208,7 +209,7 @@ class PromptBuilder:
         )
 
     def _image_inputs(self, images: list[Image.Image], options: dict[str, Any]) -> BatchFeature:
-        """What the model gets of these images beside the tokens."""
+        """The model's inputs for these images, beside the tokens."""
         settings = options.get("images_kwargs", {})
         made: BatchFeature = self.processor.image_processor(images=images, return_tensors="pt", **settings)
         return made
@@ -216,7 +217,7 @@ class PromptBuilder:
     def _content(
         self, message: dict[str, Any], images: list[Picture], open_image: Callable[[Any], Image.Image]
     ) -> list[dict[str, Any]]:
-        """Parts in the template's form; images are opened into `images` in order."""
+        """Message parts in the template's form; opens images and appends them to `images` in order."""
         content = message.get("content")
         if not isinstance(content, str | list | tuple | None):
             raise InputError(
@@ -238,29 +239,30 @@ class PromptBuilder:
                     "Fix: {'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}"
                 )
         if not parts:
-            raise InputError(f"a {message['role']} message has no content. Fix: give it a text, or leave it out")
+            raise InputError(f"a {message['role']} message has no content. Fix: give it a text, or leave the message out")
         return parts
 
     def _without_placeholders(self, text: str) -> str:
-        """User text as it is; what stands for an image in the model's own language may not be typed, nor what no text has."""
+        """User text, unchanged. Raises InputError for placeholders of images, which users may not type, and unencodable
+        characters."""
         if no_text := unencodable(text):
             raise InputError(
                 f"the text cannot be used: {no_text}. Fix: leave the character out, or decode the text as it was meant"
             )
         for token in self.placeholders:
             if token in text:
-                raise InputError(f"the text contains {token}, which stands for an image. Fix: leave it out, and attach the image")
+                raise InputError(f"the text contains {token}, a placeholder of images. Fix: leave it out, and attach the image")
         return text
 
     def _image_options(
         self, pictures: list[Picture], image_tokens: tuple[int, int] | None, context: int | None
     ) -> dict[str, Any]:
-        """Arguments of the processor about the images: themselves, at the size they get where that is for us to say."""
+        """Arguments of the processor about the images: the images, resized if VisMoE decides their size."""
         limits, qwen = self._pixel_limits(image_tokens), QwenImages.of(self.processor)
         if qwen is None:
             if any(picture.size for picture in pictures):
                 family = type(self.processor).__name__
-                raise InputError(f"min_pixels and the like are of Qwen's models; this one has a {family}. Fix: leave them out")
+                raise InputError(f"only Qwen models support min_pixels and similar; this one has a {family}. Fix: leave them out")
             return {"images": [picture.image for picture in pictures], **limits}
         asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
         again = qwen.again and not image_tokens
@@ -275,7 +277,7 @@ class PromptBuilder:
         return {"images": images, **resize}
 
     def _pixel_limits(self, image_tokens: tuple[int, int] | None) -> dict[str, Any]:
-        """Arguments that make the family's image processor give between least and most tokens per image."""
+        """Arguments that make the family's image processor give between the least and most tokens per image."""
         if image_tokens is None:
             return {}
         images = self._image_processor
@@ -284,24 +286,24 @@ class PromptBuilder:
             raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")
         least, most = image_tokens
         if not 1 <= least <= most:
-            raise InputError(f"image_tokens={image_tokens}: the least number comes first, e.g. 64..1024")
+            raise InputError(f"image_tokens={image_tokens}: the smaller number must come first, e.g. 64..1024")
         return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}
 
 
 def _name(image: Image.Image, settings: dict[str, Any]) -> str:
-    """Of an image's pixels and how it is processed: the same for the same ones, in this process and any other."""
+    """A name from an image's pixels and processing settings, equal in all processes."""
     digest = hashlib.blake2b(repr((image.size, sorted(settings.items()))).encode(), digest_size=16)
     digest.update(image.tobytes())
     return digest.hexdigest()
 
 
 def _number(*parts: Hashable) -> int:
-    """A negative number of 62 bits that stands for the parts."""
+    """A negative number of 62 bits that identifies the parts."""
     return -1 - (int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 2)
 
 
 def _places(visual: list[int], images: int) -> tuple[tuple[int, int], ...]:
-    """First token of each image and the one behind it, where its tokens are one run between others; nothing otherwise."""
+    """(first token, end) of each image if its tokens are one run between others; otherwise empty."""
     tokens = set(visual)
     begins = [place for place in visual if place - 1 not in tokens]
     ends = [place + 1 for place in visual if place + 1 not in tokens]

@@ -1,11 +1,11 @@
 """Images of the Qwen families at the sizes that Qwen's own package, qwen-vl-utils, decides.
 
-A message's part may say how large its image is to be, as Qwen's documentation writes it: `min_pixels` and `max_pixels`, or
-`resized_height` and `resized_width`. What a part leaves out is the package's default; an image that says nothing keeps within the
-visual tokens that the request gave, and without those within the pixels that the checkpoint's processor gives.
+A message part may set the size of its image, as Qwen's documentation describes: `min_pixels` and `max_pixels`, or
+`resized_height` and `resized_width`. Missing values are the package's defaults. An image without size options keeps within the
+request's number of visual tokens, or else within the pixels of the checkpoint's processor.
 
-Promises: size and pixels are those of the package's `process_vision_info`. It only gets pictures that were opened here, so it
-reads no file and asks for no URL. Sizes are pixels, (height, width) in this order.
+Promises: size and pixels equal those of the package's `process_vision_info`. The package only receives opened pictures, so it
+reads no file and requests no URL. Sizes are pixels, (height, width) in this order.
 """
 
 import importlib
@@ -30,8 +30,8 @@ __all__ = ["SIZE_KEYS", "Picture", "QwenImages", "asked_size", "image_source"]
 
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 VIDEO_KEYS = frozenset("nframes fps min_frames max_frames total_pixels video_start video_end sample_fps raw_fps".split())
-MOST = 2**53  # of a size: a float holds every whole number up to here
-# The processor of a family, and whether the call that Qwen documents lets it resize once more, to the checkpoint's own limits.
+MOST = 2**53  # the largest size: a float holds every whole number up to this
+# The processors of families, and whether the call that Qwen documents lets them resize once more, to the checkpoint's limits.
 RESIZES_AGAIN = {
     "Qwen2VLProcessor": True,
     "Qwen2_5_VLProcessor": True,
@@ -43,14 +43,14 @@ RESIZES_AGAIN = {
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of a conversation; `size`: what its part says about that, as `asked_size` reads it."""
+    """An image of a conversation; `size`: the size options of its message part, as `asked_size` reads them."""
 
     image: Image.Image
     size: Mapping[str, int] = field(default_factory=dict)
 
 
 def image_source(part: Mapping[str, Any]) -> Any:
-    """What a part of a message names as its image; None: it is not about an image."""
+    """The image source in a message part; None if the part is not an image."""
     kind = part.get("type") or next((name for name in ("image", "image_url") if part.get(name) is not None), None)
     if kind == "image_url":
         url = part.get("image_url")
@@ -59,18 +59,20 @@ def image_source(part: Mapping[str, Any]) -> Any:
 
 
 def asked_size(part: Mapping[str, Any]) -> dict[str, int]:
-    """What an image's part says about its size. Raises InputError for what it cannot say."""
+    """The size options of an image's message part. Raises InputError for invalid ones."""
     given = {name: value for name, value in part.items() if value is not None}
     if film := sorted(given.keys() & VIDEO_KEYS):
-        raise InputError(f"{', '.join(film)}: of a video, and only images can be asked about (no video). Fix: leave it out")
+        raise InputError(f"{', '.join(film)}: options of a video, but only images are supported. Fix: leave it out")
     if unknown := sorted(map(str, given.keys() - {"type", "image", "image_url", *SIZE_KEYS})):
-        raise InputError(f"an image has no {', '.join(unknown)[:200]}. Fix: leave it out; its size is in {', '.join(SIZE_KEYS)}")
+        raise InputError(
+            f"an image has no option {', '.join(unknown)[:200]}. Fix: leave it out; sizes are {', '.join(SIZE_KEYS)}"
+        )
     size = {name: _pixels(name, given[name]) for name in SIZE_KEYS if name in given}
     if ("resized_height" in size) != ("resized_width" in size):
-        raise InputError("resized_height and resized_width go together. Fix: give both, or max_pixels")
+        raise InputError("resized_height and resized_width belong together. Fix: give both, or only max_pixels")
     if size.get("min_pixels", 0) > size.get("max_pixels", MOST):
         least, most = size["min_pixels"], size["max_pixels"]
-        raise InputError(f"min_pixels={least:,} is more than max_pixels={most:,}. Fix: the other way round")
+        raise InputError(f"min_pixels={least:,} is more than max_pixels={most:,}. Fix: exchange them")
     return size
 
 
@@ -84,7 +86,7 @@ def _pixels(name: str, value: Any) -> int:
 
 @dataclass(frozen=True)
 class QwenImages:
-    """What a Qwen family's processor says about sizes: the side of a visual token and the least and most pixels of an image."""
+    """The sizes of a Qwen family's processor: the side of a visual token, and the least and most pixels of an image."""
 
     side: int
     limits: tuple[int, int]
@@ -101,12 +103,13 @@ class QwenImages:
         return cls(images.patch_size * images.merge_size, limits, again)
 
     def asked(self, size: Mapping[str, int], image_tokens: tuple[int, int] | None) -> dict[str, int]:
-        """The size of an image whose part says `size`, in the package's words; image_tokens: least and most of the request."""
+        """The size options of an image with message part options `size`, in the package's names; image_tokens: the request's
+        limits."""
         least, most = [tokens * self.side**2 for tokens in image_tokens] if image_tokens else self.limits
         return dict(size) or {"min_pixels": least, "max_pixels": most}
 
     def fitted(self, width: int, height: int, asked: Mapping[str, int]) -> tuple[int, int]:
-        """(height, width) that an image gets. Raises InputError where no size is possible."""
+        """(height, width) to which an image is resized. Raises InputError if no size is possible."""
         package = vision_process()
         if "resized_height" in asked:
             height, width, asked = asked["resized_height"], asked["resized_width"], {}
@@ -114,7 +117,7 @@ class QwenImages:
         most = asked.get("max_pixels", package.IMAGE_MAX_TOKEN_NUM * self.side**2)
         if least > most:
             raise InputError(
-                f"an image of {least:,} pixels at least (min_pixels) and {most:,} at most (max_pixels). "
+                f"no image can have at least {least:,} (min_pixels) and at most {most:,} pixels (max_pixels). "
                 f"Fix: give both; a visual token has {self.side**2:,} pixels"
             )
         try:
@@ -123,27 +126,27 @@ class QwenImages:
             raise InputError(f"an image of {width} x {height} pixels: {error}. Fix: crop or resize the image") from error
         if not 0 < fitted[0] * fitted[1] <= MAX_PIXELS:
             raise InputError(
-                f"an image of {width} x {height} pixels would get {fitted[1]:,} x {fitted[0]:,}; the least side is {self.side}, "
-                f"and the limit {MAX_PIXELS:,} together. Fix: other limits (max_pixels, min_pixels, --image-tokens), or crop it"
+                f"{width} x {height} pixels would become {fitted[1]:,} x {fitted[0]:,}; the least side is {self.side}, "
+                f"and the limit {MAX_PIXELS:,} pixels. Fix: other limits (max_pixels, min_pixels, --image-tokens), or crop it"
             )
         return fitted
 
     def look(self, asked: Mapping[str, int], again: bool) -> Callable[[int, int], Sight]:
-        """How an image of this size is seen, from its sides; again: the processor resizes once more, as `again` says of the
-        family, to its own limits. Raises InputError where no size is possible."""
+        """How the model sees an image with these size options, from its sides; again: the processor resizes once more, to its own
+        limits. Raises InputError if no size is possible."""
 
         def look(width: int, height: int) -> Sight:
             high, wide = self.fitted(width, height, asked)
             try:
                 last_high, last_wide = smart_resize(high, wide, self.side, *self.limits) if again else (high, wide)
-            except ValueError as error:  # the first time made it a little wider for its height
+            except ValueError as error:  # the first resizing changed its aspect ratio a little
                 raise InputError(f"an image of {width} x {height} pixels: {error}. Fix: crop or resize the image") from error
             return Sight(wide, high, max(high * wide, last_high * last_wide), last_high * last_wide // self.side**2)
 
         return look
 
     def resized(self, image: Image.Image, asked: Mapping[str, int]) -> Image.Image:
-        """The RGB picture at that size; the very same where it has it already."""
+        """The RGB picture at that size; the same object if it has the size already."""
         package = vision_process()
         part = {"type": "image", "image": image, **asked}
         side = self.side / package.SPATIAL_MERGE_SIZE
@@ -156,11 +159,12 @@ _package: list[ModuleType] = []
 
 
 def vision_process() -> ModuleType:
-    """`qwen_vl_utils.vision_process`, imported when an image first asks for it. Raises ConfigError where it is not installed.
+    """`qwen_vl_utils.vision_process`, imported at its first use. Raises ConfigError if it is not installed.
 
-    It imports torchvision, which it needs for videos only; where that does not work, something of its name stands in meanwhile.
+    It imports torchvision, which it needs for videos only; if torchvision does not work, a stand-in replaces it during the
+    import.
     """
-    from vismoe.models.inputs.processor import torchvision_works  # transformers comes with it
+    from vismoe.models.inputs.processor import torchvision_works  # this imports transformers
 
     with _importing:
         if not _package:
@@ -181,8 +185,8 @@ def _imported() -> ModuleType:
 
 @contextmanager
 def _torchvision_standing_in() -> Iterator[None]:
-    """Within, the names of torchvision that the package imports, with nothing behind them. After it there is no trace of them,
-    nor of the package that saw them: whoever imports either later gets the real one, or the real error."""
+    """Within it, the names of torchvision that the package imports exist as stand-ins. Afterwards they are removed, and so is the
+    package that imported them: a later import of either gets the real one, or the real error."""
     before = {name: module for name, module in list(sys.modules.items()) if _is_one_of_both(name)}
     top, transforms = ModuleType("torchvision"), ModuleType("torchvision.transforms")
     for module in (top, transforms):

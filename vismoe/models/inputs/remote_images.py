@@ -1,12 +1,11 @@
-"""Images by http(s) URL, fetched such that no client can make this machine talk to its own network.
+"""Images by http(s) URL, downloaded so that no client can make this machine access its own network.
 
-The check sits in the connection itself: whoever connects resolves the name once, refuses unless every address is public, and
-connects to one of those very addresses. So a name that resolves differently the second time, a number written in another base,
-and a redirect all pass the same gate; certificates, SNI and the Host header still carry the name. httpcore is used as it is: it
-follows no redirects, reads no proxies from the environment, sends no cookies, and decodes no content.
-All refusals before an answer of a public server read the same, so that nothing inside can be mapped by asking.
-What addresses cannot tell: a network that uses public addresses inside. Where that is so, remote images stay off.
-Sizes are bytes, times seconds.
+The check is part of the connection: `PublicNetwork` resolves the name once, refuses unless every address is public, and connects
+to one of those addresses. So a name that resolves differently the second time, a number in another base, and a redirect all pass
+the same check; certificates, SNI and the Host header still use the name. httpcore is used as it is: it follows no redirects,
+reads no proxies from the environment, sends no cookies, and decodes no content. All refusals before a public server answers have
+the same text, so that requests cannot map the inner network. Addresses cannot show whether an inner network uses public
+addresses; such installations must not enable remote images. Sizes are bytes, times seconds.
 """
 
 import asyncio
@@ -33,25 +32,25 @@ HEADERS = (("User-Agent", "vismoe"), ("Accept", "image/*"), ("Accept-Encoding", 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 4096
-MAX_BYTES = 20 * 2**20  # of an image that `download` gets
-TIMEOUT_S = 10.0  # for it
+MAX_BYTES = 20 * 2**20  # the largest image of `download`
+TIMEOUT_S = 10.0  # of `download`
 MAX_ADDRESSES = 4  # tried one after another
 DOWNLOADS = 16  # at a time
-STEP_BYTES = 2**20  # by which a body of unknown length grows; chunks are smaller
-RESOLVERS = DOWNLOADS  # threads: a name server that never answers holds one of these for a while, and nothing else
+STEP_BYTES = 2**20  # buffer growth for a body of unknown length; chunks are smaller
+RESOLVERS = DOWNLOADS  # threads; a name server that never answers blocks only one of these
 UNREACHABLE = "the image could not be downloaded: its address cannot be reached or is not allowed"
 
-# Python's is_global, and what it lacks in some version that we run on or cannot know. Everything else follows from
-# "an IPv6 address that is routed at all lies in 2000::/3", which leaves out loopback, private, link-local, mapped IPv4, ...
+# Python's is_global, plus ranges that some supported Python version lacks or cannot know. The rest follows from "every routed
+# IPv6 address is in 2000::/3", which excludes loopback, private, link-local, mapped IPv4, ...
 ROUTED_V6 = ipaddress.IPv6Network("2000::/3")
-NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # how IPv6-only networks see IPv4: the last four bytes are the address
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # IPv4 in IPv6-only networks: the last four bytes are the address
 REFUSED = tuple(
     map(
         ipaddress.ip_network,
         (
-            "100.64.0.0/10",  # shared by carriers; one cloud's metadata service
-            "168.63.129.16/32",  # another cloud's platform service, on a public number
-            "192.0.0.0/24",  # protocol assignments; a third one's metadata service
+            "100.64.0.0/10",  # shared by carriers; the metadata service of one cloud
+            "168.63.129.16/32",  # the platform service of another cloud, at a public address
+            "192.0.0.0/24",  # protocol assignments; the metadata service of a third cloud
             "192.88.99.0/24",  # 6to4 relays
             "2001::/23",  # protocol assignments, Teredo among them
             "2002::/16",  # 6to4: an IPv4 address inside
@@ -62,7 +61,7 @@ REFUSED = tuple(
 
 
 def is_public(address: str) -> bool:
-    """Whether an address (not a name) is one on the public internet."""
+    """Whether an address (not a name) is on the public internet."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -78,7 +77,7 @@ def is_public(address: str) -> bool:
 class RemoteImages:
     """Downloads images from public servers.
 
-    resolve: (name, port) -> addresses, and network: what connects to an address. Both have the real ones as defaults.
+    resolve: (name, port) -> addresses; network: opens connections to an address. The defaults are the real ones.
     """
 
     def __init__(self, resolve: Resolve | None = None, network: httpcore.AsyncNetworkBackend | None = None):
@@ -87,10 +86,10 @@ class RemoteImages:
         self._slots = asyncio.Semaphore(DOWNLOADS)
 
     async def fetch(self, url: str, max_bytes: int, timeout_s: float, hold: Hold) -> bytes:
-        """The body that a GET of `url` ends at. Raises InputError, whose sentence is fit for the client.
+        """The body of a GET of `url`, after redirects. Raises InputError, whose text may be shown to the client.
 
-        timeout_s bounds all of it together: names, connections, redirects and the body. hold: is told of bytes before they are
-        read, and raises what it likes.
+        timeout_s bounds names, connections, redirects and the body together. hold: is called with numbers of bytes before they
+        are read, and may raise.
         """
         async with self._slots:
             try:
@@ -120,7 +119,7 @@ class RemoteImages:
         raise InputError(f"the image could not be downloaded: more than {MAX_REDIRECTS} redirects")
 
     async def _get(self, url: httpx.URL, max_bytes: int, timeout_s: float, hold: Hold) -> bytes | str:
-        """The body, or where to look instead."""
+        """The body, or the URL of a redirect."""
         target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
         headers: list[tuple[bytes | str, bytes | str]] = [("Host", url.netloc), *HEADERS]
         certificates = self._certificates if url.scheme == "https" else None
@@ -135,7 +134,7 @@ class RemoteImages:
             if response.status != 200:
                 raise InputError(f"the image could not be downloaded: the server answered {response.status}")
             if fields.get("content-encoding", "identity").lower() != "identity":
-                raise InputError("the image could not be downloaded: the server sent it compressed, which was not asked for")
+                raise InputError("the image could not be downloaded: the server sent it compressed, against the request")
             return await _body(response, fields.get("content-length"), max_bytes, hold)
 
     async def _addresses(self, name: str, port: int) -> list[str]:
@@ -146,7 +145,7 @@ class RemoteImages:
 
 
 def download(url: str) -> bytes:
-    """The body that a GET of `url` ends at, for callers without an event loop, or in one that this blocks. Raises InputError."""
+    """The body of a GET of `url`, after redirects; blocks the caller, even in an event loop. Raises InputError."""
 
     async def unbounded(nbytes: int) -> None:
         """MAX_BYTES bounds it."""
@@ -163,7 +162,7 @@ def download(url: str) -> bytes:
 
 
 class PublicNetwork(httpcore.AsyncNetworkBackend):
-    """Connects to public addresses and to nothing else."""
+    """Connects to public addresses only."""
 
     def __init__(self, resolve: Resolve, network: httpcore.AsyncNetworkBackend):
         self._resolve, self._network = resolve, network
@@ -191,7 +190,7 @@ class PublicNetwork(httpcore.AsyncNetworkBackend):
 
 
 def _checked(text: str) -> httpx.URL:
-    """A URL that may be asked for, if its address is public. Raises InputError."""
+    """A URL that may be requested if its address is public. Raises InputError."""
     if len(text) > MAX_URL_CHARACTERS:
         raise InputError(f"the image's URL has {len(text):,} characters, the limit is {MAX_URL_CHARACTERS:,}")
     try:
@@ -199,14 +198,14 @@ def _checked(text: str) -> httpx.URL:
     except (httpx.InvalidURL, ValueError) as error:
         raise InputError("the image's URL is not valid") from error
     if url.scheme not in PORTS or not url.raw_host or url.userinfo or url.port not in (None, *PORTS.values()):
-        raise InputError("an image's URL is http:// or https://, without a user, at port 80 or 443")
+        raise InputError("an image's URL must be http:// or https://, without a user, at port 80 or 443")
     return url
 
 
 async def _body(response: httpcore.Response, announced: str | None, max_bytes: int, hold: Hold) -> bytes:
     """The body, read no further than the limit."""
     too_large = InputError(f"the image has more bytes than the limit of {max_bytes:,}; scale it down first")
-    held = int(announced or 0)  # h11 has seen that it is a number
+    held = int(announced or 0)  # h11 has checked that it is a number
     if held > max_bytes:
         raise too_large
     await hold(held)

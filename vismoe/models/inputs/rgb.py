@@ -1,7 +1,7 @@
-"""From decoded pixels of any kind to 8-bit RGB, and to fewer of them: transparency over white, wider numbers scaled into 8 bits.
+"""Converts decoded pixels of any kind to 8-bit RGB, and to fewer pixels: transparency over white, wider numbers scaled to 8 bits.
 
-Works on bands of rows, so that a large picture is never there in several forms. `Header` and `Reduction` say before anything is
-decoded how large a picture becomes, and `decoding_bytes` what that takes. Sizes are pixels and bytes.
+Works on bands of rows, so that memory never holds a large picture in several forms. Before decoding, `Header` and `Reduction`
+give the size of the result, and `decoding_bytes` the memory that decoding needs. Sizes are pixels and bytes.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from PIL import Image
 __all__ = ["BAND_PIXELS", "Header", "Reduction", "decoding_bytes", "rgb_of"]
 
 BAND_PIXELS = 2**18  # of a band of rows, or one row
-BAND_BYTES = 48  # a pixel of a band takes at most, on any way to RGB: float64 copies of 32-bit grey
-DRAFTS = (8, 4, 2, 1)  # by which JPEG can be made smaller while it is decoded
+BAND_BYTES = 48  # most bytes per pixel of a band during any conversion: float64 copies of 32-bit grey
+DRAFTS = (8, 4, 2, 1)  # factors by which JPEG decoding can reduce
 JPEG = ("JPEG", "MPO")
-PIXEL_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}  # as Pillow keeps them; 4 in all others
-CODEC_BYTES = {"WEBP": 16, "AVIF": 14, "JPEG2000": 24, "TIFF": 8, "ICO": 8, "GIF": 6}  # a pixel takes beside that, by format
-SCANS_BYTES = 8  # of a JPEG in several scans: its coefficients stay until the last one
+PIXEL_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}  # in Pillow, by mode; 4 in all others
+CODEC_BYTES = {"WEBP": 16, "AVIF": 14, "JPEG2000": 24, "TIFF": 8, "ICO": 8, "GIF": 6}  # further bytes per pixel, by format
+SCANS_BYTES = 8  # per pixel of a JPEG in several scans: its coefficients stay until the last scan
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a picture says before it is decoded; sides as they are stored, not yet upright."""
+    """What is known of a picture before it is decoded; sides as stored, not yet upright."""
 
     width: int
     height: int
@@ -33,14 +33,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Each side divided by `draft` while a JPEG is decoded, and by `factor` as means of squares of pixels afterwards."""
+    """Divides each side by `draft` while a JPEG is decoded, and then by `factor`, taking means of squares of pixels."""
 
     draft: int
     factor: int
 
     @classmethod
     def of(cls, format: str | None, most: int) -> "Reduction":
-        """The one by at most `most` in all. A JPEG's first step is a power of two, which leaves no step between."""
+        """The largest reduction by at most `most`. The first step of a JPEG is a power of two, without steps between."""
         draft = next(draft for draft in DRAFTS if draft <= max(1, most)) if format in JPEG else 1
         return cls(draft, max(1, most) // draft)
 
@@ -49,12 +49,12 @@ class Reduction:
         return self.draft * self.factor
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) of what is left; parts of squares at the edges count."""
+        """(width, height) of the result; partial squares at the edges count."""
         return _divided(width, height, self.total)
 
 
 def decoding_bytes(header: Header, most: int) -> int:
-    """What decoding takes at most, in the process that does it, beside the encoded bytes. most: as for `Reduction.of`."""
+    """The most memory that decoding needs in its process, beside the encoded bytes. most: as for `Reduction.of`."""
     reduction = Reduction.of(header.format, most)
     (width, height), (less_wide, less_high) = (
         _divided(header.width, header.height, reduction.draft),
@@ -67,7 +67,7 @@ def decoding_bytes(header: Header, most: int) -> int:
 
 
 def rgb_of(image: Image.Image, factor: int = 1) -> Image.Image:
-    """8-bit RGB of a loaded picture, each side divided by `factor`, rounded up. Raises what Pillow and numpy do."""
+    """8-bit RGB of a loaded picture, each side divided by `factor`, rounded up. Raises errors of Pillow and numpy."""
     width, height = image.size
     if image.mode == "RGB" and factor == 1 and "transparency" not in image.info:
         return image.convert("RGB")
@@ -102,8 +102,8 @@ def _rgb(image: Image.Image, limits: tuple[float, float] | None) -> Image.Image:
 
 
 def _limits(image: Image.Image, bands: list[tuple[int, int, int, int]]) -> tuple[float, float]:
-    """What is black and what is white of wide integers and floats: white is 1 (floats), 255 or 65535, the least that holds all;
-    else they are the least and the greatest number."""
+    """The values of black and white for wide integers and floats: white is 1 (floats), 255 or 65535, the least that covers all
+    values; otherwise they are the minimum and maximum."""
     found = []
     for box in bands:
         values = np.asarray(image.crop(box)).astype(np.float64)

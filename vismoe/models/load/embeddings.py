@@ -92,14 +92,15 @@ def _path_of(model: Any) -> str | None:
     parent, _, own = path.rpartition(".")
     owners = [model.get_submodule(parent[: dot.start()] if dot else parent) for dot in (*re.finditer(r"\.", parent), None)]
     read = re.compile(rf"\bself\.(\w+\.)*{own}\.weight\b")  # by the model's own code
-    asked = any(read.search(_source_of(owner.__class__)) for owner in (model, *owners))
+    asked = any(_says(owner.__class__, read) for owner in (model, *owners))
     return None if asked or name in tied or name in tied.values() else path
 
 
 @cache
-def _source_of(kind: type) -> str:
-    """To find the source of a class, Python parses the whole file."""
-    return inspect.getsource(kind)
+def _says(kind: type, pattern: re.Pattern[str]) -> bool:
+    """Whether the source of a class matches. To find that source Python parses the whole file, which is searched first."""
+    whole = inspect.getsource(inspect.getmodule(kind) or kind)
+    return pattern.search(whole) is not None and pattern.search(inspect.getsource(kind)) is not None
 
 
 def leave_on_disk(model: Any, table: Table) -> EmbeddingOnDisk:

@@ -1,8 +1,8 @@
-"""Families whose experts run in a loop of their own, put on the experts interface: same arithmetic, rows and order as that loop.
+"""Puts families whose experts run in their own loop on the experts interface: with the same arithmetic, rows and order.
 
-An adapter is a mixin over the family's own class. It sets the interface's attributes and hands a routing to `run_experts`; what a
-family computes differently in one expert stands in `page_expert`.
-`adapt` runs on the meta device, before anything asks what the model's experts are.
+An adapter is a mixin over the family's own class. It sets the interface's attributes and passes a routing to `run_experts`;
+`page_expert` holds what a family computes differently in one expert. `adapt` runs on the meta device, before any code inspects
+the model's experts.
 """
 
 from typing import Any
@@ -16,23 +16,23 @@ __all__ = ["adapt"]
 
 
 class OnInterface:
-    """An experts module `forward(hidden [T, H], top_k_index [T, K], top_k_weights [T, K])` that only lacks the dispatch."""
+    """An experts module `forward(hidden [T, H], top_k_index [T, K], top_k_weights [T, K])` that lacks only the dispatch."""
 
     has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
-    spare_rows = 0  # rows behind the last expert in the checkpoint
-    row_groups = 1  # an expert gets at most this part of the rows
+    spare_rows = 0  # rows after the last expert in the checkpoint
+    row_groups = 1  # an expert gets at most this fraction of the rows
     run_experts = paged_experts
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         return self.run_experts(hidden, index, factors)
 
     def adopt(self, block: nn.Module, config: Any) -> None:
-        """Set what the interface wants and the family's `__init__` does not; `block` holds this module."""
+        """Set the attributes that the interface needs and the family's `__init__` does not set; `block` contains this module."""
         self.config = config
 
 
 class LongcatFlashExperts(OnInterface):
-    """Ids from the number of routed experts on are identities: they have no weights and come last in the sum."""
+    """Ids from the number of routed experts on are identity experts: they have no weights and come last in the sum."""
 
     def adopt(self: Any, block: nn.Module, config: Any) -> None:
         self.config, self.num_experts, self.spare_rows = config, self.num_routed_experts, self.zero_expert_num
@@ -51,7 +51,7 @@ class LongcatFlashExperts(OnInterface):
 
 
 class DbrxExpertGLU(OnInterface):
-    """Three matrices `[E * I, H]`; the experts module above holds the loop."""
+    """Three matrices `[E * I, H]`; the parent experts module has the loop."""
 
     transposed_matrices = frozenset({"w2"})
 
@@ -66,14 +66,14 @@ class DbrxExpertGLU(OnInterface):
 
 
 class DbrxExperts:
-    """The loop over the experts that `mlp` holds."""
+    """The loop over the experts that `mlp` contains."""
 
     def forward(self: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         return self.mlp(hidden.reshape(-1, self.hidden_size), index, factors).view(len(hidden), -1, self.hidden_size)
 
 
 class Llama4TextExperts(OnInterface):
-    """Transposed matrices without a bias; its block, below, does the routing."""
+    """Transposed matrices without a bias; its block, below, routes."""
 
     is_transposed = True
 
@@ -86,9 +86,10 @@ class Llama4TextExperts(OnInterface):
 
 
 class Llama4TextMoe:
-    """The router's score scales an expert's input, and each expert runs over all tokens, of which it was not chosen for most.
+    """The router's score scales an expert's input, and each expert computes all tokens, most of which did not choose it.
 
-    Those rows are zero and stay zero; the product has them all the same, because its bits depend on how many rows it has.
+    The rows of those tokens are zero and stay zero, but the product must include them, because its bits depend on the number of
+    rows.
     """
 
     def forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,14 +101,14 @@ class Llama4TextMoe:
         rows = (hidden * scores[:, chosen].T[..., None]).flatten(0, 1)  # [chosen * T, H]
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
         routed = self.experts(rows, chosen.repeat_interleave(len(hidden))[:, None], ones).view(len(chosen), *hidden.shape)
-        del rows  # the sum may need as much
+        del rows  # frees memory for the sum, which may need as much
         out = self.shared_expert(hidden)
         out.add_((routed if self.top_k <= 2 else self._of_all(routed, chosen)).sum(dim=0))
         return out, logits
 
     def _of_all(self: Any, routed: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """`routed` [chosen, T, H] among the zeros of all other experts, `[E, T, H]`: torch adds in blocks of rows, so how many
-        zeros lie between three or more addends decides where their sum is rounded. That of two is rounded once.
+        """`routed` [chosen, T, H] among the zeros of all other experts, `[E, T, H]`. torch sums in blocks of rows, so the number
+        of zeros between three or more addends decides where their sum is rounded. A sum of two is rounded once.
         """
         if len(chosen) == self.num_experts:
             return routed
@@ -125,7 +126,7 @@ ADAPTERS: dict[str, type] = {
 
 
 def adapt(model: Any) -> None:
-    """Put the experts of the families above on the interface, in place; other models stay as they are."""
+    """Put the experts of the families above on the interface, in place; other models are not changed."""
     config = model.config.get_text_config()
     for block in list(model.modules()):
         for module in (block, *block.children()):

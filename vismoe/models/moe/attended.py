@@ -1,7 +1,7 @@
-"""Attention that keys receive from a few queries of one sequence. Pure functions; heads x queries x keys are held in parts.
+"""Attention that keys receive from a few queries of one sequence. Pure functions; memory holds heads x queries x keys in parts.
 
-DyMoE, equation 1: the score of a token is the mean over heads of its attention weight. Here a token's weights are averaged over
-those queries that may see it, so that tokens near the end, which few queries see, are on the same scale as the first ones.
+DyMoE, equation 1: the score of a token is the mean over heads of its attention weight. Here the weights are averaged over those
+queries that may see the token, so that tokens near the end, which few queries see, have the same scale as the first ones.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["attended_bytes", "attention_received", "last_real"]
 
-SCORES_BYTES = 8 * 2**20  # of the queries taken at once, in float32; more only where a single query needs more
+SCORES_BYTES = 8 * 2**20  # scores of the queries processed at once, in float32; more only if a single query needs more
 
 
 def attention_received(
@@ -20,11 +20,11 @@ def attention_received(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Weight of each of the last `new` keys, the mean over heads and over the queries that may see it: float32 `[new]`.
+    """Attention weight of each of the last `new` keys, averaged over heads and the queries that may see it: float32 `[new]`.
 
     `query` `[heads, Q, D]`, scaled; `key` `[key heads, n, D]`, heads a multiple of key heads; `allowed` bool `[1 or heads, Q, n]`
     says which query may see which key. `bias` `[heads, Q, n]` is added to the products; `sinks` `[heads, 1 or Q, 1]` are further
-    products, which take a share and stand for no key. A key that no query may see gets 0.
+    products that take a share of the weight but belong to no key. A key that no query may see gets 0.
     """
     heads, queries, _ = query.shape
     keys = key.shape[1]
@@ -41,13 +41,13 @@ def attention_received(
 def _summed_weights(
     query: torch.Tensor, key: torch.Tensor, allowed: torch.Tensor, bias: torch.Tensor | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sum over heads and queries of the softmax over keys; in place, so that one set of products is held: float32 `[n]`."""
+    """Sum over heads and queries of the softmax over keys: float32 `[n]`. In place, so that one set of products is held."""
     heads, queries, width = query.shape
     scores = (query.reshape(len(key), -1, width) @ key.transpose(1, 2)).view(heads, queries, -1).float()
     if bias is not None:
         scores += bias
     scores.masked_fill_(~allowed, -torch.inf)
-    highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)  # a query may see nothing
+    highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)  # a query may see no key
     total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
     if sinks is not None:
         total += (sinks - highest).exp()
@@ -56,8 +56,8 @@ def _summed_weights(
 
 
 def attended_bytes(heads: int, width: int, queries: int, keys: int, item_bytes: int) -> int:
-    """The most that `attention_received` holds, with what it gets apart from the keys: numbers of `item_bytes`, a shared mask."""
-    rounded_bytes = item_bytes if item_bytes < torch.float32.itemsize else 0  # the products before they are float32
+    """The most bytes that `attention_received` holds with its arguments except keys: numbers of `item_bytes`, a shared mask."""
+    rounded_bytes = item_bytes if item_bytes < torch.float32.itemsize else 0  # the products before conversion to float32
     at_once = min(queries, _at_once(heads, keys))
     products_bytes = heads * at_once * keys * (torch.float32.itemsize + rounded_bytes)
     masks_bytes = 2 * queries * keys * torch.bool.itemsize + 2 * at_once * keys * torch.float32.itemsize
@@ -70,5 +70,5 @@ def last_real(real: np.ndarray, most: int) -> list[np.ndarray]:
 
 
 def _at_once(heads: int, keys: int) -> int:
-    """Queries whose products with every key are held at once."""
+    """Queries that are processed at once."""
     return max(1, SCORES_BYTES // (heads * max(keys, 1) * torch.float32.itemsize))

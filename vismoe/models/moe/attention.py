@@ -1,7 +1,7 @@
-"""Attention of one new token on the CPU, through transformers' attention interface: grouped queries as rows, not as heads.
+"""Attention of one new token on the CPU, through transformers' attention interface: grouped queries become rows of one head.
 
-With grouped queries and no mask, transformers hands torch every query head with a single row and lets it repeat the keys' heads;
-torch's bfloat16 attention then spends nine times as long as with the queries of a group as the rows of one head (1,880 against
+With grouped queries and no mask, transformers passes every query head with a single row to torch and lets torch repeat the keys'
+heads. torch's bfloat16 attention then takes nine times as long as with the queries of a group as rows of one head (1,880 against
 210 us for 32 query heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
 """
 
@@ -36,9 +36,10 @@ def grouped_attention(
 
 
 def group_queries(model: Any) -> str | None:
-    """Let the decoder attend by `grouped_attention`; None, or why it goes on with transformers' own.
+    """Make the decoder attend by `grouped_attention`; returns None, or the reason if it keeps transformers' own function.
 
-    Families whose code asks for the name of the implementation (for a sparse mask, say) would go another way under another name.
+    Families whose code checks the implementation's name (for a sparse mask, for example) would behave differently under another
+    name.
     """
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa":
@@ -52,7 +53,7 @@ def group_queries(model: Any) -> str | None:
 
 
 def ungroup_queries(model: Any) -> None:
-    """Give the decoder transformers' own function back."""
+    """Give transformers' own function back to the decoder."""
     config = model.config.get_text_config()
     if config._attn_implementation == IMPLEMENTATION:
         config._attn_implementation = "sdpa"

@@ -1,8 +1,8 @@
-"""The arithmetic of one MoE layer over lent experts: torch's own, or the kernels'.
+"""The arithmetic of one MoE layer over lent experts, by torch or by the CPU kernels.
 
-Both take the experts as they come, keep one result per (token, choice), and add in ascending expert id, so that hits, misses and
-the order of arrival never change a bit. `TorchExperts` follows eager exactly (eager.py). `FastExperts` computes straight from
-slab records with float32 accumulation; the result is rounded once.
+Both compute experts as they arrive, keep one result per (token, choice), and add in ascending expert id, so that hits, misses and
+the order of arrival never change a bit. `TorchExperts` follows eager exactly (eager.py). `FastExperts` computes directly from
+slab records with float32 accumulation and rounds the result once.
 Shapes: hidden `[T, H]`, routing `[T, K]`, factors `[T, K]`; P pairs of a token and one of its experts.
 """
 
@@ -23,12 +23,12 @@ from vismoe.types import ExpertInventory
 
 __all__ = ["FastExperts", "LayerWork", "TorchExperts"]
 
-PAIRS_PER_CALL = 1024  # bounds what the kernels keep between an expert's two products
+PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
 Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Records(NamedTuple):
-    """Where some experts lie, int64 `[n]`, and in which formats, uint8 `[n]` (None: there is one)."""
+    """Addresses of experts' records, int64 `[n]`, and their formats, uint8 `[n]` (None: there is one format)."""
 
     experts: list[int]
     addresses: np.ndarray
@@ -36,13 +36,13 @@ class Records(NamedTuple):
 
 
 class LayerWork(Protocol):
-    """One MoE layer of one forward pass, ready to be computed."""
+    """One MoE layer of one forward pass, prepared for computation."""
 
     experts: list[int]  # ascending
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens chose each."""
+        """Number of tokens that chose each expert."""
         ...
 
     def run(self, demand: Demand, in_order: bool) -> torch.Tensor:
@@ -51,13 +51,13 @@ class LayerWork(Protocol):
 
 
 class ExpertBackend(Protocol):
-    """Whose products and sums: torch's or the kernels'."""
+    """The implementation of products and sums: torch or the kernels."""
 
     def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> LayerWork: ...
 
 
 class TorchExperts:
-    """Eager's arithmetic; integer formats are restored to the model's type, one expert at a time."""
+    """Eager's arithmetic; experts in integer formats are restored to the model's type, one at a time."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TorchExperts:
         device: torch.device,
         host: "FastExperts | None" = None,
     ):
-        """`codecs`: by precision, per geometry."""
+        """`codecs`: by precision, for each geometry."""
         self.inventory, self.codecs, self.host = inventory, codecs, host
         self._restored = [
             torch.empty(0 if all(c.format.exact for c in pair) else pair[0].raw.record_bytes, dtype=torch.uint8, device=device)
@@ -77,7 +77,7 @@ class TorchExperts:
         return _TorchWork(self, layer, module, routing, hidden, factors)
 
     def weights(self, layer: int, lent: Lent) -> dict[str, torch.Tensor]:
-        """The expert in the model's type and orientation, until the next one is asked for."""
+        """The expert in the model's type and orientation, valid until the next call."""
         geometry = self.inventory.layers[layer].geometry
         codec, buffer = self.codecs[lent.precision][geometry], self._restored[geometry]
         if codec.format.exact:
@@ -87,7 +87,7 @@ class TorchExperts:
 
 
 def _record(lent: Lent, record_bytes: int) -> torch.Tensor:
-    """The whole record, uint8 `[record_bytes]`, around its first section."""
+    """The whole record, uint8 `[record_bytes]`, that begins with the expert's first section."""
     first = next(iter(lent.weights.values()))
     at_bytes = first.storage_offset() * first.element_size()
     return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), at_bytes, (record_bytes,), (1,))
@@ -111,7 +111,7 @@ class _TorchWork:
         out = torch.zeros_like(self._hidden, dtype=self._accumulator)
         parts: dict[int, torch.Tensor] = {}
         if demand.computes_below:
-            _ = self._below  # its inputs come from the device now, before work is queued there
+            _ = self._below  # copies its inputs from the device now, before work is queued there
         for group in demand.groups(in_order):
             for lent in group:
                 if in_order:
@@ -124,13 +124,13 @@ class _TorchWork:
 
     @cached_property
     def _below(self) -> "_FastWork":
-        """The same layer for the kernels, which compute in host memory; asked for only when an expert is lent from there."""
+        """The same layer for the kernels, which compute in host memory; created only when an expert is lent from there."""
         host = self._parent.host
-        assert host is not None, "experts are lent from host memory only where there are kernels"
+        assert host is not None, "experts are lent from host memory only if there are kernels"
         return host.begin(self._layer, self._module, self._routing, self._hidden.cpu(), self._factors.cpu())
 
     def _part(self, lent: Lent) -> torch.Tensor:
-        """One expert's rows `[n, H]`, weighed."""
+        """One expert's rows `[n, H]`, multiplied by the routing weights."""
         if lent.on_host:
             return self._rows.arranged(lent.expert, self._below.part(lent).to(self._hidden))
         rows = self._rows.inputs(lent.expert)
@@ -140,7 +140,7 @@ class _TorchWork:
 
 
 class FastExperts:
-    """The CPU kernels. One call computes all experts of a layer that are there."""
+    """The CPU kernels. One call computes all resident experts of a layer."""
 
     def __init__(self, inventory: ExpertInventory, kernels: Sequence[cpu.ExpertKernel]):
         self.inventory, self.kernels = inventory, kernels
@@ -172,7 +172,7 @@ class _FastWork:
         return self._added(demand) if in_order else self._combined(demand)
 
     def part(self, lent: Lent) -> torch.Tensor:
-        """One expert's rows `[n, H]` float32, weighed."""
+        """One expert's rows `[n, H]` float32, multiplied by the routing weights."""
         address = np.array([next(iter(lent.weights.values())).data_ptr()])  # a record begins with its first section
         return self._parts(Records([lent.expert], address), self._pairs([lent.expert]))
 
@@ -207,15 +207,15 @@ class _FastWork:
         return out
 
     def _pairs(self, experts: list[int]) -> np.ndarray | None:
-        """The pairs of some experts, expert by expert; None for all, which come in ascending order."""
+        """The pairs of some experts, expert by expert; None for all experts, whose pairs are in ascending order."""
         if len(experts) == len(self.experts):
             return None
         at = [self._index[expert] for expert in experts]
         return np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in at])
 
     def _calls(self, lying: Records, pairs: np.ndarray | None) -> Iterator[tuple[slice, Call, np.ndarray | None]]:
-        """(which of the pairs, the call for them, the formats of its records), PAIRS_PER_CALL at most; results do not depend on
-        where they are cut."""
+        """(slice of the pairs, the call for them, the formats of its records), with at most PAIRS_PER_CALL pairs per call;
+        results do not depend on the cuts."""
         records, starts, tokens, factors = call = self._call(lying.experts, lying.addresses, pairs)
         if len(tokens) <= PAIRS_PER_CALL:
             yield slice(None), call, lying.precisions

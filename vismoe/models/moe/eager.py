@@ -1,10 +1,9 @@
-"""Eager's arithmetic: which rows go to which expert, one expert's output, and the order of additions.
+"""Eager's arithmetic: the rows of each expert, one expert's output, and the order of additions.
 
-Outputs are bit-identical to eager experts on fresh memory: one matrix product per expert over exactly the rows eager would use
-(padding rows included), weights in the model's own orientation, additions in ascending expert id rounded in the output's type.
-Rows beyond BLOCK_ROWS are computed in blocks, which bounds the memory of an expert that many tokens choose, where that gives the
-same bits.
-Shapes: hidden `[T, H]`, routing `[T, K]`, factors (the routing weights) `[T, K]`.
+Outputs are bit-identical to eager experts on fresh memory: one matrix product per expert over exactly the rows that eager uses
+(padding rows included), weights in the model's own orientation, additions in ascending expert id, rounded in the output's type.
+If blocks give the same bits, more than BLOCK_ROWS rows are computed in blocks, which bounds the memory of an expert that many
+tokens choose. Shapes: hidden `[T, H]`, routing `[T, K]`, factors (the routing weights) `[T, K]`.
 """
 
 import functools
@@ -24,7 +23,7 @@ PROBED = (1024, 64)  # width and outputs of the products that block_rows tries: 
 class ExpertRows:
     """Which (token, choice) pairs go to which expert, in eager's order: by choice, then by token.
 
-    `experts`: ascending ids; ids from `num_experts` on are sentinels, with nothing to compute.
+    `experts`: ascending ids; ids from `num_experts` on are sentinels and are not computed.
     """
 
     def __init__(self, routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor):
@@ -42,7 +41,7 @@ class ExpertRows:
 
     @staticmethod
     def of(routing: np.ndarray, num_experts: int, hidden: torch.Tensor, factors: torch.Tensor) -> "ExpertRows | OneRow":
-        """The rows of a routing `[T, K]`; a single token has a shorter way to the same numbers."""
+        """The rows of a routing `[T, K]`; a single token takes a shorter way to the same numbers."""
         if len(routing) == 1:
             row = OneRow(routing[0].tolist(), num_experts, hidden, factors)
             if row.distinct:
@@ -54,12 +53,12 @@ class ExpertRows:
         return self._hidden[self._token[self._range[expert]]]
 
     def arranged(self, expert: int, part: torch.Tensor) -> torch.Tensor:
-        """Its rows `[n, H]`, which come by token, in the order of `inputs`."""
+        """The expert's rows `[n, H]`, given by token, in the order of `inputs`."""
         by_token = torch.argsort(self._token[self._range[expert]], stable=True)
         return torch.empty_like(part).index_copy_(0, by_token, part)
 
     def weigh(self, expert: int, output: torch.Tensor) -> torch.Tensor:
-        """Its output `[n, H]` times the routing weights."""
+        """The expert's output `[n, H]` times the routing weights."""
         rows = self._range[expert]
         return output * self._factors[self._token[rows], self._choice[rows], None]
 
@@ -69,7 +68,7 @@ class ExpertRows:
 
 
 class OneRow:
-    """The same for one token: no index tensors, one copy of the input for all experts."""
+    """As `ExpertRows` for one token: no index tensors, one copy of the input for all experts."""
 
     def __init__(self, chosen: list[int], num_experts: int, hidden: torch.Tensor, factors: torch.Tensor):
         self._choice = {expert: choice for choice, expert in enumerate(chosen) if expert < num_experts}
@@ -95,13 +94,13 @@ class OneRow:
 def expert_output(module: Any, weights: dict[str, torch.Tensor], rows: torch.Tensor, most: int | None = None) -> torch.Tensor:
     """One expert on its rows `[n, H]`, before the routing weight; the activation is the model's own.
 
-    most: of the rows, how many are computed at once; the output of more than that takes the place of `rows`.
+    most: the most rows computed at once; the output of more rows overwrites `rows`.
     """
     if most is not None and len(rows) > most:
         for block in _blocks(rows, most):
             block.copy_(expert_output(module, weights, block))
         return rows
-    if hasattr(module, "page_expert"):  # a family with arithmetic of its own (adapters.py)
+    if hasattr(module, "page_expert"):  # a family with its own arithmetic (adapters.py)
         return module.page_expert(weights, rows)
     up = _linear(module, rows, weights, "gate_up_proj" if module.has_gate else "up_proj")
     activated = module._apply_gate(up) if module.has_gate else module.act_fn(up)
@@ -117,17 +116,18 @@ def _linear(module: Any, rows: torch.Tensor, weights: dict[str, torch.Tensor], n
 
 
 def _blocks(rows: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Views of at most so many rows, about as many in each: products of a few rows have kernels of their own."""
+    """Views of at most `most` rows each, of nearly equal size, since torch has separate kernels for products of a few rows."""
     size = -(-len(rows) // -(-len(rows) // most))
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 @functools.cache
 def block_rows(dtype: torch.dtype, device: str) -> int | None:
-    """How many rows of an expert are computed at once; None: all, as blocks of them may give other bits here.
+    """The number of rows of an expert that are computed at once; None: all, because blocks may give other bits here.
 
-    Tried once for a type on this CPU: the products' sums cancel, so that another order of additions changes most of their bits.
-    Seen to be so in bfloat16 with AVX-512 but without its bfloat16 instructions, where which thread computes a row shows in it.
+    Tested once for a type on this CPU, with products whose sums cancel, so that another order of additions changes most bits.
+    That was observed in bfloat16 with AVX-512 but without its bfloat16 instructions, where bits depend on which thread computes a
+    row.
     """
     if device != "cpu":
         return None

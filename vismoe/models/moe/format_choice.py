@@ -1,7 +1,7 @@
-"""The policy of a running model: between its routers, which say who is needed, and its pager, which brings them in a format.
+"""The policy of a running model: takes the routers' choices and tells the pager the format of each needed expert.
 
-Decisions are those of `vismoe.precision`; here are the facts that they need: routing and weights on the host, which tokens are
-real, who of a prompt's tokens received most attention. One thread calls.
+`vismoe.precision` decides; this module provides the facts: routing and weights on the host, which tokens are real, and which
+tokens of a prompt received most attention. One thread calls.
 """
 
 import logging
@@ -27,28 +27,28 @@ class LayerRows:
     decoding: bool
     sequences: int = 1
     real: np.ndarray | None = None  # bool [T]; None: all
-    encoding: bool = False  # patches in a vision tower, whose experts are computed as well as they are there
+    encoding: bool = False  # patches in a vision tower, whose experts serve in their resident format
 
 
 class FormatChooser:
-    """`hitters`: listens to a prompt's attention; a sentence says why it cannot, and then every token of a prompt counts."""
+    """`hitters`: measures the attention in a prompt; a string is the reason if it cannot, and then every prompt token counts."""
 
     def __init__(self, precision: Precision, inventory: ExpertInventory, hitters: HeavyHitters | str, deterministic: bool):
         self.precision, self.hitters = precision, hitters
         self._layers, self._deterministic = inventory.layers, deterministic
-        self._tokens = 0  # real ones of the step under way
-        self._unheard: set[int] = set()  # layers that were warned of
+        self._tokens = 0  # real tokens of the current step
+        self._unheard: set[int] = set()  # layers with a logged warning
 
     @property
     def about(self) -> str:
-        """For people: how the importance of a prompt's tokens is known."""
+        """A clause that says how the importance of a prompt's tokens is known."""
         if not self.precision.policy.importance:
             return ""
         heard = self.hitters.source if isinstance(self.hitters, HeavyHitters) else f"all tokens count: {self.hitters}"
         return f"; importance in prefill by {heard}"
 
     def begin_step(self, pager: Pager, decoding: bool, tokens: int, real: np.ndarray | None) -> None:
-        """A forward pass over `tokens` rows begins, `real` bool `[tokens]` (None: all); what the one before has shown is used."""
+        """Begins a forward pass over `tokens` rows, `real` bool `[tokens]` (None: all); uses what the previous pass showed."""
         self.end_step(pager)
         self._tokens = tokens if real is None else int(real.sum())
         if isinstance(self.hitters, HeavyHitters):
@@ -58,12 +58,12 @@ class FormatChooser:
                 self.hitters.begin(real)
 
     def narrow(self, kept: np.ndarray) -> None:
-        """From here on the layers of this pass see `kept` int32 `[T]` of its tokens, -1 for pad slots."""
+        """From now on the layers of this pass see `kept` int32 `[T]` of its tokens, -1 for pad slots."""
         if isinstance(self.hitters, HeavyHitters):
             self.hitters.narrow(kept)
 
     def end_step(self, pager: Pager) -> None:
-        """The forward pass is over: experts that became hot, or cold, begin to move."""
+        """Ends the forward pass: experts that became hot or cold begin to move."""
         tokens, self._tokens = self._tokens, 0
         moves = self.precision.end_step(tokens) if tokens else None
         if moves is None:
@@ -73,7 +73,7 @@ class FormatChooser:
             pager.settle()
 
     def at_layer(self, layer: int, rows: LayerRows, routing: np.ndarray, weights: np.ndarray) -> Choice:
-        """What the layer wants; routing int64 and weights float32 `[T, K]`."""
+        """What the layer needs; routing int64 and weights float32 `[T, K]`."""
         if rows.encoding and not self.precision.policy.hotness:
             return Choice(routing, weights)
         sequence = None
@@ -95,12 +95,12 @@ class FormatChooser:
         if layer not in self._unheard:
             self._unheard.add(layer)
             logger.warning(
-                "MoE layer %d: attention of its %d rows is not known, so all of them count as important", layer, tokens
+                "MoE layer %d: the attention to its %d rows is unknown, so all of them count as important", layer, tokens
             )
         return np.ones(tokens, bool)
 
     def ahead(self, layer: int, scores: np.ndarray, decoding: bool) -> np.ndarray:
-        """Which experts that are expected after `layer` will be critical: bool `[W, E]` of scores `[W, E]`."""
+        """Which of the experts that are predicted after `layer` will be critical: bool `[W, E]` from scores `[W, E]`."""
         ahead = self._layers[layer + 1 : layer + 1 + len(scores)]
         beyond = [0] * (len(scores) - len(ahead))
         ratios = [*self.precision.ratios[layer + 1 : layer + 1 + len(ahead)], *beyond]
@@ -108,6 +108,6 @@ class FormatChooser:
         return critical_ahead(scores, ratios, most if decoding else None)
 
     def close(self) -> None:
-        """Give the model back as it was."""
+        """Undo the changes to the model."""
         if isinstance(self.hitters, HeavyHitters):
             self.hitters.end()

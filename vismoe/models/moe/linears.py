@@ -1,7 +1,7 @@
-"""Linear layers served by our kernels when few rows are computed: attention projections and the language model head at decode.
+"""Lets the CPU kernels compute linear layers with few rows: attention projections and the language model head at decode.
 
-A product with a handful of rows reads every weight once and does little with it, so it runs at the memory's speed or slower; the
-kernels of the experts come closer to that speed than torch's. The change is a `forward` on the module object and can be undone.
+A product with a handful of rows reads every weight once and computes little, so memory speed bounds it; the expert kernels come
+closer to that speed than torch's. The change is a `forward` on the module object and can be undone.
 """
 
 import weakref
@@ -22,15 +22,15 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def serve_linears(model: nn.Module) -> int:
-    """Let the kernels compute the decoder's linear layers up to MOST_ROWS rows; returns how many layers there are."""
+    """Make the kernels compute the decoder's linear layers for up to MOST_ROWS rows; returns the number of these layers."""
     modules = list(_linears(model))
     for module in modules:
-        module.forward = partial(_forward, weakref.ref(module))  # type: ignore[method-assign]  # no cycle: freed with the model
+        module.forward = partial(_forward, weakref.ref(module))  # type: ignore[method-assign]  # avoids a reference cycle, so it is freed with the model
     return len(modules)
 
 
 def restore_linears(model: nn.Module) -> None:
-    """Give the modules their own `forward` back."""
+    """Restore the modules' own `forward`."""
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), partial) and module.__dict__["forward"].func is _forward:
             del module.__dict__["forward"]

@@ -1,7 +1,7 @@
-"""What a running model shows to its lookahead: at every MoE layer the routing, the residual stream, and which rows are what.
+"""What a running model passes to its lookahead at every MoE layer: the routing, the residual stream, and the kinds of rows.
 
-Off while nothing misses: then a layer costs one call that keeps a reference to its routing, and only where the lookahead has a
-memory. A trace for training records the same evidence, whichever lookahead serves.
+Off while there are no misses: then a layer costs one call that keeps a reference to its routing, and only if the lookahead has a
+memory. A trace for training records the same evidence, whichever lookahead runs.
 """
 
 import time
@@ -31,17 +31,17 @@ Critical = Callable[[int, np.ndarray, bool], np.ndarray]
 def choose_lookahead(
     model: Any, inventory: ExpertInventory, settings: Settings, calibration: Calibration | None
 ) -> tuple[Lookahead | None, GateLookahead | None, str]:
-    """(who looks ahead, the gate that recordings may ask, a sentence about it).
+    """(the lookahead, the gate that recordings may use, a sentence about it).
 
-    `auto` is the one that won when the model was calibrated, else `gate` where the family has one. Raises ConfigError where what
-    was asked for is not there, or the calibration is another model's.
+    `auto` is the lookahead that was best when the model was calibrated, else `gate` if the family has one. Raises ConfigError if
+    the requested one does not exist, or if the calibration belongs to another model.
     """
     if calibration is not None:
         calibration.refuse_others(model, inventory, model.config.get_text_config().hidden_size)
     chosen = chosen_lookahead(calibration, settings)
-    won = "" if settings.lookahead != "auto" or calibration is None else "; it won when the model was calibrated"
+    won = "" if settings.lookahead != "auto" or calibration is None else "; it was best when the model was calibrated"
     if chosen == "none":
-        return None, None, f"none ({won[2:] or 'not asked for'})"
+        return None, None, f"none ({won[2:] or 'not requested'})"
     if chosen == "learned":
         assert calibration is not None
         learned = LearnedLookahead.of(model, inventory, calibration)
@@ -55,9 +55,9 @@ def choose_lookahead(
 
 
 class LookaheadInputs:
-    """Asks `lookahead` about a pager's next layers. `gate` also serves recordings, where the family has one.
+    """Runs `lookahead` for a pager's next layers. `gate` also serves recordings, if the family has one.
 
-    `cores_shared`: the model computes on the cores that evaluate, so their time is charged to speculation.
+    `cores_shared`: the model computes on the same cores as the lookahead, so the lookahead's time is charged to speculation.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class LookaheadInputs:
         self._remembers = lookahead is not None and lookahead.remembers
 
     def serve(self, pager: Pager | None, critical: Critical | None) -> None:
-        """From now on tell this pager (None: nobody, until there is one again). `critical`: (layer, scores `[W, E]`, decoding) ->
-        bool `[W, E]`, which of the experts that are expected deserve the more precise format; only these are fetched. None: all.
+        """Predict for this pager from now on (None: for none). `critical`: (layer, scores `[W, E]`, decoding) -> bool `[W, E]`,
+        the predicted experts that need the more precise format; only these are prefetched. None: all.
         """
         self._told, self._critical = pager, critical
 
@@ -93,7 +93,7 @@ class LookaheadInputs:
     def begin_step(
         self, embeddings: torch.Tensor | None, kinds: np.ndarray | None, new_sequence: bool, dropping: bool, recorder: Any
     ) -> None:
-        """A forward pass begins: `embeddings` `[B, S, H]`, None where token ids are embedded inside; `kinds` [B * S]."""
+        """Begins a forward pass: `embeddings` `[B, S, H]`, None if the model itself embeds token ids; `kinds` [B * S]."""
         if new_sequence:
             self._recording.begin_request()
             if self.lookahead is not None:
@@ -113,10 +113,10 @@ class LookaheadInputs:
         kept: np.ndarray | None,
         recorder: Any,
     ) -> tuple[np.ndarray | None, Evidence | None]:
-        """Tell the pager what the next layers will want; off while nothing misses. -> what a recorder keeps of it.
+        """Tell the pager what the next layers will need; off while there are no misses. -> evidence for a recorder.
 
-        chosen `[T, K]`, hidden `[T, H]`, kinds `[T]` TokenKind of these rows (None: unknown, all real); kept `[T]` which tokens
-        of the step they are, -1 for none (None: all of them).
+        chosen `[T, K]`, hidden `[T, H]`, kinds `[T]` TokenKind of these rows (None: unknown, all real); kept `[T]`: their indices
+        among the tokens of the step, -1 for none (None: all of them).
         """
         if self._remembers and self.lookahead is not None:
             alone = kinds is None or len(chosen) == 1
@@ -139,7 +139,7 @@ class LookaheadInputs:
         return scores, evidence
 
     def _now(self, seen: Seen, wanted: bool) -> np.ndarray | None:
-        """The scores in line, as a recording needs them."""
+        """Computes the scores in this thread, as a recording needs them."""
         snapshot = self.lookahead.snapshot(seen) if self.lookahead is not None else None
         if self.lookahead is None or snapshot is None:
             return None
@@ -153,7 +153,7 @@ class LookaheadInputs:
         return None if snapshot is None else self._recording.evidence(snapshot)
 
     def _tell(self, tick: int, layer: int, scores: np.ndarray) -> None:
-        """What was found out about the layers after `layer`; too late when another layer was demanded since."""
+        """Passes on the scores for the layers after `layer`, unless another layer was demanded meanwhile."""
         self._pager.changes.make(self._tell_now, tick, layer, scores)
 
     def _tell_now(self, tick: int, layer: int, scores: np.ndarray) -> None:
@@ -164,12 +164,12 @@ class LookaheadInputs:
 
     @property
     def memory(self) -> tuple[Any, VisualSummary]:
-        """What belongs to the request that runs, where several run by turns."""
+        """The state of the running request, for requests that alternate."""
         return self.lookahead.memory if self.lookahead is not None else None, self._summary
 
     @memory.setter
     def memory(self, memory: tuple[Any, VisualSummary] | None) -> None:
-        """None: of a request that begins. What an evaluation still finds out about another request is dropped."""
+        """None: state of a new request. Results of unfinished evaluations for another request are dropped."""
         remembered, self._summary = memory if memory is not None else (None, VisualSummary())
         if self.lookahead is not None:
             self.lookahead.memory = remembered
@@ -177,7 +177,7 @@ class LookaheadInputs:
             self._ahead.begin_request()
 
     def close(self) -> None:
-        """Ends the worker."""
+        """Ends the worker thread."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -187,7 +187,7 @@ def _for_training(recorder: Any) -> bool:
 
 
 def _rows(kinds: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """(real, visual) as bool, each None where it would say nothing."""
+    """(real, visual) as bool, each None if it would be the same for all rows."""
     if kinds is None:
         return None, None
     real, visual = kinds != TokenKind.PAD, kinds == TokenKind.VISUAL

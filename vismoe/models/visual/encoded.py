@@ -1,6 +1,7 @@
-"""What the vision tower says about the images of a request, in the order of encoding: their tokens, grids and saliency.
+"""What the vision tower outputs for the images of a request, in the order of encoding: tokens, grids and saliency.
 
-Towers encode all images of a prompt at once, before its tokens come, in one pass or in several: images wait here until they do.
+Towers encode all images of a prompt before its tokens are processed, in one pass or several; this module holds the images until
+then.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ __all__ = ["EncodedImage", "EncodedImages", "share_out"]
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One image as its tower left it."""
+    """One image after its vision tower."""
 
     tokens: int
     saliency: np.ndarray | None = None  # float32 [tokens]
@@ -26,7 +27,7 @@ class EncodedImage:
 
 
 class EncodedImages:
-    """Listens to a model's tower between `listen()` and `stop()`; not listening, it costs nothing."""
+    """Observes a model's tower between `listen()` and `stop()`; otherwise it costs nothing."""
 
     def __init__(self, model: Any):
         self.saliency = VisualSaliency.of(model)
@@ -39,7 +40,7 @@ class EncodedImages:
         self._hooks = [tower.register_forward_pre_hook(self._note_grids, with_kwargs=True) for tower in towers[:1]]
 
     def listen(self) -> None:
-        """Forget all images; those encoded from now on count."""
+        """Forget all images and begin to record."""
         self._images, self._grids, self._used, self._listening = [], [], 0, True
         self.saliency.begin()
 
@@ -53,9 +54,9 @@ class EncodedImages:
             hook.remove()
 
     def of_pass(self, per_row: Sequence[int], first: bool) -> list[list[EncodedImage]] | None:
-        """The images of a pass with so many visual tokens in each of its rows; None where the tower's do not fit.
+        """The images of a pass with so many visual tokens in each row; None if the tower's images do not match.
 
-        `first`: sequences begin with this pass. What it does not use is left for the passes after it.
+        `first`: sequences begin with this pass. Images that it does not use remain for later passes.
         """
         self._collect()
         if first:
@@ -70,12 +71,12 @@ class EncodedImages:
         return self._listening
 
     def known(self) -> list[EncodedImage]:
-        """The images encoded since `listen()`, as far as the tower told."""
+        """The images encoded since `listen()`, as far as the tower showed them."""
         self._collect()
         return self._images
 
     def know(self, images: Sequence[EncodedImage]) -> None:
-        """These are the images, whatever the tower told: some were encoded before."""
+        """Sets the images, replacing those of the tower, since some were encoded earlier."""
         self._collect()
         self._images, self._used = list(images), 0
 
@@ -102,7 +103,7 @@ class EncodedImages:
         self.saliency.begin()
 
     def _note_grids(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Families with images of any shape tell their tower frames, rows and columns of patches, int `[images, 3]`."""
+        """Families with images of any shape pass frames, rows and columns of patches to their tower, int `[images, 3]`."""
         if not self._listening:
             return
         for value in (*args, *kwargs.values()):
@@ -113,10 +114,10 @@ class EncodedImages:
 
 
 def share_out(per_row: Sequence[int], images: Sequence[EncodedImage]) -> list[list[EncodedImage]] | None:
-    """The images of each row; None where they do not fit.
+    """The images of each row; None if they do not match.
 
-    A single row takes as many as fill it. Several rows use all images up; where there are too few by a factor, rows were repeated
-    that often (beams), and the images of one serve its copies.
+    A single row takes as many images as fill it. Several rows use up all images; if there are too few by a factor, rows were
+    repeated that often (beams), and the images of one row serve its copies.
     """
     total = sum(image.tokens for image in images)
     copies = sum(per_row) // total if len(per_row) > 1 and total else 1

@@ -1,9 +1,9 @@
-"""An image is encoded by itself: what the vision tower makes of it does not depend on its company. What was made is kept.
+"""Encodes each image alone, so that the vision tower's output does not depend on other images, and caches the result.
 
-Sits where every family's decoder gets its image features, `get_image_features` of the inner model, and is asked for by name:
-`expect` says which images the next call is about. Each goes through the tower in a call of its own, unless it was kept from
-before, so a request gets the same bits whatever other images it has and whichever of them were known. A call that nobody expects
-is the model's own. What the tower told a pruner (saliency, grid) is kept with the image.
+It replaces `get_image_features` of the inner model, from which every family's decoder gets its image features. `expect` names the
+images of the next call. The tower encodes each image in a separate call unless the cache has it, so a request gets the same bits
+whatever its other images are and whichever of them were cached. A call without `expect` goes to the model's own function.
+Saliency and grid for a pruner are cached with the image.
 """
 
 import functools
@@ -20,18 +20,18 @@ from vismoe.models.visual.encoded import EncodedImage, EncodedImages
 
 __all__ = ["ImageCache"]
 
-OF_DECODER = ("pooler_output", "deepstack_features")  # what decoders take of a tower's output
-LEVELS = "deepstack_features"  # one value per level that joins the tokens in a deeper layer
+OF_DECODER = ("pooler_output", "deepstack_features")  # the fields of a tower's output that decoders use
+LEVELS = "deepstack_features"  # one value per level that a deeper layer adds to the tokens
 
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """What a decoder gets of one image: fields of the tower's output, tensors in lists or alone."""
+    """A decoder's features of one image: fields of the tower's output, as tensors or lists of tensors."""
 
-    kind: type[Any]  # of the output
+    kind: type[Any]  # class of the output
     fields: dict[str, Any]
-    listened: bool  # somebody listened to the tower meanwhile
-    encoded: EncodedImage | None  # what it told; None: nothing
+    listened: bool  # a pruner observed the tower during encoding
+    encoded: EncodedImage | None  # what it observed; None: nothing
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class ImageFeatures:
 
 
 class ImageCache:
-    """Bound to one model. `most_bytes` bounds what is kept, 0: nothing; `encoded` counts images that went through the tower."""
+    """Bound to one model. `most_bytes` bounds the cache, 0: no cache; `encoded` counts images that the tower encoded."""
 
     def __init__(self, inner: nn.Module, most_bytes: int, images: EncodedImages | None):
         self.most_bytes, self.nbytes, self.encoded = most_bytes, 0, 0
@@ -57,25 +57,25 @@ class ImageCache:
 
     @classmethod
     def of(cls, model: Any, most_bytes: int, images: EncodedImages | None) -> "ImageCache | None":
-        """None for a model without images. `images`: what listens to the tower for a pruner."""
+        """None for a model without images. `images`: observes the tower for a pruner."""
         inner = model.base_model
         return cls(inner, most_bytes, images) if hasattr(inner, "get_image_features") else None
 
     def expect(self, names: Sequence[str], inputs_of: Callable[[list[int]], Mapping[str, Any]]) -> None:
-        """The next call is about these images, in this order; `inputs_of` gives the arguments for some of them, by number."""
+        """The next call has these images, in this order; `inputs_of` gives the arguments for some of them, by number."""
         self._expected = list(names), inputs_of
 
     def forget(self) -> None:
-        """No call is expected any more."""
+        """No longer expect a call."""
         self._expected = None
 
     def clear(self) -> None:
-        """Forget all images."""
+        """Empty the cache."""
         self._kept.clear()
         self.nbytes = 0
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Undo the change to the model."""
         self.clear()
         self._inner.__dict__.pop("get_image_features", None)
 
@@ -94,7 +94,7 @@ class ImageCache:
         return self._joined(images)
 
     def _alone(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> ImageFeatures:
-        """One image through the tower; `inputs`: what the call gets of it, where that is not all of its arguments."""
+        """Encodes one image; `inputs`: its arguments of the call, if these are not all arguments."""
         self.encoded += 1
         listening = self._images is not None and self._images.listening
         if self._images is not None and listening:
@@ -102,11 +102,11 @@ class ImageCache:
         output = self._encode(args, kwargs, inputs)
         told = self._images.known() if self._images is not None and listening else []
         names = [name for name in OF_DECODER if getattr(output, name, None) is not None] or ["last_hidden_state"]
-        fields = {name: _copied(getattr(output, name)) for name in names}  # some are attributes that are no items
+        fields = {name: _copied(getattr(output, name)) for name in names}  # some fields are attributes but not items
         return ImageFeatures(type(output), fields, listening, told[0] if len(told) == 1 else None)
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[str, Any]) -> Any:
-        """The tower's output, with `inputs` in place of the arguments of the same names."""
+        """The tower's output, with `inputs` replacing the arguments of the same names."""
 
         def now(name: str, old: Any) -> Any:
             value = inputs.get(name, old)
@@ -116,7 +116,7 @@ class ImageCache:
         return self._original(*positional, **{name: now(name, value) for name, value in kwargs.items()})  # type: ignore[operator]
 
     def _joined(self, images: list[ImageFeatures]) -> Any:
-        """The tower's output about all of these images."""
+        """The tower's output for all these images."""
         told = [features.encoded for features in images if features.encoded is not None]
         if self._images is not None and self._images.listening and len(told) == len(images):
             self._images.know(told)
@@ -127,7 +127,7 @@ class ImageCache:
         return output
 
     def _found(self, name: str) -> ImageFeatures | None:
-        """The image, if what is known of it is enough for who listens."""
+        """The cached image, unless a pruner needs an observation that it lacks."""
         features = self._kept.get(name)
         listening = self._images is not None and self._images.listening
         if features is None or (listening and not features.listened):
@@ -136,7 +136,7 @@ class ImageCache:
         return features
 
     def _keep(self, name: str, features: ImageFeatures) -> None:
-        if features.nbytes > self.most_bytes:  # it would be alone, and gone with the next one
+        if features.nbytes > self.most_bytes:  # the image would fill the whole cache until the next one
             return
         if (old := self._kept.pop(name, None)) is not None:
             self.nbytes -= old.nbytes
@@ -147,14 +147,14 @@ class ImageCache:
 
 
 def _join(values: Sequence[Any]) -> Any:
-    """What a call about all images gives, from what a call about each gave: one tensor over all, or a list with one per image."""
+    """Combines the outputs of single images: one tensor over all, or a list with one item per image."""
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values)) if len(values) > 1 else values[0]
     return [part for value in values for part in value]
 
 
 def _copied(value: Any) -> Any:
-    """The same in memory of its own: towers give parts of larger tensors."""
+    """A copy in separate memory: towers return parts of larger tensors."""
     return value.clone() if isinstance(value, torch.Tensor) else [_copied(part) for part in value]
 
 

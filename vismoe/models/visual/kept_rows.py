@@ -1,7 +1,7 @@
-"""What decoder layers are handed after tokens were dropped: the same tensors, with the rows and mask columns that are left.
+"""The arguments of decoder layers after tokens were dropped: the same tensors, with only the kept rows and mask columns.
 
-B sequences; S tokens of the running pass, Q of them kept (rows of a batch are evened out by pad slots on the left); N slots in
-the caches of the narrowed layers once this pass's are in. A pad slot is seen by nobody, and itself sees only itself.
+B sequences; S tokens of the current pass, Q of them kept (pad slots on the left give the rows of a batch equal length); N slots
+in the caches of the narrowed layers after this pass. No query sees a pad slot, except the pad slot itself.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,9 @@ __all__ = ["KeptRows"]
 class KeptRows:
     """One forward pass, as the narrowed layers see it.
 
-    `rows` int64 `[B, Q]`: which of the pass's S tokens are kept, -1 for pad slots; None: all of them, on top of a cache in which
-    earlier ones were dropped. `past`: tokens of the sequence before this pass. `cached` int64 `[B, N - Q]`: positions of the
-    slots that the caches hold of them. `padded`: some slot is a pad slot. `flat`: masks are `[B, keys]`, and causality goes
-    without saying, as flash attention wants it.
+    `rows` int64 `[B, Q]`: which of the pass's S tokens are kept, -1 for pad slots; None: all of them, but the cache lacks dropped
+    tokens of earlier passes. `past`: tokens of the sequence before this pass. `cached` int64 `[B, N - Q]`: positions of the slots
+    in the caches. `padded`: there is a pad slot. `flat`: masks are `[B, keys]` and causality is implied, as in flash attention.
     """
 
     def __init__(
@@ -31,10 +30,10 @@ class KeptRows:
         every = torch.arange(past, past + self.tokens, device=cached.device).expand(self.batch, -1)
         self.positions = every if rows is None else torch.where(rows < 0, PAD, rows + past)  # [B, Q], in the sequence
         self._slots = torch.cat([cached, self.positions], dim=1)  # [B, N]
-        self._narrowed: dict[int, tuple[Any, Any]] = {}  # by id of the original, which is kept alive beside it
+        self._narrowed: dict[int, tuple[Any, Any]] = {}  # by id of the original, which the value keeps alive
 
     def take(self, value: Any) -> Any:
-        """A layer's argument with its rows narrowed; what has no dimension of S tokens stays as it is."""
+        """A layer's argument with its rows narrowed; an argument without a dimension of S tokens is not changed."""
         if isinstance(value, tuple):
             return tuple(self.take(part) for part in value)
         if not isinstance(value, torch.Tensor) or self.rows is None:
@@ -42,13 +41,13 @@ class KeptRows:
         return self._once(value, self._take)
 
     def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """An attention mask (None, `[B, keys]`, or `[B, heads, S, keys]` of bool or additive) over the slots that there are."""
+        """An attention mask (None, `[B, keys]`, or `[B, heads, S, keys]` of bool or additive) for the slots of the caches."""
         if mask is None and not self.padded:
             return None
         return self._once(mask, self._causal if mask is None else self._over_slots)
 
     def _once(self, value: Any, narrow: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Layers share their arguments: each is narrowed once per pass."""
+        """Narrows each argument once per pass, since layers share their arguments."""
         if id(value) not in self._narrowed:
             self._narrowed[id(value)] = value, narrow(value)
         return self._narrowed[id(value)][1]
@@ -63,14 +62,14 @@ class KeptRows:
         return value
 
     def _causal(self, _: None) -> torch.Tensor:
-        """bool `[B, 1, Q, N]`, or `[B, N]`: what goes without a mask where there are no pad slots."""
+        """bool `[B, 1, Q, N]`, or `[B, N]`: the mask that None stands for, without pad slots."""
         if self.flat:
             return self._slots >= 0
         seen = (self._slots[:, None, :] >= 0) & (self._slots[:, None, :] <= self.positions[:, :, None])
         return self._pads_see_themselves(seen[:, None])
 
     def _over_slots(self, mask: torch.Tensor) -> torch.Tensor:
-        columns = self._slots - (self.past + self.tokens - mask.shape[-1])  # a mask may begin later than the sequence
+        columns = self._slots - (self.past + self.tokens - mask.shape[-1])  # a mask may begin after the beginning of the sequence
         absent, columns = (self._slots < 0) | (columns < 0), columns.clamp(min=0)
         if mask.ndim == 2:
             return mask.expand(self.batch, -1).gather(1, columns).masked_fill(absent, 0)
@@ -81,8 +80,8 @@ class KeptRows:
         return self._pads_see_themselves(mask.masked_fill(absent[:, None, None, :], _hidden(mask)))
 
     def _pads_see_themselves(self, mask: torch.Tensor) -> torch.Tensor:
-        """The queries' own slots are the last columns of `mask` `[B, heads, Q, N]`."""
-        if self.rows is None:  # nobody's query is a pad slot
+        """Lets pad slots see themselves; the queries' own slots are the last columns of `mask` `[B, heads, Q, N]`."""
+        if self.rows is None:  # no query is a pad slot
             return mask
         row, query = (self.positions < 0).nonzero(as_tuple=True)
         mask[row, :, query] = _hidden(mask)
@@ -91,5 +90,5 @@ class KeptRows:
 
 
 def _hidden(mask: torch.Tensor) -> float:
-    """What a mask of this type holds where nothing may be seen."""
+    """The mask value of this type for invisible keys."""
     return False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min

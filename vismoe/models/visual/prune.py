@@ -1,16 +1,16 @@
-"""Drops redundant visual tokens in prefill: decoder layers from `prune_layer` on see the kept ones only.
+"""Drops redundant visual tokens in prefill: decoder layers from `prune_layer` on see only the kept ones.
 
-Forward pre-hooks do all of it, and the model's own loop runs. In the order of one prefill pass:
+Forward pre-hooks do this while the model's own loop runs. In the order of one prefill pass:
 
-1. the outermost model: which tokens are visual (`_note_kinds`); the tower: what it says about the images (encoded.py)
-2. the decoder: a pass begins (`_begin`)
-3. the experts before `prune_layer`: which of them the visual tokens chose (`_note_routing`)
-4. layer `prune_layer`: tokens are selected, image by image (`_select`; vision/selection.py)
-5. that layer and those behind it are handed the kept rows (`_narrow`; kept_rows.py), and fill caches of their own kind
+1. at the outermost model, `_note_kinds` finds which tokens are visual; encoded.py observes the tower's images
+2. at the decoder, `_begin` begins a pass
+3. at the experts before `prune_layer`, `_note_routing` records which of them the visual tokens chose
+4. at layer `prune_layer`, `_select` selects tokens, image by image (vision/selection.py)
+5. from that layer on, `_narrow` passes only the kept rows (kept_rows.py), and layers fill their own kind of cache
    (pruned_cache.py)
 
-Later passes over such a cache (decode, another turn) have the columns of their masks narrowed, and pay nothing else. A text
-prompt, or keep 1.0, runs exactly as without us.
+For later passes over such a cache (decode, another turn) the hooks narrow the columns of masks, and nothing else. A text prompt,
+or keep 1.0, runs exactly as without pruning.
 """
 
 import logging
@@ -41,14 +41,14 @@ __all__ = ["VisualPruner"]
 
 logger = logging.getLogger(__name__)
 
-PRUNED_BY = "_vismoe_pruner"  # where a decoder keeps its pruner
-CACHES = (DynamicLayer, DynamicSlidingWindowLayer)  # what a narrowed layer can take over
+PRUNED_BY = "_vismoe_pruner"  # attribute of a decoder that holds its pruner
+CACHES = (DynamicLayer, DynamicSlidingWindowLayer)  # layer kinds that a PrunedLayer can replace
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
 class PrunedPass:
-    """A forward pass that drops visual tokens, until it has selected them. V: its visual tokens, row by row."""
+    """A forward pass that drops visual tokens, until they are selected. V: its visual tokens, row by row."""
 
     past: int  # tokens of the sequences before it
     kinds: torch.Tensor  # uint8 [B, S] of TokenKind
@@ -57,7 +57,7 @@ class PrunedPass:
 
     @property
     def visual(self) -> torch.Tensor:
-        """Which of its tokens are visual, bool `[B, S]`."""
+        """Which tokens are visual, bool `[B, S]`."""
         return self.kinds == TokenKind.VISUAL
 
     def active(self, most_experts: int) -> np.ndarray:
@@ -69,9 +69,9 @@ class PrunedPass:
 class VisualPruner:
     """Made by `VisualPruner.of`; bound to one model, one pass at a time.
 
-    `pruning`: how tokens are selected from now on; None or keep 1.0: nothing happens. `kept`: the images of the latest prompt.
-    `on_pruned` is told, once per pass that drops tokens, which of its B * S tokens the deeper layers get: int32 `[B * Q]`, -1 for
-    pad slots.
+    `pruning`: how tokens are selected from now on; None or keep 1.0: no tokens are dropped. `kept`: the images of the latest
+    prompt. `on_pruned` is called once per pass that drops tokens, with those of its B * S tokens that deeper layers see: int32
+    `[B * Q]`, -1 for pad slots.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class VisualPruner:
         most_tokens: int | None,
     ):
         self.prune_layer = prune_layer
-        self.most_tokens = most_tokens  # of a sequence whose visual tokens were dropped; None: as many as the model takes
+        self.most_tokens = most_tokens  # of a sequence with dropped visual tokens; None: as many as the model allows
         self.kept: list[KeptImage] = []
         self.on_pruned: Callable[[np.ndarray], None] | None = None
         self.images = EncodedImages(model)
@@ -92,13 +92,15 @@ class VisualPruner:
         self._decoder, self._linear = decoder, linear
         self._kinds: torch.Tensor | None = None
         self._pass: PrunedPass | None = None
-        self._rows: KeptRows | None = None  # what layers from prune_layer on see; None: everything
-        self._ended: tuple[int, torch.Tensor] | None = None  # tokens so far, and which sequences stopped at a visual one
+        self._rows: KeptRows | None = None  # the rows that layers from prune_layer on see; None: all
+        self._ended: tuple[int, torch.Tensor] | None = None  # tokens so far, and which sequences end with a visual one
         self._most_experts = 0
         self._hooks = [
             model.register_forward_pre_hook(self._note_kinds, with_kwargs=True),
             model.register_forward_hook(self._forget_failed, always_call=True),
-            decoder.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),  # others ask `dropping`
+            decoder.register_forward_pre_hook(
+                self._begin, with_kwargs=True, prepend=True
+            ),  # prepended because other hooks read `dropping`
         ]
         for layer in layers[:prune_layer]:
             for path, experts in expert_modules(layer):
@@ -115,28 +117,29 @@ class VisualPruner:
     def of(cls, model: Any, prune_layer: int) -> "VisualPruner | str":
         """The pruner of a model, or the reason why its visual tokens cannot be dropped.
 
-        Linear attention, which has a running state and no cache, is no place to begin: then the next other layer is taken.
+        Dropping cannot begin at a layer with linear attention, which has a running state and no cache: the next other layer is
+        used.
         """
         if all(getattr(model.config, name, None) is None for name in PLACEHOLDERS):
-            return "no token of this model stands for an image"
+            return "the model has no image tokens"
         paths = [path for path, _ in expert_modules(model) if not is_vision(stack_of(path))]
         stacks = {stack_of(path) for path in paths}
         if len(stacks) != 1:
-            return f"its routed experts lie in {len(stacks)} stacks of decoder layers, not in one"
+            return f"its routed experts are in {len(stacks)} stacks of decoder layers, not in one"
         stack = stacks.pop()
         decoder = model.get_submodule(stack)
         if hasattr(decoder, PRUNED_BY):
-            return "its visual tokens are dropped by another pruner. Fix: remove() that one first"
+            return "another pruner already drops its visual tokens. Fix: remove() that one first"
         layers = decoder.get_submodule(paths[0][len(stack) + 1 :].split(".")[0])
         caches = DynamicCache(config=decoder.config).layers
         linear = frozenset(index for index, cache in enumerate(caches) if type(cache) is LinearAttentionLayer)
         first = next((index for index in range(prune_layer, len(layers)) if index not in linear), None)
         if prune_layer < 1 or first is None:
-            return f"no layer to begin with: prune_layer={prune_layer}, and it has {len(layers)} decoder layers, counted from 0"
+            return f"prune_layer={prune_layer} is no layer to begin with: it has {len(layers)} decoder layers, counted from 0"
         for index in range(first, len(layers)):
-            cache = caches[index] if index < len(caches) else None  # of a layer that shares another one's
+            cache = caches[index] if index < len(caches) else None  # a layer that shares the cache of another has none
             if index not in linear and type(cache) not in CACHES:
-                return f"decoder layer {index} has no plain cache of its own keys and values ({type(cache).__name__})"
+                return f"decoder layer {index} has no plain cache for its own keys and values ({type(cache).__name__})"
         windows = [cache.sliding_window for cache in caches[first:] if type(cache) is DynamicSlidingWindowLayer]
         return cls(model, decoder, layers, first, linear, min(windows, default=None))
 
@@ -154,23 +157,23 @@ class VisualPruner:
 
     @property
     def dropping(self) -> bool:
-        """Whether the pass under way drops visual tokens and has not come to it yet."""
+        """Whether the current pass drops visual tokens and has not yet done so."""
         return self._pass is not None
 
     def begin_request(self) -> None:
-        """Forget the images of the request before, whatever became of it."""
+        """Forget the images of the previous request, even if it failed."""
         self.kept = []
         self.pruning = self._pruning
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Undo the changes to the model."""
         for hook in self._hooks:
             hook.remove()
         self.images.remove()
         self._decoder.__dict__.pop("_deepstack_process", None)
         self._decoder.__dict__.pop(PRUNED_BY, None)
 
-    # -- before prune_layer: what there is to select from
+    # -- before prune_layer: collect the candidates
     @property
     def _acts(self) -> bool:
         return self._pruning is not None and self._pruning.keep < 1
@@ -181,7 +184,7 @@ class VisualPruner:
         self._kinds = token_kinds(model.config, args, kwargs) if prompt else None
 
     def _forget_failed(self, model: Any, args: Any, output: Any) -> None:
-        """The images of a pass that failed are nobody's; kept, they would be taken for the next one's."""
+        """Forget the images of a failed pass; otherwise the next pass would take them for its own."""
         if output is None:
             self._pass = None
             self.begin_request()
@@ -194,31 +197,35 @@ class VisualPruner:
         if past == 0 and self._acts:
             self.kept, self._ended = [], None
         if kinds is None and self._acts and kwargs.get("visual_pos_masks") is not None:
-            kinds = kwargs["visual_pos_masks"].to(torch.uint8)  # the model was called with embeddings, and this family tells
+            kinds = kwargs["visual_pos_masks"].to(
+                torch.uint8
+            )  # the model was called with embeddings, and this family passes the mask
         if kinds is not None and (kinds == TokenKind.VISUAL).any():
-            assert embeddings is not None and kinds.shape == embeddings.shape[:2], "visual tokens come as embeddings, one by one"
+            assert embeddings is not None and kinds.shape == embeddings.shape[:2], (
+                "embeddings and visual_pos_masks differ in shape"
+            )
             self._pass = PrunedPass(past, kinds, embeddings)
             self._refuse_cut_image(self._pass)
         elif kinds is None and self._acts and past == 0 and self.images.heard:
             raise InputError(
-                "images were encoded, and which tokens stand for them is not known without input_ids. Fix: give the model "
-                "input_ids and no inputs_embeds, or keep=1"
+                "images were encoded, but without input_ids their tokens are unknown. Fix: call the model with "
+                "input_ids and without inputs_embeds, or use keep=1"
             )
         elif past and isinstance(pruned := _layer_of(cache, self.prune_layer), PrunedLayer):
             tokens = embeddings if embeddings is not None else kwargs["input_ids"]
             self._rows = KeptRows(tokens.shape[:2], past, None, pruned.positions(), pruned.padded, self._flat_masks)
 
     def _refuse_cut_image(self, step: PrunedPass) -> None:
-        """The tokens of an image are selected together, and those of the pass before are gone."""
+        """Raises InputError if an image continues from the previous pass, since the tokens of an image are selected together."""
         visual, ended, self._ended = step.visual, self._ended, (step.past + step.kinds.shape[1], step.visual[:, -1])
         if step.past and ended and ended[0] == step.past and len(ended[1]) == len(visual) and (ended[1] & visual[:, 0]).any():
             raise InputError(
-                f"an image goes on across token {step.past}, where a chunk of the prefill ends, and its tokens are selected "
-                "together. Fix: a larger prefill_chunk_size, or keep=1"
+                f"a chunk of the prefill ends at token {step.past}, inside an image, but the tokens of an image are selected "
+                "together. Fix: use a larger prefill_chunk_size, or keep=1"
             )
 
     def _note_routing(self, of_visual_tokens: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        """`of_visual_tokens`: the experts are for them only (ernie4_5_vl_moe)."""
+        """`of_visual_tokens`: these experts compute visual tokens only (ernie4_5_vl_moe)."""
 
         def hook(experts: Any, args: tuple[Any, ...]) -> None:
             if self._pass is None:
@@ -236,7 +243,7 @@ class VisualPruner:
 
     # -- at prune_layer
     def _select(self, step: PrunedPass, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden states `[B, S, H]` with what was merged; which tokens go deeper, bool `[B, S]`)."""
+        """(hidden states `[B, S, H]` with merged tokens; which tokens are kept, bool `[B, S]`)."""
         assert self._pruning is not None
         keep = step.kinds != TokenKind.PAD
         active, pairs = step.active(self._most_experts), len(step.routing) * self._most_experts
@@ -258,9 +265,9 @@ class VisualPruner:
         return hidden, keep
 
     def _images(self, step: PrunedPass, row: torch.Tensor, place: torch.Tensor) -> list[tuple[int, int, EncodedImage]]:
-        """(first and end of its visual tokens, what is known of it) of each image; `row` and `place` `[V]` locate the tokens.
+        """(first and end of its visual tokens, the encoded image) for each image; `row` and `place` `[V]` locate the tokens.
 
-        As the tower saw them; contiguous runs where that is not known.
+        Images are those of the tower, or contiguous runs of visual tokens if these are unknown.
         """
         begins = (row.diff(prepend=row[:1] - 1) != 0) | (place.diff(prepend=place[:1]) != 1)
         runs = [*begins.nonzero()[:, 0].tolist(), len(row)]
@@ -270,13 +277,13 @@ class VisualPruner:
         if not images or not _fit(edges, runs):
             if self.images.heard:
                 logger.warning(
-                    "what the vision tower said does not fit the images of the prompt in their order: "
-                    "tokens are selected by how unlike the others their embeddings are"
+                    "the vision tower's images do not match those of the prompt: "
+                    "tokens are selected by the distinctness of their embeddings"
                 )
             images, edges = [EncodedImage(end - begin) for begin, end in pairwise(runs)], runs
         return list(zip(edges, edges[1:], images, strict=False))
 
-    # -- prune_layer and behind it
+    # -- from prune_layer on
     def _narrow(self, index: int) -> Callable[..., Arguments | None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if self._pass is not None:
@@ -286,7 +293,7 @@ class VisualPruner:
         return hook
 
     def _drop(self, step: PrunedPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """From here on the pass has kept rows only; returns the layer's arguments with its hidden states narrowed."""
+        """Narrows the rest of the pass to kept rows; returns the layer's arguments with narrowed hidden states."""
         self._pass = None
         hidden, keep = self._select(step, args[0] if args else kwargs["hidden_states"])
         rows = left_padded(keep)
@@ -296,8 +303,8 @@ class VisualPruner:
             cached, padded = pruned.positions(), padded or pruned.padded
         if padded and any(index > self.prune_layer for index in self._linear):
             raise UnsupportedModelError(
-                "the sequences of a batch keep different numbers of tokens, and the running state of this family's linear "
-                "attention would take in what evens them out. Fix: one sequence at a time, or keep=1"
+                "the sequences of a batch keep different numbers of tokens, but the running state of this family's linear "
+                "attention would include the padding. Fix: one sequence at a time, or keep=1"
             )
         shape = keep.shape[0], keep.shape[1]
         self._rows = KeptRows(shape, step.past, rows, cached, padded, self._flat_masks)
@@ -309,12 +316,12 @@ class VisualPruner:
 
     @property
     def _flat_masks(self) -> bool:
-        """Whether attention takes masks as flash attention does."""
+        """Whether attention uses masks as flash attention does."""
         config: Any = self._decoder.config
         return ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation) is flash_attention_mask
 
     def _handed(self, index: int, rows: KeptRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """What a layer gets that sees kept rows only; its hidden states are narrow already."""
+        """The arguments of a layer that sees only kept rows; its hidden states are already narrow."""
         mask = kwargs.get("attention_mask")
         if rows.rows is not None:
             whole = ("hidden_states", "attention_mask")
@@ -325,11 +332,11 @@ class VisualPruner:
         if rows.rows is not None and kwargs.get("past_key_values") is not None:
             _pruned_layer(kwargs["past_key_values"], index).expect(rows.positions, rows.tokens)
         if rows.flat and "position_embeddings" in kwargs:
-            kwargs = {**kwargs, "position_ids": None}  # flash attention takes their gaps for the seams of packed sequences
+            kwargs = {**kwargs, "position_ids": None}  # flash attention would interpret gaps as borders of packed sequences
         return args, {**kwargs, "attention_mask": rows.mask(mask)}
 
     def _join_kept(self, hidden: torch.Tensor, visual: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Features `[V, H]` that a layer's output gets at its visual tokens, bool `[B, S]`: those of the tokens that are left."""
+        """Adds features `[V, H]` to a layer's output at its visual tokens, bool `[B, S]`: only those of the kept tokens."""
         assert self._join is not None
         rows = self._rows
         if rows is not None and rows.rows is not None:
@@ -340,27 +347,29 @@ class VisualPruner:
 
 
 def _choices(experts: Any, hidden: torch.Tensor, index: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Expert ids `[T, K]` of a call of an experts module; -1 for none."""
+    """Expert ids `[T, K]` of a call to an experts module; -1 for none."""
     if getattr(experts, "row_groups", 1) == 1:
         return index
-    groups = index.view(-1, tokens)  # each chosen expert runs over all tokens, on zeros where it was not chosen (adapters.py)
+    groups = index.view(
+        -1, tokens
+    )  # each chosen expert computes all tokens, zeros for those that did not choose it (adapters.py)
     return groups.where(hidden.view(*groups.shape, -1).any(-1), -1).T
 
 
 def _layer_of(cache: Any, index: int) -> Any:
-    """A layer of a cache, None where it has not come to it."""
+    """A layer of a cache; None if the cache does not have it yet."""
     return cache.layers[index] if cache is not None and index < len(cache.layers) else None
 
 
 def _pruned_layer(cache: Any, index: int) -> PrunedLayer:
-    """The cache's layer, made one that can hold fewer tokens than the sequence has."""
-    while len(cache.layers) <= index:  # a cache without a configuration makes its layers as they come
+    """The cache's layer, replaced by one that can hold fewer tokens than the sequence has."""
+    while len(cache.layers) <= index:  # a cache without a configuration adds layers on demand
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if not isinstance(layer, PrunedLayer):
         if type(layer) not in CACHES:
             raise UnsupportedModelError(
-                f"visual tokens cannot be dropped with a {type(cache).__name__} ({type(layer).__name__}), which has a slot for "
+                f"visual tokens cannot be dropped with a {type(cache).__name__} ({type(layer).__name__}), which needs a slot for "
                 "every token. Fix: generate with the default cache, or keep=1"
             )
         cache.layers[index] = layer = PrunedLayer.of(layer)
@@ -368,13 +377,13 @@ def _pruned_layer(cache: Any, index: int) -> PrunedLayer:
 
 
 def _fit(edges: list[int], runs: list[int]) -> bool:
-    """Whether images that begin and end at `edges` are runs of tokens, parts of one run, or several whole runs."""
+    """Whether the images between `edges` are runs of tokens, parts of one run, or several whole runs."""
     ends = set(runs)
     return all({begin, end} <= ends or not ends & set(range(begin + 1, end)) for begin, end in pairwise(edges))
 
 
 def _merged(hidden: torch.Tensor, into: np.ndarray, kept: np.ndarray) -> torch.Tensor:
-    """Hidden states `[N, H]` of an image in which each token `kept[into[i]]` is the average of all `i` that join it."""
+    """Hidden states `[N, H]` of an image in which each token `kept[j]` is the average of all tokens `i` with `into[i] == j`."""
     joining = torch.from_numpy(np.flatnonzero(into >= 0)).to(hidden.device)
     target = torch.from_numpy(kept[into[into >= 0]]).to(hidden.device)
     sums = torch.zeros(hidden.shape, device=hidden.device).index_add_(0, target, hidden[joining].float())

@@ -1,8 +1,8 @@
 """The key-value cache of a layer that sees fewer tokens than the sequence has.
 
-A slot holds one token and knows its position in the sequence, or is a pad slot (position -1) that evens out rows of a batch.
-The layer reports logical lengths, so that masks and positions come out right whichever layer transformers asks; tokens that
-follow after the dropped ones take one slot each, without a word from anybody.
+A slot holds one token and its position in the sequence, or is a pad slot (position -1) that gives the rows of a batch equal
+length. The layer reports logical lengths, so that masks and positions are correct whichever layer transformers uses for them;
+tokens after the dropped ones take one slot each, without further calls.
 """
 
 from typing import Any
@@ -21,15 +21,15 @@ def left_padded(keep: torch.Tensor) -> torch.Tensor:
     """Indices of the true columns of each row of `keep` `[B, N]`: int64 `[B, most]`, ascending; shorter rows begin with -1."""
     counts = keep.sum(1)
     most = int(counts.max())
-    order = torch.argsort(keep.to(torch.uint8), dim=1, stable=True)[:, keep.shape[1] - most :]  # the true ones come last
+    order = torch.argsort(keep.to(torch.uint8), dim=1, stable=True)[:, keep.shape[1] - most :]  # true columns come last
     pads = torch.arange(most, device=keep.device) < (most - counts)[:, None]
     return order.masked_fill(pads, PAD)
 
 
 class PrunedLayer(DynamicLayer):
-    """Keys and values of kept tokens `[B, heads, slots, D]`; slots beyond the known ones hold consecutive tokens.
+    """Keys and values of kept tokens `[B, heads, slots, D]`; slots after those with known positions hold consecutive tokens.
 
-    `window`: of a layer with sliding attention, which cannot go past it, since it counts slots and not positions.
+    `window`: size of a sliding attention window, which a sequence cannot exceed, since the cache counts slots and not positions.
     """
 
     keys: Any  # None before the first update
@@ -38,14 +38,14 @@ class PrunedLayer(DynamicLayer):
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window, self.is_sliding = window, window is not None
-        self.padded = False  # some slot is a pad slot
+        self.padded = False  # there is a pad slot
         self._known: torch.Tensor | None = None  # int64 [B, n]: positions of the first n slots
-        self._covered = 0  # the known slots stand for this many tokens of the sequence
+        self._covered = 0  # number of tokens of the sequence that the known slots cover
         self._incoming: tuple[torch.Tensor, int] | None = None
 
     @classmethod
     def of(cls, layer: DynamicLayer) -> "PrunedLayer":
-        """A layer that takes over what `layer` holds."""
+        """A layer that takes over the content of `layer`."""
         pruned = cls(getattr(layer, "sliding_window", None))
         if layer.is_initialized and layer.get_seq_length():
             pruned.lazy_initialization(layer.keys, layer.values)
@@ -54,7 +54,7 @@ class PrunedLayer(DynamicLayer):
         return pruned
 
     def expect(self, positions: torch.Tensor, tokens: int) -> None:
-        """The next update brings the slots of `positions` int64 `[B, Q]`, which stand for the next `tokens` of the sequence."""
+        """The next update adds slots at `positions` int64 `[B, Q]`, which cover the next `tokens` of the sequence."""
         self._incoming = positions, tokens
 
     def positions(self) -> torch.Tensor:
@@ -65,7 +65,7 @@ class PrunedLayer(DynamicLayer):
         return torch.cat([known, following], dim=1) if following.shape[1] else known
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Add slots; raises InputError where a sliding window would be exceeded."""
+        """Add slots; raises InputError if the sequence would exceed a sliding window."""
         before, length = self.positions() if self._known is not None else None, self.get_seq_length()
         result = super().update(key_states, value_states)
         if self._incoming is not None:
@@ -83,12 +83,12 @@ class PrunedLayer(DynamicLayer):
     def _refuse_beyond_window(self) -> None:
         if self.window is not None and self.get_seq_length() > self.window:
             raise InputError(
-                f"{self.get_seq_length()} tokens are more than the {self.window} of this model's sliding window, and visual "
-                "tokens were dropped: its layers could not tell what has left the window. Fix: keep=1 (leave --keep out)"
+                f"{self.get_seq_length()} tokens are more than the {self.window} of this model's sliding window. Visual "
+                "tokens were dropped, so its layers cannot tell which tokens have left the window. Fix: keep=1 (leave --keep out)"
             )
 
     def get_seq_length(self) -> int:
-        """Logical: tokens of the sequence, dropped ones included."""
+        """The logical length: tokens of the sequence, dropped ones included."""
         if not self.is_initialized or self._known is None:
             return 0
         return self._covered + self.keys.shape[-2] - self._known.shape[1]
@@ -103,7 +103,7 @@ class PrunedLayer(DynamicLayer):
         left = length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, length)
         if left == length:
             return
-        if left <= 0:  # nothing that could still say how many sequences there are
+        if left <= 0:  # no slot remains that could show the number of sequences
             self.reset()
             return
         if left >= self._covered:
@@ -129,11 +129,11 @@ class PrunedLayer(DynamicLayer):
 
 
 def _consecutive(first: int, states: torch.Tensor) -> torch.Tensor:
-    """Positions int64 `[B, n]` of `states` `[B, heads, n, D]`, the first of which is `first`."""
+    """Positions int64 `[B, n]` of `states` `[B, heads, n, D]`, counted from `first`."""
     return torch.arange(first, first + states.shape[-2], device=states.device).expand(states.shape[0], -1)
 
 
 def _gather(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`states` `[B, heads, n, D]` at `slots` `[B, m]`; anything at pad slots."""
+    """`states` `[B, heads, n, D]` at `slots` `[B, m]`; undefined values at pad slots."""
     index = slots.clamp(min=0)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     return states.gather(2, index)

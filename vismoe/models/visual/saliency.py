@@ -1,10 +1,10 @@
 """Saliency of visual tokens from one block of a family's own vision tower, through transformers' attention interface.
 
-Only between `begin()` and `take()` one attention module goes by a name of ours: the function behind it calls the very one that
-the module would have used and beside it sums what each patch receives (vision/saliency.py). Queries and keys are those that the
-block computes anyway, nothing else of the model changes, and outputs are the same bit for bit. How patches become tokens is the
-family's business: a row of `LAYOUTS`, or the order of the Qwen-like towers. Where that does not work `source` says why, and
-what the pruner uses instead.
+Between `begin()` and `take()` one attention module looks up a function of this module: it calls the function that the module
+would have used and also sums the attention that each patch receives (vision/saliency.py). It uses the queries and keys that the
+block computes anyway, nothing else of the model changes, and outputs are the same bit for bit. A row of `LAYOUTS`, or the order
+of the Qwen-like towers, says how a family combines patches into tokens. If that does not work, `source` says why, and what the
+pruner uses instead.
 """
 
 import copy
@@ -29,18 +29,18 @@ from vismoe.vision.saliency import attention_received, merged, received_bytes, s
 __all__ = ["VisualSaliency", "saliency_bytes"]
 
 IMPLEMENTATION = "vismoe_saliency"
-WRAPPED = ("sdpa", "eager")  # flash attention goes another way through a tower, and by its name
+WRAPPED = ("sdpa", "eager")  # towers take another path for flash attention, chosen by its name
 ALTERNATIVE = "distance of a visual token's embedding from the mean of its image"
-DISPATCH = re.compile(r"get_interface\(\s*self\.config\._attn_implementation,\s*(\w+)")  # group 1: the function of `eager`
+DISPATCH = re.compile(r"get_interface\(\s*self\.config\._attn_implementation,\s*(\w+)")  # group 1: the name of the eager function
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the patches that a tower's attention sees become visual tokens."""
+    """How a tower's patches become visual tokens."""
 
-    side: Callable[[Any], int]  # of the model's configuration: patches along a side of a token
-    grid: str = "blocks"  # blocks: a token's patches are neighbours; square; or the argument that tells the tower its grid
-    class_tokens: int = 0  # in front of the patches, behind them when negative
+    side: Callable[[Any], int]  # from the model's configuration: patches along a side of a token
+    grid: str = "blocks"  # blocks: a token's patches are adjacent; square; or the tower's argument that gives the grid
+    class_tokens: int = 0  # before the patches; after them if negative
 
 
 GRIDDED = Layout(lambda config: getattr(config.vision_config, "spatial_merge_size", 0))  # the Qwen-like towers
@@ -52,26 +52,26 @@ LAYOUTS = {  # by the tower's model type
     "step3p5_vision": Layout(lambda config: 4, "square"),  # two convolutions of stride 2
 }
 UNUSABLE = {  # by the tower's model type
-    "deepseek_ocr2_vision": "its visual tokens are queries beside the patches, and a separator",
-    "idefics3_vision": "each of its visual tokens looks at all patches once more",
-    "unlimited_ocr_vision": "its visual tokens include ends of lines",
+    "deepseek_ocr2_vision": "its visual tokens are extra queries and a separator, not patches",
+    "idefics3_vision": "each of its visual tokens attends to all patches again",
+    "unlimited_ocr_vision": "its visual tokens include line ends",
 }
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Where a tower is listened to."""
+    """The attention module in a tower that is observed."""
 
     tower: Any
     attention: Any
     name: str  # of the attention module
     layout: Layout
     side: int  # patches along a side of a token
-    function: Callable[..., Any]  # what the attention module calls by itself
+    function: Callable[..., Any]  # the attention function that the module itself would call
 
     @classmethod
     def of(cls, model: Any, block: int | None = None) -> "Tap | str":
-        """The tap of the tower's attention module number `block` (None: the middle one), or why there is none."""
+        """The tap on the tower's attention module number `block` (None: the middle one), or the reason why there is none."""
         config = getattr(model.config, "vision_config", None)
         if config is None:
             return "the model has no vision tower"
@@ -86,11 +86,11 @@ class Tap:
             return f"{kind}: its patches are in the order of windows"
         layout = LAYOUTS.get(kind, GRIDDED)
         if not layout.side(model.config):
-            return f"{kind}: nobody has told yet how its patches become visual tokens"
+            return f"{kind}: it is not known here how its patches become visual tokens"
         name, attention = found[(len(found) - 1) // 2 if block is None else block]
         implementation = attention.config._attn_implementation
         if implementation not in WRAPPED:
-            return f"{kind} attends by {implementation}, which keeps its weights to itself"
+            return f"{kind} attends by {implementation}, which does not show its weights"
         own = getattr(sys.modules[type(attention).__module__], str(_eager_function(attention)))
         return cls(
             tower, attention, name, layout, layout.side(model.config), ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
@@ -99,13 +99,13 @@ class Tap:
 
 @dataclass
 class Heard:
-    """What one tap heard of the tower since `begin()`."""
+    """What one tap observed in the tower since `begin()`."""
 
-    received: list[torch.Tensor] = field(default_factory=list)  # per patch [n]; of one image, or (pixtral) of all in a row
-    grids: list[torch.Tensor] = field(default_factory=list)  # per image, what the layout's argument says of it
+    received: list[torch.Tensor] = field(default_factory=list)  # per patch [n]; of one image, or (pixtral) of all images
+    grids: list[torch.Tensor] = field(default_factory=list)  # per image, from the layout's argument
 
     def images(self, tap: Tap) -> list["Image"] | None:
-        """Every image in the order of encoding; None where nothing was heard, or patches do not make whole tokens."""
+        """Every image in the order of encoding; None if nothing was observed, or patches do not form whole tokens."""
         first, last = max(tap.layout.class_tokens, 0), min(tap.layout.class_tokens, 0) or None
         patches = [received[first:last] for received in self.received]
         images = READERS[tap.layout.grid](patches, self.grids, tap) if patches else []
@@ -114,7 +114,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Image:
-    """Attention that the patches of one image received, and the token that each belongs to."""
+    """The attention that the patches of one image received, and the token of each patch."""
 
     received: torch.Tensor  # float32 [n]
     token_of: torch.Tensor  # int64 [n], -1: none
@@ -122,7 +122,7 @@ class Image:
 
 
 class VisualSaliency:
-    """Saliency per visual token from one block of a vision tower; `source` says which, or what is used instead and why."""
+    """Saliency per visual token from one block of a vision tower; `source` says which, or the alternative and the reason."""
 
     def __init__(self, tap: Tap | str):
         self._tap = None if isinstance(tap, str) else tap
@@ -132,21 +132,21 @@ class VisualSaliency:
 
     @classmethod
     def of(cls, model: Any, block: int | None = None) -> "VisualSaliency":
-        """`block` counts the attention modules of the tower, None is the middle one; IndexError where there is no such block.
+        """`block` counts the attention modules of the tower, None is the middle one; IndexError if there is no such block.
 
-        The middle one, because the last says less about where things are: on the demo model, with the 30% most salient tokens
-        kept, block 2 of 4 answered 94% of 400 questions (printed text apart), the last one 82%, and random tokens 86%.
+        The default is the middle block, because the last one says less about places: on the demo model, with the 30% most salient
+        tokens kept, block 2 of 4 answered 94% of 400 questions (without printed text), the last block 82%, and random tokens 86%.
         """
         return cls(Tap.of(model, block))
 
     def begin(self) -> None:
-        """Forget what was heard, and listen to the tower from now on."""
+        """Forget earlier observations, and observe the tower from now on."""
         self._stop()
         self._heard = Heard()
         if self._tap is None:
             return
         attention, config = self._tap.attention, self._tap.attention.config
-        attention.config = copy.copy(config)  # the tower's own stays as it is: masks are made by its name
+        attention.config = copy.copy(config)  # the tower's own config is not changed, because its name decides the masks
         attention.config._attn_implementation = IMPLEMENTATION
         LISTENING[attention] = (self._heard, self._tap.function)
         self._undo += [lambda: setattr(attention, "config", config), lambda: LISTENING.pop(attention)]
@@ -154,10 +154,10 @@ class VisualSaliency:
             self._undo.append(self._tap.tower.register_forward_pre_hook(self._read_grids, with_kwargs=True).remove)
 
     def take(self, counts: list[int]) -> list[np.ndarray] | None:
-        """Stop listening; the saliency of every image's tokens in the order of encoding, float32 `[N_i]`.
+        """Stop observing; returns the saliency of every image's tokens in the order of encoding, float32 `[N_i]`.
 
-        `counts` are the visual tokens of each image as the sequence has them; None where the tower saw something else. Images
-        that attended to each other as one (a tower that does not part them) are parted here.
+        `counts` are the visual tokens of each image in the sequence; None if the tower's images differ from these. Images that
+        attended to each other (in a tower that does not separate them) are separated here.
         """
         self._stop()
         images = self._images() or []
@@ -168,12 +168,12 @@ class VisualSaliency:
         return [part.numpy() for part in tokens.cpu().split(counts)]
 
     def segments(self) -> list[int] | None:
-        """Visual tokens of each image that the tower saw since `begin()`, in its order; None where that is not known."""
+        """Visual tokens of each image that the tower encoded since `begin()`, in its order; None if unknown."""
         images = self._images()
         return None if images is None else [image.tokens for image in images]
 
     def remove(self) -> None:
-        """Give the tower back as it was, and forget what was heard."""
+        """Undo the change to the tower, and forget observations."""
         self._stop()
         self._heard = Heard()
 
@@ -190,7 +190,7 @@ class VisualSaliency:
 
 
 def saliency_bytes(model: Any, image_tokens: int) -> int:
-    """The most that listening holds at once while a tower encodes an image of so many tokens; 0 where nothing is listened to."""
+    """The most bytes held while a tower encodes an image of so many tokens; 0 if nothing is observed."""
     tap = Tap.of(model)
     if isinstance(tap, str):
         return 0
@@ -203,7 +203,7 @@ def saliency_bytes(model: Any, image_tokens: int) -> int:
 def listening_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **options: Any
 ) -> Any:
-    """What the module's own function returns; `[images, heads, n, d]` as attention functions of transformers get them."""
+    """Returns the result of the module's own function; arguments `[images, heads, n, d]` as for attention functions."""
     heard, function = LISTENING[module]
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     with torch.no_grad():
@@ -213,7 +213,7 @@ def listening_attention(
 
 
 def _allowed(mask: torch.Tensor | None, image: int) -> torch.Tensor | None:
-    """Bool `[n, n]` of a mask `[images, 1, n, n]` that is bool, or added to the products."""
+    """Bool `[n, n]` from a mask `[images, 1, n, n]` that is bool or additive."""
     if mask is None:
         return None
     own = mask[image if len(mask) > 1 else 0, 0]
@@ -221,13 +221,13 @@ def _allowed(mask: torch.Tensor | None, image: int) -> torch.Tensor | None:
 
 
 def _eager_function(module: nn.Module) -> str | None:
-    """Name of the function of `eager` for a module that attends through transformers' interface by its own configuration."""
+    """Name of the eager function of a module that attends through transformers' interface with its own configuration."""
     found = DISPATCH.search(inspect.getsource(type(module).forward)) if hasattr(module, "config") else None
     return found and found.group(1)
 
 
 def _blocks(patches: list[torch.Tensor], grids: list[torch.Tensor], tap: Tap) -> list[Image]:
-    """As many patches in a row as make a token, token after token."""
+    """Groups of adjacent patches that form a token, token after token."""
     size = tap.side**2
     if any(len(received) % size for received in patches):
         return []
@@ -235,7 +235,7 @@ def _blocks(patches: list[torch.Tensor], grids: list[torch.Tensor], tap: Tap) ->
 
 
 def _in_squares(patches: list[torch.Tensor], grids: list[torch.Tensor], tap: Tap) -> list[Image]:
-    """Pictures as high as wide, row by row."""
+    """Square pictures, row by row."""
     sides = [math.isqrt(len(received)) for received in patches]
     if any(side**2 != len(received) or side % tap.side for side, received in zip(sides, patches, strict=True)):
         return []
@@ -243,7 +243,7 @@ def _in_squares(patches: list[torch.Tensor], grids: list[torch.Tensor], tap: Tap
 
 
 def _by_sizes(patches: list[torch.Tensor], grids: list[torch.Tensor], tap: Tap) -> list[Image]:
-    """All pictures of a call one behind the other, row by row; grids are their heights and widths in pixels."""
+    """All pictures of a call one after another, row by row; grids are their heights and widths in pixels."""
     patch = tap.attention.config.patch_size
     shapes = [(int(height) // patch, int(width) // patch) for height, width in grids]
     together = torch.cat(patches)

@@ -33,7 +33,7 @@ from vismoe.eval.suite_rows import Answered, SpeedTurn
 from vismoe.machine.facts import facts
 from vismoe.metrics import Snapshot
 from vismoe.models.load.preview import experts_in_place, model_class, read_config
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.store.pack import pack, refuse_small_disk
 from vismoe.store.packed import contents_of, find_store, formats_in
 from vismoe.types import Format, Phase

@@ -19,7 +19,7 @@ from vismoe.engine.engine import Engine
 from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration, geometry_of, router_digest
 from vismoe.lookahead.network import PARTS, Folded
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import default_prune_layer, joined_layers
 from vismoe.predictor_training.collect import ANSWER_TOKENS, collect
@@ -264,7 +264,7 @@ def _begin_at(engine: Engine, prune_layer: int) -> int:
     if isinstance(pruner, str):
         pruner = VisualPruner.of(engine.model, before.prune_layer)
     assert isinstance(pruner, VisualPruner)
-    pruner.on_pruned, runtime.pruner = before.on_pruned, pruner
+    runtime.context.prune_by(pruner)
     return pruner.prune_layer
 
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.flags import SuggestingParser
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.predictor_training.prompts import CalibrationPrompt, folder_prompts, scene_prompts
 from vismoe.trace.files import Trace, TraceWriter
 
@@ -100,7 +100,7 @@ def collect(
 def _answer(engine: Engine, runtime: Any, writer: TraceWriter, prompt: CalibrationPrompt, keep: float) -> None:
     """One answer, recorded. Ctrl-C ends the generation before it is passed on."""
     reply = None
-    runtime.recorder = _Recorder(writer)
+    runtime.context.record_to(_Recorder(writer))
     try:
         reply = engine.chat(prompt.messages(), max_tokens=ANSWER_TOKENS, keep=keep)
         for _ in reply:
@@ -112,7 +112,7 @@ def _answer(engine: Engine, runtime: Any, writer: TraceWriter, prompt: Calibrati
                 pass
         raise
     finally:
-        runtime.recorder = None
+        runtime.context.record_to(None)
 
 
 def progress_bar() -> Progress:

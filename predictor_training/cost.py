@@ -32,7 +32,8 @@ from vismoe.lookahead.learned import LearnedLookahead, Witness
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.lookahead.network import Predictor, Shape
 from vismoe.models.load.preview import model_class, read_config
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.types import Phase
 
@@ -134,13 +135,14 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
     runtime = runtime_of(model)
     lookahead, gate = random_lookahead(model, name)
     watched = _Watched(lookahead)
-    asking = _Unheard(runtime.pager, watched, gate, inline=False)
-    ways = [LookaheadInputs(runtime.pager, None, None, inline=True), asking]
+    inventory, window = runtime.pager.inventory, runtime.pager.window
+    asking = _Unheard(inventory, window, watched, gate, inline=False)
+    ways = [LookaheadInputs(inventory, window, None, None, inline=True), asking]
     took: list[list[float]] = [[], []]
     layers = len(runtime.store.inventory.layers)
     try:
         for token, way in _decode(model, tokens):
-            runtime.lookahead_inputs = ways[way]
+            runtime.context.look_ahead_by(ways[way])
             before = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
             yield_token = token()
             after = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)

@@ -18,7 +18,7 @@ from vismoe.engine.engine import Engine
 from vismoe.errors import InputError
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import PromptBuilder
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.settings import UNCALIBRATED_SELECTION, pruning_of
 from vismoe.predictor_training.prompts import CalibrationPrompt
 from vismoe.vision.selection import SELECTIONS

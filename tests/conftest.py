@@ -38,7 +38,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def measured_once():
     """For tests of what comes after the plan: what a model needs beside its experts is measured at its first load only."""
-    from vismoe.models.load import quantizer as loading
+    from vismoe.models.load import opening as loading
 
     needs, measure = {}, loading.footprint
 

@@ -12,7 +12,8 @@ from test_pager import EVERY, NumberStore, check, deadline, interrupt_at_random,
 from vismoe.errors import ClosedError
 from vismoe.paging.miss import Rates, Ways
 from vismoe.paging.pager import Pager
-from vismoe.paging.transfer import EmulatedLinkMover, Moved, Ticket
+from vismoe.paging.tickets import Moved, Ticket
+from vismoe.paging.transfer import EmulatedLinkMover
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demands
@@ -99,7 +100,7 @@ def test_random_steps_keep_every_invariant_also_where_host_memory_is_small(polic
     counts = pager.metrics.snapshot()
     assert host_records < counts.total("computed_on_host") < counts.total("misses")
     assert counts.total("evictions") > 100
-    assert counts.total("bytes_computed_on_host") >= counts.total("computed_on_host") * pager.ledger.unit_bytes
+    assert counts.total("bytes_computed_on_host") >= counts.total("computed_on_host") * pager.core.ledger.unit_bytes
 
 
 @pytest.mark.parametrize("policy", ["cpu", "auto"])
@@ -218,7 +219,7 @@ def guess(pager, expert):
     with pager.lock:
         ticket = Ticket(ExpertId(0, expert), 0, pager.tables[0].pool.take(), speculative=True, runner=-1)
         pager.tables[0].begin_load(expert, ticket.slab)
-        pager.tickets[ticket.expert] = ticket
+        pager.core.tickets[ticket.expert] = ticket
     return ticket
 
 
@@ -332,7 +333,7 @@ def test_a_record_that_cannot_be_read_is_not_tried_for_ever():
     for _ in range(5):
         pager.begin_step(Phase.DECODE)
         with pager.lock:
-            pager.tick += 1
+            pager.core.tick += 1
             pager.transfer.wake()
         time.sleep(0.01)
     assert reads < store.reads <= reads + 10
@@ -361,7 +362,7 @@ def test_replay_divides_misses_as_the_pager_does(policy, prompt):
                 pass
     conditions = Conditions(misses=policy, link_bytes_per_s=1000.0, cpu_bytes_per_s=1100.0, cpu_s_per_token=0.7)
     virtual = VirtualPager(demands.inventory, (14,), "lfu", conditions)
-    virtual._start_admission = lambda layer: False
+    virtual.core._next_admission = lambda: None
     for demand in demands:
         virtual.run(demand)
     np.testing.assert_array_equal(virtual.tables[0].slab_of, pager.tables[0].slab_of)
@@ -417,7 +418,7 @@ def test_closing_while_host_memory_is_held_ends_who_waits_for_room_there():
         for group in demand.groups(in_order=False):
             assert [lent.expert for lent in group] == [1, 2]
             time.sleep(0.05)  # the worker has come to where it needs room for 3
-            assert not any(ticket.done for ticket in pager.tickets.values())
+            assert not any(ticket.done for ticket in pager.core.tickets.values())
             pager.close()
             for lent in group:
                 check(ExpertId(0, lent.expert), lent.weights)

@@ -30,11 +30,11 @@ class Everything:
     """A demand whose experts are all there, on the device or below it."""
 
     def __init__(self, pool: SlabPool, experts: list[int], on_host: bool):
-        self.pool, self.experts, self.computes_below = pool, experts, on_host
+        self.pool, self.experts, self.computes_on_host = pool, experts, on_host
 
     def groups(self, in_order: bool):
         if self.experts:
-            yield Group(self.experts, self.pool, np.array(self.experts), self.computes_below)
+            yield Group(self.experts, self.pool, np.array(self.experts), self.computes_on_host)
 
 
 @pytest.fixture(scope="module")

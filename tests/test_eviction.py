@@ -1,11 +1,13 @@
-"""choose_victims against a slow reference written from the docstring: sort every takeable slab by (class, ..., score, slab)."""
+"""choose_victim against a slow reference written from the docstring: sort every takeable slab by (class, ..., score, slab)."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vismoe.paging.eviction import SlabView, choose_victims
+from vismoe.paging.eviction import SlabView, choose_victim
 
 STREAMED, EXPIRED, SPECULATIVE, PROTECTED = range(4)
 
@@ -18,7 +20,7 @@ def class_of(slabs, slab, running_layer, window):
     return SPECULATIVE if slabs.speculative[slab] else PROTECTED
 
 
-def reference(slabs, count, running_layer, window, prefetch_priority):
+def reference(slabs, running_layer, window, prefetch_priority):
     def key(slab):
         kind = class_of(slabs, slab, running_layer, window)
         farthest_first = -int(slabs.layer[slab]) if kind == PROTECTED else 0
@@ -32,7 +34,18 @@ def reference(slabs, count, running_layer, window, prefetch_priority):
         kind = class_of(slabs, slab, running_layer, window)
         return kind < SPECULATIVE or (kind == SPECULATIVE and slabs.priority[slab] < prefetch_priority)
 
-    return sorted(filter(may_take, range(len(slabs.layer))), key=key)[: max(count, 0)]
+    return sorted(filter(may_take, range(len(slabs.layer))), key=key)
+
+
+def victims(slabs, running_layer, window, prefetch_priority=None):
+    """All that may be taken, one after the other."""
+    chosen, evictable = [], slabs.evictable.copy()
+    while (
+        slab := choose_victim(dataclasses.replace(slabs, evictable=evictable), running_layer, window, prefetch_priority)
+    ) is not None:
+        chosen.append(slab)
+        evictable[slab] = False
+    return chosen
 
 
 @st.composite
@@ -57,38 +70,27 @@ def pools(draw, largest=24):
 @settings(max_examples=500, deadline=None)
 @given(
     slabs=pools(),
-    count=st.integers(0, 26),
     running_layer=st.integers(-1, 9),
     window=st.integers(0, 6),
     prefetch_priority=st.none() | st.sampled_from([0.0, 0.25, 0.3, 2.0]),
 )
-def test_victims_are_those_of_the_reference_in_the_same_order(slabs, count, running_layer, window, prefetch_priority):
-    chosen = choose_victims(slabs, count, running_layer, window, prefetch_priority)
-    assert chosen.dtype == np.int64
-    assert chosen.tolist() == reference(slabs, count, running_layer, window, prefetch_priority)
+def test_victims_are_those_of_the_reference_in_the_same_order(slabs, running_layer, window, prefetch_priority):
+    chosen = victims(slabs, running_layer, window, prefetch_priority)
+    assert chosen == reference(slabs, running_layer, window, prefetch_priority)
 
 
 @settings(max_examples=200, deadline=None)
-@given(slabs=pools(), running_layer=st.integers(-1, 9), window=st.integers(0, 6), count=st.integers(1, 26))
-def test_a_demand_finds_as_many_victims_as_are_evictable(slabs, running_layer, window, count):
-    chosen = choose_victims(slabs, count, running_layer, window)
-    assert len(chosen) == min(count, int(slabs.evictable.sum())) == len(set(chosen.tolist()))
-    assert slabs.evictable[chosen].all()
-
-
-@settings(max_examples=200, deadline=None)
-@given(slabs=pools(), running_layer=st.integers(-1, 9), window=st.integers(0, 6), priority=st.sampled_from([None, 0.3]))
-def test_asking_for_more_victims_only_adds_to_the_list(slabs, running_layer, window, priority):
-    everything = choose_victims(slabs, len(slabs.layer), running_layer, window, priority).tolist()
-    for count in range(len(everything) + 1):
-        assert choose_victims(slabs, count, running_layer, window, priority).tolist() == everything[:count]
+@given(slabs=pools(), running_layer=st.integers(-1, 9), window=st.integers(0, 6))
+def test_a_demand_finds_as_many_victims_as_are_evictable(slabs, running_layer, window):
+    chosen = victims(slabs, running_layer, window)
+    assert sorted(chosen) == np.flatnonzero(slabs.evictable).tolist()
 
 
 @settings(max_examples=100, deadline=None)
 @given(slabs=pools(), running_layer=st.integers(-1, 9), priority=st.sampled_from([None, 0.3]))
 def test_the_pool_is_only_read(slabs, running_layer, priority):
     before = {name: array.copy() for name, array in vars(slabs).items()}
-    choose_victims(slabs, 5, running_layer, 3, priority)
+    choose_victim(slabs, running_layer, 3, priority)
     assert all(np.array_equal(before[name], array) for name, array in vars(slabs).items())
 
 
@@ -107,17 +109,17 @@ def one_of_each_class(**columns):
 
 def test_classes_come_before_scores():
     slabs = one_of_each_class(score=np.array([9.0, 8.0, 7.0, 6.0]))
-    assert choose_victims(slabs, 4, running_layer=2, window=3).tolist() == [STREAMED, EXPIRED, SPECULATIVE, PROTECTED]
+    assert victims(slabs, running_layer=2, window=3) == [STREAMED, EXPIRED, SPECULATIVE, PROTECTED]
 
 
 @pytest.mark.parametrize(("priority", "taken"), [(0.5, [0, 1, 2]), (0.2, [0, 1])])
 def test_a_prefetch_takes_a_guess_only_from_a_lower_priority_and_never_what_was_demanded(priority, taken):
     slabs = one_of_each_class(priority=np.full(4, 0.3, np.float32))
-    assert choose_victims(slabs, 4, running_layer=2, window=3, prefetch_priority=priority).tolist() == taken
+    assert victims(slabs, running_layer=2, window=3, prefetch_priority=priority) == taken
 
 
 def test_the_window_does_not_wrap_over_the_end_of_the_model():
     slabs = SlabView(
         np.array([0, 7], np.int32), *(np.array([value] * 2) for value in (True, False, False)), np.zeros(2), np.zeros(2)
     )
-    assert choose_victims(slabs, 1, running_layer=6, window=5).tolist() == [0]  # layer 0 is next token's, so it has expired
+    assert choose_victim(slabs, running_layer=6, window=5) == 0  # layer 0 is next token's, so it has expired

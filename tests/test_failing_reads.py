@@ -68,7 +68,7 @@ def test_a_read_that_a_failed_request_left_behind_fails_nobody_else(by_another_t
     with pytest.raises(TransferError, match="expert 1 of MoE layer 0"), pager.demand(0, [1, 2]) as demand:
         until(lambda: second in store.begun)
         list(lent_by(demand, 0))
-    assert second in pager.tickets, "its read is under way"
+    assert second in pager.core.tickets, "its read is under way"
     store.broken = set()  # restored
 
     def next_request() -> None:

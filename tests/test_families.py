@@ -29,7 +29,7 @@ from vismoe.models.family import families as tables
 from vismoe.models.load.locate import inventory_of
 from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.attention import IMPLEMENTATION
-from vismoe.models.moe.experts import ExpertRuntime
+from vismoe.models.moe.experts import PagedLayer
 from vismoe.types import ExpertInventory
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -157,25 +157,26 @@ def test_each_router_asked_about_its_own_layer_chooses_what_the_layer_uses(speci
         return
     assert family not in WITHOUT_LOOKAHEAD
     compared = 0
-    run = ExpertRuntime.run
+    run, lookahead = PagedLayer.run, runtime.lookahead
 
-    def checked(self, layer, module, hidden, index, factors):
+    def checked(self, module, hidden, index, factors):
         nonlocal compared
-        owner, residual = self.lookahead._residual
+        layer = self.layer
+        owner, residual = lookahead._residual
         assert owner == layer
-        chosen, _ = _predict(self.lookahead._layers[layer], residual.reshape(-1, residual.shape[-1]))
+        chosen, _ = _predict(lookahead._layers[layer], residual.reshape(-1, residual.shape[-1]))
         if family == "llama4":  # its adapter asks for the union of the experts
             assert torch.equal(chosen.unique(), index.unique())
         else:
             assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
-        ahead = self.lookahead._layers[layer + 1 : layer + 1 + self.lookahead.window]
-        share, likely = self.lookahead.expected(layer, residual.reshape(-1, residual.shape[-1]), module.num_experts)
+        ahead = lookahead._layers[layer + 1 : layer + 1 + lookahead.window]
+        share, likely = lookahead.expected(layer, residual.reshape(-1, residual.shape[-1]), module.num_experts)
         assert share.sum(1)[: len(ahead)] == pytest.approx([routed.top_k for routed in ahead], rel=1e-3)
         assert (likely >= 0).all()
         compared += 1
-        return run(self, layer, module, hidden, index, factors)
+        return run(self, module, hidden, index, factors)
 
-    monkeypatch.setattr(ExpertRuntime, "run", checked)
+    monkeypatch.setattr(PagedLayer, "run", checked)
     with torch.inference_mode():
         model(**tiny_models.prompt(family, batch=2, dtype=dtype))
     assert compared == len(runtime.pager.inventory.layers)

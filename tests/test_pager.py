@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 from searching import SEARCHING, examples
 
 from vismoe.errors import BusyError, ClosedError, TransferError
-from vismoe.paging.demand import Demand
-from vismoe.paging.pager import Pager
+from vismoe.paging.pager import Lease, Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
@@ -68,7 +67,7 @@ def check(expert: ExpertId, weights: dict[str, torch.Tensor]) -> None:
     assert tuple(weights["w"][:2].tolist()) == expert, "a slab was lent that holds another expert"
 
 
-def lent_by(demand: Demand, layer: int, in_order: bool = False) -> Iterator[int]:
+def lent_by(demand: Lease, layer: int, in_order: bool = False) -> Iterator[int]:
     """The experts one by one, each checked to be what it should be, at the address it should have."""
     for group in demand.groups(in_order):
         assert group and len({lent.on_host for lent in group}) == 1
@@ -104,7 +103,7 @@ def random_walk(
                 pager.look_ahead(layer - 1, scores)
             else:
                 wanted = plans[layer]
-                prefill = pager.phase is Phase.PREFILL
+                prefill = pager.core.phase is Phase.PREFILL
                 keep = rng.sample(wanted, len(wanted) // 3) if prefill else None
                 seen = []
                 tokens = [rng.randint(1, 3) for _ in wanted]
@@ -140,7 +139,7 @@ def test_random_steps_keep_every_invariant(slabs, order, threads):
     assert counts.total("hits") + counts.total("misses") > steps
     assert counts.total("evictions") > 1000
     if slabs != [2]:  # a guess always leaves a slab for a demand, so of two it rarely gets one
-        assert counts.total("prefetched_bytes") > 100 * pager.ledger.unit_bytes
+        assert counts.total("prefetched_bytes") > 100 * pager.core.ledger.unit_bytes
         assert counts.total("wasted_prefetch_bytes") > 0
 
 
@@ -250,7 +249,7 @@ def test_what_a_guess_saved_and_cost_comes_from_the_pagers_clock():
     """A used guess saved one miss, and nobody waited for it. Beside what a miss is said to cost, no measured time counts."""
     store = NumberStore([8] * 3, [0] * 3)
     pager = make_pager(store, [4], threads=1)
-    told = pager.ledger
+    told = pager.core.ledger
     told.miss_s[Phase.DECODE] = 1e6  # beside which nothing that is measured here counts
     pager.begin_step(Phase.DECODE)
     for layer in range(2):
@@ -264,11 +263,11 @@ def test_what_a_guess_saved_and_cost_comes_from_the_pagers_clock():
     scores = np.zeros((2, 8), dtype=np.float32)
     scores[0, 5] = 1.5
     pager.look_ahead(0, scores)
-    until(lambda: store.reads == 5 and not pager.tickets)
+    until(lambda: store.reads == 5 and not pager.core.tickets)
     with pager.demand(1, [0, 5]) as demand:
         list(lent_by(demand, 1))
     pager.begin_step(Phase.DECODE)
-    assert told.caps[Phase.DECODE].credit_bytes - before == pytest.approx(pager.ledger.unit_bytes, rel=0.01)
+    assert told.caps[Phase.DECODE].credit_bytes - before == pytest.approx(pager.core.ledger.unit_bytes, rel=0.01)
     pager.close()
 
 
@@ -596,7 +595,7 @@ def test_closing_with_copies_in_flight_ends_them_and_says_so():
     serving.start()
     closing = threading.Thread(target=pager.close)
     closing.start()
-    while not pager._closed:
+    while not pager.core.closed:
         time.sleep(0.001)
     gate.set()
     closing.join(10)

@@ -6,12 +6,14 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
 from vismoe.errors import ConfigError
+from vismoe.paging import pager as pager_module
+from vismoe.paging import transfer as transfer_module
 from vismoe.paging.pager import Pager
-from vismoe.paging.transfer import Moved
+from vismoe.paging.tickets import Moved
 from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
 from vismoe.simulate.misses import compare_misses, format_misses
@@ -127,23 +129,91 @@ class NoBytes:
         pass
 
 
-def serve(demands, slots, order, window):
-    """The demands through the real pager, whose model thread does the copies (no prefetch without workers)."""
-    (layout,) = demands.inventory.layouts
-    pager = Pager(demands.inventory, (SlabPool(layout, slots, aliased=True),), NoBytes(), order=order, window=window, threads=0)
-    step = None
-    for demand in demands:
-        if demand.step != step:
-            step = demand.step
+class Stepped:
+    """The pager, with its lock and its `Transfer`, on a virtual clock: a copy begins and ends when the clock says so.
+
+    The clock passes as the replay's does: the link finishes what it carries, then demands, and what nothing demanded while a
+    layer computes.
+    """
+
+    def __init__(self, inventory, slots, order, conditions):
+        pool = SlabPool(inventory.layouts[0], slots, aliased=True)
+        self.pager = Pager(inventory, (pool,), NoBytes(), order=order, window=conditions.window, threads=0)
+        self.pager.transfer.wait_any = self.wait_any
+        self.conditions = conditions
+        self.now_s = self.idle_at_s = 0.0
+        self.on_link = self.last = None
+
+    def run(self, demand):
+        pager, conditions, decoding = self.pager, self.conditions, demand.phase is Phase.DECODE
+        if self.last is not None and demand.request != self.last.request:
+            self.end_request()
+        if self.last is None or demand.step != self.last.step:
             pager.begin_step(demand.phase)
-        decoding = demand.phase is Phase.DECODE
-        with pager.demand(demand.layer, demand.experts.tolist(), None if decoding else set(demand.last.tolist())) as lent:
-            if demand.scores is not None and (pager.misses_this_step or pager.misses_last_step):
+        self.last, keep = demand, None if decoding else set(demand.last.tolist())
+        with pager.demand(demand.layer, demand.experts.tolist(), keep) as lent:
+            core = pager.core
+            if conditions.prefetch and (core.misses_this_step or core.misses_last_step) and core.may_guess:
                 pager.look_ahead(demand.layer, demand.scores.astype(np.float32))
             for _ in lent.groups(in_order=not decoding):
-                pass
-    pager.check_integrity()
-    return pager
+                if not lent.demand.absent and not lent.demand.tickets:  # the link has carried what was demanded
+                    self.use_link_until(self.now_s)
+            self.use_link_until(self.now_s + conditions.compute_s_per_layer)
+
+    def end_request(self):
+        self.land()
+        self.pager.end_request()
+
+    def wait_any(self, tickets):
+        self.now_s = max(self.now_s, self.idle_at_s)
+        self.land()
+        while not any(ticket.done for ticket in tickets):
+            self.carry(self.pager.transfer.take())
+            self.now_s = self.idle_at_s
+            self.land()
+
+    def use_link_until(self, end_s):
+        while self.idle_at_s < end_s:
+            self.land()
+            ticket = self.pager.transfer.take()
+            if ticket is None:
+                break
+            self.carry(ticket)
+        self.now_s = end_s
+        if self.idle_at_s <= end_s:
+            self.land()
+
+    def carry(self, ticket):
+        copy_s = 1024 / self.conditions.link_bytes_per_s if self.conditions.link_bytes_per_s else 0.0
+        self.on_link, self.idle_at_s = ticket, max(self.idle_at_s, self.now_s) + copy_s
+
+    def land(self):
+        if self.on_link is not None:
+            ticket, self.on_link = self.on_link, None
+            now_s, self.now_s = self.now_s, self.idle_at_s
+            self.pager.transfer.run(ticket)
+            self.now_s = now_s
+
+    def perf_counter(self):
+        return self.now_s
+
+
+def decisions(core):
+    """A list that fills with every eviction and every copy, in their order."""
+    seen = []
+
+    def noted(decide, what):
+        def decided(*given, **named):
+            answer = decide(*given, **named)
+            seen.append(what(answer))
+            return answer
+
+        return decided
+
+    core._ticket = noted(core._ticket, lambda ticket: ("copy", ticket.expert, ticket.slab, ticket.speculative))
+    for table in core.tables:
+        table.evict = noted(table.evict, lambda evicted: ("evict", evicted.expert, evicted.unused_prefetch))
+    return seen
 
 
 @settings(max_examples=40, deadline=None)
@@ -153,20 +223,50 @@ def serve(demands, slots, order, window):
     order=st.sampled_from(["lru", "lfu"]),
     prompt=st.sampled_from([0, 3, 20]),
     window=st.integers(1, 4),
+    prefetch=st.booleans(),
+    copies_per_layer=st.sampled_from([0.3, 1, 3.7]),
 )
-def test_replay_does_what_the_pager_does(seed, slots, order, prompt, window):
-    demands = Demands.of(skewed_trace(4, 12, 3, requests=2, prompt_tokens=prompt, tokens=10, window=3, seed=seed))
-    pager = serve(demands, slots, order, window)
-    virtual = VirtualPager(demands.inventory, (slots,), order, Conditions(window=window))
+def test_replay_does_what_the_pager_does(seed, slots, order, prompt, window, prefetch, copies_per_layer):
+    """Every eviction and copy in one order, what was hit, late and wasted, and what guessing is said to have won."""
+    trace = skewed_trace(4, 12, 3, requests=2, prompt_tokens=prompt, tokens=10, window=3, score_noise=0.3, seed=seed)
+    demands = Demands.of(trace)
+    conditions = Conditions(
+        window=window, prefetch=prefetch, link_bytes_per_s=1024 * copies_per_layer / 0.1, compute_s_per_layer=0.1
+    )
+    virtual = VirtualPager(demands.inventory, (slots,), order, conditions)
+    live = Stepped(demands.inventory, slots, order, conditions)
+    seen = [decisions(driver.core) for driver in (virtual, live.pager)]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pager_module, transfer_module):
+            patch.setattr(module, "time", live)
+        for demand in demands:
+            virtual.run(demand)
+            live.run(demand)
+            assert seen[0] == seen[1]
+        virtual.end_request()
+        live.end_request()
+    live.pager.check_integrity()
+    np.testing.assert_array_equal(virtual.tables[0].slab_of, live.pager.tables[0].slab_of)
+    counts = [driver.metrics.snapshot() for driver in (virtual, live.pager)]
+    for counter in ("steps", "hits", "misses", "late", "evictions", "bytes_read", "prefetched_bytes", "wasted_prefetch_bytes"):
+        for phase in Phase:
+            assert counts[0].total(counter, phase) == counts[1].total(counter, phase), (counter, phase)
+    assert counts[0].total("stall_seconds") == pytest.approx(counts[1].total("stall_seconds"))
+    for phase, cap in virtual.core.ledger.caps.items():
+        assert cap.credit_bytes == pytest.approx(live.pager.core.ledger.caps[phase].credit_bytes)
+    target(counts[0].total("prefetched_bytes"))
+
+
+def test_the_pager_and_its_replay_are_compared_with_guesses_that_are_used_late_and_wasted():
+    """What the comparison above is about does happen in it."""
+    demands = Demands.of(skewed_trace(4, 12, 3, requests=2, prompt_tokens=3, tokens=30, window=3, score_noise=0.3, seed=1))
+    conditions = Conditions(prefetch=True, link_bytes_per_s=2.7 * 1024 / 0.1, compute_s_per_layer=0.1)
+    virtual = VirtualPager(demands.inventory, (12,), "lfu", conditions)
     for demand in demands:
         virtual.run(demand)
-    np.testing.assert_array_equal(virtual.tables[0].slab_of, pager.tables[0].slab_of)
-    for counter in ("hits", "misses", "evictions", "bytes_read", "steps"):
-        for phase in Phase:
-            assert virtual.metrics.snapshot().total(counter, phase) == pager.metrics.snapshot().total(counter, phase), (
-                counter,
-                phase,
-            )
+    counts = virtual.metrics.snapshot()
+    assert min(counts.total(name) for name in ("late", "hits", "evictions")) > 10
+    assert counts.total("prefetched_bytes") > 1.2 * counts.total("wasted_prefetch_bytes") > 0
 
 
 # -- the orders, by hand

@@ -21,10 +21,9 @@ from test_pager import EVERY, interrupt_at_random, interrupt_everywhere
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.metrics import Snapshot
-from vismoe.paging.demand import Demand
 from vismoe.paging.miss import Rates
 from vismoe.paging.page_table import READY
-from vismoe.paging.pager import Pager
+from vismoe.paging.pager import Lease, Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.paging.upgrades import Upgrades
 from vismoe.pair import Format, FormatPair
@@ -134,7 +133,7 @@ class Bench:
         found = {}
         with self.pager.lock:
             for layer in range(len(self.experts)):
-                for expert, code in enumerate(self.pager.table_of[layer].precisions(layer).tolist()):
+                for expert, code in enumerate(self.pager.core.table_of[layer].precisions(layer).tolist()):
                     found[ExpertId(layer, expert)] = None if code == 0 else code - 1
         assert len(found) == len(self.everybody)
         return found
@@ -142,7 +141,7 @@ class Bench:
     def in_high(self) -> set[ExpertId]:
         return {expert for expert, precision in self.formats().items() if precision == HIGH}
 
-    def lent_by(self, demand: Demand, layer: int, in_order: bool = False) -> Iterator[tuple[int, int]]:
+    def lent_by(self, demand: Lease, layer: int, in_order: bool = False) -> Iterator[tuple[int, int]]:
         """(expert, its format) one by one: the right record at the right address, as long as it is lent."""
         for group in demand.groups(in_order):
             assert group and not group.on_host
@@ -159,7 +158,7 @@ class Bench:
     def serve(self, layer: int, wanted: list[int], high: np.ndarray | None = None, **kw) -> dict[int, int]:
         """A demand from its beginning to its end: the format in which each expert was lent."""
         with self.pager.demand(layer, wanted, high=high, **kw) as demand:
-            lent = dict(self.lent_by(demand, layer, in_order=self.pager.phase is Phase.PREFILL))
+            lent = dict(self.lent_by(demand, layer, in_order=self.pager.core.phase is Phase.PREFILL))
         assert sorted(lent) == wanted
         return lent
 
@@ -167,7 +166,7 @@ class Bench:
         """The books; between two demands, nothing is protected, and no finished copy waits for anybody."""
         pager = self.pager
         pager.check_integrity()
-        assert pager._closed or all(thread.is_alive() for thread in pager.transfer._threads), "a worker has died"
+        assert pager.core.closed or all(thread.is_alive() for thread in pager.transfer._threads), "a worker has died"
         for table, addresses in zip(pager.tables, self._addresses, strict=True):
             assert (table.pool.addresses == addresses).all(), "a slab has moved"
         assert [pool.buffer.data_ptr() for pools in self.pools for pool in pools] == self._memory
@@ -182,7 +181,7 @@ class Bench:
         end_s = time.monotonic() + 20
         while time.monotonic() < end_s:
             with self.pager.lock:
-                if not self.pager.tickets and not self.pager.transfer._queue:
+                if not self.pager.core.tickets and not self.pager.core.queue:
                     return
             time.sleep(0.0005)
         raise AssertionError("copies do not end")
@@ -227,7 +226,7 @@ def walk(seed: int, steps: int, bench: Bench) -> Bench:
                 if rng.random() < 0.3:
                     time.sleep(1e-4)  # so that the guesses begin
             else:
-                prefill = pager.phase is Phase.PREFILL
+                prefill = pager.core.phase is Phase.PREFILL
                 keep = rng.sample(plans[layer], len(plans[layer]) // 3) if prefill else None
                 tokens = [rng.randint(1, 3) for _ in plans[layer]]
                 seen = {}
@@ -303,9 +302,9 @@ def serve_random(rng: random.Random, bench: Bench, targets: set[ExpertId], steps
         pager.begin_step(rng.choice([Phase.PREFILL, Phase.DECODE]))
         for layer, n in enumerate(bench.experts):
             wanted = sorted(rng.sample(range(n), rng.randint(1, n)))
-            in_order = pager.phase is Phase.PREFILL
+            in_order = pager.core.phase is Phase.PREFILL
             with pager.demand(layer, wanted, [] if in_order else None, high=bench.mask(targets)[layer]) as demand:
-                assert demand._all_slabs is not None, "somebody is waited for"
+                assert demand.demand.all_slabs is not None, "somebody is waited for"
                 left = rng.randrange(2 * len(wanted))
                 for count, _ in enumerate(bench.lent_by(demand, layer, in_order)):
                     if count == left:
@@ -457,7 +456,7 @@ def test_what_is_borrowed_is_given_back_and_moves_nobody(experts, geometries, qu
             for layer, n in enumerate(experts):
                 wanted = sorted(rng.sample(range(n), rng.randint(1, n)))
                 high = bench.mask(targets | set(rng.sample(bench.everybody, 6)))[layer]
-                in_order, leaves = pager.phase is Phase.PREFILL, rng.random() < 0.1
+                in_order, leaves = pager.core.phase is Phase.PREFILL, rng.random() < 0.1
                 with pager.demand(layer, wanted, [] if in_order else None, high=high) as demand:
                     for count, (expert, precision) in enumerate(bench.lent_by(demand, layer, in_order)):
                         lower += bool(high[expert]) and precision == LOW
@@ -606,7 +605,7 @@ def test_a_demand_left_early_protects_neither_the_old_copy_nor_the_new_one():
 def retarget_meanwhile(bench: Bench, targets: set[ExpertId]) -> None:
     """As if a copy of what was asked for before the demand had taken its time."""
     with bench.pager.lock:
-        bench.pager.transitions.retarget(bench.mask(targets), (), ())
+        bench.pager.core.transitions.retarget(bench.mask(targets), (), ())
         bench.pager.transfer.wake()
 
 
@@ -637,7 +636,7 @@ def test_a_change_of_mind_while_a_copy_is_under_way_is_carried_out_behind_it():
         until_reading(bench, HIGH, 2)
         bench.pager.retarget(bench.mask({first}))
         gate.set()
-        arrives(bench, lambda: not bench.pager.tickets and bench.in_high() == {first})
+        arrives(bench, lambda: not bench.pager.core.tickets and bench.in_high() == {first})
         assert bench.pager.metrics.snapshot().total("promotions") == bench.pager.metrics.snapshot().total("demotions") == 1
 
 
@@ -678,7 +677,7 @@ def test_who_waits_for_a_slab_that_is_borrowed_moves_when_it_is_given_back():
                 if number == 0:
                     bench.rest()
                     retarget_meanwhile(bench, set(LAYER_LOW[2:]))
-                    assert not bench.pager.tickets
+                    assert not bench.pager.core.tickets
         arrives(bench, lambda: bench.in_high() == set(LAYER_LOW[2:]))
 
 
@@ -738,11 +737,11 @@ def test_closing_in_the_middle_of_moves_ends_them():
         until_reading(bench, HIGH, 6)
         closing = threading.Thread(target=bench.pager.close)
         closing.start()
-        arrives(bench, lambda: bench.pager._closed)
+        arrives(bench, lambda: bench.pager.core.closed)
         gate.set()
         closing.join(10)
         assert not closing.is_alive()
-    assert None not in bench.formats().values() and not bench.pager.tickets
+    assert None not in bench.formats().values() and not bench.pager.core.tickets
     with pytest.raises(ClosedError):
         bench.pager.settle()
 
@@ -766,7 +765,7 @@ def test_closing_while_moves_are_settled_ends_both():
         until_reading(bench, HIGH, 5)
         closing = threading.Thread(target=bench.pager.close)
         closing.start()
-        arrives(bench, lambda: bench.pager._closed)
+        arrives(bench, lambda: bench.pager.core.closed)
         gate.set()
         for thread in (settling, closing):
             thread.join(10)

@@ -187,7 +187,7 @@ def test_an_error_in_the_middle_of_an_answer_is_raised():
     [
         ("", [], "no question"),
         ("  ", ["red.png"], "beside the picture"),
-        ("What?", ["/no/such.png"], "^such.png: the picture is not here any more"),
+        ("What?", ["/no/such.png"], "^such.png: the picture is no longer stored"),
     ],
 )
 def test_what_cannot_be_asked_is_said(question, files, message):
@@ -246,9 +246,9 @@ def test_a_heat_map_shows_which_of_two_formats_an_expert_is_in():
     assert strokes(drawing, "hit", large=True, low=True) == {(0, 1)}
     assert strokes(drawing, "idle", large=True, low=True) == {(0, 3), (1, 0)}
     assert strokes(drawing, "idle", large=True, low=False) == {(1, 2)}
-    assert "half as high: in &lt;2&gt;, the others in int4" in drawing and "2 in int4, 3 in &lt;2&gt;" in drawing
+    assert "half height: in &lt;2&gt;, others in int4" in drawing and "2 in int4, 3 in &lt;2&gt;" in drawing
     assert "3 of 4 in memory (1 in int4, 2 in &lt;2&gt;)" in drawing
-    assert "half as high" not in heat_map(residency, hits, hits, (formats > 0).astype(np.uint8), ["int8"])
+    assert "half height" not in heat_map(residency, hits, hits, (formats > 0).astype(np.uint8), ["int8"])
 
 
 def test_a_heat_map_of_a_large_model_is_light():
@@ -333,7 +333,7 @@ def test_a_question_with_an_image_is_answered_and_repeated_through_the_page(runn
     ((message,), options) = engine.calls[-1]
     assert message["content"][0]["image"].size == (32, 16) and options["keep"] == 0.5 and options["max_tokens"] == 9
     assert (options["policy"], options["formats"], options["retention"]) == ("importance", "8/2", 0.9)
-    assert "75.0% int8, 25.0% int2" in str(outputs) and "half as high: in int2" in str(outputs)
+    assert "75.0% int8, 25.0% int2" in str(outputs) and "half height: in int2" in str(outputs)
 
 
 @needs_gradio

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vismoe.engine.engine import Engine, load
     from vismoe.engine.generate import Figures, Reply
     from vismoe.errors import VisMoEError
-    from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+    from vismoe.models.load.quantizer import VisMoEConfig
+    from vismoe.models.load.runtime import runtime_of
     from vismoe.options import RequestOptions
     from vismoe.planning.plan import Plan
 
@@ -45,7 +46,7 @@ _HOMES = {
     "VisMoEConfig": "vismoe.models.load.quantizer",
     "VisMoEError": "vismoe.errors",
     "load": "vismoe.engine.engine",
-    "runtime_of": "vismoe.models.load.quantizer",
+    "runtime_of": "vismoe.models.load.runtime",
 }
 
 

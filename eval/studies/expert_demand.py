@@ -45,7 +45,7 @@ from vismoe.eval.studies.routing import (
     structure_similarity,
 )
 from vismoe.metrics import Snapshot
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
 from vismoe.simulate.virtual_pager import VirtualPager
 from vismoe.trace.files import Trace, TraceWriter
@@ -116,14 +116,14 @@ def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: 
     partial.parent.mkdir(parents=True, exist_ok=True)
     runtime = runtime_of(engines.of(contestant).model)
     with TraceWriter(partial, engines.inventory, fingerprint=engines.fingerprint) as writer:
-        runtime.recorder = writer
+        runtime.context.record_to(writer)
         try:
             for first in range(0, count, BATCH):
                 writer.request(f"{kind} {first}")
                 talks = questions(kind, range(first, min(count, first + BATCH)), seed)
                 engines.answers(contestant, prompts(engines.processor, talks), draw_of((kind, first)), most_tokens=1)
         finally:
-            runtime.recorder = None
+            runtime.context.record_to(None)
     return Trace.open(partial.rename(path))
 
 

@@ -32,7 +32,7 @@ from vismoe.eval.pruned_answers import draw_of
 from vismoe.eval.questions import KINDS
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.flags import SuggestingParser
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.vision.selection import KeptImage, Pruning
 
@@ -127,7 +127,7 @@ class Engines:
         )
         if not engine.can_prune:
             raise ConfigError(f"{self._path}: {engine.backends['visual tokens']}. Fix: name a model whose visual tokens can be")
-        assert runtime_of(engine.model).visual_top_k == visual_top_k, "the setting is in force"
+        assert runtime_of(engine.model).context.visual_top_k == visual_top_k, "the setting is in force"
         return engine
 
     def of(self, contestant: PruningContestant) -> Engine:

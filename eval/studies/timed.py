@@ -20,8 +20,8 @@ from transformers import AutoModelForImageTextToText
 from vismoe.engine.engine import Engine, load
 from vismoe.engine.generate import Figures
 from vismoe.metrics import Snapshot
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
-from vismoe.models.moe.experts import ExpertRuntime
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import Runtime, runtime_of
 from vismoe.predictor_training.prompts import CalibrationPrompt, scene_prompts
 from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
@@ -161,15 +161,16 @@ def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequest
 
 
 @contextmanager
-def _recorded(runtime: ExpertRuntime, trace: Path | None) -> Iterator[None]:
+def _recorded(runtime: Runtime, trace: Path | None) -> Iterator[None]:
     if trace is None:
         yield
         return
     try:
-        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as runtime.recorder:
+        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as writer:
+            runtime.context.record_to(writer)
             yield
     finally:
-        runtime.recorder = None
+        runtime.context.record_to(None)
 
 
 def _generate(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:

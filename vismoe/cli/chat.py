@@ -97,7 +97,9 @@ def run_chat(arguments: Namespace) -> int:
     if arguments.messages and (question is not None or arguments.image):
         raise InputError("--messages gives a whole conversation. Fix: put the question and its images into the file")
     if arguments.json and not asked:
-        raise InputError('--json needs a question. Fix: vismoe chat --json "What is in the picture?" --image PICTURE')
+        raise InputError(
+            '--json answers one question, not a conversation. Fix: vismoe chat --json "What is in the picture?" --image PICTURE'
+        )
     given_settings(arguments)
     options = RequestOptions(reuse=True, **given_options(arguments))
     if arguments.kept_map and not asked:

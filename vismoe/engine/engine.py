@@ -1,7 +1,11 @@
-"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns. `load` builds it, `chat`
-uses it.
+"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns.
 
-Owns the lifetime of everything below it; `close()` (or leaving the `with`) stops copies in flight and gives the files back.
+A request's way: `chat` makes a prompt of the messages and a `Request` of the prompt, and queues it (`Scheduler.ask`). The
+scheduler's loop (`Scheduler._run`) lets it enter when its tokens fit, and calls `Request.step` in turn with the other requests.
+A step is one forward pass (`TokenLoop.step`), in which every MoE layer calls `paged_experts` (models/moe/experts.py).
+The token becomes text in the `Reply`, which the caller iterates; `Request.finish` adds the figures.
+
+`close()` (or leaving the `with`) stops copies in flight and gives the files back.
 """
 
 import contextlib
@@ -19,8 +23,8 @@ from transformers import PreTrainedModel
 
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.engine.generate import Reply, refuse_own_loop
-from vismoe.engine.reconfigure import Plans, precision_of
-from vismoe.engine.request import Request, Shared
+from vismoe.engine.reconfigure import PlanChanges
+from vismoe.engine.request import Request, SharedModel
 from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.stats import PrecisionInfo
 from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
@@ -31,7 +35,8 @@ from vismoe.models.family.families import refuse_prequantized
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.image_cache import ImageCache
 from vismoe.models.visual.settings import pruning_of
 from vismoe.options import OF_IMAGES, OPTIONS, RequestOptions, by_name
@@ -105,9 +110,9 @@ class Engine:
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
         images = ImageCache.of(model, settings.image_cache_bytes, listening)
-        self._shared = Shared(model, self._runtime, prompts, images)
-        self._scheduler = Scheduler(self._runtime.plan.context, alone=lambda: self._runtime.recorder is not None)
-        self._plans = Plans(model, self._shared, self._scheduler, settings)
+        self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention)
+        self._scheduler = Scheduler(self._runtime.plan.context, alone=lambda: self._runtime.context.recorder is not None)
+        self._changes = PlanChanges(self._shared, self._scheduler, settings)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
             self._hooks = (
@@ -118,11 +123,11 @@ class Engine:
     @property
     def settings(self) -> Settings:
         """Of requests that ask for nothing else."""
-        return self._plans.settings
+        return self._changes.settings
 
     @property
     def plan(self) -> Plan:
-        return self._plans.opened.plan
+        return self._runtime.plan
 
     @property
     def processor(self) -> Any:
@@ -145,7 +150,7 @@ class Engine:
 
     @property
     def metrics(self) -> Metrics:
-        return self._shared.metrics
+        return self._runtime.metrics
 
     @property
     def load(self) -> Load:
@@ -163,13 +168,13 @@ class Engine:
 
     @property
     def precision(self) -> PrecisionInfo | None:
-        """Who chooses formats for requests that ask for nothing else; None: nobody, all experts are in one format (exact)."""
-        return precision_of(self.settings)
+        """How formats are chosen for requests that ask for nothing else; None: all experts are in one format (exact)."""
+        return PrecisionInfo.of(self.settings)
 
     @property
     def format_names(self) -> tuple[str, ...]:
         """The formats that slabs hold now, by precision."""
-        return tuple(map(str, self._plans.opened.experts.formats))
+        return self._runtime.format_names
 
     def formats(self) -> np.ndarray:
         """uint8 `[L, E]`: 0 absent, otherwise the place in `format_names`, from 1, of the format that an expert is resident in;
@@ -182,7 +187,7 @@ class Engine:
         return self._found(Pager.residency)
 
     def _found(self, look: Callable[[Pager], np.ndarray]) -> np.ndarray:
-        serving = self._runtime.now_serving
+        serving = self._runtime.context.now_serving
         return look(serving.pager) if serving is not None else np.zeros(self.metrics.demanded.shape, np.uint8)
 
     def heat(self) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +209,7 @@ class Engine:
         """
         options = dataclasses.replace(options or RequestOptions(), **given)
         pruning = self._pruning(options.keep, options.selection)
-        settings = self._plans.asked_for_once(options.policy, options.formats, options.retention)
+        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
         prompt = self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context)
         return self._ask(prompt, options, pruning if prompt.images else None, settings)
 
@@ -215,7 +220,7 @@ class Engine:
         for name in OF_IMAGES:
             if (value := getattr(options, name)) is not None:
                 raise InputError(f"{name}={value!r}: a text to go on from has no images. Fix: leave it out")
-        settings = self._plans.asked_for_once(options.policy, options.formats, options.retention)
+        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
         return self._ask(self.prompts.build_text(text), options, None, settings)
 
     def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
@@ -232,10 +237,10 @@ class Engine:
         def ask() -> None:
             busy = self._scheduler.running or self._scheduler.waiting
             first = prompt.light() if busy else prompt  # no two hold pixels
-            precision = precision_of(settings)
+            precision = PrecisionInfo.of(settings)
             self._scheduler.ask(Request(first, options, most_tokens, pruning, precision, reply, self._shared, self._others))
 
-        self._plans.behind(settings, ask)
+        self._changes.behind(settings, ask)
         return reply
 
     def hurry(self) -> None:
@@ -249,12 +254,12 @@ class Engine:
         requests that run, divides the same memory anew, and goes on; another retention needs no new plan. Raises ConfigError,
         CheckpointError or BudgetError, and leaves everything as it was.
         """
-        self._plans.change(self._plans.asked(policy, formats, retention))
+        self._changes.change(self._changes.asked(policy, formats, retention))
         return self.plan
 
     def why_not(self, policy: str, formats: str | None = None) -> str | None:
         """Why `change` would refuse this policy, with these formats (None: as they are); None where it would not."""
-        return self._plans.why_not(policy, formats)
+        return self._changes.why_not(policy, formats)
 
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
         """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
@@ -291,7 +296,7 @@ class Engine:
             finally:
                 self._runtime.pager.end_request()
 
-        result: Result = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
+        result: Result = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
         return result
 
     def _others(self, request: Request) -> int:
@@ -307,7 +312,7 @@ class Engine:
         """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
         store = self._runtime.store
         with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
-            begin = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(lambda: self._record_to(writer)))
+            begin = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(lambda: self._record_to(writer)))
             begin.result()  # between requests, never in the middle of one
             try:
                 yield
@@ -316,9 +321,9 @@ class Engine:
                     self._scheduler.run_alone(lambda: self._record_to(None)).result()
 
     def _record_to(self, writer: TraceWriter | None) -> None:
-        if writer is not None and self._runtime.recorder is not None:
+        if writer is not None and self._runtime.context.recorder is not None:
             raise ConfigError("this engine records already; one trace at a time")
-        self._runtime.recorder = writer
+        self._runtime.context.record_to(writer)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books of the pager, or of what requests hold, are wrong. While nothing runs."""
@@ -334,15 +339,15 @@ class Engine:
 
     def close(self) -> None:
         """Stop copies and close the files; may be called twice. Requests that run or wait end with ClosedError."""
-        self._runtime.close()
+        self._runtime.stop()
         self._scheduler.close()
-        self._runtime.lookahead_inputs.close()
         self._shared.prefix_cache.clear()
         if self._shared.images is not None:
             self._shared.images.remove()
         for hook in self._hooks:
             hook.remove()
-        self._plans.close()
+        self._runtime.save_hotness()
+        self._runtime.close()
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,6 +1,6 @@
 """One request on its way from a prompt to an answer and its figures, a forward pass at a time, on the model's thread.
 
-What several requests share is `Shared`: the model with everything that lives on it and belongs to one of them at a time (rotary
+What several requests share is `SharedModel`: the model with all that lives on it and belongs to one of them at a time (rotary
 offsets, the lookahead's memory, how visual tokens are dropped), and what earlier requests left (keys and values, encoded images).
 """
 
@@ -21,9 +21,10 @@ from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
-from vismoe.metrics import Metrics, Snapshot
+from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
-from vismoe.models.moe.experts import ExpertRuntime, Interrupted
+from vismoe.models.load.runtime import Runtime
+from vismoe.models.moe.step_context import Interrupted
 from vismoe.models.visual.cache_beginning import can_go_on
 from vismoe.models.visual.image_cache import ImageCache
 from vismoe.options import RequestOptions
@@ -33,9 +34,9 @@ from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 from vismoe.vision.selection import KeptImage, Pruning
 
-__all__ = ["Request", "Shared"]
+__all__ = ["Request", "SharedModel"]
 
-FIRST_TOKENS = 256  # of an answer whose length nobody said, that it begins with
+FIRST_TOKENS = 256  # that an answer of unknown length begins with
 RETENTION_STEPS = 10_000  # that tell two retentions apart
 
 
@@ -47,21 +48,19 @@ class Belongings:
     memory: Any = None  # of the lookahead
 
 
-class Shared:
-    """The model, lent to one request at a time."""
+class SharedModel:
+    """The model, lent to one request at a time. `retention`: of importance, of requests that ask for none."""
 
-    def __init__(self, model: Any, runtime: ExpertRuntime, prompts: PromptBuilder, images: ImageCache | None):
-        self.model, self.runtime, self.prompts, self.images = model, runtime, prompts, images
+    def __init__(
+        self, model: Any, runtime: Runtime, prompts: PromptBuilder, images: ImageCache | None, retention: Callable[[], float]
+    ):
+        self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
-        self.metrics: Metrics = runtime.pager.metrics  # one for all plans
-        self._counted = self.metrics.snapshot()  # what passes so far have accounted for
+        self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._holder: Request | None = None
         self._numbers = itertools.count()
-        self.running: PrecisionInfo | None = None  # what experts are served by now
-        self.refused = ""  # why the last change of that was not made, until another one was
-        self.retention = 1.0  # of whoever asks for none
 
     @property
     def plan(self) -> Plan:
@@ -73,22 +72,20 @@ class Shared:
         return self._holder.clock if self._holder is not None else None
 
     def lend(self, request: "Request | None") -> None:
-        """From now on the model is this request's; None: nobody's."""
-        if self._holder is request:
+        """From now on the model is this request's; None: no request's."""
+        before, self._holder = self._holder, request
+        if before is request:
             return
-        if self._holder is not None:
-            rope_deltas = [module.rope_deltas for module in self._rotating]
-            self._holder.belongings = Belongings(rope_deltas, self.runtime.lookahead_inputs.memory)
-        self._holder = request
-        belongings = request.belongings if request is not None else Belongings()
+        left = Belongings([module.rope_deltas for module in self._rotating])
+        belongings, precision, cancelled = Belongings(), None, lambda: False
+        if request is not None:
+            belongings, precision, cancelled = request.belongings, request.precision, request.reply.flag.is_set
         for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
             module.rope_deltas = deltas
-        self.runtime.lookahead_inputs.memory = belongings.memory
-        serving = self.runtime.now_serving
-        if serving is not None and serving.chooser is not None:
-            precision = request.precision if request is not None else None
-            serving.chooser.precision.retention = precision.retention if precision is not None else self.retention
-        self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
+        retention = precision.retention if precision is not None else self._retention()
+        left.memory = self.runtime.context.switch(belongings.memory, retention, cancelled)
+        if before is not None:
+            before.belongings = left
 
     def forget(self, request: "Request") -> None:
         """It has left in the middle of its answer."""
@@ -98,25 +95,27 @@ class Shared:
     def forget_what_experts_made(self) -> None:
         """Other formats: what requests have left was computed in those of before."""
         self.prefix_cache.clear()
-        if self.images is not None and self.runtime.encodes_with_experts:
+        if self.images is not None and self.runtime.context.encodes_with_experts:
             self.images.clear()
 
     def refuse_other(self, asked: PrecisionInfo | None) -> None:
         """Raises ConfigError where experts are not served as a request asks: the change that it waited for was not made."""
-        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, self.running))
+        served = PrecisionInfo.of(self.runtime.configuration.settings)
+        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, served))
         if wanted != running:
-            raise ConfigError(f"policy and formats could not be changed: {self.refused or 'another change came between'}")
+            why = self.runtime.refused or "another change came between"
+            raise ConfigError(f"policy and formats could not be changed: {why}")
 
     def begin_request(self, alone: bool) -> None:
-        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran is nobody's."""
+        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran counts for none."""
         if alone:
             self.count()
-        if isinstance(self.runtime.recorder, TraceWriter):
-            self.runtime.recorder.request(str(next(self._numbers)))
+        if isinstance(self.runtime.context.recorder, TraceWriter):
+            self.runtime.context.recorder.request(str(next(self._numbers)))
 
     def count(self) -> Snapshot:
         """What happened since it was last asked."""
-        now = self.metrics.snapshot()
+        now = self.runtime.metrics.snapshot()
         happened, self._counted = now - self._counted, now
         return happened
 
@@ -137,16 +136,11 @@ class Request:
         pruning: Pruning | None,
         precision: PrecisionInfo | None,
         reply: Reply,
-        shared: Shared,
+        shared: SharedModel,
         others: Callable[["Request"], int],
     ):
-        self.prompt, self.options, self.most_tokens, self.pruning, self.precision = (
-            prompt,
-            options,
-            most_tokens,
-            pruning,
-            precision,
-        )
+        self.prompt, self.options, self.most_tokens = prompt, options, most_tokens
+        self.pruning, self.precision = pruning, precision
         self.reply, self._shared, self._others = reply, shared, others
         self.tokens = prompt.tokens + (min(FIRST_TOKENS, most_tokens) if self.may_give_up else most_tokens)
         self._said: list[int] = []  # tokens of the answer
@@ -162,7 +156,7 @@ class Request:
 
     @property
     def unwanted(self) -> bool:
-        """Nobody waits for it any more."""
+        """Whether its reader has cancelled it."""
         return self.reply.flag.is_set()
 
     @property
@@ -274,10 +268,10 @@ class Request:
         return None, list(range(prompt.images)), BatchFeature()
 
     def _prefix(self) -> Prefix | None:
-        """The longest beginning of the prompt that an earlier request has left, and room in the books for this one."""
+        """The longest beginning of the prompt that an earlier request has left, and room in the planned context for this one."""
         shared, prompt = self._shared, self.prompt
         room_tokens = shared.plan.context - self.tokens - self._others(self)  # that may stay for others
-        if not self.options.reuse or shared.runtime.recorder is not None:  # a trace is of whole prompts
+        if not self.options.reuse or shared.runtime.context.recorder is not None:  # a trace is of whole prompts
             shared.prefix_cache.shrink(room_tokens)
             return None
         self._numbers = prompt.numbers(shared.prompts.image_token_id, self.pruning)
@@ -301,14 +295,13 @@ class Request:
         if cache is not None and images:
             names = [prompt.image_names[number] for number in images]
             cache.expect(names, lambda numbers: prompt.image_inputs([images[number] for number in numbers]))
-        self._shared.runtime.reading_prompt = True
         try:
-            yield
+            with self._shared.runtime.context.reading_prompt():
+                yield
             self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
             if pruner is not None and self.pruning is not None:
                 self._kept += tuple(pruner.kept)
         finally:
-            self._shared.runtime.reading_prompt = False
             if cache is not None:
                 cache.forget()
             if pruner is not None:
@@ -368,7 +361,7 @@ class Request:
             },
             backends=shared.runtime.backends,
             counters=counters,
-            formats=counters.shares(shared.runtime.serving.names),
+            formats=counters.shares(shared.runtime.format_names),
             precision=self.precision,
             pruning=self.pruning,
             kept=self._kept,

@@ -1,8 +1,8 @@
-"""Changes of the pager's books, which page tables, tickets and queue make up: one at a time, and each of them whole.
+"""Changes of the residency core's state (page tables, tickets, queue): one at a time, and each of them whole.
 
-Ctrl-C may tear a change of the thread that runs the model between any two bytecodes. Then whoever makes the next one, in
-whichever thread, puts the books in order first. So nobody ever decides by books that are half changed, and nobody waits for the
-thread that was interrupted.
+Ctrl-C may tear a change of the thread that runs the model between any two bytecodes. Then the thread that makes the next change
+repairs the state first. So no decision is made by state that is half changed, and no thread waits for the one that was
+interrupted.
 """
 
 import functools
@@ -31,7 +31,7 @@ def whole(method: Callable[Concatenate[Any, Given], Made]) -> Callable[Concatena
 
 
 class Changes:
-    """`repair()` puts the books in order, from whatever state; it may be interrupted as well, and is then called again."""
+    """`repair()` makes the state whole, whatever it is; it may be interrupted as well, and is then called again."""
 
     def __init__(self, repair: Callable[[], None]):
         self.lock = threading.RLock()
@@ -39,20 +39,20 @@ class Changes:
         self._asleep: list[threading.Lock] = []
 
     def make(self, change: Callable[Given, Made], *given: Given.args, **named: Given.kwargs) -> Made:
-        """What `change` returns, called under the lock with books that are in order; it may make further ones.
+        """What `change` returns, called under the lock with state that is whole; it may make further ones.
 
-        Errors of our own tree are raised between the steps of a change and leave the books in order; nothing else does.
+        Errors of our own tree are raised between the steps of a change and leave the state whole; nothing else does.
         """
         if self.lock._is_owned():  # type: ignore[attr-defined]
             return change(*given, **named)
-        return under(self.lock, self._make, functools.partial(change, *given, **named))
+        return under(self.lock, self._make, change, *given, **named)
 
-    def _make(self, change: Callable[[], Made]) -> Made:
+    def _make(self, change: Callable[Given, Made], *given: Given.args, **named: Given.kwargs) -> Made:
         if self._torn:
             self._repair()
         self._torn = True
         try:
-            made = change()
+            made = change(*given, **named)
         except VisMoEError:
             self._torn = False
             raise
@@ -60,14 +60,14 @@ class Changes:
         return made
 
     def waiter(self) -> threading.Lock:
-        """For whoever sleeps until something changes: made in a change, to be acquired after it."""
+        """For a thread that sleeps until something changes: made in a change, to be acquired after it."""
         waiter = threading.Lock()
         waiter.acquire()
         self._asleep.append(waiter)
         return waiter
 
     def wake(self) -> None:
-        """Whoever sleeps looks again. Called in a change."""
+        """The threads that sleep look again. Called in a change."""
         for waiter in self._asleep:
             if waiter.locked():  # it is not, where this loop was interrupted before
                 waiter.release()

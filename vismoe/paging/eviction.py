@@ -1,4 +1,4 @@
-"""Who leaves when a slab is needed: a pure function of arrays, shared by the pager and by replay on traces.
+"""Which expert is evicted when a slab is needed: a pure function of arrays.
 
 The order (VisMMoE 3.4.2): *streamed* (read for one prefill chunk and used up), then *expired* (its layer is not among the
 next W MoE layers of this token; what an earlier token left there counts), then *speculative* (in the window, prefetched,
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["SlabView", "choose_victims"]
+__all__ = ["SlabView", "choose_victim"]
 
 
 @dataclass(frozen=True)
@@ -28,49 +28,30 @@ class SlabView:
     score: np.ndarray  # float64: what the order inside a class says it is worth (lru: last use, lfu: uses)
 
 
-def choose_victims(
-    slabs: SlabView, count: int, running_layer: int, window: int, prefetch_priority: float | None = None
-) -> np.ndarray:
-    """Up to `count` slab indices (int64), best victim first.
+def choose_victim(slabs: SlabView, running_layer: int, window: int, prefetch_priority: float | None = None) -> int | None:
+    """The slab to take next; None when none may be taken.
 
     `running_layer` is the MoE layer being computed (-1 before the first); layers `running_layer + 1 .. + window` are protected.
     `prefetch_priority` is None for a demand; for a prefetch it is the priority of the expert that wants in.
-    Fewer than `count` come back only when no more may be taken.
     """
     candidates = np.flatnonzero(slabs.evictable)
-    if count <= 0 or candidates.size == 0:
-        return candidates[:0]
-    ahead = slabs.layer[candidates] - running_layer
-    in_window = (ahead >= 1) & (ahead <= window)
+    if candidates.size == 0:
+        return None
     streamed = slabs.streamed[candidates]
-    chosen: list[np.ndarray] = []
-
-    def take(members: np.ndarray) -> bool:
-        """Add the lowest scores among `members` (slab indices); True when there are enough."""
-        wanted = count - sum(part.size for part in chosen)
-        if members.size > wanted:
-            if wanted == 1:
-                members = members[[np.argmin(slabs.score[members])]]
-            else:
-                members = members[np.argsort(slabs.score[members], kind="stable")[:wanted]]
-        elif members.size > 1:
-            members = members[np.argsort(slabs.score[members], kind="stable")]
-        chosen.append(members)
-        return members.size == wanted
-
-    if streamed.any() and take(candidates[streamed]):
-        return chosen[0]
-    if take(candidates[~in_window & ~streamed]):
-        return np.concatenate(chosen)
-    window_members = in_window & ~streamed
-    speculative = slabs.speculative[candidates]
-    guessed = candidates[window_members & speculative]
+    if streamed.any():
+        return _least(slabs.score, candidates[streamed])
+    layer = slabs.layer[candidates]
+    in_window = (layer > running_layer) & (layer <= running_layer + window)
+    if not in_window.all():
+        return _least(slabs.score, candidates[~in_window])
+    guessed = candidates[slabs.speculative[candidates]]
     if prefetch_priority is not None:
-        take(guessed[slabs.priority[guessed] < prefetch_priority])
-        return np.concatenate(chosen)
-    if take(guessed):
-        return np.concatenate(chosen)
-    protected = candidates[window_members & ~speculative]
-    order = np.lexsort((slabs.score[protected], -slabs.layer[protected]))
-    wanted = count - sum(part.size for part in chosen)
-    return np.concatenate([*chosen, protected[order[:wanted]]])
+        guessed = guessed[slabs.priority[guessed] < prefetch_priority]
+    if guessed.size:
+        return _least(slabs.score, guessed)
+    return _least(slabs.score, candidates[layer == layer.max()]) if prefetch_priority is None else None
+
+
+def _least(score: np.ndarray, members: np.ndarray) -> int:
+    """The first of `members` (slabs) with the lowest score."""
+    return int(members[score[members].argmin()])

@@ -26,25 +26,30 @@ class Group:
     """Experts of one layer that lie in the slabs of one geometry, good until the next group is asked for. Iterate for their
     weights."""
 
-    __slots__ = ("_pool", "_slabs", "experts", "on_host")
+    __slots__ = ("_pool", "experts", "on_host", "slabs")
 
     def __init__(self, experts: list[int], pool: SlabPool | Slabs, slabs: np.ndarray, on_host: bool = False):
-        self.experts, self._pool, self._slabs, self.on_host = experts, pool, slabs, on_host
+        self.experts, self._pool, self.slabs, self.on_host = experts, pool, slabs, on_host
 
     def __len__(self) -> int:
         return len(self.experts)
 
     def __iter__(self) -> Iterator[Lent]:
         precisions = [HIGH] * len(self.experts) if self.precisions is None else self.precisions.tolist()
-        for expert, slab, precision in zip(self.experts, self._slabs.tolist(), precisions):
+        for expert, slab, precision in zip(self.experts, self.slabs.tolist(), precisions):
             yield Lent(expert, self._pool.weights(slab), self.on_host, precision)
+
+    def one_by_one(self) -> "Iterator[Group]":
+        """Groups of one expert each."""
+        for i, expert in enumerate(self.experts):
+            yield Group([expert], self._pool, self.slabs[i : i + 1], self.on_host)
 
     @property
     def addresses(self) -> np.ndarray:
         """int64 `[n]`: where each expert's record begins."""
-        return self._pool.addresses[self._slabs]
+        return self._pool.addresses[self.slabs]
 
     @property
     def precisions(self) -> np.ndarray | None:
         """uint8 `[n]`: which format of the pair each expert is in; None where there is one format."""
-        return None if self._pool.precision is None else self._pool.precision[self._slabs]
+        return None if self._pool.precision is None else self._pool.precision[self.slabs]

@@ -4,7 +4,7 @@ States of an expert: absent (on disk or in the host tier) -> loading (a slab is 
 An expert is resident in one format. A resident one may have a copy in the other format coming (`incoming`): the old copy serves
 until the new one is registered, and is reclaimed then; while it is being computed, the new one is ready and waits for that. A
 borrowed copy is never registered: it serves one demand and is given back.
-All methods are called under the pager's lock and never block.
+No method blocks.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vismoe.paging.eviction import SlabView, choose_victims
+from vismoe.paging.eviction import SlabView, choose_victim
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, ExpertId, MoELayer
@@ -21,7 +21,9 @@ from vismoe.types import HIGH, LOW, ExpertId, MoELayer
 FREE, LOADING, RESIDENT, READY = 0, 1, 2, 3  # ready: complete, beside a resident copy in the other format
 ABSENT, ON_DEVICE, PINNED, NO_EXPERT = 0, 1, 2, 255  # what `residency` says of an expert
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
-ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used than who leaves: fewest seconds over many replays
+ADMISSION_GAIN = (
+    1.25  # how much more an admitted expert must have been used than the evicted one: fewest seconds over many replays
+)
 LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
 
 
@@ -32,7 +34,7 @@ class Evicted:
 
 
 class Room(NamedTuple):
-    """A slab to load into, whether it belongs to the prefill ring, and who had to leave."""
+    """A slab to load into, whether it belongs to the prefill ring, and which expert was evicted."""
 
     slab: int
     ring: bool
@@ -73,7 +75,7 @@ class PageTable:
         self.speculative = np.zeros(slabs, dtype=bool)
         self.borrowed = np.zeros(slabs, dtype=bool)  # a copy that is not to be registered
         self.left_for = np.full(slabs, -1, dtype=np.int32)  # flat expert that had to leave for the guess in this slab
-        self.displaced = np.zeros(experts, dtype=bool)  # left for a guess, which nobody has used
+        self.displaced = np.zeros(experts, dtype=bool)  # evicted for a guess, which was not used
         self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
         self._use_weight = 1.0
         self._ring_in_use = self._any_ready = False
@@ -99,7 +101,7 @@ class PageTable:
         """uint8 `[E]`: like `precisions`, once the copies that are to replace others have done so."""
         experts = slice(self.base[layer], self.base[layer] + self._experts[layer])
         new = self.incoming[experts]
-        assert self.pool.precision is not None, "who moves has another format to move to"
+        assert self.pool.precision is not None, "an expert that moves has another format to move to"
         slabs = np.where((new >= 0) & ~self.borrowed[new], new, self.slab_of[experts])
         return np.where(slabs >= 0, 1 + self.pool.precision[slabs], 0).astype(np.uint8)
 
@@ -117,18 +119,13 @@ class PageTable:
         slab = int(self.slab_of[flat])
         return slab >= 0 and self.state[slab] == RESIDENT and self.pool.precision_of(slab) == precision
 
-    def lends(self, flat: int) -> bool:
-        """Whether a borrowed copy of this expert is there or on its way."""
-        slab = int(self.incoming[flat])
-        return slab >= 0 and bool(self.borrowed[slab])
-
     def is_ready(self, flat: int) -> bool:
         """Whether a copy lies complete beside the resident one."""
         slab = int(self.incoming[flat])
         return slab >= 0 and bool(self.state[slab] == READY)
 
     def evictable(self, precision: int = HIGH) -> np.ndarray:
-        """bool `[S]`: resident in this format, and nobody needs it at this moment."""
+        """bool `[S]`: resident in this format, and not needed at this moment."""
         free_to_go = (self.state == RESIDENT) & ~(self.pinned | self.demanded)
         return free_to_go if self.pool.precision is None else free_to_go & (self.pool.precision == precision)
 
@@ -147,8 +144,7 @@ class PageTable:
             scored = (ahead >= 1) & (ahead <= window)  # scores of layers that have run are this token's past
             priority[scored] = self.scores[self.expert_in[scored]]
         view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, priority, self.worth)
-        chosen = choose_victims(view, 1, running_layer, window, prefetch_priority)
-        return int(chosen[0]) if chosen.size else None
+        return choose_victim(view, running_layer, window, prefetch_priority)
 
     # -- changing
     def begin_step(self) -> None:
@@ -167,7 +163,7 @@ class PageTable:
         """A slab of this format for a demand, evicting if need be; None when nothing can be taken now.
 
         `streaming`: the expert will not enter the cache, so it may take from it only what the ring allows, unless it `must`.
-        Where nobody is evicted, an expert that lost its copy comes back in the format that has a slab for it.
+        Where no expert is evicted, one that lost its copy comes back in the format that has a slab for it.
         """
         slab = self.pool.take(precision)
         if slab is None and not self.may_evict:
@@ -191,7 +187,7 @@ class PageTable:
         return self._evict_for(victim, streaming, self.ring_limits[precision], precision)
 
     def admission(self, running_layer: int, window: int) -> tuple[int, Room] | None:
-        """The most used absent expert (flat index) and a slab for it, if it is worth more than who leaves; None if there is none.
+        """The most used absent expert (flat index) and a slab for it, if it is worth more than the one evicted, or None.
 
         Misses that are computed below the device do not enter by themselves. Only what has expired makes room, and never the
         last slab that a demand could have.
@@ -242,7 +238,7 @@ class PageTable:
         return guesses
 
     def give_up_guesses(self) -> list[ExpertId]:
-        """The request is over: what was prefetched and not demanded stays as an ordinary resident. Returns who that is."""
+        """The request is over: what was prefetched and not demanded stays as an ordinary resident. Returns these."""
         slabs = np.flatnonzero(self.speculative & (self.state == RESIDENT))
         self.speculative[slabs], self.left_for[slabs] = False, -1
         self.streamed[slabs] = self.ring[slabs]
@@ -256,7 +252,7 @@ class PageTable:
         return self._any_ready and self.register_ready()
 
     def register_ready(self) -> bool:
-        """Whatever is ready and has to wait for nobody becomes the resident copy; whether that freed slabs."""
+        """Copies that are ready become the resident ones, where no demand computes the old one; whether that freed slabs."""
         free = self.pool.free
         ready = np.flatnonzero((self.state == READY) & ~self.borrowed)
         for flat in self.expert_in[ready].tolist():
@@ -343,7 +339,7 @@ class PageTable:
         return evicted
 
     def _empty(self, slab: int) -> None:
-        """Nothing is in the slab; nobody's index points to it any more."""
+        """Nothing is in the slab; no index points to it any more."""
         self.expert_in[slab] = self.layer_in[slab] = self.left_for[slab] = -1
         self.state[slab] = FREE
         self.demanded[slab] = self.ring[slab] = self.streamed[slab] = self.speculative[slab] = self.borrowed[slab] = False
@@ -354,7 +350,7 @@ class PageTable:
         self.uses[flat] += self._use_weight
         self.worth[slabs] = float(tick) if self.order == "lru" else self.uses[flat]
 
-    def used_below(self, flat: np.ndarray) -> None:
+    def used_on_host(self, flat: np.ndarray) -> None:
         """The experts `flat` `[n]` were computed in the tier below: worth more, should they come up."""
         self.uses[flat] += self._use_weight
 
@@ -398,11 +394,11 @@ class PageTable:
         assert not (self.streamed & ~self.ring).any() and (self._ring_in_use or not self.ring.any())
 
     def _check_incoming(self) -> None:
-        """A copy that comes beside a resident one is in the other format, and nothing is ready for nobody."""
+        """A copy that comes beside a resident one is in the other format, and each ready one is its expert's."""
         two = np.flatnonzero(self.incoming >= 0)
         new, old = self.incoming[two], self.slab_of[two]
         assert (self.state[old] == RESIDENT).all() and np.isin(self.state[new], (LOADING, READY)).all()
-        assert np.count_nonzero(self.state == READY) == np.count_nonzero(self.state[new] == READY), "ready for nobody"
+        assert np.count_nonzero(self.state == READY) == np.count_nonzero(self.state[new] == READY), "ready for no expert"
         if self.pool.precision is not None:
             assert (self.pool.precision[new] != self.pool.precision[old]).all(), "an expert twice in one format"
         else:

@@ -7,18 +7,20 @@ cap is what remains: bytes that may lie unused in a forward step. It grows with 
 small share of the running time is given to it as well, so that a closed cap goes on trying, at a bounded cost, and notices when
 guesses begin to pay. A guess that was used does not count against it.
 
-`SpeculationCap` and `prefetch_order` are pure; a `Ledger` is what a pager writes down during one step, whatever its clock.
+`SpeculationCap` and `prefetch_order` are pure; a `Ledger` is what the residency core writes down during one step, whatever the
+clock of its driver; `Wanted` is what may be copied next.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vismoe.types import ExpertInventory, Phase
+from vismoe.types import ExpertId, ExpertInventory, Phase
 
 TRIAL_SHARE = 0.015  # of the running time that guessing may lose for good: what trying costs where nothing can be predicted
 FIRST_UNITS = 4  # experts that may lie unused in the first step, before anything was measured; small losses add up to that debt
-WASTE_PRICE = 0.125  # of a miss, for a guess nobody used: what moving it cost where nobody waited
+WASTE_PRICE = 0.125  # of a miss, for a guess that was not used: what moving it cost where no demand waited
 NEWEST_SHARE = 0.125  # of the newest measurement in the mean cost of a miss
 
 
@@ -42,7 +44,7 @@ class SpeculationCap:
         """The cap for the next step.
 
         seconds: how long this one took; balance_s: what guessing won (or, below zero, lost) in it; miss_s: what one miss costs,
-        0 while nobody knows.
+        0 while that is not known.
         """
         if miss_s <= 0:
             return self
@@ -92,7 +94,7 @@ class Ledger:
         self._balance_s -= WASTE_PRICE * self.miss_s[self.phase]
 
     def displaced(self, misses: int) -> None:
-        """Missing now, because they had to leave for guesses that nobody has used."""
+        """Missing now, because they were evicted for guesses that were not used."""
         self._balance_s -= misses * self.miss_s[self.phase]
 
     def asked(self, seconds: float, misses: int) -> None:
@@ -121,3 +123,32 @@ def prefetch_order(scores: np.ndarray, absent: np.ndarray, count: int, decay: fl
     best = np.argpartition(-flat, count - 1)[:count] if count < flat.size else np.arange(flat.size)
     best = best[np.lexsort((best, -flat[best]))]
     return np.divmod(best[flat[best] > 0], scores.shape[1])
+
+
+class Wanted:
+    """Experts worth copying before anything demands them, by priority. Only what a step still wants: it begins empty.
+
+    What a later step of the same request will want, such as the experts of drafted tokens, belongs here as well: it would stay
+    beyond `begin_step`, and be popped before a guess. Everything that is copied unasked passes through `pop`.
+    """
+
+    def __init__(self) -> None:
+        self._best_last: list[tuple[ExpertId, float]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._best_last)
+
+    def replace(self, best_first: Sequence[tuple[ExpertId, float]]) -> None:
+        """From now on these are worth it: (expert, its priority)."""
+        self._best_last = list(best_first[::-1])
+
+    def pop(self) -> tuple[ExpertId, float]:
+        return self._best_last.pop()
+
+    def put_back(self, expert: ExpertId, priority: float) -> None:
+        """It was popped, and cannot be copied yet."""
+        self._best_last.append((expert, priority))
+
+    def begin_step(self) -> None:
+        """Nothing is wanted any more of what was said in an earlier step."""
+        self._best_last.clear()

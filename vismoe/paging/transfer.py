@@ -1,52 +1,27 @@
 """Copies in flight: threads, tickets, and the only place where they, CUDA streams and events are touched.
 
-A ticket is one record on its way into one slab. Demands go first, in the order they were issued; while none is queued the
-workers ask the pager for the prefetch that is worth most at that moment, so a guess never waits in a queue and never ages.
+A worker asks the residency core for the next copy: demands first, in the order they were issued; while none is queued the
+prefetch that is worth most at that moment, so a guess never waits in a queue and never ages.
 A thread that waits for a demand runs queued demands itself instead of sleeping.
 
-Page tables, queue and tickets change together (`Changes`), under one lock, which is never held during a copy.
+The core's state changes under one lock (`Changes`), which is never held during a copy.
 """
 
-import collections
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from vismoe.errors import ClosedError
 from vismoe.paging.changes import Changes, whole
+from vismoe.paging.residency import Link, Residency
+from vismoe.paging.tickets import Moved, Ticket
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.slabs import Slabs
 from vismoe.store.expert_store import ExpertStore
-from vismoe.types import ExpertId
-
-
-class Moved(NamedTuple):
-    """Bytes one copy moved over each tier boundary."""
-
-    disk_bytes: int = 0
-    link_bytes: int = 0
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One copy in flight. `done` with `error` None means that the slab holds the expert, in the slab's format."""
-
-    expert: ExpertId
-    geometry: int
-    slab: int
-    speculative: bool = False  # nobody had demanded it when it began
-    transition: bool = False  # of a resident expert to the other format, which nobody waits for
-    runner: int | None = None  # the thread that copies
-    began_s: float = 0.0
-    ended_s: float = 0.0  # 0 until it is done
-    done: bool = False
-    error: BaseException | None = None
-    moved: Moved = field(default_factory=Moved)
 
 
 class Mover(Protocol):
@@ -63,7 +38,7 @@ class Mover(Protocol):
     def move(self, ticket: Ticket, pool: Slabs) -> Moved: ...
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
-        """The computation that used these slabs was queued; whoever overwrites one must wait for it."""
+        """The computation that used these slabs was queued; a copy into one of them must wait for it."""
 
 
 class DiskMover:
@@ -144,40 +119,25 @@ class EmulatedLinkMover:
         """CPU computation is over when it returns."""
 
 
-class Transfer:
-    """Worker threads over one queue.
+class Transfer(Link):
+    """Worker threads that carry out a core's copies (its `Link`). Without threads, call `take` and `run`.
 
-    `next_prefetch()` returns a ticket whose slab is taken, or None. `finished(ticket)` settles the page table. `repair()` puts
-    the books in order after an interrupt. They belong to the pager, and are called in a change.
+    `finished(ticket)` hands a copy that has ended to the core; `repair()` repairs state after an interrupt. They belong to the
+    pager, and are called in a change.
     """
 
     def __init__(
-        self,
-        mover: Mover,
-        pools: tuple[Slabs, ...],
-        threads: int,
-        next_prefetch: Callable[[], Ticket | None],
-        finished: Callable[[Ticket], None],
-        repair: Callable[[], None],
+        self, mover: Mover, core: Residency, threads: int, finished: Callable[[Ticket], None], repair: Callable[[], None]
     ):
         self.changes = Changes(repair)
-        self._mover, self._pools = mover, pools
-        self._next_prefetch, self._finished = next_prefetch, finished
-        self._queue: collections.deque[Ticket] = collections.deque()
+        self._mover, self._core, self._finished = mover, core, finished
         self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"vismoe-transfer-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, ticket: Ticket) -> None:
-        """Queue a demand. Called in a change."""
-        if self._closed:
-            raise ClosedError("the engine is closed; load the model again to go on")
-        self._queue.append(ticket)
-        self.changes.wake()
-
     def wake(self) -> None:
-        """There may be something to prefetch. Called in a change."""
+        """There may be something to copy. Called in a change."""
         self.changes.wake()
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
@@ -187,7 +147,7 @@ class Transfer:
         """Return when one of `tickets` is done; run queued demands meanwhile. Not called in a change."""
         while (found := self._done_or_taken(tickets)) is not None:
             if isinstance(found, Ticket):
-                self._run(found)
+                self.run(found)
             else:
                 found.acquire()
 
@@ -198,39 +158,34 @@ class Transfer:
             return None
         if self._closed:
             raise ClosedError("the engine was closed while an expert was on its way")
-        if self._queue and self._mover.by_demander:
-            return self._start(self._queue.popleft())
+        if self._core.queue and self._mover.by_demander:
+            return self.take()
         return self.changes.waiter()
 
-    def forget_interrupted(self, tickets: list[Ticket], thread: int | None) -> list[Ticket]:
-        """Those of `tickets` that a worker copies right now. The others, which `thread` queued or copied before it was
-        interrupted, are dropped. Called in a change."""
-        self._queue.clear()
-        return [ticket for ticket in tickets if ticket.runner not in (None, thread) and not ticket.done]
-
-    def _start(self, ticket: Ticket) -> Ticket:
-        ticket.runner, ticket.began_s = threading.get_ident(), time.perf_counter()
+    @whole
+    def take(self) -> Ticket | None:
+        """The next copy, for this thread to `run`, or None."""
+        ticket = self._core.next_copy()
+        if ticket is not None:
+            ticket.runner, ticket.began_s = threading.get_ident(), time.perf_counter()
         return ticket
 
     @whole
     def _next(self) -> "Ticket | threading.Lock | None":
         """What a worker runs now, or waits at; None when it shall end."""
-        if self._closed:
-            return None
-        ticket = self._queue.popleft() if self._queue else self._next_prefetch()
-        return self._start(ticket) if ticket is not None else self.changes.waiter()
+        return None if self._closed else self.take() or self.changes.waiter()
 
     def _work(self) -> None:
         while (found := self._next()) is not None:
             if isinstance(found, Ticket):
-                self._run(found)
+                self.run(found)
             else:
                 found.acquire()
 
-    def _run(self, ticket: Ticket) -> None:
-        """Copy, then settle. An error belongs to the ticket: whoever needs the expert is told, and the thread lives on."""
+    def run(self, ticket: Ticket) -> None:
+        """Copy, then settle. An error belongs to the ticket: the demand that needs the expert raises it; the thread lives on."""
         try:
-            ticket.moved = self._mover.move(ticket, self._pools[ticket.geometry])
+            ticket.moved = self._mover.move(ticket, self._core.tables[ticket.geometry].pool)
         except Exception as error:
             ticket.error = error
         except BaseException as error:  # Ctrl-C in the thread that waits: settle first, then let it through
@@ -247,8 +202,8 @@ class Transfer:
 
     @whole
     def _drop_queue(self) -> None:
-        while self._queue:
-            ticket = self._queue.popleft()
+        while self._core.queue:
+            ticket = self._core.queue.popleft()
             ticket.error = ClosedError("the engine was closed before the copy began")
             self._settle(ticket)
         self.changes.wake()

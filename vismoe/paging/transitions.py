@@ -1,6 +1,6 @@
-"""Experts that move between the two formats of a pair while the model runs: who is next, and what has become of them.
+"""Experts that move between the two formats of a pair while the model runs: which is next, and what has become of it.
 
-Where every expert is resident in one format or the other (`everybody`), nobody is evicted: a promotion takes a free slab of the
+Where every expert is resident in one format or the other (`all_resident`), none is evicted: a promotion takes a free slab of the
 more precise format, its old copy serves until the new one is registered and leaves its slab to a demotion, which leaves its own
 to the next promotion. So the slabs beyond one for each expert bound the promotions in flight, and a transition that fails changes
 nothing: it is tried again with the next targets (DynaExq 3.3, 3.4).
@@ -15,7 +15,7 @@ import numpy as np
 
 from vismoe.metrics import Metrics
 from vismoe.paging.page_table import PageTable
-from vismoe.paging.transfer import Ticket
+from vismoe.paging.tickets import Ticket
 from vismoe.types import HIGH, LOW, ExpertId, Phase
 
 __all__ = ["Transitions"]
@@ -24,32 +24,32 @@ logger = logging.getLogger(__name__)
 
 
 class Transitions:
-    """`table_of[layer]`: its page table. `high`: who belongs in the more precise format, bool `[L, E]`."""
+    """`table_of[layer]`: its page table. `high`: which experts belong in the more precise format, bool `[L, E]`."""
 
     def __init__(self, table_of: Sequence[PageTable], metrics: Metrics):
         self._table_of, self._metrics = table_of, metrics
         self._pools = list({id(table): table.pool for table in table_of}.values())
-        self.everybody = False
+        self.all_resident = False
         self.high = np.zeros(metrics.demanded.shape, dtype=bool)
         self._waiting: tuple[deque[ExpertId], deque[ExpertId]] = (deque(), deque())  # for HIGH, for LOW; first come first
 
     def begin(self, high: np.ndarray) -> None:
         """Every expert is going to be resident, in the format that `high` bool `[L, E]` says."""
-        self.everybody = True
+        self.all_resident = True
         self.high[:] = high
         for table in self._table_of:
             table.may_evict = False
 
     def retarget(self, high: np.ndarray, promote: Iterable[ExpertId], demote: Iterable[ExpertId]) -> None:
-        """From now on `high` bool `[L, E]` says who belongs where; those named move first, in this order, then everybody else who
-        is not where it belongs."""
+        """From now on `high` bool `[L, E]` says which experts belong where; those named move first, in this order, then all others
+        that are not where they belong."""
         self.high[:] = high
         for precision, order in ((HIGH, promote), (LOW, demote)):
             self._waiting[precision].clear()
             self._waiting[precision].extend(dict.fromkeys([*order, *self._misplaced(precision)]))
 
     def _misplaced(self, precision: int) -> list[ExpertId]:
-        """Who belongs in this format, and is, or soon will be, in the other one."""
+        """Which experts belong in this format, and are, or soon will be, in the other one."""
         found = []
         for layer, table in enumerate(self._table_of):
             bound_for = table.bound_for(layer)

@@ -1,4 +1,4 @@
-"""Experts that a layer wants in more precision than they are there in: who is waited for, who is borrowed, who serves as it is.
+"""Experts that a layer wants in more precision than they are there in: which are waited for, borrowed, or taken as they are.
 
 A pure function of the policy, bytes, tokens and rates (`vismoe.precision.rules`), for the few experts of a layer that need it.
 """

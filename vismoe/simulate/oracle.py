@@ -2,7 +2,7 @@
 
 A demand set is read with what is resident; once its layer is computed, any of the resident and the just fetched experts may
 stay, up to the slots (so an expert may be used without being kept: bypass). Keeping those whose next use is nearest is optimal
-for records of one size. Nobody who decides without knowing the future, prefetches included, fetches less with as many slabs.
+for records of one size. No paging that does not know the future, prefetches included, fetches less with as many slabs.
 """
 
 import heapq

@@ -65,7 +65,7 @@ def _wanted(precision: Precision, layer: Layer, decoding: bool, experts: int) ->
 
 
 def _serve(table: PageTable, policy: Policy, layer: int, wanted: dict[int, int], kept: set[int] | None) -> int:
-    """Bytes loaded by one layer of one pass. `kept`: who may enter the cache (None: everybody)."""
+    """Bytes loaded by one layer of one pass. `kept`: what may enter the cache (None: all)."""
     base = table.base[layer]
     table.enter_layer(layer)
     missing = [expert for expert, precision in wanted.items() if _is_missing(table, policy, base + expert, precision)]

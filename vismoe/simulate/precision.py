@@ -1,7 +1,7 @@
 """Which experts a recorded trace would have found in the better format under `hotness`, and what moved for it.
 
-The controller, page tables and order of transitions are those that serve (`precision/controller.py`, `paging/transitions.py`),
-over slabs that hold nothing. Copies take no time, as with `deterministic=True`: they serve from the next pass on. Routing is what
+The controller and the residency core are those that serve (`precision/controller.py`, `paging/residency.py`), over slabs that
+hold nothing. Copies take no time, as with `deterministic=True`: they serve from the next pass on. Routing is what
 was recorded: what a lossy format would have changed in it is not seen.
 """
 
@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vismoe.metrics import Metrics
-from vismoe.paging.page_table import PageTable
-from vismoe.paging.transfer import Ticket
-from vismoe.paging.transitions import Transitions
+from vismoe.paging.residency import Residency
 from vismoe.pools.pool import SlabPool
 from vismoe.precision.controller import Precision
 from vismoe.precision.policy import Policy
@@ -141,42 +138,33 @@ class _Formats:
     def __init__(self, inventory: ExpertInventory, quotas: np.ndarray, transient: int):
         most = max(layer.num_experts for layer in inventory.layers)
         self.high = np.arange(most) < quotas[:, None]
-        tables = [_table(inventory, geometry, quotas, transient) for geometry in range(len(inventory.layouts))]
-        self._table_of = [tables[layer.geometry] for layer in inventory.layers]
-        self._inventory = inventory
-        self._transitions = Transitions(self._table_of, Metrics(len(inventory.layers), most))
-        self._transitions.begin(self.high)
-        for table in tables:
-            for flat, expert in enumerate(table.id_of):
+        self._core = Residency(inventory, [_pools(inventory, g, quotas, transient) for g in range(len(inventory.layouts))])
+        self._core.transitions.begin(self.high)
+        for table in self._core.tables:
+            for expert in table.id_of:
                 slab = table.pool.take(HIGH if self.high[expert] else LOW)
                 assert slab is not None
-                table.begin_load(flat, slab)
-                table.end_load(flat, succeeded=True)
+                self._core.place(expert, slab)
 
     def move(self, targets: np.ndarray, update: Update) -> int:
         """Make the transitions that an update asks for. -> the bytes copied."""
-        self._transitions.retarget(targets, update.promote, update.demote)
+        self._core.retarget(targets, update.promote, update.demote)
         moved_bytes = 0
-        while (found := self._transitions.next()) is not None:
-            expert, slab = found
-            table = self._table_of[expert.layer]
-            flat = table.flat(expert)
-            table.begin_load(flat, slab)
-            table.end_load(flat, succeeded=True)
-            ticket = Ticket(expert, self._inventory.layers[expert.layer].geometry, slab, transition=True)
-            self._transitions.ended(ticket, Phase.DECODE)
-            moved_bytes += table.pool.bytes_of(slab)
-            self.high[expert] = table.there_in(flat, HIGH)
+        while (ticket := self._core.next_copy()) is not None:
+            self._core.ended(ticket)
+            pool = self._core.tables[ticket.geometry].pool
+            moved_bytes += pool.bytes_of(ticket.slab)
+            self.high[ticket.expert] = pool.precision_of(ticket.slab) == HIGH
         return moved_bytes
 
 
-def _table(inventory: ExpertInventory, geometry: int, quotas: np.ndarray, transient: int) -> PageTable:
-    """With a slab for every expert, and the transient ones."""
+def _pools(inventory: ExpertInventory, geometry: int, quotas: np.ndarray, transient: int) -> list[SlabPool]:
+    """A slab for every expert, and the transient ones; one pool for each format."""
     layers = inventory.layers_of(geometry)
     hot = sum(int(quotas[layer.index]) for layer in layers)
     slabs = (hot + transient, sum(layer.num_experts for layer in layers) - hot)
     layouts = (inventory.layouts[geometry], inventory.low_layouts[geometry])
-    return PageTable(layers, [SlabPool(layout, n, aliased=True) for layout, n in zip(layouts, slabs)], "lfu")
+    return [SlabPool(layout, n, aliased=True) for layout, n in zip(layouts, slabs)]
 
 
 def best_static(passes: Sequence[Pass], quotas: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

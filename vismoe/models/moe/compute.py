@@ -17,8 +17,8 @@ from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
 from vismoe.models.family.families import accumulator_dtype
 from vismoe.models.moe.eager import BLOCK_ROWS, ExpertRows, OneRow, block_rows, expert_output
-from vismoe.paging.demand import Demand
 from vismoe.paging.lent import Lent
+from vismoe.paging.pager import Lease
 from vismoe.types import ExpertInventory
 
 __all__ = ["FastExperts", "LayerWork", "TorchExperts"]
@@ -45,7 +45,7 @@ class LayerWork(Protocol):
         """Number of tokens that chose each expert."""
         ...
 
-    def run(self, demand: Demand, in_order: bool) -> torch.Tensor:
+    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
         """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
         ...
 
@@ -107,10 +107,10 @@ class _TorchWork:
     def tokens(self) -> list[int]:
         return self._rows.tokens
 
-    def run(self, demand: Demand, in_order: bool) -> torch.Tensor:
+    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
         out = torch.zeros_like(self._hidden, dtype=self._accumulator)
         parts: dict[int, torch.Tensor] = {}
-        if demand.computes_below:
+        if demand.computes_on_host:
             _ = self._below  # copies its inputs from the device now, before work is queued there
         for group in demand.groups(in_order):
             for lent in group:
@@ -168,7 +168,7 @@ class _FastWork:
     def _index(self) -> dict[int, int]:
         return {expert: i for i, expert in enumerate(self.experts)}
 
-    def run(self, demand: Demand, in_order: bool) -> torch.Tensor:
+    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
         return self._added(demand) if in_order else self._combined(demand)
 
     def part(self, lent: Lent) -> torch.Tensor:
@@ -176,7 +176,7 @@ class _FastWork:
         address = np.array([next(iter(lent.weights.values())).data_ptr()])  # a record begins with its first section
         return self._parts(Records([lent.expert], address), self._pairs([lent.expert]))
 
-    def _added(self, demand: Demand) -> torch.Tensor:
+    def _added(self, demand: Lease) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)
         for group in demand.groups(in_order=True):
             records = Records(group.experts, group.addresses, group.precisions)
@@ -184,7 +184,7 @@ class _FastWork:
                 self._kernel.add(*call, self._hidden, out, precisions)
         return out.to(self._type)
 
-    def _combined(self, demand: Demand) -> torch.Tensor:
+    def _combined(self, demand: Lease) -> torch.Tensor:
         results: list[torch.Tensor] = []
         some: list[np.ndarray] = []
         for group in demand.groups(in_order=False):

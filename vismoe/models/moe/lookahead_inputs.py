@@ -55,24 +55,25 @@ def choose_lookahead(
 
 
 class LookaheadInputs:
-    """Runs `lookahead` for a pager's next layers. `gate` also serves recordings, if the family has one.
+    """Runs `lookahead` for the next `window` layers of a pager (`serve`). `gate` also serves recordings, if the family has one.
 
     `cores_shared`: the model computes on the same cores as the lookahead, so the lookahead's time is charged to speculation.
     """
 
     def __init__(
         self,
-        pager: Pager,
+        inventory: ExpertInventory,
+        window: int,
         lookahead: Lookahead | None,
         gate: GateLookahead | None,
         inline: bool,
         cores_shared: bool = False,
     ):
-        self._told: Pager | None = pager
+        self._told: Pager | None = None
         self.lookahead = lookahead
         self._summary = VisualSummary()
-        layers = pager.inventory.layers
-        sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, pager.window)
+        layers = inventory.layers
+        sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, window)
         self._gate, self._recording = gate, Witness(gate, sizes)
         self._critical: Critical | None = None
         charge = (lambda core_s: self._pager.asked(core_s)) if cores_shared else lambda core_s: None
@@ -123,7 +124,8 @@ class LookaheadInputs:
             self.lookahead.observe(layer, chosen if alone else chosen[kinds != TokenKind.PAD])
         if kept is not None:
             self._summary.dropped(kept)
-        wanted = (self._pager.misses_last_step or self._pager.misses_this_step) and self._pager.may_guess
+        core = self._pager.core
+        wanted = (core.misses_last_step or core.misses_this_step) and core.may_guess
         if not wanted and recorder is None:
             return None, None
         seen = Seen(layer, decoding, chosen, hidden, *_rows(kinds), self._summary.value)
@@ -132,7 +134,7 @@ class LookaheadInputs:
             scores, evidence = self._now(seen, bool(wanted)), self._witnessed(seen) if _for_training(recorder) else None
         elif self._ahead is not None and wanted:
             began_s = time.perf_counter()
-            self._ahead.ask(seen, self._pager.tick)
+            self._ahead.ask(seen, core.tick)
             self._pager.asked(time.perf_counter() - began_s)
         if self._gate is not None:
             self._gate.forget()
@@ -145,7 +147,7 @@ class LookaheadInputs:
             return None
         scores = self.lookahead.evaluate(snapshot)
         if scores is not None and wanted:
-            self._tell(self._pager.tick, seen.layer, scores)
+            self._tell(self._pager.core.tick, seen.layer, scores)
         return scores
 
     def _witnessed(self, seen: Seen) -> Evidence | None:
@@ -157,8 +159,8 @@ class LookaheadInputs:
         self._pager.changes.make(self._tell_now, tick, layer, scores)
 
     def _tell_now(self, tick: int, layer: int, scores: np.ndarray) -> None:
-        if self._pager.tick == tick:
-            decoding = self._pager.phase is Phase.DECODE
+        if self._pager.core.tick == tick:
+            decoding = self._pager.core.phase is Phase.DECODE
             high = None if self._critical is None else self._critical(layer, scores, decoding)
             self._pager.look_ahead(layer, scores, high)
 

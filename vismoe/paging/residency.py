@@ -1,0 +1,335 @@
+"""The residency core: decides which experts are lent, copied, evicted and promised, and counts it. No lock, no thread, no clock.
+
+Whatever drives it says what has happened, one event at a time, and does what it answers:
+
+    begin_step, end_request                     a forward pass begins, a request is over
+    Demand.open, next_group, computed,          a layer wants experts: which can be computed now, which copies it waits for
+        waited, close                           (paging/demand.py)
+    look_ahead                                  what the next layers will probably want
+    retarget                                    which experts belong in the more precise format
+    next_copy                                   a copy can begin: the answer is a ticket whose slab is taken, or None
+    ended                                       a ticket's copy is complete, has failed, or was called back
+    repair                                      an interrupt tore a change
+
+Two drivers: the pager (paging/pager.py) is this core, a lock and threads that copy; the replay (simulate/virtual_pager.py) is
+this core and a virtual clock. Seconds are arguments. Choices among experts are pure functions (`eviction`, `speculation`, `miss`,
+`vismoe.precision.rules`); where each expert is, the page tables alone say.
+"""
+
+import collections
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from vismoe.errors import ClosedError
+from vismoe.metrics import Metrics
+from vismoe.paging.miss import Ways
+from vismoe.paging.page_table import LOADING, NO_EXPERT, PageTable, Room
+from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
+from vismoe.paging.tickets import Ticket
+from vismoe.paging.transitions import Transitions
+from vismoe.paging.upgrades import Upgrades
+from vismoe.pools.pool import SlabPool
+from vismoe.types import HIGH, ExpertId, ExpertInventory, MoELayer, Phase
+
+__all__ = ["HostRecords", "Link", "Residency"]
+
+logger = logging.getLogger(__name__)
+
+
+class Link:
+    """What carries out copies: it asks for `next_copy` whenever it can carry one more, and says when one has `ended`. This one
+    need not be told anything."""
+
+    def wake(self) -> None:
+        """There may be something to copy now."""
+
+    def released(self, geometry: int, slabs: np.ndarray) -> None:
+        """The computation that used these slabs was queued; a copy into one of them must wait for it."""
+
+
+class HostRecords(Protocol):
+    """The tier below the device, as far as misses are computed there."""
+
+    pools: Sequence[SlabPool]  # by geometry
+
+    def has(self, experts: Iterable[ExpertId]) -> list[bool]: ...
+
+    def hold(self, experts: Iterable[ExpertId]) -> dict[ExpertId, int]: ...
+
+    def let_go(self) -> None: ...
+
+
+class Residency:
+    """Where the experts of one model are, and what happens to them next.
+
+    `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones: one pool, or one for each format. `ways`:
+    what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
+    there in less precision than was demanded. `deterministic`: nothing is copied unasked. `metrics`: to go on counting in.
+    """
+
+    # Copies in flight that nothing has demanded. One, for it cannot be called back, and a demand should not wait for several.
+    # Streaming a whole layer ahead of its demand would raise it to the most experts of a layer that are absent.
+    unasked_at_once = 1
+
+    def __init__(
+        self,
+        inventory: ExpertInventory,
+        pools: Sequence[SlabPool | Sequence[SlabPool]],
+        *,
+        order: str = "lfu",
+        window: int = 5,
+        ways: Ways | None = None,
+        hosts: Sequence[HostRecords] = (),
+        upgrades: Upgrades | None = None,
+        deterministic: bool = False,
+        metrics: Metrics | None = None,
+    ):
+        assert ways is None or hosts, "only what lies in a host tier can be computed there"
+        self.inventory, self.window, self.link = inventory, window, Link()
+        self.ways, self.hosts, self.upgrades = ways, hosts, upgrades
+        self.deterministic = deterministic or (ways is not None and ways.deterministic)
+        most = max((layer.num_experts for layer in inventory.layers), default=0)
+        self.metrics = metrics or Metrics(len(inventory.layers), most)
+        self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
+        self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
+        self.transitions = Transitions(self.table_of, self.metrics)
+        self.ledger, self.wanted = Ledger(inventory), Wanted()
+        self.tickets: dict[ExpertId, Ticket] = {}  # in flight
+        self.queue: collections.deque[Ticket] = collections.deque()  # those that were demanded and are not begun, oldest first
+        self.tick = 0  # counts steps and demands
+        self._none_to_admit_at = -1  # the tick at which no admission was worth its slab
+        self.phase, self.running_layer = Phase.PREFILL, -1
+        self.misses_this_step = self.misses_last_step = self.misses_this_layer = 0
+        self.closed = False  # nothing is copied any more
+
+    # -- steps and requests
+    def begin_step(self, phase: Phase, last_step_s: float) -> None:
+        """A forward pass over one chunk or one token begins; the one before took `last_step_s`."""
+        self.ledger.begin_step(phase, last_step_s)
+        self.phase, self.running_layer = phase, -1
+        self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
+        self.wanted.begin_step()
+        self.tick += 1  # what a lookahead still says about an earlier step is too late
+        for table in self.tables:
+            table.begin_step()
+
+    def end_request(self) -> None:
+        """Guesses that were not used by now were wasted; what is resident stays."""
+        self.wanted.begin_step()
+        for table in self.tables:
+            for expert in table.give_up_guesses():
+                self._count_wasted(expert)
+
+    # -- what is copied unasked
+    def look_ahead(self, layer: int, scores: np.ndarray, high: np.ndarray | None = None) -> None:
+        """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted; high: bool
+        `[W, E]`, which of them will be wanted in the more precise format (None: all). Others are not fetched where it is given.
+        """
+        distance = min(len(scores), len(self.inventory.layers) - 1 - layer)
+        absent = np.zeros((distance, scores.shape[1]), dtype=bool)
+        for d in range(distance):
+            table, ahead = self.table_of[layer + 1 + d], self.inventory.layers[layer + 1 + d]
+            start, experts = table.base[ahead.index], ahead.num_experts
+            table.scores[start : start + experts] = scores[d, :experts]
+            if table.pool.precision is None:
+                absent[d, :experts] = table.slab_of[start : start + experts] < 0
+            else:
+                absent[d, :experts] = table.precisions(ahead.index) != 1 + HIGH
+            if high is not None:
+                absent[d, :experts] &= high[d, :experts]
+        count = -(-self.ledger.allowance_bytes // self.ledger.unit_bytes)
+        ahead_by, chosen = prefetch_order(scores[:distance], absent, count)
+        self.wanted.replace([(ExpertId(layer + 1 + int(d), int(e)), float(scores[d, e])) for d, e in zip(ahead_by, chosen)])
+        if self.wanted:
+            self.link.wake()
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether anything can still be fetched on a guess in this step."""
+        return self.ledger.may_guess and not self.deterministic
+
+    def asked(self, seconds: float) -> None:
+        """Asking the lookahead has held up the model's thread, or taken a core from it, for so long."""
+        self.ledger.asked(seconds, self.misses_this_layer)
+
+    def retarget(self, high: np.ndarray, promote: Sequence[ExpertId] = (), demote: Sequence[ExpertId] = ()) -> None:
+        """From now on `high` bool `[L, E]` says which experts belong in the more precise format. Those named move first."""
+        self.transitions.retarget(high, promote, demote)
+        self.link.wake()
+
+    # -- copies
+    def next_copy(self) -> Ticket | None:
+        """What to copy now: the oldest demand, else what is worth most of all that nothing has demanded. A slab for the latter is
+        taken now, not earlier."""
+        if self.queue:
+            return self.queue.popleft()
+        if self.closed or self.deterministic:
+            return None
+        if self.transitions.all_resident:
+            return self.next_transition()
+        if sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once:
+            return None
+        return self._next_guess() or self._next_admission()
+
+    def next_transition(self) -> Ticket | None:
+        """The next expert that belongs in the other format, and a slab for it."""
+        found = self.transitions.next()
+        if found is None:
+            return None
+        ticket = self._ticket(*found, transition=True)
+        self.table_of[ticket.expert.layer].begin_load(self.table_of[ticket.expert.layer].flat(ticket.expert), ticket.slab)
+        return ticket
+
+    def _next_guess(self) -> Ticket | None:
+        """The best guess that is still absent, allowed by the cap, and finds a slab."""
+        streaming = self.phase is Phase.PREFILL
+        while self.wanted:
+            expert, priority = self.wanted.pop()
+            table = self.table_of[expert.layer]
+            nbytes = table.pool.record_bytes[HIGH]
+            if expert in self.tickets or expert.layer <= self.running_layer or table.there_in(table.flat(expert), HIGH):
+                continue
+            if nbytes > self.ledger.allowance_bytes:
+                self.wanted.replace([])
+                return None
+            room = self._settled(table.room_for_guess(self.running_layer, self.window, priority, streaming))
+            if room is None:  # nothing may be taken now; later, perhaps
+                self.wanted.put_back(expert, priority)
+                return None
+            self.ledger.started(nbytes)
+            self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
+            table.begin_guess(table.flat(expert), room)
+            return self._ticket(expert, room.slab, speculative=True)
+        return None
+
+    def _next_admission(self) -> Ticket | None:
+        """Where misses are computed below: the most used absent expert, if it is worth more than the one it evicts."""
+        if self.ways is None or self.phase is not Phase.DECODE or self._none_to_admit_at == self.tick:
+            return None
+        for table in self.tables:
+            found = table.admission(self.running_layer, self.window)
+            if found is not None:
+                flat, room = found
+                self._settled(room)
+                table.begin_load(flat, room.slab)
+                return self._ticket(table.id_of[flat], room.slab, speculative=True)
+        self._none_to_admit_at = self.tick
+        return None
+
+    def _ticket(self, expert: ExpertId, slab: int, speculative: bool = False, transition: bool = False) -> Ticket:
+        self.tickets[expert] = ticket = Ticket(
+            expert, self.inventory.layers[expert.layer].geometry, slab, speculative, transition
+        )
+        return ticket
+
+    def ended(self, ticket: Ticket) -> bool:
+        """The copy is complete, or failed with `ticket.error`. False: it was forgotten after an interrupt."""
+        if self.tickets.get(ticket.expert) is not ticket:
+            return False
+        table, layer = self.table_of[ticket.expert.layer], ticket.expert.layer
+        table.end_load(table.flat(ticket.expert), succeeded=ticket.error is None)
+        del self.tickets[ticket.expert]
+        if ticket.transition:
+            self.transitions.ended(ticket, self.phase)
+        elif table.borrowed[ticket.slab] and not table.demanded[ticket.slab]:  # the demand that borrowed it is over
+            table.give_back_borrowed(table.flat(ticket.expert))
+        self.metrics.add("bytes_read", self.phase, layer, ticket.moved.disk_bytes)
+        self.metrics.add("bytes_copied", self.phase, layer, ticket.moved.link_bytes)
+        if ticket.error is not None and ticket.speculative:
+            logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
+            self._none_to_admit_at = self.tick
+        return True
+
+    def guess_on_the_way(self) -> Ticket | None:
+        """The prefetch that is being copied."""
+        for ticket in self.tickets.values():
+            if self.tables[ticket.geometry].speculative[ticket.slab]:
+                return ticket
+        return None
+
+    def queued_bytes(self) -> int:
+        """Of the copies that are queued or under way."""
+        return sum(self.tables[ticket.geometry].pool.bytes_of(ticket.slab) for ticket in self.tickets.values())
+
+    # -- what a demand asks for
+    def check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("the engine is closed; load the model again to go on")
+
+    def make_room(self, layer: int, streaming: bool, must: bool = False, precision: int = HIGH) -> Room | None:
+        """A slab for a demand of `layer`, or None when nothing can be taken now."""
+        self.check_open()
+        return self._settled(self.table_of[layer].make_room(layer, self.window, streaming, must, precision))
+
+    def start_load(self, expert: ExpertId, room: Room, borrowed: bool = False) -> Ticket:
+        """Queue a demanded copy."""
+        table = self.table_of[expert.layer]
+        table.begin_load(table.flat(expert), room.slab, ring=room.ring, demanded=True, borrowed=borrowed)
+        return self.submit(self._ticket(expert, room.slab))
+
+    def submit(self, ticket: Ticket) -> Ticket:
+        """Queue a copy that something waits for."""
+        self.check_open()
+        self.queue.append(ticket)
+        self.link.wake()
+        return ticket
+
+    def _settled(self, room: Room | None) -> Room | None:
+        """Count the eviction that made the room."""
+        if room is not None and room.evicted is not None:
+            self.metrics.add("evictions", self.phase, room.evicted.expert.layer)
+            if room.evicted.unused_prefetch:
+                self._count_wasted(room.evicted.expert)
+        return room
+
+    def _count_wasted(self, expert: ExpertId) -> None:
+        self.ledger.wasted()
+        self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, self.inventory.layout(expert.layer).record_bytes)
+
+    # -- from the start, after an interrupt, and to look at
+    def place(self, expert: ExpertId, slab: int, pinned: bool = False) -> None:
+        """The expert is there from the start, without a copy: in `slab`, which was taken for it."""
+        table = self.table_of[expert.layer]
+        table.begin_load(table.flat(expert), slab)
+        table.end_load(table.flat(expert), succeeded=True)
+        table.pinned[slab] = pinned
+
+    def pin(self, expert: ExpertId) -> None:
+        """A resident expert never leaves from now on."""
+        table = self.table_of[expert.layer]
+        table.pinned[table.slab_of[table.flat(expert)]] = True
+
+    def repair(self, running: Collection[Ticket]) -> None:
+        """An interrupt may have torn a change: keep what is certainly true. `running`: the copies that go on all the same."""
+        self.queue.clear()
+        self.tickets = {ticket.expert: ticket for ticket in running}
+        for geometry, table in enumerate(self.tables):
+            table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})
+        for host in self.hosts:
+            host.let_go()
+
+    def residency(self) -> np.ndarray:
+        """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""
+        return self._of_all(lambda table, layer: table.residency(layer.index, layer.num_experts))
+
+    def precisions(self) -> np.ndarray:
+        """uint8 `[L, E]`: 0 absent, otherwise 1 + the precision that each expert is resident in; NO_EXPERT as in `residency`."""
+        return self._of_all(lambda table, layer: table.precisions(layer.index))
+
+    def _of_all(self, read: Callable[[PageTable, MoELayer], np.ndarray]) -> np.ndarray:
+        found = np.full(self.metrics.demanded.shape, NO_EXPERT, np.uint8)
+        for layer in self.inventory.layers:
+            found[layer.index, : layer.num_experts] = read(self.table_of[layer.index], layer)
+        return found
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where page tables, pools and tickets disagree."""
+        for table in self.tables:
+            table.check_integrity()
+        loading = {(g, int(slab)) for g, table in enumerate(self.tables) for slab in np.flatnonzero(table.state == LOADING)}
+        on_the_way = {(ticket.geometry, ticket.slab) for ticket in self.tickets.values()}
+        assert loading == on_the_way and len(on_the_way) == len(self.tickets), "tickets and loading slabs disagree"
+        assert all(self.tickets.get(ticket.expert) is ticket for ticket in self.queue), "a copy is queued that was forgotten"

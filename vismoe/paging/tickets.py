@@ -1,0 +1,32 @@
+"""A copy in flight."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vismoe.types import ExpertId
+
+__all__ = ["Moved", "Ticket"]
+
+
+class Moved(NamedTuple):
+    """Bytes that one copy moved over each tier boundary."""
+
+    disk_bytes: int = 0
+    link_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A record on its way into a slab. `done` with `error` None means that the slab holds the expert, in the slab's format."""
+
+    expert: ExpertId
+    geometry: int
+    slab: int
+    speculative: bool = False  # nothing had demanded it when it began
+    transition: bool = False  # of a resident expert to the other format, which nothing waits for
+    runner: int | None = None  # the thread that copies
+    began_s: float = 0.0
+    ended_s: float = 0.0  # 0 until it is done
+    done: bool = False
+    error: BaseException | None = None
+    moved: Moved = field(default_factory=Moved)

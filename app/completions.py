@@ -30,13 +30,13 @@ from vismoe.app.schemas import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    PrecisionRequest,
     Sampling,
     count_values,
     parse,
 )
 from vismoe.errors import InputError
 from vismoe.models.inputs.rgb import Header
+from vismoe.options import RequestOptions
 
 __all__ = ["Completions"]
 
@@ -67,8 +67,8 @@ class Completions:
 
         async def call(request: ChatRequest, share: MemoryShare) -> Call:
             options = self._chat_options(request)
-            messages = await self._messages(request, share, options["image_tokens"])
-            return partial(self._engine.chat, messages, **options)
+            messages = await self._messages(request, share, options.image_tokens)
+            return partial(self._engine.chat, messages, options)
 
         return await self._answer(http, ChatRequest, call, ChatAnswer)
 
@@ -79,8 +79,7 @@ class Completions:
             self._check_length(len(request.prompt), "prompt")
             await share.grow(MemoryKind.PICTURES, of_text := text_bytes([request.prompt]))
             share.decoded(0, of_text)
-            options = {"max_tokens": request.max_tokens or self._options.max_tokens, **self._options_of_all(request)}
-            return partial(self._engine.complete, request.prompt, **options)
+            return partial(self._engine.complete, request.prompt, self._request_options(request))
 
         return await self._answer(http, CompletionRequest, call, TextAnswer)
 
@@ -180,28 +179,20 @@ class Completions:
         except InputError as error:
             raise ApiError(400, str(error), "messages", "invalid_image") from error
 
-    def _chat_options(self, request: ChatRequest) -> dict[str, Any]:
-        ours = request.vismoe
-        tokens = tuple(ours.image_tokens) if ours and ours.image_tokens else self._options.image_tokens
-        context = self._engine.plan.context
-        if tokens and tokens[1] > context:
+    def _chat_options(self, request: ChatRequest) -> RequestOptions:
+        options, context = self._request_options(request, self._options.image_tokens), self._engine.plan.context
+        if (tokens := options.image_tokens) and tokens[1] > context:
             raise ApiError(400, f"image_tokens up to {tokens[1]} exceed the context of {context} tokens", "vismoe.image_tokens")
-        return {
-            "max_tokens": request.max_completion_tokens or request.max_tokens or self._options.max_tokens,
-            "image_tokens": tokens,
-            "keep": ours.keep if ours else None,
-            "selection": ours.selection if ours else None,
-            **self._options_of_all(request),
-        }
+        return options
 
-    def _options_of_all(self, request: Sampling) -> dict[str, Any]:
-        """The engine options that both kinds of requests have. Raises ApiError."""
-        ours = request.vismoe or PrecisionRequest()
-        if ours.change and self._options.fixed_policy:
+    def _request_options(self, request: Sampling, image_tokens: tuple[int, int] | None = None) -> RequestOptions:
+        """The engine options of a request of either kind. Raises ApiError."""
+        ours, serve = request.vismoe, self._options
+        if ours and ours.change and serve.fixed_policy:
             message = "this server runs one policy with one pair of formats (--fixed-policy). Fix: leave it out"
             raise ApiError(403, message, f"vismoe.{ours.change}", "policy_is_fixed")
-        reuse = ours.reuse is not False and not self._options.no_reuse
-        return {"reuse": reuse, **ours.options, **request.sampling(self._model_samples)}
+        usual = RequestOptions(max_tokens=serve.max_tokens, image_tokens=image_tokens, reuse=not serve.no_reuse)
+        return request.options(usual, self._model_samples)
 
     async def _in_thread(self, task: Callable[..., Result], *arguments: Any) -> Result:
         return await to_thread.run_sync(task, *arguments, limiter=self._threads)

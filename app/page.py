@@ -9,7 +9,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from vismoe.errors import BusyError, InputError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.message_files import user_message
+from vismoe.options import RequestOptions
 from vismoe.types import Phase
 
-__all__ = ["Finished", "History", "Page", "PageTurn", "PageUpdate", "Wishes", "shown", "tiles", "turn_at"]
+__all__ = ["Finished", "History", "Page", "PageTurn", "PageUpdate", "chosen", "shown", "tiles", "turn_at"]
 
 REFRESH_S = 0.1  # between two updates of the text; one per token would take time from the model
 MACHINE_REFRESH_S = 0.5  # between two updates of the heat map, which is larger
@@ -43,23 +44,21 @@ TILES = {  # name, and tooltip
 LEAVE_S = 60.0  # a cancelled answer ends within a token, but a long prefill may come before the first token
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """The settings of one question; None: the engine's setting."""
-
-    keep: float | None = None
-    selection: str | None = None
-    policy: str | None = None
-    formats: str | None = None  # from which the policy chooses
-    retention: float | None = None
-    max_tokens: int | None = None  # None: to the end of the planned context
-    temperature: float = 0.0  # 0: greedy
-
-    @property
-    def precision(self) -> dict[str, Any]:
-        """Arguments of the engine: only those precision settings that apply under the requested policy."""
-        counts = {"policy": True, "formats": self.policy != "exact", "retention": "importance" in (self.policy or "importance")}
-        return {name: getattr(self, name) if does else None for name, does in counts.items()}
+def chosen(usual: RequestOptions, widgets: Mapping[str, Any]) -> RequestOptions:
+    """What the widgets of the page ask for. Formats and retention are left out where the policy has no use for them; the longest
+    answer and the temperature are 0 for the end of the context and for greedy decoding. Raises InputError or ConfigError."""
+    policy, temperature = widgets["policy"], widgets["temperature"]
+    return dataclasses.replace(
+        usual,
+        keep=widgets["keep"],
+        selection=widgets["selection"] or None,
+        policy=policy,
+        formats=widgets["formats"] if policy != "exact" else None,
+        retention=widgets["retention"] if "importance" in policy else None,
+        max_tokens=int(widgets["max_tokens"]) or None,
+        sample=temperature > 0,
+        temperature=temperature or None,
+    )
 
 
 @dataclass(frozen=True)
@@ -206,15 +205,16 @@ class Page:
     """The page's logic without widgets: what its handlers do with the engine."""
 
     engine: Engine
-    max_tokens: int | None = None
-    image_tokens: tuple[int, int] | None = None
+    options: RequestOptions = RequestOptions(reuse=True)  # of questions that ask for nothing else
     running: dict[str, RunningAnswer] = field(default_factory=dict)  # by session
 
     def heat(self) -> str:
         """The current heat map, without demands."""
         return Baseline(self.engine).heat()
 
-    def answer(self, turn: PageTurn, history: History, session: str, wishes: Wishes = Wishes()) -> Iterator[PageUpdate]:
+    def answer(
+        self, turn: PageTurn, history: History, session: str, options: RequestOptions | None = None
+    ) -> Iterator[PageUpdate]:
         """Updates at most every REFRESH_S; the last one is complete. Asks `turn` after the turns of `history`.
 
         Raises BusyError while this session's last answer is being written, and the engine's errors.
@@ -223,7 +223,7 @@ class Page:
         if self.running.setdefault(session, running) is not running:
             raise BusyError("The last answer is still being written: wait until it ends, or stop it.")
         try:
-            last = yield from self._answer(turn, history, running, wishes)
+            last = yield from self._answer(turn, history, running, options or self.options)
         finally:
             running.cancel()  # also if the page was closed during an answer
             self.running.pop(session, None)
@@ -231,11 +231,11 @@ class Page:
         if last is not None:  # after this update the next question may come
             yield last
 
-    def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, wishes: Wishes) -> Updates:
+    def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, options: RequestOptions) -> Updates:
         """All updates but the last one, which is returned; None if the visitor left the conversation."""
         since = Baseline(self.engine)
         turn = dataclasses.replace(turn, answer="")
-        reply = self._ask([message for past in (*history, turn) for message in past.messages()], wishes)
+        reply = self.engine.chat([message for past in (*history, turn) for message in past.messages()], options)
         running.begin(reply)
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reply.deliver_to(pieces.put)
@@ -254,19 +254,6 @@ class Page:
         if reply.error is not None:
             raise reply.error
         return None if running.dropped else self._finished(reply, history, turn, since)
-
-    def _ask(self, messages: list[dict[str, Any]], wishes: Wishes) -> Reply:
-        sampled: dict[str, Any] = {"sample": True, "temperature": wishes.temperature} if wishes.temperature > 0 else {}
-        return self.engine.chat(
-            messages,
-            max_tokens=wishes.max_tokens,
-            image_tokens=self.image_tokens,
-            keep=wishes.keep,
-            selection=wishes.selection,
-            **wishes.precision,
-            reuse=True,
-            **sampled,
-        )
 
     @staticmethod
     def _wait(pieces: "queue.SimpleQueue[str | None]", until_s: float) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.memory_view import head
-from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, Wishes, shown, tiles, turn_at
+from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, chosen, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.app.uploads import Uploads
 from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab
@@ -62,18 +62,18 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
     drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers", "plan", "head"))]
     outputs = [box, chatbot, history, chat["again"], chat["notice"], *drawn]
-    inputs = {history, *chat["wishes"].values()}  # a set, so that handlers get the values by widget
+    inputs = {history, *chat["options"].values()}  # a set, so that handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
     def run(turn: Callable[[], PageTurn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
         """Answers `turn()` after the turns `before`; an error is shown below the conversation, which is then unchanged."""
         asked, past, session = None, values[history], str(request.session_hash)
-        asking = wishes({name: values[widget] for name, widget in chat["wishes"].items()})
         try:
+            options = chosen(page.options, {name: values[widget] for name, widget in chat["options"].items()})
             asked = turn()
             uploads.use(session, asked.files)
             box_now, again_now, notice_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True), gr.skip(), ""
-            for update in page.answer(asked, before, session, asking):
+            for update in page.answer(asked, before, session, options):
                 if update.finished:
                     past = update.history
                     box_now = _ready(asked if len(past) == len(before) else None)  # restored if stopped before the first word
@@ -138,7 +138,7 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     def offer(policy: str, chosen: str) -> gr.Dropdown:
         return formats_of(chat["offers"].get(policy, []), chosen)
 
-    policy, formats = chat["wishes"]["policy"], chat["wishes"]["formats"]
+    policy, formats = chat["options"]["policy"], chat["options"]["formats"]
     policy.input(offer, [policy, formats], formats, queue=False, show_progress="hidden", api_name=False)
 
 
@@ -157,11 +157,6 @@ def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:
 
     blocks.load(enter, None, None, queue=False, show_progress="hidden", api_name=False)
     blocks.unload(leave)
-
-
-def wishes(values: dict[str, Any]) -> Wishes:
-    """The widgets' values, by the names of `Wishes`."""
-    return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"]) or None})
 
 
 def told(error: Exception) -> str:

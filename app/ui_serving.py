@@ -21,6 +21,7 @@ from vismoe.app.ui import build
 from vismoe.app.uploads import uploads_folder
 from vismoe.app.widgets import pictures_folder
 from vismoe.errors import ConfigError
+from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -96,9 +97,9 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     return str(address)
 
 
-def serve(engine: "Engine", port: int, *, max_tokens: int | None = None, image_tokens: tuple[int, int] | None = None) -> int:
+def serve(engine: "Engine", port: int, options: RequestOptions) -> int:
     """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; returns the exit code."""
-    with _ended_by_signals(), served(Page(engine, max_tokens, image_tokens), port) as address:
+    with _ended_by_signals(), served(Page(engine, options), port) as address:
         print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)
         try:
             threading.Event().wait()

@@ -9,6 +9,7 @@ from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.config import SETTINGS
 from vismoe.engine.engine import Engine, demo_model
+from vismoe.options import HOTTEST, OPTIONS
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -74,20 +75,20 @@ def chat_tab(page: Page) -> dict[str, Any]:
         with gr.Column(scale=1, min_width=280):
             widgets["tiles"] = gr.HTML(tiles())
             widgets["offers"] = offers(page.engine)
-            widgets["wishes"] = _settings(page, widgets["offers"])
+            widgets["options"] = _settings(page, widgets["offers"])
             gr.Markdown(f"**Memory** {page.engine.plan.memory}, fixed at start: `vismoe ui --memory ...` changes it.")
     return widgets
 
 
 def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
-    """Settings from the next question on, by the names of `Wishes`."""
+    """Settings from the next question on, by the names of `RequestOptions`."""
     return {**_of_images(page.engine), **_of_experts(page.engine, offered), **_of_answers(page)}
 
 
 def _of_images(engine: Engine) -> dict[str, Any]:
     import gradio as gr
 
-    names = [name for name in SETTINGS["selection"].choices if name != "auto"]
+    names = OPTIONS["selection"].choices
     return {
         "keep": gr.Slider(
             min(LEAST_KEEP, engine.settings.keep),
@@ -150,8 +151,8 @@ def _of_experts(engine: Engine, offered: dict[str, list[str]]) -> dict[str, Any]
             elem_id="formats",
         ),
         "retention": gr.Slider(
-            0.5,
-            1.0,
+            SETTINGS["retention"].range.low,
+            SETTINGS["retention"].range.high,
             settings.retention,
             step=0.05,
             label="Retention",
@@ -167,17 +168,17 @@ def _of_answers(page: Page) -> dict[str, Any]:
     return {
         "max_tokens": gr.Slider(
             0,
-            max(page.max_tokens or 0, min(MOST_TOKENS, page.engine.plan.context)),
-            page.max_tokens or 0,
+            max(page.options.max_tokens or 0, min(MOST_TOKENS, page.engine.plan.context)),
+            page.options.max_tokens or 0,
             step=1,
             label="Longest answer",
             info="In tokens, which are words or parts of words. 0: to the end of the planned context.",
             elem_id="max-tokens",
         ),
         "temperature": gr.Slider(
-            0.0,
-            2.0,
-            0.0,
+            0,
+            HOTTEST,
+            0,
             step=0.1,
             label="Temperature",
             info="0 always takes the likeliest word, so answers repeat; larger values add randomness.",

@@ -7,11 +7,14 @@ import typing
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from vismoe.config import ANSWERS, Settings
+from vismoe.config import Settings
 from vismoe.errors import ConfigError
-from vismoe.flags import add_answer_flags, add_model_flags, add_settings, reader
+from vismoe.flags import add_model_flags, add_option, add_request_options, add_settings
+from vismoe.ranges import Range, Rule, ValueKind
 
-__all__ = ["model_arguments"]
+__all__ = ["BATCH_SIZE", "model_arguments"]
+
+BATCH_SIZE = Rule("batch_size", (ValueKind(int, Range(1, 2**12, "requests")),), 1)
 
 SWITCHES = {name for name, hint in typing.get_type_hints(Settings).items() if hint is bool}
 NAMES = ("pretrained", "device", "dtype", "revision", "batch_size", "max_new_tokens", "image_tokens")
@@ -45,8 +48,8 @@ def model_arguments(text: str) -> dict[str, Any]:
 def _reader() -> ArgumentParser:
     parser = _Reader(add_help=False, allow_abbrev=False, exit_on_error=True)
     add_model_flags(parser)
-    add_answer_flags(parser)
-    parser.add_argument("--batch-size", type=reader(ANSWERS["batch_size"]))
+    add_request_options(parser, "max_tokens", "image_tokens")
+    add_option(parser, BATCH_SIZE)
     add_settings(parser)
     return parser
 

@@ -5,15 +5,16 @@ B rows, S tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vismoe.config import COLDEST, check_answer
+from vismoe.config import MOST_TOKENS, Kept
 from vismoe.errors import InputError
-from vismoe.ranges import shown, unencodable
+from vismoe.options import COLDEST, AnswerTokens
+from vismoe.ranges import Range, check_fields, shown, unencodable
 
 __all__ = ["BatchRow", "Generation", "batches", "left_padded"]
 
@@ -30,14 +31,17 @@ FOR_OTHERS = {"image_aspect_ratio", "seed"}  # options for other models' image c
 class Generation:
     """The parts of a task's `generation_kwargs` that affect an answer."""
 
-    max_new_tokens: int | None  # None: to the end of the planned context
+    max_tokens: AnswerTokens | None  # None: to the end of the planned context
     stop: tuple[str, ...] = ()
     sample: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    beams: int = 1
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, Range(0, HOTTEST)] | None = None
+    top_p: Kept | None = None
+    top_k: Annotated[int, Range(0, MOST_TOKENS)] | None = None
+    num_beams: Annotated[int, Range(1, 2**12)] = 1
+    repetition_penalty: Annotated[float, Range(0, 100, above=True)] = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, InputError)
 
     @classmethod
     def of(cls, asked: dict[str, Any], usual_tokens: int | None) -> "Generation":
@@ -55,15 +59,12 @@ class Generation:
                 f"generation_kwargs: {', '.join(sorted(unknown))} are not supported. Fix: only {', '.join(sorted(UNDERSTOOD))}"
             )
         chosen = {name: asked.get(name) if sample else None for name in ("temperature", "top_p", "top_k")}
-        tokens = asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens
-        beams, penalty = asked.get("num_beams") or 1, asked.get("repetition_penalty") or 1
-        check_answer(max_tokens=tokens, num_beams=beams, repetition_penalty=penalty, top_p=chosen["top_p"], top_k=chosen["top_k"])
         return cls(
-            max_new_tokens=tokens,
+            max_tokens=asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens,
             stop=tuple(string for string in _texts(until) if string != ADDED_BY_LMMS_EVAL),
             sample=sample,
-            beams=beams,
-            repetition_penalty=float(penalty),
+            num_beams=asked.get("num_beams") or 1,
+            repetition_penalty=asked.get("repetition_penalty") or 1.0,
             **chosen,
         )
 
@@ -72,8 +73,8 @@ class Generation:
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.sample:  # values that the task does not set are the model's own
             chosen = {name: value for name, value in chosen.items() if value is not None}
-        options = {"max_new_tokens": max_new_tokens, "do_sample": self.sample, "num_beams": self.beams, **chosen}
-        return {**options, "repetition_penalty": self.repetition_penalty}
+        options = {"max_new_tokens": max_new_tokens, "do_sample": self.sample, "num_beams": self.num_beams, **chosen}
+        return {**options, "repetition_penalty": float(self.repetition_penalty)}
 
 
 def _texts(until: Any) -> list[str]:

@@ -24,14 +24,14 @@ from loguru import logger as eval_logger
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
-from vismoe.config import ANSWERS, check_answer
 from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, ContextError, InputError
-from vismoe.eval.lmms_arguments import model_arguments
+from vismoe.eval.lmms_arguments import BATCH_SIZE, model_arguments
 from vismoe.eval.lmms_batches import BatchRow, Generation, batches, left_padded
 from vismoe.machine.hardware import cores
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.images import open_image
+from vismoe.options import RequestOptions
 from vismoe.planning.needs import mask_bytes
 
 __all__ = ["VisMoE", "VisMoEChat"]
@@ -58,7 +58,8 @@ class VisMoE(lmms):
         image_tokens: tuple[int, int] | None = None,
         closes_engine: bool = False,
     ) -> None:
-        check_answer(batch_size=batch_size, max_tokens=max_new_tokens, image_tokens=image_tokens)
+        BATCH_SIZE.check(batch_size, InputError)
+        RequestOptions(max_tokens=max_new_tokens, image_tokens=image_tokens)  # checks them
         super().__init__()
         self._engine, self._closes_engine = engine, closes_engine
         self._prompts = engine.prompts
@@ -75,7 +76,7 @@ class VisMoE(lmms):
         given = {"batch_size": 1, **{k: v for k, v in (additional_config or {}).items() if v is not None}}
         given.pop("max_batch_size", None)  # only for batch sizes found by trial
         try:
-            given["batch_size"] = ANSWERS["batch_size"].read(str(given["batch_size"]))
+            given["batch_size"] = BATCH_SIZE.read(str(given["batch_size"]))
         except ConfigError as error:
             raise InputError(f"--{error}") from error
         given |= model_arguments(arg_string)
@@ -106,11 +107,10 @@ class VisMoE(lmms):
             for kwargs, numbers in _alike(requests, self._kwargs):
                 how = self._generation(kwargs, requests[numbers[0]])
                 rows = (self._row(number, requests[number]) for number in numbers)
-                together = (
-                    self.batch_size if how.max_new_tokens else 1
-                )  # without a limit, answers of a batch would compete for context
+                # without a limit, answers of a batch would compete for context
+                together = self.batch_size if how.max_tokens else 1
                 made = self._in_batches(
-                    rows, requests, partial(self._generate, how), together, how.max_new_tokens or 0, how.beams
+                    rows, requests, partial(self._generate, how), together, how.max_tokens or 0, how.num_beams
                 )
                 for row, answer in made:
                     answers[row.number] = answer
@@ -180,9 +180,9 @@ class VisMoE(lmms):
     def _generation(self, kwargs: dict[str, Any], request: Instance) -> Generation:
         with _about(request):
             how = Generation.of(kwargs, self._max_new_tokens)
-        if self.batch_size * how.beams * (how.max_new_tokens or 0) > self._engine.plan.context:
+        if self.batch_size * how.num_beams * (how.max_tokens or 0) > self._engine.plan.context:
             eval_logger.warning(
-                f"{request.task_name}: {self.batch_size} answers of up to {how.max_new_tokens} tokens exceed the context "
+                f"{request.task_name}: {self.batch_size} answers of up to {how.max_tokens} tokens exceed the context "
                 f"({self._engine.plan.context}); batches will be smaller. Fix: a larger context in --model_args"
             )
         return how
@@ -217,10 +217,10 @@ class VisMoE(lmms):
     def _generate(self, how: Generation, batch: Sequence[BatchRow], model: Any) -> list[GenerationResult]:
         inputs = {name: value.to(model.device) for name, value in left_padded(batch, self._pad).items()}
         width = inputs["input_ids"].shape[1]
-        room = min(self._positions, self._engine.plan.context // (len(batch) * how.beams)) - width
+        room = min(self._positions, self._engine.plan.context // (len(batch) * how.num_beams)) - width
         stops = [Stops(self._prompts.tokenizer, how.stop, width)] if how.stop else []
         with torch.inference_mode():
-            ids = model.generate(**inputs, **how.options(min(how.max_new_tokens or room, room)), stopping_criteria=stops)
+            ids = model.generate(**inputs, **how.options(min(how.max_tokens or room, room)), stopping_criteria=stops)
         return [self._answer(row, new, how) for row, new in zip(batch, ids[:, width:].tolist(), strict=True)]
 
     def _answer(self, row: BatchRow, new: list[int], how: Generation) -> GenerationResult:

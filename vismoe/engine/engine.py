@@ -21,10 +21,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from vismoe.config import ENGINE_DEFAULTS, Settings, check_answer
+from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.engine.generate import Reply, refuse_own_loop
 from vismoe.engine.reconfigure import PlanChanges
-from vismoe.engine.request import Asked, Request, SharedModel
+from vismoe.engine.request import Request, SharedModel
 from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.stats import PrecisionInfo
 from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
@@ -39,6 +39,7 @@ from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.image_cache import ImageCache
 from vismoe.models.visual.settings import pruning_of
+from vismoe.options import OF_IMAGES, OPTIONS, RequestOptions, by_name
 from vismoe.paging.pager import Pager
 from vismoe.planning.plan import Plan
 from vismoe.trace.files import TraceWriter
@@ -194,82 +195,35 @@ class Engine:
         missed = self.metrics.missed.copy()
         return self.metrics.demanded - missed, missed
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        max_tokens: int | None = None,
-        sample: bool = False,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        image_tokens: tuple[int, int] | None = None,
-        keep: float | None = None,
-        selection: str | None = None,
-        reuse: bool = False,
-        policy: str | None = None,
-        formats: str | None = None,
-        retention: float | None = None,
-    ) -> Reply:
+    @by_name(OPTIONS)
+    def chat(self, messages: Messages, options: RequestOptions | None = None, **given: Any) -> Reply:
         """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
         with a path, file:// or http(s) URL (of a public server), bytes, data URI or PIL image; for Qwen's models also with
-        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them. max_tokens: of the
-        answer; None: to the end of the planned context, of which it holds a part at a time, so that others run beside it.
-        Decoding is greedy unless `sample`, which takes the model's generation config, with `temperature` and `top_p` in its place
-        where given, and is repeatable with a `seed`. stop: the answer ends before the first of these strings. image_tokens: least
-        and most visual tokens of an image whose part says nothing of its size. keep: share of the visual tokens that deeper
-        layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
-        reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
-        policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
+        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them; image_tokens is for
+        images whose part says nothing of its size. keep and selection hold for all images of the conversation. An answer without
+        max_tokens holds a part of the context at a time, so that others run beside it. policy, formats, retention: as in
+        `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
-        check_answer(
-            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
-        )
-        check_answer(image_tokens=image_tokens, keep=keep, selection=selection)
-        pruning = self._pruning(keep, selection)
-        settings = self._changes.asked_for_once(policy, formats, retention)
-        prompt = self.prompts.build(messages, fetch_image, image_tokens, self.plan.context)
-        choice = _choice(sample, temperature, top_p)
-        return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse, settings)
+        options = dataclasses.replace(options or RequestOptions(), **given)
+        pruning = self._pruning(options.keep, options.selection)
+        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
+        prompt = self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context)
+        return self._ask(prompt, options, pruning if prompt.images else None, settings)
 
-    def complete(
-        self,
-        text: str,
-        *,
-        max_tokens: int | None = None,
-        sample: bool = False,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        reuse: bool = False,
-        policy: str | None = None,
-        formats: str | None = None,
-        retention: float | None = None,
-    ) -> Reply:
-        """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
-        check_answer(
-            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
-        )
-        settings = self._changes.asked_for_once(policy, formats, retention)
-        prompt = self.prompts.build_text(text)
-        return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)
+    @by_name(OPTIONS.keys() - OF_IMAGES)
+    def complete(self, text: str, options: RequestOptions | None = None, **given: Any) -> Reply:
+        """Go on from `text` as it is, without a chat template; otherwise like `chat`, without the options of images."""
+        options = dataclasses.replace(options or RequestOptions(), **given)
+        for name in OF_IMAGES:
+            if (value := getattr(options, name)) is not None:
+                raise InputError(f"{name}={value!r}: a text to go on from has no images. Fix: leave it out")
+        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
+        return self._ask(self.prompts.build_text(text), options, None, settings)
 
-    def _ask(
-        self,
-        prompt: Prompt,
-        pruning: Pruning | None,
-        max_tokens: int | None,
-        choice: dict[str, Any],
-        seed: int | None,
-        stop: str | Sequence[str],
-        reuse: bool,
-        settings: Settings,
-    ) -> Reply:
+    def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             visual = f" ({prompt.visual_tokens} of them visual)" if prompt.visual_tokens else ""
@@ -277,24 +231,14 @@ class Engine:
             raise ContextError(
                 f"the conversation has {prompt.tokens} tokens{visual}, the {whose} {longest}. Fix: {more}{less}, or start anew"
             )
-        most = longest - prompt.tokens if max_tokens is None else min(max_tokens, longest - prompt.tokens)
-        asked = Asked(
-            prompt,
-            {"max_new_tokens": most, **choice},
-            most,
-            seed,
-            pruning,
-            (stop,) if isinstance(stop, str) else tuple(stop),
-            reuse,
-            PrecisionInfo.of(settings),
-            grows=max_tokens is None,
-        )
+        most_tokens = min(options.max_tokens or longest, longest - prompt.tokens)
         reply = Reply()
 
         def ask() -> None:
             busy = self._scheduler.running or self._scheduler.waiting
-            first = dataclasses.replace(asked, prompt=prompt.light()) if busy else asked  # no two hold pixels
-            self._scheduler.ask(Request(first, reply, self._shared, self._others))
+            first = prompt.light() if busy else prompt  # no two hold pixels
+            precision = PrecisionInfo.of(settings)
+            self._scheduler.ask(Request(first, options, most_tokens, pruning, precision, reply, self._shared, self._others))
 
         self._changes.behind(settings, ask)
         return reply
@@ -410,16 +354,6 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dict[str, Any]:
-    """How tokens are chosen, as options of transformers' generate. Raises InputError."""
-    if not sample:
-        if temperature is not None or top_p is not None:
-            raise InputError(f"temperature={temperature}, top_p={top_p} with sample=False, which is greedy. Fix: sample=True")
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    given = {"temperature": temperature, "top_p": top_p}
-    return {"do_sample": True, **{name: float(value) for name, value in given.items() if value is not None}}
 
 
 __all__ = ["Engine", "Load", "demo_model", "load"]

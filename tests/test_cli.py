@@ -196,8 +196,8 @@ def test_one_question_prints_its_answer_and_one_line_beside_it(engine, picture, 
     out, err = capsys.readouterr()
     assert out == "one two\n"
     assert (
-        err
-        == "a scripted engine on the cpu: 8 of 8 experts in memory, 9.8 KiB, context 4096; --verbose shows the plan and statistics\n"
+        err == "a scripted engine on the cpu: 8 of 8 experts in memory, 9.8 KiB, context 4096; "
+        "--verbose shows the plan and statistics\n"
     )
     assert engine.closed
 

@@ -2,7 +2,6 @@
 
 Keys and sizes are checked before a byte of a body is read; `known_hosts` runs before this gate. Every exception of a route
 becomes one error response.
-error response.
 """
 
 import asyncio

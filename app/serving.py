@@ -2,7 +2,6 @@
 
 On the first SIGTERM or Ctrl-C the server accepts no new requests (and /health says so), lets running answers finish for a while,
 ends the others, and exits with success; the second signal ends all of them at once.
-sends the rest away and ends with success; the second one sends all of them away at once.
 """
 
 import asyncio

@@ -4,7 +4,6 @@ A prompt of random tokens is computed alone, with all experts in memory and one 
 conditions. For each condition the table gives the share of prompts for which every logit of the last token is unchanged. VisMoE's
 promises hold on every processor; the rest depends on how torch divides its products, and may differ on yours. Prints a table,
 then one JSON object on the last line.
-Prints a table, then one JSON object on the last line.
 """
 
 import json

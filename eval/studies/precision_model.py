@@ -189,8 +189,7 @@ def attention_received(attention: Tensor, prompt: Tensor) -> Tensor:
     """float32 [B, N]: attention that each token of a prompt receives, from [B, heads, N, N] and bool [B, N]; 0 elsewhere.
 
     The mean over heads, summed over the prompt's last LISTENERS tokens and divided by the number of these that could see the
-    token
-    (equation 1 of DyMoE, as a mean over queries).
+    token (equation 1 of DyMoE, as a mean over queries).
     """
     place = torch.arange(prompt.shape[1])
     last = torch.where(prompt, place, -1).amax(1, keepdim=True)

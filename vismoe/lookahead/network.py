@@ -11,7 +11,6 @@ of `gamma ** (d - 1)` times the probability that layer l + d uses the expert (in
 
 `Predictor` is trained, in torch. `Folded` runs: standardisation and BatchNorm are folded into the three products, in numpy, in
 one thread, so that it can run beside a model. On disk it is float16.
-numpy, one thread, so that it can be evaluated beside a running model. On disk it is float16.
 """
 
 import json

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from vismoe.config import MOST_BYTES, Tokens
 from vismoe.errors import ConfigError
-from vismoe.ranges import Range, check_fields
+from vismoe.ranges import Range, check_fields, option
 
 __all__ = ["ServeOptions", "is_api_key", "is_loopback", "served_name"]
 
@@ -23,26 +23,36 @@ Patience = Annotated[float, Range(0, MOST_SECONDS, "seconds", above=True)]
 class ServeOptions:
     """The server's behaviour towards its clients."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free port
+    host: str = option("127.0.0.1", "address to listen on; other machines can only be served with an API key", "ADDRESS")
+    port: Annotated[int, Range(0, 65535)] = option(8000, "port to listen on; 0 takes any free port", "PORT")
     api_keys: tuple[str, ...] = ()  # a client must send one of these
-    no_api_key: bool = False  # explicit permission to serve other machines without a key
-    served_model_name: str | None = None  # None: the model's own
-    allow_hosts: tuple[str, ...] = ()  # further accepted names in a Host header
-    allow_origins: tuple[str, ...] = ()  # origins of web pages that may call the server
-    allow_remote_images: bool = False
-    image_folder: Path | None = None  # requests may name images in it by path
-    max_body_bytes: Size = 64 * 2**20
-    max_images: Annotated[int, Range(0, 10**6)] = 8  # per request
-    max_pixels: Annotated[int, Range(1, MOST_BYTES)] = 32 * 10**6  # per image
-    max_image_bytes: Size = 20 * 2**20  # per encoded image
-    image_timeout_s: Patience = 10.0  # for the downloads of one request, and again for decoding
-    no_reuse: bool = False  # do not reuse keys and values of earlier requests: bits then do not depend on them
-    fixed_policy: bool = False  # requests may change neither policy nor formats
-    max_waiting: Annotated[int, Range(1, 10**6)] = 64  # most waiting requests; further ones are refused
-    memory_timeout_s: Patience = 30.0  # most time that a request waits for memory of other requests
-    body_timeout_s: Patience = 60.0  # most time for a body to arrive
-    drain_s: Annotated[float, Range(0, MOST_SECONDS, "seconds")] = 30.0  # time at shutdown for running answers
+    no_api_key: bool = option(False, "serve other machines without an API key")
+    served_model_name: str | None = option(None, "model name for clients (default: the name of its folder or repository)", "NAME")
+    allow_hosts: tuple[str, ...] = option(
+        (), "a further host name of this server, e.g. of a reverse proxy; repeat for more", "NAME"
+    )
+    allow_origins: tuple[str, ...] = option(
+        (), "origin of a web page that may call the server, e.g. http://localhost:3000; repeat for more", "ORIGIN"
+    )
+    allow_remote_images: bool = option(False, "download images that requests name by http(s) URL, only from public addresses")
+    image_folder: Path | None = option(None, "requests may name images in this folder by path", "FOLDER")
+    max_body_bytes: Size = option(64 * 2**20, "largest request", "SIZE")
+    max_images: Annotated[int, Range(0, 10**6)] = option(8, "most images in a request", "N")
+    max_pixels: Annotated[int, Range(1, MOST_BYTES)] = option(32 * 10**6, "most pixels in an image", "N")
+    max_image_bytes: Size = option(20 * 2**20, "largest encoded image", "SIZE")
+    image_timeout_s: Patience = option(10.0, "longest time to download a request's images", "SECONDS")  # and again for decoding
+    no_reuse: bool = option(
+        False, "compute every prompt completely: bits do not depend on earlier requests, but the first word takes longer"
+    )
+    fixed_policy: bool = option(False, "refuse requests for another policy or other formats, which make all other requests wait")
+    max_waiting: Annotated[int, Range(1, 10**6)] = option(64, "most waiting requests; further ones are refused (429)", "N")
+    memory_timeout_s: Patience = option(
+        30.0, "longest wait of a request for memory that other requests hold (--request-memory), then 429", "SECONDS"
+    )
+    body_timeout_s: Patience = option(60.0, "longest time for a request to arrive", "SECONDS")
+    drain_s: Annotated[float, Range(0, MOST_SECONDS, "seconds")] = option(
+        30.0, "time at shutdown to finish running answers", "SECONDS"
+    )
     max_tokens: Tokens | None = None  # of an answer, if the request does not say; None: to the end of the planned context
     image_tokens: tuple[Tokens, Tokens] | None = None  # least and most per image, if the request does not say
 

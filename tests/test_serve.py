@@ -25,7 +25,7 @@ from served import served, wait_until
 from vismoe.app import completions, guard, serving
 from vismoe.app.options import ServeOptions
 from vismoe.cli import serve as cli_serve
-from vismoe.cli.serve import MEANINGS, SERVE, serve_options
+from vismoe.cli.serve import OPTIONS, SERVE, serve_options
 from vismoe.config import Settings
 from vismoe.errors import BudgetError, ClosedError, ConfigError, ContextError, InputError, TransferError
 
@@ -695,7 +695,7 @@ def parsed(*flags: str):
 
 def test_every_option_has_a_flag():
     without = {"api_keys", "max_tokens", "image_tokens"}  # --api-key(-file), and the flags of every command that answers
-    assert {field.name for field in dataclasses.fields(ServeOptions)} == set(MEANINGS) | without
+    assert {field.name for field in dataclasses.fields(ServeOptions)} == set(OPTIONS) | without
     assert parsed() == ServeOptions()
 
 

@@ -128,12 +128,8 @@ class Settings:
     memory: Memory | Auto = option(  # auto: 80% of what is free on the device
         "auto", "all the memory to use, e.g. 8GiB, or the share of the experts to hold, e.g. 25%", "SIZE|PERCENT"
     )
-    host_memory: Size | None = option(  # None: whatever RAM is free
-        None, "with a GPU: bound of the page-locked host memory between disk and GPU", "SIZE"
-    )
-    context: Tokens = option(  # over all sequences of a batch
-        4096, "prompt and answer together; memory is planned for it, and it is enforced", "TOKENS"
-    )
+    host_memory: Size | None = option(None, "with a GPU: bound of the page-locked host memory between disk and GPU", "SIZE")
+    context: Tokens = option(4096, "prompt and answer together; memory is planned for it, and it is enforced", "TOKENS")
     image_cache: Cache = option(0, "encoded images that are kept: an image sent again is not encoded again; 0 for none", "SIZE")
     mask_memory: Size = option(
         "16MiB", "for attention masks of padded batches, and of long new parts of prompts whose beginning is known", "SIZE"
@@ -170,9 +166,7 @@ class Settings:
     selection: Auto | Selection = option(
         "auto", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"
     )
-    core_share: Share = option(  # alpha
-        0.2, "with affinity: of the visual tokens that are kept for saliency alone", "SHARE"
-    )
+    core_share: Share = option(0.2, "with affinity: of the visual tokens that are kept for saliency alone", "SHARE")  # alpha
     expansion_weight: Annotated[float, Range(0, 10**6)] = option(  # lambda
         2.0, "with affinity: what a token loses for experts that the core does not use", "WEIGHT"
     )

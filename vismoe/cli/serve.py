@@ -1,11 +1,9 @@
 """`vismoe serve`: the OpenAI-compatible server. Its flags come from `ServeOptions`, which holds every default."""
 
 import argparse
-import dataclasses
 import importlib.util
 import logging
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from vismoe.flags import (
     load_engine,
     one_model,
 )
+from vismoe.ranges import Rule, Several, rules_of
 
 __all__ = ["SERVE"]
 
@@ -39,40 +38,7 @@ def size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from error
 
 
-# The meaning of each option for a user: (placeholder, reader, sentence). A test checks that they match ServeOptions.
-MEANINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "host": ("ADDRESS", str, "address to listen on; other machines can only be served with an API key"),
-    "port": ("PORT", int, "port to listen on; 0 takes any free port"),
-    "no_api_key": ("", bool, "serve other machines without an API key"),
-    "served_model_name": ("NAME", str, "model name for clients (default: the name of its folder or repository)"),
-    "allow_hosts": ("NAME", str, "a further host name of this server, e.g. of a reverse proxy; repeat for more"),
-    "allow_origins": (
-        "ORIGIN",
-        str,
-        "origin of a web page that may call the server, e.g. http://localhost:3000; repeat for more",
-    ),
-    "allow_remote_images": ("", bool, "download images that requests name by http(s) URL, only from public addresses"),
-    "image_folder": ("FOLDER", Path, "requests may name images in this folder by path"),
-    "max_body_bytes": ("SIZE", size, "largest request"),
-    "max_images": ("N", int, "most images in a request"),
-    "max_pixels": ("N", int, "most pixels in an image"),
-    "max_image_bytes": ("SIZE", size, "largest encoded image"),
-    "image_timeout_s": ("SECONDS", float, "longest time to download a request's images"),
-    "no_reuse": (
-        "",
-        bool,
-        "compute every prompt completely: bits do not depend on earlier requests, but the first word takes longer",
-    ),
-    "fixed_policy": ("", bool, "refuse requests for another policy or other formats, which make all other requests wait"),
-    "max_waiting": ("N", int, "most waiting requests; further ones are refused (429)"),
-    "memory_timeout_s": (
-        "SECONDS",
-        float,
-        "longest wait of a request for memory that other requests hold (--request-memory), then 429",
-    ),
-    "body_timeout_s": ("SECONDS", float, "longest time for a request to arrive"),
-    "drain_s": ("SECONDS", float, "time at shutdown to finish running answers"),
-}
+OPTIONS = {name: rule for name, rule in rules_of(ServeOptions).items() if rule.meaning}  # others have flags of their own
 FLAGS = {
     "allow_hosts": "--allow-host",
     "allow_origins": "--allow-origin",
@@ -93,9 +59,8 @@ def serve_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="file of keys, one a line, # for comments; hides keys from other users"
     )
-    for field in dataclasses.fields(ServeOptions):
-        if field.name in MEANINGS:
-            _add_flag(group, field)
+    for rule in OPTIONS.values():
+        _add_flag(group, rule)
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info logs a line per request (default: info)")
     add_request_options(parser, "max_tokens", "image_tokens")
     add_model_flags(parser)
@@ -103,25 +68,24 @@ def serve_arguments(parser: ArgumentParser) -> None:
     add_ray_flags(parser)
 
 
-def _add_flag(group: Any, field: "dataclasses.Field[Any]") -> None:
-    placeholder, reader, meaning = MEANINGS[field.name]
-    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": meaning}
-    if reader is bool:
+def _add_flag(group: Any, rule: Rule) -> None:
+    kind, default = rule.kinds[0], rule.default
+    options: dict[str, Any] = {"dest": rule.name, "default": argparse.SUPPRESS, "help": rule.meaning}
+    if isinstance(kind, Several):
+        options |= {"action": "append", "metavar": rule.placeholder}
+    elif kind.type is bool:
         options["action"] = "store_true"
     else:
-        options |= {"type": reader, "metavar": placeholder}
-        default: Any = field.default
-        shown = format_bytes(default) if reader is size else default
-        if default == ():
-            options["action"] = "append"
-        elif default is not None:
-            options["help"] += f" (default: {shown})"
-    group.add_argument(FLAGS.get(field.name, f"--{field.name.replace('_', '-')}"), **options)
+        in_bytes = kind.range.unit == "bytes"
+        options |= {"type": size if in_bytes else kind.type, "metavar": rule.placeholder}
+        if default is not None:
+            options["help"] += f" (default: {format_bytes(default) if in_bytes else default})"
+    group.add_argument(FLAGS.get(rule.name, f"--{rule.name.replace('_', '-')}"), **options)
 
 
 def serve_options(arguments: Namespace) -> ServeOptions:
     """The server options from these flags. Raises ConfigError."""
-    given = {name: getattr(arguments, name) for name in MEANINGS if name in arguments}
+    given = {name: getattr(arguments, name) for name in OPTIONS if name in arguments}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     keys = (*arguments.api_key, *(_keys_in(arguments.api_key_file) if arguments.api_key_file else ()))
     return ServeOptions(api_keys=keys, **{**given, **lists, **given_options(arguments)})

@@ -19,7 +19,7 @@ SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page dif
 SERVER_DEFAULTS = {**SERVING_DEFAULTS, "request_memory": "512MiB"}  # and the server alone
 NO_STORE = "none"  # as a setting: read in place, whatever is packed
 NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
-UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
+UNMEASURED_IO_THREADS = 2  # where the disk was not measured
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 FORMAT_NAMES: dict[str, Format | None] = {
     "lossless": Format.LOSSLESS, "raw": Format.RAW, "16": Format.RAW, "int8": Format.INT8, "8": Format.INT8,
@@ -144,7 +144,7 @@ class Settings:
         "auto", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"
     )
     policy: PolicyName = option(  # exact: all experts are in `format`
-        "exact", "who decides formats at run time: hotness (DynaExq), importance (DyMoE), both, or exact: nobody"
+        "exact", "what decides formats at run time: hotness (DynaExq), importance (DyMoE), both; exact: they are fixed"
     )
     formats: Pair = option(
         "4/2", "the two formats a policy moves experts between, e.g. 16/4, 4/2, lossless/int8 or 4/0 (0: skip)", "HIGH/LOW"
@@ -176,7 +176,7 @@ class Settings:
     visual_top_k: Annotated[int, Range(1, 2**12, "experts")] | None = option(
         None, "experts that a visual token uses, fewer than the model's own number; cuts what prefill reads", "K"
     )
-    lookahead: Literal["auto", "none", "gate", "learned"] = option("auto", "who says which experts are needed soon")
+    lookahead: Literal["auto", "none", "gate", "learned"] = option("auto", "what predicts which experts are needed soon")
     calibration: File | None = option(None, "what vismoe calibrate made; without it, that beside the checkpoint", "FOLDER|none")
     window: Annotated[int, Range(1, MOST_LAYERS, "layers")] = option(  # W
         5, "how many MoE layers the lookahead looks ahead, and eviction protects", "LAYERS"
@@ -213,7 +213,7 @@ class Settings:
         pair = self.pair
         if pair is not None and pair.low is None and "hotness" in self.policy:
             raise ConfigError(
-                f"formats={self.formats!r} with policy={self.policy!r}: who is not hot has to be computed in some format. "
+                f"formats={self.formats!r} with policy={self.policy!r}: experts that are not hot need a format, too. "
                 "Fix: a pair such as 4/2 (--formats 4/2), or --policy importance"
             )
         if pair is not None and self.format != "auto":

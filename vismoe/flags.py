@@ -225,7 +225,7 @@ READERS = {"emulated_link_bytes_per_s": bytes_per_s, "image_tokens": image_token
 @contextlib.contextmanager
 def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
     """Within, Ctrl-C ends the process at once. While libraries are imported and a model is read there is nothing to put in order,
-    and a KeyboardInterrupt could be lost in somebody's destructor or arrive wrapped in an ImportError.
+    and a KeyboardInterrupt could be lost in a library's destructor or arrive wrapped in an ImportError.
     """
 
     def leave(number: int, frame: Any) -> None:

@@ -30,12 +30,9 @@ class FeatureSizes:
     window: int  # W
 
 
-"""The inputs at one layer, float32; rows of the window past the last layer are zeros."""
-
-
 @dataclass(frozen=True)
 class Features:
-    """The inputs at one layer, float32; those at the end of the window, past the last layer, are zeros."""
+    """The inputs at one layer, float32; rows of the window past the last layer are zeros."""
 
     present: np.ndarray  # [E] share of the tokens that chose each expert of this layer
     use: np.ndarray  # [W, E] decayed use of the next layers' experts in this request

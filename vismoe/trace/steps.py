@@ -25,12 +25,11 @@ PHASES = tuple(Phase)
 
 
 NOTHING_SEEN = Evidence(np.empty(0, np.float16), None, None)
-"""The choices of one MoE layer's router in one step; T here counts the tokens that reached the layer."""
 
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """What the router of one MoE layer chose in one step; T here counts the tokens that reached the layer."""
+    """The choices of one MoE layer's router in one step; T here counts the tokens that reached the layer."""
 
     layer: int
     expert_ids: np.ndarray  # [T, K] int16; ids from num_experts up are sentinels (no expert)

@@ -47,7 +47,7 @@ class Changes:
             return change(*given, **named)
         return under(self.lock, self._make, change, *given, **named)
 
-    def _make(self, change: Callable[..., Made], *given: Any, **named: Any) -> Made:
+    def _make(self, change: Callable[..., Any], *given: Any, **named: Any) -> Any:
         if self._torn:
             self._repair()
         self._torn = True

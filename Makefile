@@ -34,6 +34,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Worker pools of torch that spin while they wait slow each other down when two processes share the cores.
 export GOMP_SPINCOUNT ?= 2000
 PYTEST_WORKERS ?= 2
+# A file stays on one worker, which makes its fixtures once; tests/conftest.py says which files start first.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest models check lint types format clean
@@ -46,11 +48,10 @@ demo: $(BASE) ## ask the bundled model about a picture, with a quarter of its ex
 	@$(BIN)/vismoe chat --verbose --memory 25% --image assets/images/demo.png "What is in the picture?"
 
 test: $(DEV) ## the test suite
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supported
-	@PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile \
-		$(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
 
 models: $(OLDEST)/.done ## write docs/models.md
 	@$(BIN)/python tests/models_page.py $$(PYTHONPATH=$(OLDEST) $(BIN)/python tests/models_page.py --names)

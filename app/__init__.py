@@ -1,1 +1,1 @@
-"""What people meet besides the command line: the chat page."""
+"""User interfaces besides the command line: the chat page and the server."""

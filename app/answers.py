@@ -1,4 +1,4 @@
-"""Answers in the OpenAI API's form, built with the `openai` package's own types, and our figures as the field `vismoe`. Pure."""
+"""Answers in the OpenAI API's form, built with the `openai` package's own types, with statistics in the field `vismoe`. Pure."""
 
 import time
 import uuid
@@ -23,19 +23,19 @@ Finish = Literal["stop", "length"]
 
 
 class VismoeFigures(BaseModel):
-    """What was done for an answer: the field `vismoe` of a response. Seconds are wall time, bytes those of experts."""
+    """Statistics of an answer: the field `vismoe` of a response. Seconds are wall time, bytes those of experts."""
 
-    policy: str  # that decided the formats of experts; exact: nobody did
-    pair: str | None  # that it chose from, e.g. int4/int2; None: every expert was in one format
-    retention: float | None  # mean share of the demanded experts in the better format, where the policy has importance in it
+    policy: str  # that chose the formats of experts; exact: none
+    pair: str | None  # the pair from which it chose, e.g. int4/int2; None: every expert had the same format
+    retention: float | None  # mean share of the demanded experts in the better format, if the policy includes importance
     formats: dict[str, float]  # share of the expert computations in each format
-    keep: float  # share of the visual tokens that deeper layers saw; 1: nothing was dropped
-    selection: str | None  # how they were chosen; None: nothing was dropped
+    keep: float  # share of the visual tokens that were kept; 1: all
+    selection: str | None  # how they were chosen; None: all were kept
     images: int
-    encoded_images: int  # that went through the vision tower for this request; the others were known
+    encoded_images: int  # encoded for this request; the others were cached
     visual_tokens: int
     kept_visual_tokens: int
-    reused_tokens: int  # of the prompt, taken over from an earlier request
+    reused_tokens: int  # of the prompt, reused from an earlier request
     queue_seconds: float
     encode_seconds: float
     prefill_seconds: float
@@ -87,7 +87,7 @@ class VismoeFigures(BaseModel):
 
 
 def served_model(name: str, context_tokens: int) -> Model:
-    """The model as /v1/models lists it; `max_model_len` is where other servers say it, too."""
+    """The model as /v1/models lists it; other servers use `max_model_len`, too."""
     fields = dict(id=name, created=int(time.time()), object="model", owned_by="vismoe", max_model_len=context_tokens)
     return Model.model_validate(fields)
 
@@ -138,7 +138,7 @@ class ChatAnswer:
         return self._chunk(ChoiceDelta(content=text))
 
     def closing(self, figures: "Figures") -> list[ChatCompletionChunk]:
-        """Chunks after the last piece of text; the last of all has our figures."""
+        """Chunks after the last piece of text; the very last one has the statistics."""
         extras = extras_of(figures)
         if not self._include_usage:
             return [self._chunk(ChoiceDelta(), finish_of(figures), **extras)]
@@ -153,7 +153,7 @@ class ChatAnswer:
 
 
 class TextAnswer:
-    """The answer to a completion request; its chunks have the form of the whole."""
+    """The answer to a completion request; its chunks have the form of the whole answer."""
 
     def __init__(self, model: str, include_usage: bool = False):
         self.id = f"cmpl-{uuid.uuid4().hex}"
@@ -177,6 +177,6 @@ class TextAnswer:
         return [self._completion("", finish_of(figures)), usage]
 
     def _completion(self, text: str, finish: Finish | None, **extras: Any) -> Completion:
-        # A chunk has no finish_reason yet; the package's type knows whole completions only.
+        # A chunk has no finish_reason yet, but the package's type is for whole completions.
         choice = CompletionChoice.construct(index=0, text=text, finish_reason=finish, logprobs=None)
         return Completion.construct(**self._head, object="text_completion", choices=[choice], **extras)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server as an ASGI application: its addresses, and what stands behind each."""
+"""The OpenAI-compatible server as an ASGI application: its routes and their handlers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,14 +27,14 @@ from vismoe.config import SERVER_DEFAULTS, parse_bytes
 
 __all__ = ["create_app"]
 
-NOT_FOUND = "there is nothing at this address; requests go to /v1/chat/completions, /v1/completions, /v1/models"
+NOT_FOUND = "there is no such address. Fix: use /v1/chat/completions, /v1/completions, /v1/models"
 
 
 def create_app(engine: Any, options: ServeOptions) -> FastAPI:
-    """The application. Whoever runs it closes the engine afterwards; `app.state.callers.drain` ends it gently.
+    """The application. The caller closes the engine after running it; `app.state.callers.drain` ends it gently.
 
-    What requests hold is bounded by the engine's setting `request_memory`, which is in its plan; by `SERVER_DEFAULTS`, beside the
-    plan, where an engine was loaded without. Raises ConfigError where `options` name a folder that is not there.
+    The engine's setting `request_memory`, which its plan includes, bounds the memory of requests; for an engine loaded without
+    it, `SERVER_DEFAULTS` bounds that memory outside the plan. Raises ConfigError if `options` name a folder that does not exist.
     """
     model = served_model(options.served_model_name or served_name(engine.name), engine.plan.context)
     planned = engine.settings.request_memory_bytes or parse_bytes(SERVER_DEFAULTS["request_memory"])
@@ -61,7 +61,9 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
         any_name=bool(options.api_keys) and not is_loopback(options.host),
         any_address=not is_loopback(options.host),
     )
-    if options.allow_origins:  # outside the gate: browsers ask before they send a key, and must be able to read refusals
+    if (
+        options.allow_origins
+    ):  # outside the gate, because browsers send preflight requests without a key and must be able to read refusals
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allow_origins,
@@ -80,7 +82,7 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         if name != model.id:
-            raise ApiError(404, f"there is no model of this name; this server has {model.id}", "model", "model_not_found")
+            raise ApiError(404, f"there is no model of this name. Fix: use {model.id}", "model", "model_not_found")
         return JSONResponse(listed(model, engine.precision, options.fixed_policy))
 
     @app.api_route("/health", methods=["GET", "HEAD"])

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients know them: a status, and `{"error": {message, type, param, code}}`. One mapping for all of them.
+"""Errors in the form of OpenAI's API: a status, and `{"error": {message, type, param, code}}`. All errors are mapped here.
 
-What a client did is said in one sentence; what happened inside is written to the log under an id, and the client reads the id.
+A client's error is described in one sentence; an internal error goes to the log under an id, and the client receives the id.
 """
 
 import logging
@@ -22,13 +22,14 @@ __all__ = ["ApiError", "api_error_of", "error_body", "error_response"]
 log = logging.getLogger("vismoe.serve")
 
 MAX_MESSAGE_CHARACTERS = 500
-FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/'\":,]+/)+")  # of an absolute path, up to its last part
+FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/'\":,]+/)+")  # the folders of an absolute path
 RETRY_S = 5
 
 
 @dataclass
 class ApiError(Exception):
-    """What the client reads. `param`: the field of the request it is about, e.g. `messages[0].content[1].image_url.url`."""
+    """An error for the client. `param`: the field of the request that it is about, e.g.
+    `messages[0].content[1].image_url.url`."""
 
     status: int
     message: str
@@ -47,7 +48,7 @@ class ApiError(Exception):
 
     @classmethod
     def no_memory(cls, waited_s: float) -> "ApiError":
-        message = f"other requests hold the memory for bodies and pictures, for more than {waited_s:.3g} s. Fix: try again later"
+        message = f"other requests hold the memory for bodies and pictures (waited {waited_s:.3g} s). Fix: try again later"
         return cls(429, message, None, "request_memory", "rate_limit_error", {"Retry-After": str(RETRY_S)})
 
     @classmethod
@@ -57,7 +58,7 @@ class ApiError(Exception):
 
 
 def api_error_of(error: BaseException) -> ApiError:
-    """What to tell the client about any exception; what is our own fault goes into the log with an id."""
+    """The ApiError for any exception; internal errors go to the log with an id."""
     match error:
         case ApiError():
             return error
@@ -65,7 +66,7 @@ def api_error_of(error: BaseException) -> ApiError:
             return ApiError(400, _short(str(error)), "messages", "context_length_exceeded")
         case InputError():
             return ApiError(400, _short(str(error)))
-        case ConfigError() | BudgetError():  # in a request: a policy or formats that memory, or the store, is too small for
+        case ConfigError() | BudgetError():  # in a request: the store or memory does not allow its policy or formats
             return ApiError(400, FOLDERS.sub("", str(error)), "vismoe", "cannot_be_planned")
         case ClosedError():
             return ApiError.closing()
@@ -75,7 +76,7 @@ def api_error_of(error: BaseException) -> ApiError:
             return ApiError(error.status_code, f"{error.detail}", headers=error.headers or {})
     mark = uuid.uuid4().hex[:12]
     log.error("internal error %s", mark, exc_info=error)
-    return ApiError(500, f"an error inside the server, in its log as {mark}", None, "internal_error", "server_error")
+    return ApiError(500, f"internal error; the server's log has it as {mark}", None, "internal_error", "server_error")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request, without its values."""
+    """The first error in a request, without the request's values."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     reason = {"missing": "is missing", "extra_forbidden": "is not a parameter of this server. Fix: leave it out"}

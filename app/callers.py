@@ -1,7 +1,7 @@
-"""Who is being served: how many may wait, what happens when one goes away, and how the last ones leave at the end.
+"""The requests being served: how many may wait, what happens when a client disconnects, and how the server ends them.
 
-All of it lives on the event loop's thread, so nothing here needs a lock. A caller that left has its reply cancelled, whether the
-reply is there already or comes later; the engine stops it within a token.
+All of this runs on the event loop's thread, so no locks are needed. When a client disconnects, its reply is cancelled, even if
+the reply starts later; the engine stops it within a token.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from vismoe.app.request_memory import MemoryShare, RequestMemory
 __all__ = ["Caller", "Callers"]
 
 POLL_S = 0.05
-LAST_WORDS_S = 5.0  # to tell those who are sent away why
+LAST_WORDS_S = 5.0  # time for clients to receive the reason when requests are ended
 
 
 class Caller:
     """One request from its admission to the last byte of its answer."""
 
     def __init__(self, memory: MemoryShare) -> None:
-        self.memory = memory  # what it holds
-        self.sent_away: ApiError | None = None  # why we ended it
+        self.memory = memory  # its share of the request memory
+        self.sent_away: ApiError | None = None  # why the server ended it
         self.left = False
-        self.waits = True  # its reply has not been asked for yet
+        self.waits = True  # its reply has not been requested from the engine yet
         self._reply: Any = None
         self._watch: asyncio.Task[None] | None = None
 
     def watch(self, receive: Receive) -> None:
-        """Leave as soon as the connection closes; once the body was read."""
+        """Leave as soon as the connection closes; call this after the body was read."""
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_gone(receive))
 
     def takes(self, reply: Any) -> None:
@@ -43,15 +43,15 @@ class Caller:
             reply.cancel()
 
     def check(self) -> None:
-        """Raises what ended this request early: the ApiError it was sent away with, or ClientDisconnect."""
+        """Raises what ended this request early: the server's ApiError, or ClientDisconnect."""
         if self.left:
             raise self.sent_away or ClientDisconnect
 
     def leave(self, sent_away: ApiError | None = None) -> None:
-        """Nobody wants the answer any more; may be called twice, and after the end."""
+        """Cancel the answer; may be called twice, and after its end."""
         self.left = True
         self.sent_away = self.sent_away or sent_away
-        watch, self._watch = self._watch, None  # which holds us, and what ended it holds it
+        watch, self._watch = self._watch, None  # breaks a reference cycle through the task
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
         self.memory.stop_waiting(self.sent_away or ClientDisconnect())
@@ -59,7 +59,7 @@ class Caller:
             self._reply.cancel()
 
     def forget(self) -> None:
-        """The reply is read, or nobody's any more: its pictures are large."""
+        """Release the reply, whose pictures are large."""
         self._reply = None
 
     async def _leave_when_gone(self, receive: Receive) -> None:
@@ -69,7 +69,7 @@ class Caller:
 
 
 class Callers:
-    """Everybody who is being served. Who waits inside the engine, it says itself (`load`); who has yet to get there, we count."""
+    """All requests being served. The engine reports those that wait inside it (`load`); this object counts those before it."""
 
     def __init__(self, engine: Any, max_waiting: int, memory: RequestMemory):
         self._engine, self._max_waiting, self._memory = engine, max_waiting, memory
@@ -81,11 +81,11 @@ class Callers:
 
     @property
     def waiting(self) -> int:
-        """Requests that do not run yet."""
+        """Requests that are not running yet."""
         return sum(caller.waits for caller in self._here) + self._engine.load.waiting
 
     def enter(self) -> Caller:
-        """Admits a request. Raises ApiError when the server is closing, or when too many wait."""
+        """Admits a request. Raises ApiError if the server is closing, or if too many requests wait."""
         if self.draining:
             raise ApiError.closing()
         if self.waiting >= self._max_waiting:
@@ -95,7 +95,7 @@ class Callers:
         return caller
 
     def ends(self, caller: Caller) -> None:
-        """The answer is out, or nobody wants it. What it holds is given back once its reply has ended, too."""
+        """Ends a request. Its memory is released after its reply has ended, too."""
         caller.leave()
         caller.forget()
         if caller in self._here:
@@ -103,9 +103,9 @@ class Callers:
             caller.memory.let_go()
 
     async def drain(self, timeout_s: float) -> None:
-        """No new callers; waits for those that are here, and sends them away after `timeout_s` if nobody did before.
+        """Admits no new requests, waits for the current ones, and ends the rest after `timeout_s`.
 
-        Meanwhile those nearest to their end go first: all of them by turns would all be late.
+        Meanwhile the engine prefers the requests nearest to their end; taking turns would make all of them late.
         """
         self.draining = True
         self._engine.hurry()
@@ -114,7 +114,7 @@ class Callers:
         await self._until(lambda: not self._here, LAST_WORDS_S)
 
     def send_away(self) -> None:
-        """Cancels every answer under way; the callers read why."""
+        """Cancels every running answer; clients receive the reason."""
         self.draining = self._closed = True
         for caller in list(self._here):
             caller.leave(ApiError.closing())

@@ -1,7 +1,7 @@
-"""The life of a request: admitted, read, checked, its images opened, asked of the engine, and answered whole or in events.
+"""The life of a request: admit, read and check it, open its images, start the engine's reply, and answer whole or in events.
 
-Nothing blocks the event loop: bodies are parsed and prompts are built in a few threads, and pieces of text come from the engine's
-thread through a queue. Whatever ends a request early (the client left, the server closes, an error), its reply is cancelled.
+Nothing blocks the event loop: a few threads parse bodies and build prompts, and pieces of text come from the engine's thread
+through a queue. If a request ends early (the client left, the server closes, an error), its reply is cancelled.
 """
 
 import asyncio
@@ -30,25 +30,25 @@ from vismoe.app.schemas import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    PrecisionRequest,
     Sampling,
     count_values,
     parse,
 )
 from vismoe.errors import InputError
 from vismoe.models.inputs.rgb import Header
+from vismoe.options import RequestOptions
 
 __all__ = ["Completions"]
 
-PREPARERS = 4  # requests whose prompts are built at the same time: decoded images are large
-BEAT_S = 15.0  # between two signs of life while there is no text yet: proxies cut silent connections
+PREPARERS = 4  # prompts that are built at the same time; decoded images are large
+BEAT_S = 15.0  # between two keep-alive events while there is no text yet, because proxies close silent connections
 BEAT = b": still at it\n\n"
-CHARACTERS_OF_A_TOKEN = 256  # at most: runs of blanks are the longest
-EMPTY = ContentPart(type="text", text="")  # what an assistant said who said nothing
+CHARACTERS_OF_A_TOKEN = 256  # the most in one token; runs of blanks are the longest
+EMPTY = ContentPart(type="text", text="")  # content of an assistant message without text
 REQUEST_ID = "X-Request-ID"
-STEP_BYTES = 2**20  # by which a body of unknown length grows
+STEP_BYTES = 2**20  # buffer growth for a body of unknown length
 
-Call = Callable[[], Any]  # asks the engine and returns its reply
+Call = Callable[[], Any]  # starts and returns the engine's reply
 Result = TypeVar("Result")
 Answer = ChatAnswer | TextAnswer
 
@@ -67,8 +67,8 @@ class Completions:
 
         async def call(request: ChatRequest, share: MemoryShare) -> Call:
             options = self._chat_options(request)
-            messages = await self._messages(request, share, options["image_tokens"])
-            return partial(self._engine.chat, messages, **options)
+            messages = await self._messages(request, share, options.image_tokens)
+            return partial(self._engine.chat, messages, options)
 
         return await self._answer(http, ChatRequest, call, ChatAnswer)
 
@@ -79,8 +79,7 @@ class Completions:
             self._check_length(len(request.prompt), "prompt")
             await share.grow(MemoryKind.PICTURES, of_text := text_bytes([request.prompt]))
             share.decoded(0, of_text)
-            options = {"max_tokens": request.max_tokens or self._options.max_tokens, **self._options_of_all(request)}
-            return partial(self._engine.complete, request.prompt, **options)
+            return partial(self._engine.complete, request.prompt, self._request_options(request))
 
         return await self._answer(http, CompletionRequest, call, TextAnswer)
 
@@ -90,17 +89,17 @@ class Completions:
         caller = self._callers.enter()
         try:
             call, wish = await self._asked(http, caller, kind, call_of)
-            caller.memory.shrink(MemoryKind.LARGE_BODY, 0)  # the body is gone, and what was parsed of it
+            caller.memory.shrink(MemoryKind.LARGE_BODY, 0)  # the body and its parsed form are released
             caller.memory.shrink(MemoryKind.BODY, BASE_BYTES)
             reply = await self._in_thread(unless_left, caller, call)
-            del call  # which holds the pictures
+            del call  # releases the pictures
             said = Said(reply, caller.memory)
             caller.memory.is_built()
             caller.takes(reply)
             answer = form(self._model, wish.include_usage)
             if wish.stream:
                 pieces = said.pieces(BEAT_S)
-                if wish.change:  # which may turn out to be impossible: no head before that is known
+                if wish.change:  # a change may be impossible, so the response waits until that is known
                     pieces = await begun(pieces)
                 return EventStream(answer, reply, pieces, caller, partial(self._callers.ends, caller))
             text = "".join([piece async for piece in said.pieces()])
@@ -114,7 +113,7 @@ class Completions:
     async def _asked(
         self, http: Request, caller: Caller, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
     ) -> tuple[Call, "Wish"]:
-        """What a request asks of the engine, and how it wants the answer. Its body and its text are gone when this returns."""
+        """The call to the engine for a request, and the form of the answer. Body and text are released when this returns."""
         share = caller.memory
         await share.grow(MemoryKind.BODY, BASE_BYTES)
         body = await body_of(http, share)
@@ -129,20 +128,20 @@ class Completions:
 
     def _check_model(self, asked: str | None) -> None:
         if asked not in (None, self._model):
-            message = f"there is no model of this name; this server has {self._model}"
+            message = f"there is no model of this name. Fix: use {self._model}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def _check_length(self, characters: int, param: str) -> None:
-        """Text that cannot fit is refused before it is cut into tokens, which takes long."""
+        """Refuses text that is certainly too long before tokenizing it, which takes long."""
         most = CHARACTERS_OF_A_TOKEN * self._engine.plan.context
         if characters > most:
-            message = f"{characters:,} characters, more than a context of {self._engine.plan.context:,} tokens can hold"
+            message = f"{characters:,} characters are more than a context of {self._engine.plan.context:,} tokens can hold"
             raise ApiError(400, message, param, "context_length_exceeded")
 
     async def _messages(
         self, request: ChatRequest, share: MemoryShare, image_tokens: tuple[int, int] | None
     ) -> list[dict[str, Any]]:
-        """The conversation in the engine's form, with its images opened."""
+        """The conversation in the engine's form, with opened images."""
         messages, sizes = request.conversation, request.sizes
         texts = [part.text for message in messages for part in message.content or () if part.text]
         self._check_length(sum(map(len, texts)), "messages")
@@ -171,7 +170,7 @@ class Completions:
             cost = picture_cost(header, self._engine.prompts.look(image_tokens, next(asked)))
             tokens += cost.tokens
             if tokens >= context:
-                message = f"the images take {tokens:,} tokens or more, the planned context is {context:,}. Fix: smaller images"
+                message = f"the images need at least {tokens:,} tokens, the planned context is {context:,}. Fix: smaller images"
                 raise ApiError(400, message, "messages", "context_length_exceeded")
             return cost
 
@@ -180,35 +179,27 @@ class Completions:
         except InputError as error:
             raise ApiError(400, str(error), "messages", "invalid_image") from error
 
-    def _chat_options(self, request: ChatRequest) -> dict[str, Any]:
-        ours = request.vismoe
-        tokens = tuple(ours.image_tokens) if ours and ours.image_tokens else self._options.image_tokens
-        context = self._engine.plan.context
-        if tokens and tokens[1] > context:
-            raise ApiError(400, f"image_tokens up to {tokens[1]}, the context has {context}", "vismoe.image_tokens")
-        return {
-            "max_tokens": request.max_completion_tokens or request.max_tokens or self._options.max_tokens,
-            "image_tokens": tokens,
-            "keep": ours.keep if ours else None,
-            "selection": ours.selection if ours else None,
-            **self._options_of_all(request),
-        }
+    def _chat_options(self, request: ChatRequest) -> RequestOptions:
+        options, context = self._request_options(request, self._options.image_tokens), self._engine.plan.context
+        if (tokens := options.image_tokens) and tokens[1] > context:
+            raise ApiError(400, f"image_tokens up to {tokens[1]} exceed the context of {context} tokens", "vismoe.image_tokens")
+        return options
 
-    def _options_of_all(self, request: Sampling) -> dict[str, Any]:
-        """What requests of both kinds ask of the engine. Raises ApiError."""
-        ours = request.vismoe or PrecisionRequest()
-        if ours.change and self._options.fixed_policy:
+    def _request_options(self, request: Sampling, image_tokens: tuple[int, int] | None = None) -> RequestOptions:
+        """The engine options of a request of either kind. Raises ApiError."""
+        ours, serve = request.vismoe, self._options
+        if ours and ours.change and serve.fixed_policy:
             message = "this server runs one policy with one pair of formats (--fixed-policy). Fix: leave it out"
             raise ApiError(403, message, f"vismoe.{ours.change}", "policy_is_fixed")
-        reuse = ours.reuse is not False and not self._options.no_reuse
-        return {"reuse": reuse, **ours.options, **request.sampling(self._model_samples)}
+        usual = RequestOptions(max_tokens=serve.max_tokens, image_tokens=image_tokens, reuse=not serve.no_reuse)
+        return request.options(usual, self._model_samples)
 
     async def _in_thread(self, task: Callable[..., Result], *arguments: Any) -> Result:
         return await to_thread.run_sync(task, *arguments, limiter=self._threads)
 
 
 class EventStream(Response):
-    """An answer as server-sent events. `ends` is called when the last one is out, or nobody reads on."""
+    """An answer as server-sent events. Calls `ends` after the last event, or when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -238,27 +229,27 @@ class EventStream(Response):
             yield b"data: [DONE]\n\n"
         except ClientDisconnect:
             raise
-        except Exception as error:  # the boundary of a request whose answer has begun: it can only end with an event
+        except Exception as error:  # the boundary of a request whose answer has begun, which can only end with an event
             yield b"event: error\n" + data(error_body(api_error_of(error)))
 
 
 def unless_left(caller: Caller, call: Call) -> Any:
-    """The reply, unless the caller left while others' prompts were built."""
+    """Starts the reply, unless the client left while other prompts were built."""
     caller.check()
     return call()
 
 
 @dataclass(frozen=True)
 class Wish:
-    """How an answer is wanted."""
+    """The form in which a client wants the answer."""
 
     stream: bool
     include_usage: bool
-    change: bool  # another policy or other formats
+    change: bool  # the request changes policy or formats
 
 
 class Said:
-    """A reply's text as it comes. The reply holds `share` together with its caller until it has ended."""
+    """A reply's text as it arrives. The reply and its caller both hold `share` until the reply has ended."""
 
     def __init__(self, reply: Any, share: MemoryShare):
         arrived = asyncio.Queue[str | None]()
@@ -271,14 +262,14 @@ class Said:
             if piece is None:
                 share.let_go()
 
-        def put(piece: str | None) -> None:  # on the model's thread
-            with suppress(RuntimeError):  # the loop was closed: nobody reads
+        def put(piece: str | None) -> None:  # runs on the model's thread
+            with suppress(RuntimeError):  # the loop was closed, so there is no reader
                 loop.call_soon_threadsafe(arrive, piece)
 
         reply.deliver_to(put)
 
     async def pieces(self, beat_s: float | None = None) -> AsyncIterator[str]:
-        """An empty piece whenever `beat_s` passed without any. Raises the reply's error."""
+        """Yields the text, and an empty piece whenever `beat_s` passed without any. Raises the reply's error."""
         while True:
             try:
                 async with asyncio.timeout(beat_s):
@@ -294,14 +285,14 @@ class Said:
 
 
 async def body_of(http: Request, share: MemoryShare) -> bytearray:
-    """The body, once `share` holds it. Raises ApiError."""
-    announced = int(http.headers.get("content-length", 0))  # the gate has looked at it
+    """Reads the body, after `share` holds memory for it. Raises ApiError."""
+    announced = int(http.headers.get("content-length", 0))  # the gate has checked it
     kind = MemoryKind.LARGE_BODY if announced > LARGE_BODY_BYTES or "transfer-encoding" in http.headers else MemoryKind.BODY
     held = body_bytes(announced)
     await share.grow(kind, held)
     body = bytearray()
     async for chunk in http.stream():
-        if (more := body_bytes(len(body) + len(chunk)) - held) > 0:  # of a length that nobody has announced
+        if (more := body_bytes(len(body) + len(chunk)) - held) > 0:  # a body without an announced length
             await share.grow(kind, more + STEP_BYTES)
             held += more + STEP_BYTES
         body += chunk
@@ -309,7 +300,7 @@ async def body_of(http: Request, share: MemoryShare) -> bytearray:
 
 
 async def begun(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The same pieces, once the first one or the first beat is there. Raises what came in its place."""
+    """The same pieces, after the first piece or keep-alive arrived. Raises the error that came instead."""
     first = await anext(pieces, None)
 
     async def all_of_them() -> AsyncIterator[str]:
@@ -330,5 +321,5 @@ def event(chunk: BaseModel) -> bytes:
 
 
 def data(value: Any) -> bytes:
-    """One event. In ASCII, because some clients break lines at characters that Unicode calls line separators."""
+    """One event, in ASCII, because some clients break lines at characters that Unicode calls line separators."""
     return f"data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode()

@@ -1,13 +1,13 @@
-"""Decoding untrusted pictures in processes of their own. One that is slow, greedy or makes a decoder crash costs itself.
+"""Decodes untrusted pictures in separate processes. A picture that is slow, too large or crashes a decoder harms only itself.
 
-A thread cannot be stopped, and a few kilobytes can keep a decoder busy for minutes (a JPEG of thousands of scans over many
-pixels). A process can: one that is late is killed and the next picture gets a new one, so hostile pictures hold a decoder for
-`timeout_s` at most. A mistake in a C decoder does not reach the server, and memory is bounded for each picture, before anything
-of it is decoded, by what its header says it takes (`decoding_bytes`): one that takes more has lied, and fails. A picture is made
-smaller in there, so that what comes back is no larger than was asked for.
-A process takes 0.2 s to start and `PROCESS_BYTES`; it is started with the first picture and then kept.
+A thread cannot be stopped, and a few kilobytes can keep a decoder busy for minutes (a JPEG with thousands of scans over many
+pixels). A process can: a late one is killed and the next picture gets a new one, so a hostile picture occupies a decoder for at
+most `timeout_s`. A bug in a C decoder does not reach the server. Before decoding, memory is limited to what the picture's header
+requires (`decoding_bytes`): a picture that needs more fails. The process also reduces the picture, so that the result is no
+larger than requested. A process takes 0.2 s to start and `PROCESS_BYTES`; the first picture starts it, and it is then kept.
+
 Messages, little endian: a request is `REQUEST` and the source's bytes; an answer is `ANSWER` and a header in JSON, pixels by
-bands of rows, or an error's text. The process says `READY` when it has started, and when what a picture took is given back.
+bands of rows, or an error's text. The process sends `READY` when it has started, and when it has released a picture's memory.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ from vismoe.models.inputs.rgb import Header, decoding_bytes
 
 __all__ = ["PROCESS_BYTES", "Decoder", "Decoders"]
 
-REQUEST = struct.Struct("<??QQQ")  # whether to look only, is base64, most pixels, division of the sides, bytes that follow
-ANSWER = struct.Struct("<?IIQ")  # whether it worked, width, height, bytes that follow
+REQUEST = struct.Struct("<??QQQ")  # header only, is base64, most pixels, divisor of the sides, bytes that follow
+ANSWER = struct.Struct("<?IIQ")  # success, width, height, bytes that follow
 READY = b"ready"
-LOOK_S = 1.0  # between two looks whether the server is still there
+LOOK_S = 1.0  # between two checks that the server still exists
 PROCESS_BYTES = 52 * 2**20  # of a process: 28 MiB without a picture, and the slack
-SLACK_BYTES = 24 * 2**20  # that it may have beside what a picture takes: tables of decoders, the allocator's own
-WEBP_CANVAS_BYTES = 8  # a pixel, of addresses that its header makes the decoder set aside and not touch
-PIECE_BYTES = 3 * 2**16  # of what goes through a pipe at a time
+SLACK_BYTES = 24 * 2**20  # further memory beside the picture: decoder tables, the allocator's own
+WEBP_CANVAS_BYTES = 8  # address space per pixel that the decoder reserves because of the header and does not touch
+PIECE_BYTES = 3 * 2**16  # of one write to a pipe
 BLANKS = bytes(range(9, 14)) + b" "
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 
@@ -59,12 +59,12 @@ class Decoder:
         self._process: subprocess.Popen[bytes] | None = None
 
     def look(self, source: str | bytes, max_pixels: int, timeout_s: float) -> Header:
-        """What the header of encoded bytes or a data: URI says. Raises InputError, whose sentence is fit for the client."""
+        """Reads the header of encoded bytes or a data: URI. Raises InputError, whose text may be shown to the client."""
         answer, _ = self._asked(source, True, max_pixels, 1, timeout_s)
         return Header(**json.loads(bytes(answer)))
 
     def decode(self, source: str | bytes, max_pixels: int, timeout_s: float, reduce: int = 1) -> Image.Image:
-        """An upright RGB picture, its sides divided by about `reduce`. Raises InputError, as `look` does."""
+        """An upright RGB picture, with sides divided by about `reduce`. Raises InputError, as `look` does."""
         return self._asked(source, False, max_pixels, reduce, timeout_s)[1]
 
     def _asked(
@@ -83,28 +83,28 @@ class Decoder:
             return _answer(process, source, only_look, max_pixels, reduce)
         except (OSError, EOFError) as error:
             self.close()
-            reason = f"not within {timeout_s:.3g} s" if late.is_set() else "it takes too much memory or is damaged"
+            reason = f"it took longer than {timeout_s:.3g} s" if late.is_set() else "it needs too much memory or is damaged"
             raise InputError(f"the image could not be decoded: {reason}. Fix: send it as a plain PNG or JPEG") from error
         finally:
             alarm.cancel()
             alarm.join()
-            if late.is_set():  # perhaps only after the answer was there
+            if late.is_set():  # the time may have run out only after the answer arrived
                 process.wait()
 
     def running(self) -> "subprocess.Popen[bytes]":
-        """The process; starts one where there is none."""
+        """The process; starts one if none is running."""
         if self._process is None or self._process.poll() is not None:
-            self.close()  # the pipes of one that ended
+            self.close()  # closes the pipes of an ended process
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vismoe.app.decoding"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the server's business
+                start_new_session=True,  # only the server handles Ctrl-C
                 env=os.environ | ALLOCATOR,
             )
             assert self._process.stdout is not None
-            _exactly(self._process.stdout, len(READY))  # that it has to start is not the picture's fault
+            _exactly(self._process.stdout, len(READY))  # the time of starting does not count for the picture
         return self._process
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Decoder:
 
 
 class Decoders:
-    """`count` decoders, used in order of arrival."""
+    """`count` decoders, which serve requests in order of arrival."""
 
     def __init__(self, count: int):
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="vismoe-decoder")
@@ -125,11 +125,11 @@ class Decoders:
             self._idle.put(decoder)
 
     async def look(self, source: str | bytes, max_pixels: int, timeout_s: float) -> tuple[Header, float]:
-        """(what its header says, seconds that took); waiting for a decoder does not count. Raises InputError."""
+        """(header, seconds of reading it); waiting for a decoder does not count. Raises InputError."""
         return await self._timed(lambda decoder: decoder.look(source, max_pixels, timeout_s))
 
     async def decode(self, source: str | bytes, max_pixels: int, timeout_s: float, reduce: int) -> tuple[Image.Image, float]:
-        """(the picture, seconds that decoding took), as `look`."""
+        """(the picture, seconds of decoding), otherwise as `look`."""
         return await self._timed(lambda decoder: decoder.decode(source, max_pixels, timeout_s, reduce))
 
     async def _timed(self, task: Callable[[Decoder], Result]) -> tuple[Result, float]:
@@ -145,7 +145,7 @@ class Decoders:
             self._idle.put(decoder)
 
     def close(self) -> None:
-        """Ends the processes; what they were decoding fails."""
+        """Ends the processes; running decodings fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for decoder in self._decoders:
             decoder.close()
@@ -154,12 +154,12 @@ class Decoders:
 def _answer(
     process: "subprocess.Popen[bytes]", source: str | bytes, only_look: bool, max_pixels: int, reduce: int
 ) -> tuple[bytes, Image.Image]:
-    """(a header, a picture), one of them empty: what the process makes of the source. Raises OSError or EOFError if it dies."""
+    """(header, picture), one of them empty: the answer of the process. Raises OSError or EOFError if it dies."""
     assert process.stdin is not None and process.stdout is not None
     is_uri = isinstance(source, str)
     begin = data_uri_payload(source) if isinstance(source, str) else 0
     process.stdin.write(REQUEST.pack(only_look, is_uri, max_pixels, reduce, len(source) - begin))
-    for start in range(begin, len(source), PIECE_BYTES):  # never the whole of it once more
+    for start in range(begin, len(source), PIECE_BYTES):  # in pieces, to avoid a second copy
         piece = source[start : start + PIECE_BYTES]
         process.stdin.write(piece.encode("ascii", "replace") if isinstance(piece, str) else piece)
     process.stdin.flush()
@@ -175,7 +175,7 @@ def _answer(
 
 
 def _bands(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of each piece in which a picture goes through the pipe."""
+    """(first row, rows) of each piece of a picture in the pipe."""
     rows = max(1, PIECE_BYTES // (3 * max(1, width)))
     return ((top, min(rows, height - top)) for top in range(0, height, rows))
 
@@ -187,15 +187,15 @@ def _exactly(file: IO[bytes], size_bytes: int) -> bytes:
     return data
 
 
-# -- the process
+# -- in the decoding process
 def main() -> None:
     """Answers requests from stdin until it is closed."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     Image.init()
-    with contextlib.suppress(ImportError):  # of a Pillow that knows no AVIF
+    with contextlib.suppress(ImportError):  # for a Pillow without AVIF
         from PIL import AvifImagePlugin
 
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each has a stack
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each thread needs a stack
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda rest: None)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     own_bytes = _virtual_bytes()
@@ -216,7 +216,7 @@ def main() -> None:
 def _answers(
     requests: IO[bytes], own_bytes: int, only_look: bool, is_base64: bool, max_pixels: int, reduce: int, size_bytes: int
 ) -> Iterator[bytes]:
-    """The answer to a request, the source's bytes still to be read. Raises InputError before its first piece."""
+    """The answer to a request whose source bytes are still to be read. Raises InputError before its first piece."""
     data = _of_base64(_pieces(requests, size_bytes)) if is_base64 else _exactly(requests, size_bytes)
     allowed_bytes = own_bytes + 2 * len(data) + SLACK_BYTES
     _allow(allowed_bytes + (WEBP_CANVAS_BYTES * max_pixels if data[8:12] == b"WEBP" else 0))
@@ -234,7 +234,7 @@ def _answers(
 
 
 def _of_base64(pieces: Iterator[bytes]) -> bytes:
-    """What the text stands for, which is never there as a whole. Raises InputError."""
+    """Decodes base64 in pieces, so that memory never holds the whole text. Raises InputError."""
     data, text = io.BytesIO(), b""
     try:
         for piece in pieces:
@@ -248,7 +248,7 @@ def _of_base64(pieces: Iterator[bytes]) -> bytes:
     except (binascii.Error, ValueError) as error:
         raise InputError(f"the data URI is not valid base64: {error}. Fix: encode the file's bytes again") from error
     finally:
-        for _ in pieces:  # the next request begins behind them
+        for _ in pieces:  # the next request begins after them
             pass
     return data.getvalue()
 
@@ -259,12 +259,12 @@ def _pieces(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
 
 
 def _allow(nbytes: int) -> None:
-    """From now on the process may have so many bytes of addresses."""
+    """Limits the address space of the process from now on."""
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _end_with(parent: int) -> None:
-    """A server that was killed kills nobody: without this, what keeps a decoder busy would keep it busy for minutes more."""
+    """Ends this process with the server: otherwise a slow picture would keep it busy for minutes after the server was killed."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)

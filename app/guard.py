@@ -1,7 +1,7 @@
-"""The gate in front of every route: who may ask, how much they may send and how slowly, and what is written about it.
+"""The gate before every route: which clients are allowed, how much they may send and how slowly, and the access log.
 
-Keys and sizes are checked before a byte of a body is read; `known_hosts` stands in front. Whatever a route raises becomes one
-error response.
+Keys and sizes are checked before a byte of a body is read; `known_hosts` runs before this gate. Every exception of a route
+becomes one error response.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ __all__ = ["Guard"]
 
 log = logging.getLogger("vismoe.serve")
 
-OPEN = ("/health",)  # without a key: load balancers have none
-PAUSE_S = 10.0  # between two pieces of a body, at most: one that stands still holds memory that others wait for
-CLIENT_LEFT = 499  # what proxies write into their logs for it; nobody reads it
+OPEN = ("/health",)  # needs no key, because load balancers have none
+PAUSE_S = 10.0  # most seconds between two pieces of a body: a stalled body holds memory that other requests need
+CLIENT_LEFT = 499  # the status in logs for a client that disconnected; it is never sent
 
 
 class Guard:
@@ -49,7 +49,7 @@ class Guard:
         except ClientDisconnect:
             status = CLIENT_LEFT
         except Exception as error:  # the boundary of every request
-            if status:  # too late for another answer: the connection is closed on the client
+            if status:  # too late for another answer: the connection is closed
                 raise
             await error_response(api_error_of(error))(scope, receive, noting)
         finally:
@@ -64,19 +64,21 @@ class Guard:
         if scope["method"] != "POST":
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which a web page of somebody else cannot send unasked
-            raise ApiError(415, "the body is JSON. Fix: send the header Content-Type: application/json")
+        if kind != "application/json":  # a foreign web page cannot send this type without a preflight request
+            raise ApiError(415, "the body must be JSON. Fix: send the header Content-Type: application/json")
         length = headers.get("content-length", "0")
-        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may believe the one, and we the other
-            message = "a request has Content-Length and Transfer-Encoding. Fix: send one of them"
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may use one and this server the other
+            message = "the request has both Content-Length and Transfer-Encoding. Fix: send one of them"
             raise ApiError(400, message, headers={"Connection": "close"})
         if not length.isdecimal():
-            raise ApiError(400, "Content-Length is not a number. Fix: the bytes of the body", headers={"Connection": "close"})
+            raise ApiError(
+                400, "Content-Length is not a number. Fix: send the number of bytes of the body", headers={"Connection": "close"}
+            )
         if int(length) > self._options.max_body_bytes:
             raise self._too_large()
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive`, as long as the body stays within its limits of size and time."""
+        """`receive`, while the body stays within its limits of size and time."""
         size_bytes, complete, deadline_s = 0, False, 0.0
 
         async def bounded() -> Message:
@@ -84,13 +86,13 @@ class Guard:
             if complete:
                 return await receive()
             now_s = asyncio.get_running_loop().time()
-            deadline_s = deadline_s or now_s + self._options.body_timeout_s  # not while it must wait
+            deadline_s = deadline_s or now_s + self._options.body_timeout_s  # starts here, not while the request waits for memory
             try:
                 async with asyncio.timeout_at(min(deadline_s, now_s + PAUSE_S)):
                     message = await receive()
             except TimeoutError as error:
-                text = f"the body did not arrive within {self._options.body_timeout_s:g} s, or nothing of it for {PAUSE_S:g} s"
-                raise ApiError(408, f"{text}. Fix: send it at once, or less of it", code="body_timeout") from error
+                text = f"the body did not arrive within {self._options.body_timeout_s:g} s, or paused for {PAUSE_S:g} s"
+                raise ApiError(408, f"{text}. Fix: send it faster, or send less", code="body_timeout") from error
             size_bytes += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if size_bytes > self._options.max_body_bytes:

@@ -1,8 +1,8 @@
 """The experts as a picture: one row for each MoE layer, one cell for each expert, as inline SVG. Pure.
 
-Colour says what became of an expert's demands in one answer, brightness how often it was demanded, size whether it is in memory
-now, and height in which of two formats. Cells are strokes of a few paths, so that 48 x 128 experts take some tens of kilobytes;
-colours come from the page's style.
+The colour of a cell shows hits and misses of an expert in one answer, its brightness how often it was demanded, its size whether
+it is in memory now, and its height the format. Cells are strokes of a few paths, so that 48 x 128 experts take some tens of
+kilobytes; colours come from the page's style.
 """
 
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ __all__ = ["heat_map"]
 
 LEVELS = 3  # of brightness
 LEAST_ROW_PIXELS, MOST_ROW_PIXELS, FIGURE_PIXELS = 7.0, 22.0, 360.0
-LARGE, SMALL = 0.86, 0.42  # sides of a cell: in memory now, and not
-HALF = LARGE / 2  # height of one that is in memory in the second of two formats
+LARGE, SMALL = 0.86, 0.42  # sides of a cell: in memory, and not in memory
+HALF = LARGE / 2  # height of a cell whose expert has the second of two formats
 LEGEND = (
     ("hit", "only hits: it was in memory whenever it was needed"),
     ("most", "more hits than misses: fetched, then used again"),
     ("some", "more misses than hits"),
     ("miss", "only misses: it had to be fetched each time"),
-    ("idle", "in memory, not asked for"),
+    ("idle", "in memory, but not needed"),
     ("gone", "small: no longer in memory"),
-    ("pinned", "pinned: never leaves"),
+    ("pinned", "pinned: always in memory"),
 )
 
 
 def heat_map(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, formats: np.ndarray, held: Sequence[str]) -> str:
-    """HTML of the map; all four arrays are `[L, E]`: uint8 as of `Engine.residency()`, demands of one answer as integers, uint8
-    as of `Engine.formats()`. held: the formats that resident experts can have, as of `Engine.format_names`.
+    """HTML of the map; all four arrays are `[L, E]`: residency uint8 from `Engine.residency()`, hits and misses of one answer as
+    integers, formats uint8 from `Engine.formats()`. held: the formats that resident experts can have, from `Engine.format_names`.
     """
     layers, experts = residency.shape
     low = formats == 1 + LOW
     row_pixels = min(MOST_ROW_PIXELS, max(LEAST_ROW_PIXELS, FIGURE_PIXELS / layers))
     height = f"{layers * row_pixels:.0f}px"
-    two = [("half", f"half as high: in {escape(held[1])}, the others in {escape(held[0])}")] if len(held) > 1 else []
+    two = [("half", f"half height: in {escape(held[1])}, others in {escape(held[0])}")] if len(held) > 1 else []
     legend = "".join(f'<li><i class="vm-{name}"></i>{words}</li>' for name, words in (*LEGEND, *two))
     experts_in_all = int((residency != NO_EXPERT).sum())
     return (
@@ -57,7 +57,7 @@ def heat_map(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, format
 
 
 def in_memory(residency: np.ndarray) -> np.ndarray:
-    """Which experts are, bool."""
+    """Which experts are in memory, bool."""
     return (residency == ON_DEVICE) | (residency == PINNED)
 
 
@@ -65,12 +65,12 @@ def _summary(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray) -> str
     asked = hits + misses
     return (
         f"Experts of {len(residency)} layers: {in_memory(residency).sum()} in memory; in this answer {int((asked > 0).sum())} "
-        f"were needed, {int(hits.sum())} times there and {int(misses.sum())} times fetched."
+        f"were needed, {int(hits.sum())} times in memory and {int(misses.sum())} times fetched."
     )
 
 
 def _held(residency: np.ndarray, low: np.ndarray, held: Sequence[str]) -> str:
-    """How many experts are in which format, where there are two."""
+    """How many experts have which format, if there are two."""
     if len(held) == 1:
         return held[0]
     here = in_memory(residency)
@@ -102,7 +102,7 @@ def _here(names: str, where: np.ndarray, low: np.ndarray) -> list[str]:
 
 
 def _strokes(names: str, where: np.ndarray, side: float, thick: float | None = None, down: float = 0.5) -> str:
-    """A path with one horizontal stroke for each true cell, centred in it across, at `down` of its height."""
+    """A path with one horizontal stroke for each true cell, centred horizontally, at `down` of its height."""
     rows, columns = np.nonzero(where)
     if not len(rows):
         return ""
@@ -113,7 +113,7 @@ def _strokes(names: str, where: np.ndarray, side: float, thick: float | None = N
 
 
 def _rows(residency: np.ndarray, hits: np.ndarray, misses: np.ndarray, low: np.ndarray, held: Sequence[str]) -> str:
-    """What a pointer on a row is told."""
+    """The tooltip of each row."""
     experts = residency.shape[1]
     return "".join(
         f'<rect x="0" y="{layer}" width="{experts}" height="1"><title>{_row_title(layer, *row, held)}</title></rect>'
@@ -132,7 +132,7 @@ def _row_title(
 
 
 def _rates(hits: np.ndarray, misses: np.ndarray) -> str:
-    """A bar for each layer: hits over demands."""
+    """A bar for each layer: hits divided by demands."""
     demands = (hits + misses).sum(axis=1)
     rates = hits.sum(axis=1) / np.maximum(demands, 1)
     full = "".join(f"M0 {layer}h1" for layer in range(len(hits)))

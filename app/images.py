@@ -1,9 +1,9 @@
 """Image intake of the server: whatever a request names as an image becomes an upright RGB picture, or one clear `InputError`.
 
-Promises: data: URIs always, http(s) URLs and files only where the server was told so; count, bytes, pixels and seconds of a
-request's images are bounded, each before the work that it bounds; error texts are fit for any client. Nothing blocks the loop.
-All headers are looked at before anything is decoded; then the request asks once for the memory that all of it takes, and one
-picture after the other is decoded, no larger than the model will see it. Sizes are bytes, times seconds.
+Promises: data: URIs are always accepted, http(s) URLs and files only if the server's options allow them; count, bytes, pixels and
+seconds of a request's images are bounded, each before the work that it bounds; error texts may be shown to any client. Nothing
+blocks the event loop. All headers are read before anything is decoded; then the request reserves the memory for all pictures at
+once, and they are decoded one after another, no larger than the model sees them. Sizes are bytes, times seconds.
 """
 
 import asyncio
@@ -28,23 +28,25 @@ from vismoe.models.inputs.rgb import Header
 
 __all__ = ["ImageIntake", "ImageLimits"]
 
-OF_A_REQUEST = 4  # a request's images together may have so many times the bytes and pixels of one
+OF_A_REQUEST = 4  # a request's images together may have this many times the bytes and pixels of one image
 DATA_URI_HEADER_CHARACTERS = 128
-DOWNLOAD_WAIT_S = 2.0  # for memory, within the time of a download
-TOO_MUCH = "the images of this request are too much together. Fix: send fewer or smaller ones"
+DOWNLOAD_WAIT_S = 2.0  # most time a download waits for memory
+TOO_MUCH = "the images of this request are together too large. Fix: send fewer or smaller images"
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Where images may come from, and what they may cost."""
+    """The allowed sources and sizes of images."""
 
     allow_remote_images: bool = ServeOptions.allow_remote_images
-    image_folder: Path | None = ServeOptions.image_folder  # files below it may be named; none without
+    image_folder: Path | None = ServeOptions.image_folder  # requests may name files in it; None: no files
     max_images: int = ServeOptions.max_images  # of a request
-    max_image_bytes: int = ServeOptions.max_image_bytes  # encoded, of one image; a request's together OF_A_REQUEST times as many
+    max_image_bytes: int = (
+        ServeOptions.max_image_bytes
+    )  # encoded, of one image; a request's images together OF_A_REQUEST times as many
     max_pixels: int = ServeOptions.max_pixels  # the same for pixels
-    image_timeout_s: float = ServeOptions.image_timeout_s  # of all downloads of a request, of all headers, and of all decoding
+    image_timeout_s: float = ServeOptions.image_timeout_s  # for all downloads of a request, for all headers, and for all decoding
 
     @classmethod
     def of(cls, options: ServeOptions) -> "ImageLimits":
@@ -53,7 +55,7 @@ class ImageLimits:
 
 @dataclass
 class Allowance:
-    """What is left to the images of one request."""
+    """What remains allowed for the images of one request."""
 
     image_bytes: int
     pixels: int
@@ -68,7 +70,7 @@ class Allowance:
 
 
 class ImageIntake:
-    """Opens the images of requests. `remote` replaces what downloads them, in tests."""
+    """Opens the images of requests. `remote` replaces the downloader, in tests."""
 
     def __init__(self, limits: ImageLimits, remote: RemoteImages | None = None):
         self.limits = limits
@@ -81,11 +83,11 @@ class ImageIntake:
     ) -> list[Image.Image]:
         """The images of one request, in order: data: URIs, http(s) URLs, file:// URLs or paths in the image folder.
 
-        `share` grows by what they take, and by `of_text`, before any of them is decoded. Raises InputError for the first one that
-        cannot be had, and when all of them together are too much; ApiError where there is no memory for them.
+        `share` grows by their memory, and by `of_text`, before any of them is decoded. Raises InputError for the first image that
+        cannot be opened, and if all together are too large; ApiError if there is no memory for them.
         """
         if len(urls) > self.limits.max_images:
-            raise InputError(f"{len(urls)} images, the limit is {self.limits.max_images} for one request. Fix: send fewer")
+            raise InputError(f"{len(urls)} images, but the limit is {self.limits.max_images} per request. Fix: send fewer")
         allowance = Allowance.of(self.limits)
         sources: list[str | bytes] = []
         costs = []
@@ -124,7 +126,7 @@ class ImageIntake:
         return source, header
 
     async def _source(self, url: str, left: Allowance, share: MemoryShare) -> str | bytes:
-        """A data: URI of a bearable size, or the encoded bytes that a URL or path stands for."""
+        """A data: URI of an allowed size, or the encoded bytes at a URL or path."""
         max_bytes = min(self.limits.max_image_bytes, left.image_bytes)
         scheme = SCHEME.match(url)
         if wrong := address_error(url):
@@ -141,7 +143,7 @@ class ImageIntake:
             source = await self._read(url, max_bytes, share)
         else:
             what = "a data: URI, an http:// or https:// URL, or a file in the server's image folder"
-            raise InputError(f"an image is {what}. Fix: send a data: URI")
+            raise InputError(f"an image must be {what}. Fix: send a data: URI")
         left.image_bytes -= len(source)
         return source
 
@@ -150,7 +152,9 @@ class ImageIntake:
             raise InputError("this server does not download images (--allow-remote-images). Fix: send a data: URI")
 
         async def hold(nbytes: int) -> None:
-            await share.grow(MemoryKind.LARGE_BODY, 9 * nbytes // 4, DOWNLOAD_WAIT_S)  # growing, whole, and where it is decoded
+            await share.grow(
+                MemoryKind.LARGE_BODY, 9 * nbytes // 4, DOWNLOAD_WAIT_S
+            )  # while it grows, as a whole, and in the decoding process
 
         began_s = asyncio.get_running_loop().time()
         try:
@@ -164,13 +168,13 @@ class ImageIntake:
         if self._local is None:
             raise InputError("this server reads no image files (--image-folder FOLDER). Fix: send a data: URI")
         size_bytes = await asyncio.to_thread(self._local.size, name, max_bytes)
-        await share.grow(MemoryKind.LARGE_BODY, 2 * size_bytes)  # here, and where it is decoded
+        await share.grow(MemoryKind.LARGE_BODY, 2 * size_bytes)  # here, and in the decoding process
         return await asyncio.to_thread(self._local.read, name, size_bytes)
 
 
 @contextlib.contextmanager
 def said_of(number: int, images: int) -> Iterator[None]:
-    """An InputError in here says which of several images it is about."""
+    """Adds the number of the image to an InputError, if there are several images."""
     try:
         yield
     except InputError as error:
@@ -178,7 +182,7 @@ def said_of(number: int, images: int) -> Iterator[None]:
 
 
 def _bounded(uri: str, max_bytes: int) -> str:
-    """The data: URI, which holds no more than `max_bytes`: base64 makes four characters of three bytes."""
+    """The data: URI, if its content has at most `max_bytes`: base64 uses four characters for three bytes."""
     if len(uri) > DATA_URI_HEADER_CHARACTERS + 4 * -(-max_bytes // 3):
-        raise InputError(f"the data: URI holds more than the limit of {max_bytes:,} bytes. Fix: scale the image down")
+        raise InputError(f"the data: URI has more than the limit of {max_bytes:,} bytes. Fix: scale the image down")
     return uri

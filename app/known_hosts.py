@@ -1,8 +1,8 @@
-"""Which names a server answers to, and which web pages may call it: one gate for the API and for the chat page.
+"""Which host names a server accepts, and which web pages may call it: one gate for the API and for the chat page.
 
-A page of somebody else can make its visitor's browser call a server on the visitor's machine: under a host name of its own that
-it points there (DNS rebinding), or across origins, which needs nobody's leave for a form or an upload. Both are told by headers
-that browsers write themselves, and are refused before a byte of the body is read.
+A foreign web page can make its visitor's browser call a server on the visitor's machine: under a host name of its own that it
+points there (DNS rebinding), or across origins, which a browser allows for forms and uploads. Headers that the browser itself
+writes reveal both cases, and the gate refuses them before a byte of the body is read.
 """
 
 import ipaddress
@@ -24,11 +24,12 @@ MAX_LOGGED_CHARACTERS = 120
 
 
 class KnownHosts:
-    """ASGI middleware. This machine's own names, `host` and `further` are known, and `any_name` where a key keeps strangers out.
+    """ASGI middleware. Known names are those of this machine, `host` and `further`; with `any_name` all are, because a key is
+    required.
 
-    `any_address`: so is a host that is given as a number: no name server was asked, so none can have lied.
-    `own_pages_only`: no page of another origin may call. Whoever accepts JSON only can do without it, since browsers ask for
-    leave before they send that. `fix` is what to do about an unknown name.
+    `any_address`: hosts given as numbers are known, too, since no name server is involved. `own_pages_only`: refuse pages of
+    other origins. An application that accepts only JSON does not need this, since browsers send a preflight request before JSON.
+    `fix` is the advice for an unknown name.
     """
 
     def __init__(
@@ -51,21 +52,21 @@ class KnownHosts:
             return await self._app(scope, receive, send)
         log.info("%s %s %d", scope.get("method", "-"), quote(scope["path"][:MAX_LOGGED_CHARACTERS]), refusal.status)
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008, "reason": "not for pages of another site"})
+            return await send({"type": "websocket.close", "code": 1008, "reason": "pages of other sites are refused"})
         await error_response(refusal)(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         name = _name_of(headers.get("host", ""))
         if not (self._any_name or name in self._names or is_loopback(name) or (self._any_address and _is_address(name))):
-            return ApiError(421, f"this server is not known as {name[:100]!r}. Fix: {self._fix}")
+            return ApiError(421, f"unknown host name {name[:100]!r} for this server. Fix: {self._fix}")
         origin = headers.get("origin")
         if self._own_pages_only and origin is not None and origin.partition("://")[2] != headers.get("host"):
-            return ApiError(403, f"{origin[:100]!r} is another site. Fix: use the page that this server shows")
+            return ApiError(403, f"{origin[:100]!r} is another site, whose pages are refused. Fix: use this server's own page")
         return None
 
 
 def _name_of(host: str) -> str:
-    """The name of a Host header without its port, in lower case; empty for what is no host."""
+    """The name in a Host header without its port, in lower case; empty if the header is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

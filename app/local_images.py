@@ -1,9 +1,9 @@
 """Images by path, from one folder and its subfolders only.
 
-Every component of a path is opened relative to its parent and never as a symbolic link, so there is no moment between a check
-and its use in which a path could come to mean something else: what was opened is what lies below the folder. Links are refused
-even where they stay inside. Only regular files are read, and opening never blocks (a FIFO is no image). Whatever the reason,
-the client reads the same sentence, so that it cannot ask which files there are elsewhere.
+Every component of a path is opened relative to its parent and never as a symbolic link, so no time passes between check and use
+in which a path could change its meaning: an opened file is certainly below the folder. Links are refused even if they point
+inside the folder. Only regular files are read, and opening never blocks (a FIFO is not an image). Every refusal has the same
+text, so that clients cannot find out which files exist elsewhere.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ __all__ = ["LocalImages"]
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-NOT_THERE = "there is no image file of this name in the server's image folder. Fix: the name of one, or a data: URI"
+NOT_THERE = "there is no image file of this name in the server's image folder. Fix: use the name of a file in it, or a data: URI"
 
 
 class LocalImages:
-    """Reads image files below `folder`. Raises ConfigError where that is no folder."""
+    """Reads image files below `folder`. Raises ConfigError if that is not a folder."""
 
     def __init__(self, folder: Path):
         self._given = PurePosixPath(os.path.abspath(folder))
@@ -35,13 +35,13 @@ class LocalImages:
     def read(self, name: str, max_bytes: int) -> bytes:
         """The bytes of a file named by a path in the folder, an absolute path into it, or a file:// URL.
 
-        Raises InputError: not there (or not ours to show), or larger than `max_bytes`.
+        Raises InputError for a file that does not exist, is outside the folder, or is larger than `max_bytes`.
         """
         with self._file(name, max_bytes) as file:
             return file.read(max_bytes)
 
     def size(self, name: str, max_bytes: int) -> int:
-        """How many bytes `read` would give. Raises InputError as it does."""
+        """The number of bytes that `read` would return. Raises InputError as it does."""
         with self._file(name, max_bytes) as file:
             return os.fstat(file.fileno()).st_size
 
@@ -85,7 +85,7 @@ class LocalImages:
 
 
 def _path_of(name: str) -> str:
-    """The path in a file:// URL (percent-decoded once); a plain path stays as it is."""
+    """The path in a file:// URL (percent-decoded once); a plain path is returned unchanged."""
     if name[:7].lower() != "file://":
         return name
     host, slash, path = name[7:].partition("/")

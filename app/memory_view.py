@@ -1,4 +1,4 @@
-"""What was settled at start: the memory plan as a bar with a table, and the backends with their reasons. HTML, pure."""
+"""HTML of the memory plan, as a bar with a table, and of the chosen backends with their reasons. Pure."""
 
 from html import escape
 from typing import Any
@@ -9,11 +9,11 @@ from vismoe.config import format_bytes
 __all__ = ["backends_table", "head", "memory_plan", "memory_words"]
 
 SHADES = 8  # colours of the bar, used in turn
-LEAST_SHARE = 0.01  # of a place's bytes: smaller parts are summed up in the bar
+LEAST_SHARE = 0.01  # share of a tier's bytes; the bar combines smaller parts
 
 
 def head(name: str, plan: Any) -> str:
-    """HTML of the page's first line: which model, and what its memory holds."""
+    """HTML of the page's first line: the model, and how many experts memory holds."""
     return (
         f'<div class="vm-head"><h1>VisMoE</h1><span>{escape(served_name(name))}</span>'
         f"<span>memory {escape(memory_words(plan))}</span></div>"
@@ -21,13 +21,13 @@ def head(name: str, plan: Any) -> str:
 
 
 def memory_words(plan: Any) -> str:
-    """The memory as asked for, and what that holds, in one line."""
+    """The memory setting, and what it holds, in one line."""
     held = f"{plan.resident_experts} of {plan.total_experts} experts ({plan.resident_experts / plan.total_experts:.0%})"
     return f"{plan.memory}: {held} in {format_bytes(plan.total_bytes)}"
 
 
 def memory_plan(plan: Any) -> str:
-    """HTML of a `Plan`: each place where memory is taken as one bar, and its parts."""
+    """HTML of a `Plan`: for each tier one bar, and its parts."""
     places = [(f"on the {plan.device}", plan.parts), ("in host memory", plan.host_parts)]
     return "".join(_place(name, parts) for name, parts in places if parts)
 
@@ -60,6 +60,6 @@ def _segment(shade: str, name: str, nbytes: int, total: int) -> str:
 
 
 def backends_table(backends: dict[str, str]) -> str:
-    """HTML of what was chosen at start, and why."""
+    """HTML of the chosen backends, and the reasons."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(choice)}</td></tr>" for name, choice in backends.items())
     return f'<div class="vm-scroll"><table class="vm-parts">{rows}</table></div>'

@@ -1,7 +1,7 @@
-"""What the chat page does, without a widget in it: questions to the engine, streamed answers, live figures as HTML.
+"""What the chat page does, without widgets: questions to the engine, streamed answers, live statistics as HTML.
 
-Conversations run side by side, as the engine interleaves requests; each writes one answer at a time. Answers under way are kept
-apart by session, histories belong to the caller.
+The engine interleaves requests, so conversations run in parallel; each writes one answer at a time. Running answers are stored
+per session; the caller holds the histories.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,39 +27,38 @@ from vismoe.errors import BusyError, InputError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.message_files import user_message
+from vismoe.options import RequestOptions
 from vismoe.types import Phase
 
-__all__ = ["Finished", "History", "Page", "PageTurn", "PageUpdate", "Wishes", "shown", "tiles", "turn_at"]
+__all__ = ["Finished", "History", "Page", "PageTurn", "PageUpdate", "chosen", "shown", "tiles", "turn_at"]
 
-REFRESH_S = 0.1  # between two updates of the text; one for every token would take the model's time
+REFRESH_S = 0.1  # between two updates of the text; one per token would take time from the model
 MACHINE_REFRESH_S = 0.5  # between two updates of the heat map, which is larger
-TILES = {  # name, and what a pointer on it is told
+TILES = {  # name, and tooltip
     "tokens/s": "how fast the answer is written",
-    "hit rate": "of experts, how many were in memory when they were needed",
+    "hit rate": "share of needed experts that were in memory",
     "fetched/token": "bytes of experts that came from disk or over the link for each token of the answer",
     "stalled": "time spent waiting for experts",
-    "better format": "of what experts compute for the answer, the share in the more precise format of the pair",
+    "better format": "share of the experts' computations in the more precise format of the pair",
 }
-LEAVE_S = 60.0  # a cancelled answer ends within a token, and the first token may be a long prefill away
+LEAVE_S = 60.0  # a cancelled answer ends within a token, but a long prefill may come before the first token
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """The settings of one question; None: as the engine was loaded."""
-
-    keep: float | None = None
-    selection: str | None = None
-    policy: str | None = None
-    formats: str | None = None  # that the policy chooses from
-    retention: float | None = None
-    max_tokens: int | None = None  # to the end of the planned context
-    temperature: float = 0.0  # 0: greedy
-
-    @property
-    def precision(self) -> dict[str, Any]:
-        """Arguments of the engine: of the settings of precision those that count under the policy that is asked for."""
-        counts = {"policy": True, "formats": self.policy != "exact", "retention": "importance" in (self.policy or "importance")}
-        return {name: getattr(self, name) if does else None for name, does in counts.items()}
+def chosen(usual: RequestOptions, widgets: Mapping[str, Any]) -> RequestOptions:
+    """What the widgets of the page ask for. Formats and retention are left out where the policy has no use for them; the longest
+    answer and the temperature are 0 for the end of the context and for greedy decoding. Raises InputError or ConfigError."""
+    policy, temperature = widgets["policy"], widgets["temperature"]
+    return dataclasses.replace(
+        usual,
+        keep=widgets["keep"],
+        selection=widgets["selection"] or None,
+        policy=policy,
+        formats=widgets["formats"] if policy != "exact" else None,
+        retention=widgets["retention"] if "importance" in policy else None,
+        max_tokens=int(widgets["max_tokens"]) or None,
+        sample=temperature > 0,
+        temperature=temperature or None,
+    )
 
 
 @dataclass(frozen=True)
@@ -73,28 +72,28 @@ class PageTurn:
 
     @classmethod
     def of(cls, question: str, files: list[str]) -> "PageTurn":
-        """Opens the pictures; raises InputError for what cannot be asked."""
+        """Opens the pictures; raises InputError for an empty question or a bad picture."""
         if not question.strip():
-            raise InputError("there is no question; write one beside the picture" if files else "there is no question")
+            raise InputError("there is no question; write one with the picture" if files else "there is no question")
         return cls(question, tuple(files), tuple(map(_opened, files)))
 
     def asked_as(self, question: str) -> "PageTurn":
-        """The same pictures with another question, not answered yet; raises InputError for an empty one."""
+        """The same pictures with another question and no answer yet; raises InputError for an empty question."""
         if not question.strip():
             raise InputError("there is no question")
         return dataclasses.replace(self, question=question, answer="")
 
     def messages(self) -> list[dict[str, Any]]:
-        """For the engine; without an answer only the question."""
+        """Messages for the engine; without an answer, only the question."""
         answer = [{"role": "assistant", "content": self.answer}] if self.answer else []
         return [user_message(self.question, list(self.images)), *answer]
 
 
 def _opened(file: str) -> Any:
-    """The picture of an uploaded file; its InputError has the name that the visitor knows, and no path of this machine."""
+    """The picture of an uploaded file; its InputError has the visitor's file name, and no path of this machine."""
     name = Path(file).name
     if not Path(file).exists():
-        raise InputError(f"{name}: the picture is not here any more. Fix: attach it again")
+        raise InputError(f"{name}: the picture is no longer stored. Fix: attach it again")
     try:
         return open_image(file)
     except InputError as error:
@@ -105,7 +104,7 @@ History = tuple[PageTurn, ...]
 
 
 def shown(history: History) -> list[dict[str, Any]]:
-    """The messages of each turn as gradio's chat shows them: one for each picture, the question, the answer."""
+    """The messages of each turn in the form of gradio's chat: one for each picture, the question, the answer."""
     messages = list[dict[str, Any]]()
     for turn in history:
         waiting = "*Looking at the picture ...*" if turn.files else "*Reading ...*"
@@ -116,14 +115,14 @@ def shown(history: History) -> list[dict[str, Any]]:
 
 
 def turn_at(history: History, message: int) -> int:
-    """Which turn the shown message with this number belongs to; `len(history)` for one that is being written."""
+    """The index of the turn to which a shown message belongs; `len(history)` for a turn that is being written."""
     ends = itertools.accumulate(len(turn.files) + 2 for turn in history)
     return next((number for number, end in enumerate(ends) if message < end), len(history))
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What is known once an answer has ended, as HTML."""
+    """HTML that is known once an answer has ended."""
 
     pictures: str
     time_line: str
@@ -134,7 +133,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class PageUpdate:
-    """How the page looks now. None: as before."""
+    """An update of the page. None: unchanged."""
 
     history: History
     tiles: str
@@ -146,10 +145,10 @@ Updates = Generator[PageUpdate, None, PageUpdate | None]
 
 
 def tiles(counters: Snapshot | None = None, decoded: float = 0, seconds: float = 0) -> str:
-    """The live figures as HTML; a dash for what is not known yet. `decoded`: tokens that decoding took `seconds` for."""
+    """The live statistics as HTML; a dash for unknown values. `decoded`: tokens that were decoded in `seconds`."""
     values = dict.fromkeys(TILES, "-")
     if counters is not None:
-        if decoded:  # what is copied over a link was read before, or lay in host memory
+        if decoded:  # bytes copied over a link were read from disk before, or were in host memory
             fetched = max(counters.total(name, Phase.DECODE) for name in ("bytes_read", "bytes_copied"))
             values["fetched/token"] = format_bytes(fetched / decoded)
         if decoded and seconds:
@@ -165,7 +164,7 @@ def tiles(counters: Snapshot | None = None, decoded: float = 0, seconds: float =
 
 @dataclass
 class RunningAnswer:
-    """An answer that is being written. `dropped`: its conversation was left, so it must not enter the history."""
+    """An answer that is being written. `dropped`: the visitor left the conversation, so it must not enter the history."""
 
     reply: Reply | None = None
     cancelled: bool = False
@@ -184,13 +183,13 @@ class RunningAnswer:
 
 
 class Baseline:
-    """The engine's counters when a request began; what came since is its own, and that of others that ran beside it."""
+    """The engine's counters when a request began; later changes belong to it and to requests that ran at the same time."""
 
     def __init__(self, engine: Engine):
         self._engine, self._before, self._heat = engine, engine.metrics.snapshot(), engine.heat()
 
     def tiles(self, seconds: float) -> str:
-        """The live figures, `seconds` after the first word."""
+        """The live statistics, `seconds` after the first word."""
         counters = self._engine.metrics.snapshot() - self._before
         layers = counters.values.shape[1]
         return tiles(counters, counters.total("steps", Phase.DECODE) / layers if layers else 0, seconds)
@@ -203,39 +202,40 @@ class Baseline:
 
 @dataclass
 class Page:
-    """The page's logic, without a widget in it: what the handlers do with the engine."""
+    """The page's logic without widgets: what its handlers do with the engine."""
 
     engine: Engine
-    max_tokens: int | None = None
-    image_tokens: tuple[int, int] | None = None
+    options: RequestOptions = RequestOptions(reuse=True)  # of questions that ask for nothing else
     running: dict[str, RunningAnswer] = field(default_factory=dict)  # by session
 
     def heat(self) -> str:
-        """The heat map of now, with nothing asked for."""
+        """The current heat map, without demands."""
         return Baseline(self.engine).heat()
 
-    def answer(self, turn: PageTurn, history: History, session: str, wishes: Wishes = Wishes()) -> Iterator[PageUpdate]:
-        """Updates at most every REFRESH_S; the last one is complete. `turn` is asked after the turns of `history`.
+    def answer(
+        self, turn: PageTurn, history: History, session: str, options: RequestOptions | None = None
+    ) -> Iterator[PageUpdate]:
+        """Updates at most every REFRESH_S; the last one is complete. Asks `turn` after the turns of `history`.
 
-        Raises BusyError while this session's last answer is being written, and what the engine raises.
+        Raises BusyError while this session's last answer is being written, and the engine's errors.
         """
         running = RunningAnswer()
         if self.running.setdefault(session, running) is not running:
-            raise BusyError("The last answer is still being written: wait for its end, or stop it.")
+            raise BusyError("The last answer is still being written: wait until it ends, or stop it.")
         try:
-            last = yield from self._answer(turn, history, running, wishes)
+            last = yield from self._answer(turn, history, running, options or self.options)
         finally:
-            running.cancel()  # also when the page was closed in the middle of an answer
+            running.cancel()  # also if the page was closed during an answer
             self.running.pop(session, None)
             running.ended.set()
-        if last is not None:  # whoever gets it may ask the next question
+        if last is not None:  # after this update the next question may come
             yield last
 
-    def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, wishes: Wishes) -> Updates:
-        """All updates but the last one, which is returned; None where the conversation was left."""
+    def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, options: RequestOptions) -> Updates:
+        """All updates but the last one, which is returned; None if the visitor left the conversation."""
         since = Baseline(self.engine)
         turn = dataclasses.replace(turn, answer="")
-        reply = self._ask([message for past in (*history, turn) for message in past.messages()], wishes)
+        reply = self.engine.chat([message for past in (*history, turn) for message in past.messages()], options)
         running.begin(reply)
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reply.deliver_to(pieces.put)
@@ -255,22 +255,9 @@ class Page:
             raise reply.error
         return None if running.dropped else self._finished(reply, history, turn, since)
 
-    def _ask(self, messages: list[dict[str, Any]], wishes: Wishes) -> Reply:
-        sampled: dict[str, Any] = {"sample": True, "temperature": wishes.temperature} if wishes.temperature > 0 else {}
-        return self.engine.chat(
-            messages,
-            max_tokens=wishes.max_tokens,
-            image_tokens=self.image_tokens,
-            keep=wishes.keep,
-            selection=wishes.selection,
-            **wishes.precision,
-            reuse=True,
-            **sampled,
-        )
-
     @staticmethod
     def _wait(pieces: "queue.SimpleQueue[str | None]", until_s: float) -> bool:
-        """Whether the answer has ended; False at `until_s`, and then all pieces so far are in the reply's text."""
+        """Whether the answer has ended; False at `until_s`. The reply's text then has all pieces so far."""
         while (left_s := until_s - time.perf_counter()) > 0:
             try:
                 if pieces.get(timeout=left_s) is None:
@@ -288,12 +275,12 @@ class Page:
         return PageUpdate(after, live, since.heat(), done)
 
     def stop(self, session: str) -> None:
-        """Ends the answer of this session within a token; what was said so far stays."""
+        """Ends the answer of this session within a token; the text so far remains."""
         if running := self.running.get(session):
             running.cancel()
 
     def leave(self, session: str) -> None:
-        """Ends the answer of this session and waits until its last update is out: none may come once the page is empty."""
+        """Ends the answer of this session and waits for its last update, so that none arrives after the page is emptied."""
         if running := self.running.get(session):
             running.dropped = True
             running.cancel()

@@ -1,4 +1,4 @@
-"""What the deeper layers saw of each image: kept patches bright, dropped ones grey and dim. HTML with the pictures inside."""
+"""Which patches of each image were kept: kept ones bright, dropped ones grey and dim. HTML with embedded pictures."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ from vismoe.vision.overlay import kept_overlay
 
 __all__ = ["seen_pictures"]
 
-SIDE_PIXELS = 512  # the longer side of a shown picture: patches of a small image get crisp edges, a photo stays light
+SIDE_PIXELS = 512  # the longer side of a shown picture, so that patches of small images have crisp edges and photos stay small
 NO_IMAGE = '<p class="vm-note">No image in this conversation yet.</p>'
 
 
@@ -19,10 +19,10 @@ def seen_pictures(figures: Any) -> str:
     if not figures.pictures:
         return NO_IMAGE
     if len(figures.kept) != len(figures.pictures):
-        words = f"all {figures.visual_tokens} visual tokens went through every layer"
+        words = f"all {figures.visual_tokens} visual tokens were kept in every layer"
         shown = [_figure(_sized(picture), "the image, nothing dropped") for picture in figures.pictures]
     else:
-        words = f"{figures.kept_visual_tokens} of {figures.visual_tokens} visual tokens went deeper; dimmed patches were dropped"
+        words = f"{figures.kept_visual_tokens} of {figures.visual_tokens} visual tokens were kept; dimmed patches were dropped"
         shown = [_kept(picture, image) for picture, image in zip(figures.pictures, figures.kept, strict=True)]
     return f'<p class="vm-note">{words}.</p><div class="vm-pictures">{"".join(shown)}</div>'
 
@@ -30,7 +30,7 @@ def seen_pictures(figures: Any) -> str:
 def _kept(picture: Image.Image, image: Any) -> str:
     kept = image.selection.kept
     share = f"{len(kept)} of {image.tokens} patches kept"
-    if image.grid is None:  # a token of this family is no place in its image
+    if image.grid is None:  # tokens of this family have no place in the image
         return _figure(_sized(picture), share)
     return _figure(kept_overlay(_sized(picture), image.grid, kept), share)
 

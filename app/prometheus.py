@@ -1,7 +1,7 @@
-"""What `/metrics` says: the engine's counters in Prometheus' text form, read when asked for and kept nowhere.
+"""The content of `/metrics`: the engine's counters in Prometheus' text form, read on demand and not stored.
 
-Every counter of the pager is there per phase (hit rate: hits over hits and misses); bytes and seconds are base units. Labels
-have few values whatever the model: phases, formats, parts of the plan, and the backends that were chosen at start.
+Every counter of the pager is reported per phase (hit rate: hits over hits and misses); bytes and seconds are base units. Labels
+have few values with any model: phases, formats, parts of the plan, and the chosen backends.
 """
 
 import re
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
 
 __all__ = ["PAGER_COUNTERS", "metrics_text"]
 
-REASON = re.compile(r"\s*[(:;,]")  # where the reasons begin, which have measured rates and paths of this machine in them
-PAGER_COUNTERS = {  # counter of vismoe.metrics: (name here without _total, what it counts)
+REASON = re.compile(r"\s*[(:;,]")  # where the reasons begin, which contain measured rates and paths of this machine
+PAGER_COUNTERS = {  # counter of vismoe.metrics: (name here without _total, help text)
     "hits": ("vismoe_expert_hits", "Demands for experts that were resident"),
     "misses": ("vismoe_expert_misses", "Demands for experts that were not resident"),
-    "late": ("vismoe_expert_late_prefetches", "Misses whose prefetch was under way"),
-    "computed_on_host": ("vismoe_expert_host_computations", "Misses computed in host memory instead of waited for"),
-    "evictions": ("vismoe_expert_evictions", "Experts that gave up their slab"),
+    "late": ("vismoe_expert_late_prefetches", "Misses whose prefetch was in progress"),
+    "computed_on_host": ("vismoe_expert_host_computations", "Misses computed in host memory instead of copied"),
+    "evictions": ("vismoe_expert_evictions", "Experts evicted from their slab"),
     "bytes_read": ("vismoe_expert_read_bytes", "Bytes of experts read from disk"),
     "bytes_copied": ("vismoe_expert_copied_bytes", "Bytes of experts copied between host and device"),
     "bytes_computed_on_host": ("vismoe_expert_host_computed_bytes", "Bytes of experts computed in host memory"),
     "stall_seconds": ("vismoe_expert_stall_seconds", "Time in which the model waited for experts"),
     "compute_seconds": ("vismoe_expert_compute_seconds", "Time of the experts' arithmetic"),
     "layer_seconds": ("vismoe_expert_layer_seconds", "Time in MoE layers: stalls, arithmetic and control"),
-    "prefetched_bytes": ("vismoe_expert_prefetched_bytes", "Bytes of experts fetched ahead"),
-    "wasted_prefetch_bytes": ("vismoe_expert_wasted_prefetch_bytes", "Bytes fetched ahead that nobody demanded"),
-    "steps": ("vismoe_expert_layer_steps", "Times a MoE layer ran"),
-    "served_lower": ("vismoe_expert_served_lower", "Experts wanted in the better format and served in the other"),
+    "prefetched_bytes": ("vismoe_expert_prefetched_bytes", "Bytes of prefetched experts"),
+    "wasted_prefetch_bytes": ("vismoe_expert_wasted_prefetch_bytes", "Bytes of prefetched experts that were never demanded"),
+    "steps": ("vismoe_expert_layer_steps", "Times that an MoE layer ran"),
+    "served_lower": ("vismoe_expert_served_lower", "Experts needed in the better format but served in the other"),
     "promotions": ("vismoe_expert_promotions", "Experts that moved to the better format in the background"),
     "demotions": ("vismoe_expert_demotions", "Experts that moved to the other format in the background"),
-    "failed_transitions": ("vismoe_expert_failed_transitions", "Moves between formats that failed; the old copy served on"),
+    "failed_transitions": ("vismoe_expert_failed_transitions", "Moves between formats that failed; the old copy remained in use"),
 }
-COMPUTED = ("vismoe_expert_computations", "Experts computed for a token, by the format they were in; skip: left out")
+COMPUTED = ("vismoe_expert_computations", "Experts computed for a token, by their format; skip: not computed")
 REQUEST_COUNTERS = {  # field of Engine.load: (name, what it counts)
-    "requests": ("vismoe_requests", "Requests that ended, however they did"),
+    "requests": ("vismoe_requests", "Requests that ended for any reason"),
     "cancelled": ("vismoe_requests_cancelled", "Requests that were cancelled or whose client went away"),
     "failed": ("vismoe_requests_failed", "Requests that ended with an error"),
 }
 LOAD_GAUGES = {
-    "running": ("vismoe_requests_running", "Requests being answered"),
+    "running": ("vismoe_requests_running", "Requests that are being answered"),
     "waiting": ("vismoe_requests_waiting", "Requests that wait for room in the planned context"),
     "context_tokens": ("vismoe_context_tokens", "Tokens of context that running requests use"),
     "reusable_tokens": ("vismoe_reusable_tokens", "Tokens of context kept for a later turn"),
@@ -54,13 +54,13 @@ LOAD_GAUGES = {
 }
 MEMORY_GAUGES = {  # of RequestMemory
     "total_bytes": ("vismoe_request_memory_bytes", "What requests and decoders may hold beside the model"),
-    "used_bytes": ("vismoe_request_memory_used_bytes", "What is promised to them"),
-    "waiting": ("vismoe_requests_waiting_for_memory", "Requests that wait for a promise"),
+    "used_bytes": ("vismoe_request_memory_used_bytes", "Bytes reserved for requests and decoders"),
+    "waiting": ("vismoe_requests_waiting_for_memory", "Requests that wait for request memory"),
 }
 PLAN_GAUGES = {
     "budget_bytes": ("vismoe_plan_budget_bytes", "The memory budget"),
     "context": ("vismoe_plan_context_tokens", "Tokens that memory was planned for"),
-    "resident_experts": ("vismoe_plan_resident_experts", "Experts that fit at a time"),
+    "resident_experts": ("vismoe_plan_resident_experts", "Experts that fit in memory at the same time"),
     "total_experts": ("vismoe_plan_experts", "Experts of the model"),
 }
 
@@ -83,8 +83,8 @@ class _Families:
 
         engine, load, snapshot = self._engine, self._engine.load, self._engine.metrics.snapshot()
         kind = {field: getattr(engine.plan, field) for field in ("family", "dtype", "device")}
-        yield InfoMetricFamily("vismoe_model", "What kind of model runs where", value=kind)
-        backends = GaugeMetricFamily("vismoe_backend_info", "What was chosen at start", labels=["backend", "choice"])
+        yield InfoMetricFamily("vismoe_model", "The running model", value=kind)
+        backends = GaugeMetricFamily("vismoe_backend_info", "Choices made at start", labels=["backend", "choice"])
         for name, choice in engine.backends.items():
             backends.add_metric([name, REASON.split(choice)[0]], 1)
         yield backends
@@ -104,7 +104,7 @@ class _Families:
         yield resident
         precision = engine.precision
         chosen = {"policy": precision.policy, "formats": precision.formats} if precision else {"policy": "exact", "formats": ""}
-        yield InfoMetricFamily("vismoe_precision", "Who chooses the formats of experts now, and from which", value=chosen)
+        yield InfoMetricFamily("vismoe_precision", "The policy that chooses formats now, and its pair of formats", value=chosen)
         for field, (name, text) in REQUEST_COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(load, field))
         yield from _gauges(GaugeMetricFamily, load, LOAD_GAUGES)
@@ -113,7 +113,7 @@ class _Families:
         parts = GaugeMetricFamily("vismoe_plan_bytes", "Planned bytes, by tier and part", labels=["tier", "part"])
         for tier, planned in (("device", engine.plan.parts), ("host", engine.plan.host_parts)):
             for part in planned:
-                if not part.inside:  # what another part counts already
+                if not part.inside:  # other parts include these bytes already
                     parts.add_metric([tier, part.name], part.bytes)
         yield parts
 

@@ -1,7 +1,7 @@
-"""`vismoe serve --ray`: the same application as replicas on a Ray cluster, each with an engine and a memory budget of its own.
+"""`vismoe serve --ray`: the same application as replicas on a Ray cluster, each with its own engine and memory budget.
 
-Ray Serve's proxies listen on the cluster's nodes and hand each request to the replica that has fewest. Serve looks after the
-replicas' health, starts one again that died, lets those that leave finish their answers, and follows the load if it is told to.
+Ray Serve's proxies listen on the cluster's nodes and pass each request to the replica with the fewest requests. Serve checks the
+replicas' health, restarts dead ones, lets removed ones finish their answers, and follows the load if configured.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RayOptions", "refuse_shared_memory", "serve_on_ray", "share_of_a_replica"]
 
-NAME = "vismoe"  # of the application on the cluster, and of its one deployment
-LOCAL = "local"  # as an address: a cluster of our own on this machine
-OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster of our own: request bodies pass through it
+NAME = "vismoe"  # of the application on the cluster, and of its only deployment
+LOCAL = "local"  # the address that means a new cluster on this machine
+OBJECT_STORE_BYTES = 256 * 2**20  # of a new cluster; request bodies pass through it
 POLL_S = 0.5
 CONNECT_S = 5.0
 HEALTH_PERIOD_S = 5.0
-CLOSE_S = 10.0  # beyond the time for draining, to close engines
+CLOSE_S = 10.0  # further time to close engines, after draining
 OUR_ERROR = re.compile(r"^vismoe\.errors\.\w+: (.+(?:\nFix: .+)?)", re.MULTILINE)  # in a traceback
 
 log = logging.getLogger("vismoe.serve")
@@ -41,36 +41,36 @@ log = logging.getLogger("vismoe.serve")
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """Which cluster, how many replicas there are, and what each of them has."""
+    """Which cluster, the number of replicas, and the resources of each."""
 
-    address: str = "auto"  # of a cluster: auto for the one of this machine, HOST:PORT, ray://HOST:PORT; or LOCAL
+    address: str = "auto"  # of a cluster: auto for that of this machine, HOST:PORT, ray://HOST:PORT; or LOCAL
     replicas: tuple[int, int] = (1, 1)  # at least, at most
     cpus: float | None = None  # of a replica; None: its share of a node
-    gpus: float | None = None  # of a replica; None: one, where the cluster has any
+    gpus: float | None = None  # of a replica; None: one, if the cluster has GPUs
     autoscaling: Mapping[str, Any] = field(default_factory=dict)  # further fields of Ray Serve's AutoscalingConfig
 
     def __post_init__(self) -> None:
         least, most = self.replicas
         if not 1 <= least <= most:
-            raise ConfigError(f"replicas={least}..{most}: at least 1, and the first not above the second")
+            raise ConfigError(f"replicas={least}..{most}: the first must be at least 1, and not above the second")
         if self.autoscaling and least == most:
-            raise ConfigError(f"{least} replicas leave nothing to autoscaling. Fix: --replicas MIN..MAX")
+            raise ConfigError(f"{least} replicas are a fixed number, so autoscaling does not apply. Fix: --replicas MIN..MAX")
         if (self.cpus is not None and self.cpus <= 0) or (self.gpus is not None and self.gpus < 0):
-            raise ConfigError(f"a replica of cpus={self.cpus}, gpus={self.gpus}: cpus above zero, gpus not below")
+            raise ConfigError(f"cpus={self.cpus}, gpus={self.gpus}: a replica needs cpus above zero and gpus not below zero")
 
 
 @dataclass(frozen=True)
 class ReplicaShare:
-    """What Ray sets aside for a replica."""
+    """The resources that Ray reserves for a replica."""
 
     cpus: float
     gpus: float
 
 
 def share_of_a_replica(nodes: Sequence[Mapping[str, float]], options: RayOptions, on_cpu: bool) -> ReplicaShare:
-    """`nodes`: resources of each, by Ray's names. Replicas spread evenly; each has its part of a node's cores.
+    """`nodes`: resources of each, under Ray's names. Replicas are spread evenly; each has its part of a node's cores.
 
-    With GPUs a replica takes one, and the cores that belong to it. `on_cpu`: GPUs are not wanted.
+    With GPUs a replica takes one, and its share of the cores. `on_cpu`: use no GPUs.
     """
     gpus = options.gpus
     if gpus is None:
@@ -84,7 +84,7 @@ def share_of_a_replica(nodes: Sequence[Mapping[str, float]], options: RayOptions
 
 
 def refuse_shared_memory(loading: Mapping[str, Any], share: ReplicaShare, most: int) -> None:
-    """Raises ConfigError where replicas on one machine would each plan with memory that all of them see as free."""
+    """Raises ConfigError if replicas on one machine would each plan with memory that all of them count as free."""
     if most == 1:
         return
     if share.gpus < 1 and loading.get("memory", "auto") == "auto":
@@ -94,7 +94,7 @@ def refuse_shared_memory(loading: Mapping[str, Any], share: ReplicaShare, most: 
 
 
 class Replica:
-    """What Ray Serve makes on a node, and asks for an application and its health. `loading`: what `vismoe.load` takes."""
+    """The class that Ray Serve creates on a node; it provides the application and its health. `loading`: as for `vismoe.load`."""
 
     _engine: "Engine | None" = None
     _ended = _failed = 0
@@ -116,7 +116,8 @@ class Replica:
         return create_app(self._engine, self._options)
 
     def check_health(self) -> None:
-        """Raises ClosedError when every request that ended since the last time failed; Serve replaces us after the third time."""
+        """Raises ClosedError if every request that ended since the last call failed; after three times Serve replaces the
+        replica."""
         assert self._engine is not None
         load = self._engine.load
         ended, failed = load.requests - self._ended, load.failed - self._failed
@@ -125,7 +126,7 @@ class Replica:
             raise ClosedError(f"the last {failed} requests failed")
 
     def __del__(self) -> None:
-        """Serve calls it once the answers are out, and after an `__init__` that failed."""
+        """Serve calls this after the last answer, and after an `__init__` that failed."""
         if self._engine is not None:
             self._engine.close()
 
@@ -151,12 +152,12 @@ def application(loading: Mapping[str, Any], options: ServeOptions, on: RayOption
 
 
 def autoscaling(on: RayOptions) -> dict[str, Any]:
-    """Ray Serve's settings for it. Raises ConfigError for those it does not know."""
+    """Ray Serve's autoscaling settings. Raises ConfigError for unknown ones."""
     from ray.serve.config import AutoscalingConfig
 
     known = AutoscalingConfig.model_fields
     if unknown := on.autoscaling.keys() - known.keys():
-        raise ConfigError(f"Ray Serve knows no autoscaling by {', '.join(sorted(unknown))}. Fix: one of {', '.join(known)}")
+        raise ConfigError(f"Ray Serve has no autoscaling setting {', '.join(sorted(unknown))}. Fix: one of {', '.join(known)}")
     chosen = {"min_replicas": on.replicas[0], "max_replicas": on.replicas[1], **on.autoscaling}
     try:
         AutoscalingConfig(**chosen)
@@ -166,9 +167,9 @@ def autoscaling(on: RayOptions) -> dict[str, Any]:
 
 
 def serve_on_ray(loading: Mapping[str, Any], options: ServeOptions, on: RayOptions, log_level: str) -> int:
-    """Serves until SIGTERM or Ctrl-C; the exit code. `loading` as for `Replica`.
+    """Serves until SIGTERM or Ctrl-C; returns the exit code. `loading` as for `Replica`.
 
-    Raises ConfigError for what cannot be, before a model is loaded, and for a model that the replicas cannot load.
+    Raises ConfigError for impossible options, before a model is loaded, and for a model that the replicas cannot load.
     """
     if on.address == LOCAL:
         os.environ |= {**private_environment(), **os.environ}
@@ -177,9 +178,9 @@ def serve_on_ray(loading: Mapping[str, Any], options: ServeOptions, on: RayOptio
 
     from vismoe.app.serving import welcome
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its steps are ours to announce
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # VisMoE announces the steps itself
     with cluster(on.address, options), contextlib.suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has just set one of its own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's own handler
         on_cpu = loading.get("device") == "cpu"
         share = share_of_a_replica([node["Resources"] for node in ray.nodes() if node["Alive"]], on, on_cpu)
         refuse_shared_memory(loading, share, on.replicas[1])
@@ -197,15 +198,16 @@ def serve_on_ray(loading: Mapping[str, Any], options: ServeOptions, on: RayOptio
 
 
 def private_environment() -> dict[str, str]:
-    """For a cluster of our own, before ray is imported: it listens on this machine only (the first name says something else),
-    reports to nobody, and asks for a token, since replicas listen everywhere all the same."""
+    """Variables for a new cluster, set before ray is imported: it listens on this machine only (its first variable would change
+    that), sends no reports, and requires a token, since replicas listen on all addresses anyway."""
     here = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     return here | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @contextlib.contextmanager
 def cluster(address: str, options: ServeOptions) -> Iterator[None]:
-    """Connected to it; one of our own, on this machine only, ends with the block. Raises ConfigError where there is none."""
+    """Connects to the cluster; a new one, on this machine only, ends with the block. Raises ConfigError if none can be
+    reached."""
     import ray
 
     from vismoe.app.serving import listening
@@ -222,7 +224,7 @@ def cluster(address: str, options: ServeOptions) -> Iterator[None]:
                 logging_level=logging.WARNING,
             )
         else:
-            if ":" in address:  # which Ray would try for minutes
+            if ":" in address:  # checked first, because Ray would try for minutes
                 host, _, port = address.removeprefix("ray://").rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
             ray.init(address, logging_level=logging.WARNING)
@@ -237,15 +239,16 @@ def cluster(address: str, options: ServeOptions) -> Iterator[None]:
 
 @contextlib.contextmanager
 def proxies(options: ServeOptions, leave: bool) -> Iterator[None]:
-    """Ray Serve's, listening where `options` say. If we started them and nobody else uses them, they end unless told to `leave`.
+    """Ray Serve's proxies, listening where `options` say. If this call starts them and no other application uses them, they end
+    with the block unless `leave`.
 
-    Raises ConfigError where the port is taken, or where Serve runs already and has our name or listens elsewhere.
+    Raises ConfigError if the port is taken, or if Serve already runs with an application of this name or listens elsewhere.
     """
     from ray import serve
 
     before = serve.status()
     if NAME in before.applications:
-        raise ConfigError(f"an application {NAME!r} is there already. Fix: end its vismoe serve, or delete it (serve.delete)")
+        raise ConfigError(f"there already is an application {NAME!r}. Fix: end its vismoe serve, or delete it (serve.delete)")
     host = options.host.strip("[]")
     try:
         serve.start(http_options={"host": host, "port": options.port}, logging_config={"log_level": "WARNING"})
@@ -255,7 +258,7 @@ def proxies(options: ServeOptions, leave: bool) -> Iterator[None]:
     there = serve.context._get_global_client().http_config
     if (there.host, there.port) != (host, options.port):
         raise ConfigError(
-            f"Ray Serve runs already and listens at {there.host}, port {there.port}. "
+            f"Ray Serve is already running and listens at {there.host}, port {there.port}. "
             f"Fix: --host {there.host} --port {there.port}, or end it first (serve.shutdown)"
         )
     try:
@@ -267,13 +270,13 @@ def proxies(options: ServeOptions, leave: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def removed_at_the_end(drain_s: float) -> Iterator[None]:
-    """Deletes the application after the block, and waits for its last answers; Ctrl-C leaves that to the cluster."""
+    """Deletes the application after the block, and waits for its last answers; after Ctrl-C the cluster does that alone."""
     from ray import serve
 
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\nclosing; answers under way have {drain_s:g} s. Ctrl-C again does not wait for them", flush=True)
+        print(f"\nclosing; running answers have {drain_s:g} s. Press Ctrl-C again to leave at once", flush=True)
         raise
     finally:
         if NAME in applications():
@@ -284,7 +287,7 @@ def removed_at_the_end(drain_s: float) -> Iterator[None]:
 
 
 def applications() -> Mapping[str, Any]:
-    """By name, all that Serve runs; none where somebody shut it down."""
+    """All applications of Serve by name; none if Serve was shut down."""
     from ray import serve
     from ray.exceptions import ActorDiedError
 
@@ -295,14 +298,14 @@ def applications() -> Mapping[str, Any]:
 
 
 def why() -> str:
-    """What Serve knows of replicas that do not start: the error of their constructor, or its own words."""
+    """The reason why replicas do not start: the error of their constructor, or Serve's own message."""
     message = applications()[NAME].deployments[NAME].message.strip()
     ours: list[str] = OUR_ERROR.findall(message)
     return ours[-1] if ours else message.rpartition("\n")[2]
 
 
 def watch() -> None:
-    """Says how many replicas there are whenever that changes. Raises ClosedError when somebody else deletes the application."""
+    """Prints the number of replicas whenever it changes. Raises ClosedError if another process deletes the application."""
     said = ""
     while NAME in (there := applications()):
         deployments = there[NAME].deployments

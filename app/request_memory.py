@@ -1,10 +1,10 @@
-"""What requests may hold outside the model's own plan: one pool of bytes, from the first byte of a body to the last pixel.
+"""Memory of requests outside the model's own plan: one pool of bytes, from the first byte of a body to the last pixel.
 
-A request asks for bytes before they are there, waits for a while, and is told to come back (429) when they do not get free; one
-that could never have them is told so (413). It works without deadlock because there is an order: bodies have at most half of the
-pool, and who has a body asks once for all that its pictures take, at most the other half. So the first one who waits for pictures
-waits for requests that wait for no memory any more. Of the half for bodies, large ones leave a quarter to small ones.
-Bytes that were freed count until the allocator has given them back to the system. All of it lives on the event loop's thread.
+A request reserves bytes before it allocates them. It waits for a while, and is refused (429) if they do not become free; a
+request that could never get them is refused at once (413). An order prevents deadlock: bodies get at most half of the pool, and a
+request with a body reserves memory for all its pictures at once, from the other half. So the first request that waits for
+pictures waits only for requests that need no further memory. Of the half for bodies, large ones leave a quarter to small ones.
+Freed bytes stay reserved until the allocator has returned them to the system. All of this runs on the event loop's thread.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ LARGE_BODY_BYTES = 2**20
 
 
 class MemoryKind(IntEnum):
-    """What bytes are for; who has some of one kind may wait for those of a later one."""
+    """The purpose of bytes; a request that holds some of one kind may wait for those of a later kind."""
 
     LARGE_BODY = 0
     BODY = 1
@@ -36,7 +36,7 @@ class MemoryKind(IntEnum):
 
 
 class RequestMemory:
-    """`total_bytes` for all requests and decoders; `wait_s`: how long a request waits. `give_back`: see `allocator`."""
+    """`total_bytes` for all requests and decoders; a request waits up to `wait_s`. `give_back`: see `allocator`."""
 
     def __init__(self, total_bytes: int, wait_s: float, give_back: Callable[[], None] | None = None):
         if total_bytes < LEAST_BYTES:
@@ -53,24 +53,24 @@ class RequestMemory:
             MemoryKind.PICTURES: self._room,
         }
         self._held = dict.fromkeys(MemoryKind, 0)
-        self._freed = 0  # and perhaps not given back yet
+        self._freed = 0  # freed bytes that may not have been returned yet
         self._shares: set[MemoryShare] = set()
         self._queues: dict[MemoryKind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in MemoryKind}
         self._trimming: asyncio.Task[None] | None = None
 
     @property
     def most_of_one(self) -> int:
-        """Bytes that one request can have for its pictures."""
+        """The most bytes that one request can reserve for its pictures."""
         return self._room // 2
 
     @property
     def used_bytes(self) -> int:
-        """Promised to requests, and the decoders' own."""
+        """Bytes reserved for requests, and those of the decoders."""
         return self.total_bytes - self._room + sum(self._held.values()) + self._at_most_once()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for bytes."""
+        """Number of requests that wait for bytes."""
         return sum(map(len, self._queues.values()))
 
     def enter(self) -> "MemoryShare":
@@ -92,7 +92,7 @@ class RequestMemory:
         )
 
     async def _take(self, share: "MemoryShare", kind: MemoryKind, nbytes: int, wait_s: float) -> None:
-        """Raises ApiError, or what `stop_waiting` was told."""
+        """Raises ApiError, or the exception passed to `stop_waiting`."""
         most = self.most_of_one if kind is MemoryKind.PICTURES else self._most[kind]
         if share.held[kind] + nbytes > most:
             raise self._never(kind, share.held[kind] + nbytes, most)
@@ -114,7 +114,7 @@ class RequestMemory:
                 self._serve()
 
     def _serve(self) -> None:
-        """Promise bytes to those who wait, in the order of arrival within a kind."""
+        """Reserve bytes for waiting requests, in order of arrival within a kind."""
         for kind, queue in self._queues.items():
             while queue and (queue[0][1].done() or self._fits(kind, queue[0][0], self._freed)):
                 nbytes, granted = queue.popleft()
@@ -140,45 +140,45 @@ class RequestMemory:
         what = "the pictures and texts of this request take" if kind is MemoryKind.PICTURES else "the body of this request takes"
         enough = self.total_bytes - self._room + -(-nbytes * self._room // most)
         message = (
-            f"{what} {format_bytes(nbytes)} while they are read, one request can have {format_bytes(most)}. Fix: send fewer or "
-            f"smaller ones, or start the server with --request-memory {size_up(enough)}"
+            f"{what} {format_bytes(nbytes)} while they are read; a request can have {format_bytes(most)}. Fix: send fewer or "
+            f"smaller images, or start the server with --request-memory {size_up(enough)}"
         )
         return ApiError(413, message, code="request_memory")
 
 
 class MemoryShare:
-    """What one request holds. `users` hold it together (its caller and its reply): the last one to let go gives it back."""
+    """The reserved bytes of one request. `users` (its caller and its reply) share it; the last one to let go releases it."""
 
     def __init__(self, pool: RequestMemory):
         self._pool, self.users = pool, 1
         self.held = dict.fromkeys(MemoryKind, 0)
-        self.once = 0  # beside that: what no two requests take at the same time
+        self.once = 0  # further bytes that only one request at a time uses
         self._kept = self._building = 0
         self.waits_for: asyncio.Future[None] | None = None
 
     async def grow(self, kind: MemoryKind, nbytes: int, most_s: float = math.inf) -> None:
-        """Hold so many bytes more; waits for them, up to `most_s`. Raises ApiError: 413, or 429."""
+        """Reserve more bytes; waits for them, up to `most_s`. Raises ApiError: 413, or 429."""
         if nbytes > 0:
             await self._pool._take(self, kind, nbytes, min(most_s, self._pool.wait_s))
 
     def shrink(self, kind: MemoryKind, nbytes: int) -> None:
-        """Hold no more than so many bytes of a kind."""
+        """Reduce the reserved bytes of a kind to `nbytes`."""
         freed = max(0, self.held[kind] - nbytes)
         self.held[kind] -= freed
         self._pool._release(kind, freed)
 
     def decoded(self, kept: int, building: int) -> None:
-        """Its pictures are there, and take `kept` until it ends, and `building` more while a prompt is made of them."""
+        """Its pictures are decoded: they take `kept` until it ends, and `building` more while a prompt is built from them."""
         self.shrink(MemoryKind.PICTURES, kept + building)
         self._kept, self._building = kept, building
 
     def is_built(self) -> None:
-        """The engine has its prompt. Where that waits, it is made once more when its turn comes, so one after the other."""
+        """The engine has its prompt. A prompt that waits is built again at its turn, so one after another."""
         self.once = self._building
         self.shrink(MemoryKind.PICTURES, self._kept)
 
     def let_go(self) -> None:
-        """One user less."""
+        """Remove one user."""
         self.users -= 1
         if not self.users:
             self._pool._shares.discard(self)
@@ -187,13 +187,13 @@ class MemoryShare:
                 self._pool._release(kind, nbytes)
 
     def stop_waiting(self, why: BaseException) -> None:
-        """Nobody wants it any more: what waits here raises this."""
+        """Cancel the waiting calls of this share, which raise `why`."""
         if self.waits_for is not None and not self.waits_for.done():
             self.waits_for.set_exception(why)
 
 
 def trim() -> None:
-    """Give what is free back to the system. glibc only; other C libraries have no such call, and need none."""
+    """Return free memory to the system. glibc only; other C libraries have no such call, and need none."""
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
         give_back(0)

@@ -5,6 +5,7 @@ here are taken only with the value that means "not used".
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
@@ -12,10 +13,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from vismoe.app.api_errors import ApiError
-from vismoe.config import ANSWERS, COLDEST, MOST_STOP_CHARACTERS, MOST_STOPS, SETTINGS, PolicyName, Selection, parse_formats
+from vismoe.config import Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
-from vismoe.ranges import Rule
+from vismoe.options import COLDEST, HOTTEST, MOST_STOPS, OPTIONS, AnswerTokens, RequestOptions, Seed, StopText
+from vismoe.ranges import Range
 
 __all__ = [
     "ChatRequest",
@@ -57,14 +59,6 @@ class ImageSize(Strict):
         except InputError as error:
             raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from error
         return self
-
-
-def bounded(rule: Rule) -> Any:
-    """A field of a request that may be left out, with the ends of this option's range."""
-    return Field(None, **rule.range.pydantic)
-
-
-Tokens = Annotated[int, Field(**ANSWERS["image_tokens"].range.pydantic)]
 
 
 class ImageUrl(Strict):
@@ -150,18 +144,13 @@ class PrecisionRequest(Strict):
 
     policy: PolicyName | None = None
     formats: Annotated[str, Field(max_length=32), AfterValidator(_a_pair)] | None = None
-    retention: float | None = bounded(SETTINGS["retention"])
+    retention: Retention | None = None
     reuse: bool | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of the engine."""
-        return {"policy": self.policy, "formats": self.formats, "retention": self.retention}
 
     @property
     def change(self) -> str | None:
         """The first field that may ask for another plan of the memory."""
-        return next((name for name in ("policy", "formats") if self.options[name] is not None), None)
+        return "policy" if self.policy is not None else "formats" if self.formats is not None else None
 
 
 class VismoeRequest(PrecisionRequest):
@@ -171,7 +160,7 @@ class VismoeRequest(PrecisionRequest):
     messages: the conversation in the form of Qwen's documentation, in place of the request's own.
     """
 
-    keep: float | None = bounded(ANSWERS["keep"])
+    keep: Kept | None = None
     selection: Selection | None = None
     image_tokens: list[Tokens] | None = Field(None, min_length=2, max_length=2)
     images: list[ImageSize | None] | None = Field(None, max_length=MAX_PARTS)
@@ -188,18 +177,15 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-
-
 class Sampling(Strict):
     """What both kinds of request have. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` are taken and not used."""
 
     model: str | None = None
-    max_tokens: int | None = bounded(ANSWERS["max_tokens"])
-    temperature: float | None = Field(None, ge=0, le=ANSWERS["temperature"].range.high)  # 0: greedy
-    top_p: float | None = bounded(ANSWERS["top_p"])
-    seed: int | None = bounded(ANSWERS["seed"])
-    stop: Annotated[list[Stop] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
+    max_tokens: AnswerTokens | None = None
+    temperature: Annotated[float, Range(0, HOTTEST)] | None = None  # 0: greedy
+    top_p: Kept | None = None
+    seed: Seed | None = None
+    stop: Annotated[list[StopText] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -214,34 +200,47 @@ class Sampling(Strict):
             raise ApiError(400, "stream_options goes with stream=true", "stream_options")
         return self
 
-    def sampling(self, model_samples: bool) -> dict[str, Any]:
-        """Arguments of the engine. Temperature 0, or nearly 0, is greedy; without temperature and top_p the model's generation
-        config decides.
+    def options(self, usual: RequestOptions, model_samples: bool) -> RequestOptions:
+        """What it asks of the engine; `usual`: where it says nothing. Temperature 0, or nearly 0, is greedy; without temperature
+        and top_p the model's generation config decides.
 
         model_samples: whether it says `do_sample`.
         """
-        sample = (
-            model_samples if self.temperature is self.top_p is None else self.temperature is None or self.temperature >= COLDEST
-        )
-        return {
-            "sample": sample,
-            "temperature": self.temperature if sample else None,
-            "top_p": self.top_p if sample else None,
-            "seed": self.seed,
-            "stop": tuple(self.stop or ()),
-        }
+        given = {**_options_in(self), **(_options_in(self.vismoe) if self.vismoe else {})}
+        sample = self.temperature is None or self.temperature >= COLDEST
+        if self.temperature is self.top_p is None:
+            sample = model_samples
+        if not sample:
+            given |= {"temperature": None, "top_p": None}
+        reuse = usual.reuse and given.get("reuse", True)
+        return replace(usual, **{**given, "sample": sample, "reuse": reuse, "max_tokens": self.length or usual.max_tokens})
+
+    @property
+    def length(self) -> int | None:
+        """Of the answer at most, in tokens."""
+        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+def _options_in(given: Strict) -> dict[str, Any]:
+    """The options that an object of a body gives."""
+    values = {name: getattr(given, name, None) for name in OPTIONS}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None}
+
+
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = bounded(ANSWERS["max_tokens"])
+    max_completion_tokens: AnswerTokens | None = None
     vismoe: VismoeRequest | None = None
+
+    @property
+    def length(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def conversation(self) -> Sequence[Message]:

@@ -1,7 +1,7 @@
-"""`vismoe serve`: the application on a socket, with signals that end it gently.
+"""`vismoe serve`: the application on a socket, ended gently by signals.
 
-The first SIGTERM or Ctrl-C stops taking requests (and /health says so), lets answers that are being written finish for a while,
-sends the rest away and ends with success; the second one sends all of them away at once.
+On the first SIGTERM or Ctrl-C the server accepts no new requests (and /health says so), lets running answers finish for a while,
+ends the others, and exits with success; the second signal ends all of them at once.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["listening", "serve"]
 
 MAX_CONNECTIONS = 1024
-IDLE_S = 30  # a connection without a request ends
+IDLE_S = 30  # a connection without a request is closed
 CLOSE_S = 2  # for connections to close when the server ends
-ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses to listen at, and to be asked at from this machine
+ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses to listen on, and to use from this machine
 
 
 @contextlib.contextmanager
 def listening(options: ServeOptions) -> Iterator[socket.socket]:
-    """A bound socket, before minutes of loading. Raises ConfigError when the address cannot be used."""
+    """A bound socket, opened before minutes of loading. Raises ConfigError if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             options.host.strip("[]"), options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -49,14 +49,14 @@ def listening(options: ServeOptions) -> Iterator[socket.socket]:
 
 
 def serve(engine: "Engine", options: ServeOptions, listener: socket.socket) -> int:
-    """Serves until a signal; the exit code."""
+    """Serves until a signal; returns the exit code."""
     app = create_app(engine, options)
     Server(app, options, app.state.callers).run(sockets=[listener])
     return 0
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which leaves slowly."""
+    """uvicorn's server, with a gentle end."""
 
     def __init__(self, app: Any, options: ServeOptions, callers: Callers):
         super().__init__(
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._signals and self._leaving is None:
             if here := len(self._callers):
-                print(f"\nclosing; requests under way: {here}, for {self._options.drain_s:g} s. Ctrl-C again ends them")
+                print(f"\nclosing; {here} running requests have {self._options.drain_s:g} s. Press Ctrl-C again to end them")
             self._leaving = asyncio.create_task(self._leave())
         if self._signals > 1:
             self._callers.send_away()
@@ -100,14 +100,14 @@ class Server(uvicorn.Server):
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 whose patience ends: a connection that has brought no new request for a while is closed, however it trickles."""
+    """HTTP/1.1 with a time limit: closes a connection without a new request for a while, even if it sends single bytes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._look(object())
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets an error in the API's form, too."""
+        """Answers a message that is not HTTP with an error in the API's form."""
         response = error_response(ApiError(400, "this is not an HTTP request", code="invalid_http"))
         head = h11.Response(status_code=400, headers=[*response.raw_headers, (b"connection", b"close")], reason=b"Bad Request")
         events = head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()
@@ -115,7 +115,7 @@ class PatientProtocol(H11Protocol):
         self.transport.close()
 
     def _look(self, seen: Any) -> None:
-        """Close if the request seen last time is the last one still, and answered."""
+        """Closes the connection if its last request is still the one of the previous check, and is answered."""
         if self.transport.is_closing():
             return
         if self.cycle is seen and (self.cycle is None or self.cycle.response_complete):
@@ -125,7 +125,7 @@ class PatientProtocol(H11Protocol):
 
 
 def welcome(options: ServeOptions, host: str, port: int) -> str:
-    """Where the server is, and how to ask it something."""
+    """The server's address, and an example request."""
     name = f"[{host}]" if ":" in host else host
     local = ANY.get(host, host)
     reach = "this machine only" if is_loopback(host) else "other machines too"

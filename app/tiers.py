@@ -1,4 +1,4 @@
-"""Where the experts' bytes of one request came from, per token: memory, the link to the device, the disk. HTML, pure."""
+"""The tiers from which one request got the experts' bytes, per token: memory, the link to the device, the disk. HTML, pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """What one phase of a request asked for, over `tokens` tokens."""
+    """Bytes that one phase of a request needed, over `tokens` tokens."""
 
     tokens: int
     seconds: float
@@ -64,7 +64,7 @@ def _formats(figures: Any) -> str:
 
 
 def _card(phase: Phase, found: Sources, record_bytes: float) -> str:
-    rate = f"{found.hit_rate:.1%}" if found.hit_rate is not None else "nothing asked for"
+    rate = f"{found.hit_rate:.1%}" if found.hit_rate is not None else "no experts needed"
     stalled = found.stall_seconds / found.seconds if found.seconds else 0.0
     per_token = {
         ("hit", "memory"): found.hits * record_bytes / found.tokens,

@@ -12,10 +12,10 @@ from vismoe.types import Phase
 __all__ = ["time_line"]
 
 MOST_BARS = 400  # further passes share a bar: thinner ones could not be seen
-TICKS = 6  # about so many
-LAST_TICK = 0.95  # of the width: a label further right would leave the page
-WIDTH, HEIGHT = 1000, 100  # of the drawing, stretched to the page
-THINNEST = 1.0  # of WIDTH, so that a short pass is there at all
+TICKS = 6  # about this many
+LAST_TICK = 0.95  # of the width; a label further right would leave the page
+WIDTH, HEIGHT = 1000, 100  # of the drawing, which is stretched to the page
+THINNEST = 1.0  # in units of WIDTH, so that a short pass is visible
 WORDS = {
     "queue": "waiting for its turn",
     Phase.ENCODE: "encode: the vision tower looks at the images",
@@ -29,7 +29,7 @@ NOTHING = '<p class="vm-note">Nothing ran.</p>'
 
 @dataclass(frozen=True)
 class TimelineBar:
-    """A stretch of the request. Seconds count from its beginning."""
+    """A stretch of the request. Seconds count from the beginning of the request."""
 
     kind: str
     began_s: float
@@ -62,17 +62,17 @@ def time_line(figures: Any) -> str:
 
 
 def _in_words(figures: Any) -> str:
-    """How it ended, and what was there from earlier turns."""
+    """A sentence about how it ended, and what was cached from earlier turns."""
     words = [f"{figures.answer_tokens} tokens of answer, {ENDS[figures.finish]}."]
     if figures.images:
         words.append(f"{figures.encoded_images} of {figures.images} images had to be encoded.")
     if figures.reused_tokens:
-        words.append(f"{figures.reused_tokens} of {figures.prompt_tokens} tokens of the question were known from an earlier one.")
+        words.append(f"{figures.reused_tokens} of {figures.prompt_tokens} tokens of the question were cached.")
     return " ".join(words)
 
 
 def _before(figures: Any) -> Iterator[TimelineBar]:
-    """What comes ahead of the first pass's own work: the request waits, and the pass begins by encoding."""
+    """Bars before the first pass: the request waits, and the pass begins with encoding."""
     if figures.queue_seconds:
         yield TimelineBar("queue", 0.0, figures.queue_seconds, 0.0, f"waiting: {_time(figures.queue_seconds)}")
     if figures.encode_seconds and figures.passes:
@@ -84,7 +84,7 @@ def _before(figures: Any) -> Iterator[TimelineBar]:
 
 
 def _passes(figures: Any) -> Iterator[TimelineBar]:
-    """One bar for each pass; neighbours that decode share a bar where there are too many."""
+    """One bar for each pass; neighbouring decode passes share a bar if there are too many."""
     together = math.ceil(len(figures.passes) / MOST_BARS)
     token, before_s = itertools.count(2), figures.encode_seconds
     for phase, run in itertools.groupby(figures.passes, key=lambda one: one.phase):
@@ -110,7 +110,7 @@ def _groups(passes: list[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _draw(bar: TimelineBar, total_s: float) -> str:
-    """The bar, and from its foot the share of it that was stalled."""
+    """The bar, and at its foot the share that was stalled."""
     x, width = WIDTH * bar.began_s / total_s, max(THINNEST, WIDTH * bar.seconds / total_s)
     stalled = HEIGHT * min(1.0, bar.stall_s / bar.seconds) if bar.seconds else 0.0
     place = f'x="{x:.1f}" width="{width:.1f}"'
@@ -125,7 +125,7 @@ def _ticks(total_s: float) -> str:
 
 
 def _nice(seconds: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """The next larger of 1, 2, 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(seconds))
     return next((factor * power for factor in (1, 2, 5) if factor * power >= seconds), 10 * power)
 

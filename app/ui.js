@@ -1,14 +1,14 @@
-/* Files for the chat page: dropped anywhere they are attached to the question, and none of them makes the browser leave the page.
-   What cannot be attached is said, and a question is held back until that was read: nothing is answered as if the file had not
-   been there. */
+/* Files for the chat page: a file dropped anywhere is attached to the question, and never makes the browser leave the page.
+   If a file cannot be attached, the page says so and holds the question back until the visitor has read that: no question is
+   answered without its file unnoticed. */
 (() => {
-  const MOST_BYTES = 64 * 2 ** 20;  // of one file; the server has the same limit
-  const SETTLED_MS = 3000;  // at most, from an upload's end until its file is in the box
+  const MOST_BYTES = 64 * 2 ** 20;  // per file; the server has the same limit
+  const SETTLED_MS = 3000;  // most time from an upload's end until its file is in the box
   const filesOf = event => [...((event.dataTransfer || event.clipboardData || event.target).files || [])];
   const inQuestion = event => event.target.closest?.("#question");
   const writesText = event => event.target.closest?.("input, textarea, [contenteditable=true]");
   const carriesFiles = event => [...(event.dataTransfer?.types || [])].includes("Files");
-  let refused = "", uploads = 0, waiting = false;  // why the last file was not attached; how many are on their way; a question for them
+  let refused = "", uploads = 0, waiting = false;  // why the last file was not attached; running uploads; whether a question waits for them
 
   function say(text) {
     const place = document.querySelector("#refused");
@@ -20,7 +20,7 @@
     say(why && `Nothing was attached: ${why}`);
   }
 
-  /* Before gradio sees them: it would say in passing that a file is too large, and answer without it. */
+  /* Runs before gradio sees the files: gradio would only briefly say that a file is too large, and answer without it. */
   function refuseLarge(event) {
     const files = inQuestion(event) ? filesOf(event) : [];
     if (!files.length) return;
@@ -32,14 +32,14 @@
     if (event.type === "change") event.target.value = "";
   }
 
-  /* What gradio has not taken. */
+  /* Files that gradio did not accept. */
   function attach(event) {
     if (event.defaultPrevented || (writesText(event) && !carriesFiles(event))) return;
     event.preventDefault();
     const files = filesOf(event), input = document.querySelector("#question input[type=file]");
-    if (!files.length) return refuse("what was dropped is no file. Save the picture, and drop the file.");
+    if (!files.length) return refuse("what was dropped is not a file. Save the picture, and drop the file.");
     if (!input) return refuse("the page is not ready yet. Drop it again in a moment.");
-    if (!input.closest("#question").offsetParent) document.querySelector("[role=tab]")?.click();  // where it can be seen
+    if (!input.closest("#question").offsetParent) document.querySelector("[role=tab]")?.click();  // makes the message visible
     const carried = new DataTransfer();
     files.forEach(file => carried.items.add(file));
     input.files = carried.files;
@@ -58,11 +58,11 @@
     event.preventDefault();
     event.stopImmediatePropagation();
     waiting = uploads > 0;
-    say(waiting ? "Asked as soon as the file is attached." : `Not asked, because nothing was attached: ${refused} Asked once more, it is answered without it.`);
+    say(waiting ? "Waiting for the upload; then the question is sent." : `Not sent, because nothing was attached: ${refused} Send it again to ask without the file.`);
     if (!waiting) refused = "";
   }
 
-  /* A file is in the box, or never will be: what was held back is asked. */
+  /* A file is in the box, or never will be: sends the question that was held back. */
   function arrived() {
     uploads -= 1;
     if (uploads || !waiting) return;
@@ -80,7 +80,7 @@
     uploads += 1;
     try {
       const answer = await fetched(...request);
-      if (!answer.ok) refuse(`the page's server did not take it (HTTP ${answer.status}). Attach it again.`);
+      if (!answer.ok) refuse(`the page's server refused it (HTTP ${answer.status}). Attach it again.`);
       return answer;
     } catch (error) {
       refuse("it cannot be read, or the page's server cannot be reached. Attach it again.");

@@ -1,8 +1,8 @@
-"""`vismoe ui`: a chat page on this machine only, with images, streamed answers, and a page that shows the machine at work.
+"""`vismoe ui`: a chat page on this machine only, with images, streamed answers, and a tab that shows the machine at work.
 
-What the widgets (`widgets`) call; what comes of it is in `page`, the server in `ui_serving`. A visitor's conversation lives in
-their own session and nowhere else. Nothing is loaded from another machine: fonts are the system's, pictures and styles are ours.
-gradio is imported inside functions only: without it everything but this page works.
+This module connects the widgets (`widgets`) with the logic (`page`); `ui_serving` is the server. A visitor's conversation exists
+only in their own session. Nothing is loaded from another machine: fonts are the system's, pictures and styles come from this
+package. gradio is imported inside functions only: without it everything but this page works.
 """
 
 import html
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.memory_view import head
-from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, Wishes, shown, tiles, turn_at
+from vismoe.app.page import Finished, History, Page, PageTurn, PageUpdate, chosen, shown, tiles, turn_at
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.app.uploads import Uploads
 from vismoe.app.widgets import NOT_YET, chat_tab, examples, formats_of, machine_tab
@@ -25,22 +25,22 @@ __all__ = ["build", "require_gradio"]
 
 log = logging.getLogger("vismoe")
 
-Values = dict[Any, Any]  # of widgets, by widget
-CONVERSATIONS = 16  # that are answered at once; gradio has 40 threads, and Stop needs one
+Values = dict[Any, Any]  # values of widgets, by widget
+CONVERSATIONS = 16  # answered at the same time; gradio has 40 threads, and Stop needs one
 
 
 def require_gradio() -> None:
-    """Raises ConfigError where gradio is missing, or what refuses requests of other sites."""
+    """Raises ConfigError if gradio is missing, or the packages that refuse requests of other sites."""
     missing = [name for name in ("gradio", "openai") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f'the chat page needs {" and ".join(missing)}, not installed here. Fix: pip install "vismoe[serve]", '
+            f'the chat page needs {" and ".join(missing)}, which is not installed. Fix: pip install "vismoe[serve]", '
             'in a checkout: .venv/bin/pip install -e ".[serve]"'
         )
 
 
 def build(page: Page, uploads: Uploads) -> "gr.Blocks":
-    """The widgets, and which of them calls what."""
+    """The widgets and their connections."""
     import gradio as gr
 
     with gr.Blocks(title="VisMoE", fill_width=True, analytics_enabled=False) as blocks:
@@ -56,27 +56,27 @@ def build(page: Page, uploads: Uploads) -> "gr.Blocks":
 
 
 def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[str, Any]) -> None:
-    """Which widget calls what. A question is answered by the same steps whether it is new, an example, repeated or edited."""
+    """Connects widgets with handlers. New, example, repeated and edited questions are answered by the same steps."""
     import gradio as gr
 
     box, chatbot, history = chat["box"], chat["chatbot"], chat["history"]
     drawn = [chat["tiles"], *(machine[name] for name in ("live", "heat", "pictures", "time_line", "tiers", "plan", "head"))]
     outputs = [box, chatbot, history, chat["again"], chat["notice"], *drawn]
-    inputs = {history, *chat["wishes"].values()}  # a set: handlers get the values by widget
+    inputs = {history, *chat["options"].values()}  # a set, so that handlers get the values by widget
     still = [gr.skip()] * len(outputs)
 
     def run(turn: Callable[[], PageTurn], before: History, values: Values, request: gr.Request) -> Iterator[list[Any]]:
-        """Answers `turn()` after the turns `before`; after an error, which is told below it, the conversation is what it was."""
+        """Answers `turn()` after the turns `before`; an error is shown below the conversation, which is then unchanged."""
         asked, past, session = None, values[history], str(request.session_hash)
-        asking = wishes({name: values[widget] for name, widget in chat["wishes"].items()})
         try:
+            options = chosen(page.options, {name: values[widget] for name, widget in chat["options"].items()})
             asked = turn()
             uploads.use(session, asked.files)
             box_now, again_now, notice_now = gr.MultimodalTextbox(value=None, submit_btn=False, stop_btn=True), gr.skip(), ""
-            for update in page.answer(asked, before, session, asking):
+            for update in page.answer(asked, before, session, options):
                 if update.finished:
                     past = update.history
-                    box_now = _ready(asked if len(past) == len(before) else None)  # stopped before the first word
+                    box_now = _ready(asked if len(past) == len(before) else None)  # restored if stopped before the first word
                     again_now = _again(past)
                 yield [box_now, shown(update.history), past, again_now, notice_now, *_drawn(update)]
                 box_now = notice_now = gr.skip()
@@ -92,7 +92,7 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
         yield from run(lambda: PageTurn.of(text, files), values[history], values, request)
 
     def example(values: Values, event: gr.SelectData, request: gr.Request) -> Iterator[list[Any]]:
-        chosen = examples()[event.index]  # never a path that the browser names
+        chosen = examples()[event.index]  # never a path from the browser
         yield from run(lambda: PageTurn.of(chosen["text"], chosen["files"]), values[history], values, request)
 
     def again(values: Values, request: gr.Request) -> Iterator[list[Any]]:
@@ -124,7 +124,7 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
         "outputs": outputs,
         "concurrency_limit": CONVERSATIONS,
         "concurrency_id": "answers",
-        "trigger_mode": "multiple",  # a second question is refused in words, not dropped
+        "trigger_mode": "multiple",  # a second question is refused with a message, not dropped
         "show_progress": "hidden",
     }
     box.submit(ask, {box, *inputs}, api_name="ask", **answering)
@@ -138,12 +138,12 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     def offer(policy: str, chosen: str) -> gr.Dropdown:
         return formats_of(chat["offers"].get(policy, []), chosen)
 
-    policy, formats = chat["wishes"]["policy"], chat["wishes"]["formats"]
+    policy, formats = chat["options"]["policy"], chat["options"]["formats"]
     policy.input(offer, [policy, formats], formats, queue=False, show_progress="hidden", api_name=False)
 
 
 def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:
-    """What happens when a page is opened, and when it is closed: nothing of its conversation stays."""
+    """Handlers for opening and closing a page; closing removes its conversation."""
     import gradio as gr
 
     def enter(request: gr.Request) -> None:
@@ -159,29 +159,24 @@ def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:
     blocks.unload(leave)
 
 
-def wishes(values: dict[str, Any]) -> Wishes:
-    """What the widgets say, by the names of `Wishes`."""
-    return Wishes(**{**values, "selection": values["selection"] or None, "max_tokens": int(values["max_tokens"]) or None})
-
-
 def told(error: Exception) -> str:
-    """An error as HTML, to be read below the conversation. What is our own mistake is written to the log."""
+    """An error as HTML, to be shown below the conversation. Internal errors are logged."""
     message = str(error)
     if not isinstance(error, VisMoEError):
         log.error("an error inside the chat page", exc_info=error)
-        message = f"an error inside the chat page ({type(error).__name__}); where vismoe ui was started, its log has more"
+        message = f"internal error of the chat page ({type(error).__name__}); the log of vismoe ui has details"
     return f'<p class="vm-error" role="alert">{html.escape(message)}</p>'
 
 
 def _again(history: History) -> "gr.Button":
-    """Active where there is an answer to be repeated."""
+    """Active if there is an answer to repeat."""
     import gradio as gr
 
     return gr.Button(interactive=bool(history))
 
 
 def _ready(turn: PageTurn | None = None) -> "gr.MultimodalTextbox":
-    """The box as it waits for a question, with that of `turn` in it where it was not answered."""
+    """The box ready for a question; contains that of `turn` if it was not answered."""
     import gradio as gr
 
     value = {"value": {"text": turn.question, "files": list(turn.files)}} if turn is not None else {}
@@ -189,7 +184,7 @@ def _ready(turn: PageTurn | None = None) -> "gr.MultimodalTextbox":
 
 
 def _drawn(update: PageUpdate) -> list[Any]:
-    """What the drawings show; those without news stay as they are."""
+    """The drawings; those without news are unchanged."""
     import gradio as gr
 
     done = update.finished

@@ -1,7 +1,7 @@
 """The chat page on a socket of this machine, and the signals that end it.
 
-Only pages of this very server may call it, and what was uploaded is gone when it ends (`known_hosts`, `uploads`). gradio brings
-the server; it listens in a thread of its own.
+Only this server's own pages may call it, and uploads are deleted when it ends (`known_hosts`, `uploads`). gradio provides the
+server, which listens in its own thread.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from vismoe.app.ui import build
 from vismoe.app.uploads import uploads_folder
 from vismoe.app.widgets import pictures_folder
 from vismoe.errors import ConfigError
+from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -35,15 +36,15 @@ MOST_FILE_BYTES = 64 * 2**20
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
 FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
-SAME_ORIGIN = (  # whatever an answer links to, the browser asks nobody but us
+SAME_ORIGIN = (  # whatever an answer links to, the browser only contacts this server
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
 )
 
 
 def free_port(port: int) -> int:
-    """`port`, or any free one for 0. Raises ConfigError when it cannot be used: best said before minutes of loading."""
+    """`port`, or any free one for 0. Raises ConfigError if it cannot be used; checked before minutes of loading."""
     if not 0 <= port <= MOST_PORTS:
-        raise ConfigError(f"port={port}: from 0 (any free one) to {MOST_PORTS}")
+        raise ConfigError(f"port={port}: must be from 0 (any free port) to {MOST_PORTS}")
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,7 +57,7 @@ def free_port(port: int) -> int:
 
 @contextlib.contextmanager
 def served(page: Page, port: int = 0) -> Iterator[str]:
-    """The address at which `page` is served within; afterwards its answers are stopped and its files gone. Raises ConfigError."""
+    """Serves `page` within the block and gives its address; then stops its answers and deletes its files. Raises ConfigError."""
     with uploads_folder() as uploads:
         blocks = build(page, uploads)
         try:
@@ -73,7 +74,7 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     """Starts the page's server and returns its address."""
     import gradio as gr
 
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio asks itself whether it is up
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # gradio checks over HTTP whether it is up
     gate = Middleware(KnownHosts, host=ADDRESS, fix=f"open http://{ADDRESS}:{port}", own_pages_only=True)
     try:
         _, address, _ = blocks.launch(
@@ -91,14 +92,14 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
             allowed_paths=[str(pictures_folder())],
             app_kwargs={"middleware": [gate]},
         )
-    except OSError as error:  # taken since it was looked at
+    except OSError as error:  # taken since it was checked
         raise ConfigError(f"{ADDRESS}, port {port}, cannot be used. Fix: another --port, or --port 0 for any free one") from error
     return str(address)
 
 
-def serve(engine: "Engine", port: int, *, max_tokens: int | None = None, image_tokens: tuple[int, int] | None = None) -> int:
-    """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; the exit code."""
-    with _ended_by_signals(), served(Page(engine, max_tokens, image_tokens), port) as address:
+def serve(engine: "Engine", port: int, options: RequestOptions) -> int:
+    """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; returns the exit code."""
+    with _ended_by_signals(), served(Page(engine, options), port) as address:
         print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)
         try:
             threading.Event().wait()
@@ -109,7 +110,7 @@ def serve(engine: "Engine", port: int, *, max_tokens: int | None = None, image_t
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Within, every signal that ends a process raises KeyboardInterrupt, so that what is open is closed."""
+    """Within it, every signal that ends a process raises KeyboardInterrupt, so that resources are closed."""
     numbers = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:

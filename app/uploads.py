@@ -1,8 +1,8 @@
-"""Pictures that visitors of the chat page have uploaded: in a folder of our own, for as long as their conversation.
+"""Pictures that visitors of the chat page uploaded: kept in a private folder while their conversation exists.
 
-gradio stores an upload under the hash of its content, so two conversations may share a file: it goes with the last of them. What
-was attached and never asked about belongs to nobody that we know of; it goes after an hour, or when the last page is closed.
-The folder goes with the process; a process that was killed leaves it to the next one.
+gradio stores an upload under the hash of its content, so two conversations may share a file, which is deleted with the last of
+them. A file that was attached but never asked about has no known conversation; it is deleted after an hour, or when the last page
+is closed. The folder is deleted with the process; after a kill, the next process deletes it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ UNASKED_S = 3600.0
 
 @contextlib.contextmanager
 def uploads_folder() -> Iterator["Uploads"]:
-    """A folder that only this user can read, where gradio keeps its files; removed at the end with all that is in it."""
+    """A folder that only this user can read, where gradio keeps its files; removed at the end with its content."""
     _remove_left_behind(Path(tempfile.gettempdir()))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True))
@@ -42,9 +42,9 @@ def uploads_folder() -> Iterator["Uploads"]:
 
 
 def _remove_left_behind(folder: Path) -> None:
-    """Removes the folders of our own processes that were killed: their locks are free."""
+    """Removes the folders of killed processes, whose locks are free."""
     for left in folder.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, somebody else's, or gone by now
+        with contextlib.suppress(OSError):  # in use, another user's, or already gone
             if left.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
             with (left / LOCK).open() as lock:
@@ -54,15 +54,15 @@ def _remove_left_behind(folder: Path) -> None:
 
 @dataclass
 class Uploads:
-    """Who uses which of the files below `folder`."""
+    """Which conversation uses which files below `folder`."""
 
     folder: Path
-    _own: set[Path] = field(default_factory=set)  # what the page itself shows
-    _used: dict[str, dict[Path, int]] = field(default_factory=dict)  # by session: file and when it was written, in ns
+    _own: set[Path] = field(default_factory=set)  # files that the page itself shows
+    _used: dict[str, dict[Path, int]] = field(default_factory=dict)  # by session: file and time of writing, in ns
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep_what_is_there(self) -> None:
-        """Of the page itself: copies of the bundled pictures."""
+        """Marks the existing files as the page's own: copies of the bundled pictures."""
         self._own = set(self._files())
 
     def enter(self, session: str) -> None:
@@ -71,7 +71,7 @@ class Uploads:
             self._used.setdefault(session, {})
 
     def use(self, session: str, files: Iterable[str]) -> None:
-        """A question of this session is about these files."""
+        """A question of this session uses these files."""
         with self._lock:
             used = self._used.setdefault(session, {})
             for file in map(Path, files):
@@ -80,14 +80,14 @@ class Uploads:
             self._sweep()
 
     def forget(self, session: str) -> None:
-        """A conversation begins anew: what only it used is removed."""
+        """A conversation begins anew: removes the files that only it used."""
         with self._lock:
             if session in self._used:
                 self._release(self._used[session])
                 self._used[session] = {}
 
     def leave(self, session: str) -> None:
-        """A page was closed. With the last one everything goes."""
+        """A page was closed. With the last page all files are removed."""
         with self._lock:
             self._release(self._used.pop(session, {}))
             self._sweep()
@@ -96,7 +96,7 @@ class Uploads:
         return (file for file in self.folder.rglob("*") if file.is_file() and file.name != LOCK)
 
     def _release(self, used: dict[Path, int]) -> None:
-        """Removes files, but for those of other conversations and what somebody has uploaded again, to ask about it."""
+        """Removes files, except those of other conversations and those that a visitor has uploaded again for a next question."""
         for file, written_ns in used.items():
             shared = sum(file in others for others in self._used.values() if others is not used)
             with contextlib.suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ class Uploads:
                     file.unlink()
 
     def _sweep(self) -> None:
-        """Removes what nobody uses and nobody will."""
+        """Removes files that no conversation uses or will use."""
         until_s = time.time() - UNASKED_S if self._used else float("inf")
         used = self._own.union(*self._used.values())
         for file in [file for file in self._files() if file not in used]:

@@ -1,4 +1,4 @@
-"""The widgets of the chat page, and what stands in them at first; `ui` says what they do. gradio is imported inside functions."""
+"""The widgets of the chat page with their initial content; `ui` connects them. gradio is imported inside functions."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ from vismoe.app.page import Page, tiles
 from vismoe.app.pictures import NO_IMAGE
 from vismoe.config import SETTINGS
 from vismoe.engine.engine import Engine, demo_model
+from vismoe.options import HOTTEST, OPTIONS
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -17,9 +18,9 @@ __all__ = ["NOT_YET", "chat_tab", "examples", "formats_of", "machine_tab", "offe
 
 EXAMPLES = 4
 LEAST_KEEP = 0.1
-MOST_TOKENS = 2048  # that the slider offers, where the planned context is not smaller
-PAIRS = ("lossless/int8", "16/4", "16/2", "8/4", "8/2", "4/2", "4/0")  # that the page offers, beside the one it was started with
-NOT_YET = '<p class="vm-note">Ask something; it appears with the answer.</p>'
+MOST_TOKENS = 2048  # limit of the slider, unless the planned context is smaller
+PAIRS = ("lossless/int8", "16/4", "16/2", "8/4", "8/2", "4/2", "4/0")  # offered on the page, beside the pair of the start
+NOT_YET = '<p class="vm-note">Ask something; this appears with the answer.</p>'
 
 
 def pictures_folder() -> Path:
@@ -47,7 +48,7 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 feedback_options=None,
                 buttons=["copy"],
                 editable="user",
-                group_consecutive_messages=False,  # a picture and its question in one bubble cannot be edited
+                group_consecutive_messages=False,  # a picture and its question in one bubble could not be edited
                 latex_delimiters=[],
                 allow_tags=False,
                 allow_file_downloads=False,
@@ -74,20 +75,20 @@ def chat_tab(page: Page) -> dict[str, Any]:
         with gr.Column(scale=1, min_width=280):
             widgets["tiles"] = gr.HTML(tiles())
             widgets["offers"] = offers(page.engine)
-            widgets["wishes"] = _settings(page, widgets["offers"])
+            widgets["options"] = _settings(page, widgets["offers"])
             gr.Markdown(f"**Memory** {page.engine.plan.memory}, fixed at start: `vismoe ui --memory ...` changes it.")
     return widgets
 
 
 def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
-    """What holds from the next question on, by the names of `Wishes`."""
+    """Settings from the next question on, by the names of `RequestOptions`."""
     return {**_of_images(page.engine), **_of_experts(page.engine, offered), **_of_answers(page)}
 
 
 def _of_images(engine: Engine) -> dict[str, Any]:
     import gradio as gr
 
-    names = [name for name in SETTINGS["selection"].choices if name != "auto"]
+    names = OPTIONS["selection"].choices
     return {
         "keep": gr.Slider(
             min(LEAST_KEEP, engine.settings.keep),
@@ -95,14 +96,14 @@ def _of_images(engine: Engine) -> dict[str, Any]:
             engine.settings.keep,
             step=0.05,
             label="Visual tokens kept",
-            info="The share of an image that deeper layers see. Fewer are faster and need fewer experts; 1 is exact.",
+            info="The share of an image's tokens that is kept. Fewer are faster and need fewer experts; 1 is exact.",
             visible=engine.can_prune,
             elem_id="keep",
         ),
         "selection": gr.Dropdown(
             [("automatic" if engine.settings.selection == "auto" else engine.settings.selection, ""), *names],
             value="",
-            label="Which ones are kept",
+            label="Selection of kept tokens",
             info="How the patches to keep are chosen; compare them on the same image.",
             visible=engine.can_prune,
             elem_id="selection",
@@ -111,7 +112,7 @@ def _of_images(engine: Engine) -> dict[str, Any]:
 
 
 def offers(engine: Engine) -> dict[str, list[str]]:
-    """The policies that can serve here, each with the pairs of formats that are packed and fit."""
+    """The policies that can serve here, each with the pairs of formats that are packed and fit in memory."""
     pairs = list(dict.fromkeys((*PAIRS, engine.settings.formats)))
     policies = [policy for policy in SETTINGS["policy"].choices if policy != "exact"]
     served = {policy: [pair for pair in pairs if engine.why_not(policy, pair) is None] for policy in policies}
@@ -119,7 +120,7 @@ def offers(engine: Engine) -> dict[str, list[str]]:
 
 
 def formats_of(pairs: list[str], chosen: str) -> "gr.Dropdown":
-    """What there is to choose from under a policy with these pairs."""
+    """The choices under a policy with these pairs."""
     import gradio as gr
 
     value = chosen if chosen in pairs or not pairs else pairs[0]
@@ -130,13 +131,13 @@ def _of_experts(engine: Engine, offered: dict[str, list[str]]) -> dict[str, Any]
     import gradio as gr
 
     settings = engine.settings
-    why_not = "" if len(offered) > 1 else f" The others cannot serve here: {engine.why_not('importance', settings.formats)}"
+    why_not = "" if len(offered) > 1 else f" Other policies cannot serve here: {engine.why_not('importance', settings.formats)}"
     return {
         "policy": gr.Dropdown(
             list(offered),
             value=settings.policy,
-            label="Who decides the formats of experts",
-            info="exact: nobody. hotness: what is used often has the better one. importance: what a question needs most has it."
+            label="Policy for the formats of experts",
+            info="exact: no change. hotness: often used experts get the better format. importance: those a question needs."
             + why_not,
             interactive=len(offered) > 1,
             elem_id="policy",
@@ -145,17 +146,17 @@ def _of_experts(engine: Engine, offered: dict[str, list[str]]) -> dict[str, Any]
             list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)])),
             value=settings.formats,
             label="The two formats",
-            info="In bits, or 0 to leave experts out: what is packed and fits. For more: vismoe pack MODEL --formats int4,int2.",
+            info="In bits, 0 skips experts. Listed: packed pairs that fit; for more: vismoe pack MODEL --formats int4,int2.",
             interactive=bool(offered[settings.policy]),
             elem_id="formats",
         ),
         "retention": gr.Slider(
-            0.5,
-            1.0,
+            SETTINGS["retention"].range.low,
+            SETTINGS["retention"].range.high,
             settings.retention,
             step=0.05,
             label="Retention",
-            info="With importance: the share of the experts a layer asks for that have the better one, on average over layers.",
+            info="With importance: the share of a layer's needed experts in the better format, on average over layers.",
             elem_id="retention",
         ),
     }
@@ -167,43 +168,43 @@ def _of_answers(page: Page) -> dict[str, Any]:
     return {
         "max_tokens": gr.Slider(
             0,
-            max(page.max_tokens or 0, min(MOST_TOKENS, page.engine.plan.context)),
-            page.max_tokens or 0,
+            max(page.options.max_tokens or 0, min(MOST_TOKENS, page.engine.plan.context)),
+            page.options.max_tokens or 0,
             step=1,
             label="Longest answer",
             info="In tokens, which are words or parts of words. 0: to the end of the planned context.",
             elem_id="max-tokens",
         ),
         "temperature": gr.Slider(
-            0.0,
-            2.0,
-            0.0,
+            0,
+            HOTTEST,
+            0,
             step=0.1,
             label="Temperature",
-            info="0 always takes the likeliest word, so answers repeat; above, words are drawn by chance.",
+            info="0 always takes the likeliest word, so answers repeat; larger values add randomness.",
             elem_id="temperature",
         ),
     }
 
 
 def machine_tab(page: Page) -> dict[str, Any]:
-    """What `Update` fills, and what was settled at start."""
+    """The widgets that `PageUpdate` fills, and the settings of the start."""
     import gradio as gr
 
-    widgets = {"live": _panel("Now", "Of the answer that is being written, or the last one.", tiles())}
+    widgets = {"live": _panel("Now", "For the current answer, or the last one.", tiles())}
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            widgets["pictures"] = _panel("What it looked at", "Bright patches went through all layers.", NO_IMAGE)
+            widgets["pictures"] = _panel("Images", "Bright patches were kept, dim ones dropped.", NO_IMAGE)
         with gr.Column(scale=3, min_width=300):
-            what = "From the question to the last word. Point at a bar to read its figures."
+            what = "From the question to the last word. Point at a bar to see its numbers."
             widgets["time_line"] = _panel("Time line of the answer", what, NOT_YET)
             what = "A hit is an expert that was in memory when it was needed; a miss had to be fetched first."
             widgets["tiers"] = _panel("Where the experts came from", what, NOT_YET)
-    what = "Each row is a layer, each cell one of its experts. Colours tell what happened to it since the question was asked."
+    what = "Each row is a layer, each cell one of its experts. Colours show hits and misses since the question."
     widgets["heat"] = _panel("Experts, layer by layer", what, page.heat())
-    with gr.Accordion("Memory plan: who has which byte", open=False):
+    with gr.Accordion("Memory plan", open=False):
         widgets["plan"] = gr.HTML(memory_plan(page.engine.plan))
-    with gr.Accordion("What was chosen at start, and why", open=False):
+    with gr.Accordion("Choices at start, with reasons", open=False):
         gr.HTML(backends_table(page.engine.backends))
     return widgets
 

@@ -1,7 +1,7 @@
 """Render the demo world's pictures: one colour icon per noun, 96 x 96 RGBA, from the Noto Color Emoji font.
 
-Run once on a machine that has the font (`apt-get install fonts-noto-color-emoji`); the PNG files are committed, so nothing else
-needs the font. The font is under the SIL Open Font Licence 1.1, which travels beside the pictures (assets/sprites/LICENSE).
+Run once on a machine with the font (`apt-get install fonts-noto-color-emoji`); the PNG files are committed, so nothing else needs
+the font. The font is under the SIL Open Font Licence 1.1, which is stored with the pictures (assets/sprites/LICENSE).
 """
 
 import argparse
@@ -26,7 +26,7 @@ EMOJI = {
 
 
 def render(character: str, font: ImageFont.FreeTypeFont) -> Image.Image:
-    """One icon, cropped to what is drawn, centred on a transparent square of SPRITE_PX."""
+    """One icon, cropped to its drawn part, centred on a transparent square of SPRITE_PX."""
     canvas = Image.new("RGBA", (160, 160), (0, 0, 0, 0))
     ImageDraw.Draw(canvas).text((8, 8), character, font=font, embedded_color=True)
     drawn = canvas.crop(canvas.getbbox())

@@ -1,10 +1,10 @@
-"""Train the demo model from nothing: `python assets/train_demo_model.py`.
+"""Train the demo model from scratch: `python assets/train_demo_model.py`.
 
-With no options this is the recipe of the committed assets/demo-model, up to what is said above STAGES; the result lies in
-~/.cache/vismoe/train/model (`--work`), to be copied by hand. On a GPU it has not been run yet. First the vision tower learns to
-see, with throw-away heads that name what is at each visual token; then the whole model learns to answer, from plain scenes to
-the full world. Batches are functions of (stage, step), the state is saved as it goes, and a second start continues where the
-first stopped.
+With no options this is the recipe of the committed assets/demo-model, except for the differences described above STAGES; the
+result is in ~/.cache/vismoe/train/model (`--work`), to be copied by hand. It has not been run on a GPU yet. First the vision
+tower learns to see, with temporary heads that name the content of each visual token; then the whole model learns to answer, from
+plain scenes to the full world. Batches are functions of (stage, step), the state is saved regularly, and a restart continues from
+it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from vismoe.eval.scenes import WORLD, Difficulty
 from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS, plural
 
 SEED = 2026
-WORKERS = 2  # batches per step; on a CPU one single-threaded process each, which beats two threads on a machine that is shared
+WORKERS = 2  # batches per step; on a CPU one single-threaded process each, which is faster than two threads on a shared machine
 WARM_UP_STEPS = 50
 LOG_STEPS = 50
 SAVE_STEPS = 250
@@ -41,7 +41,7 @@ HEAD_SIZES = (1 + len(NOUNS), 1 + len(LETTERS + DIGITS), 1 + len(LETTERS + DIGIT
 LARGE_TEXT = Difficulty(label_share=0.5, font_px=(32, 48), text_length=(1, 4), word_share=0.3)
 
 
-CALM_MALLOC = {  # glibc keeps freed blocks instead of giving them back: fresh pages cost more than the arithmetic on them
+CALM_MALLOC = {  # makes glibc keep freed blocks, because fresh pages cost more than the arithmetic on them
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
@@ -51,7 +51,7 @@ CALM_MALLOC = {  # glibc keeps freed blocks instead of giving them back: fresh p
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: steps of `rows` pictures, the learning rate from first to last, what the batches hold."""
+    """A stretch of training: steps of `rows` pictures, the first and last learning rate, the mixture of batches."""
 
     name: str
     steps: int
@@ -59,12 +59,12 @@ class Stage:
     lr: tuple[float, float]
     mixture: Mixture = field(default_factory=Mixture)
     seeing_only: bool = False
-    frozen_eyes: bool = False  # the vision tower stays as it is, and the throw-away heads rest
+    frozen_eyes: bool = False  # the vision tower does not change, and the temporary heads are not trained
     seeing_weight: float = 0.3
     naming_weight: float = 0.0
     placing_weight: float = 0.0
     balance_weight: float = 0.003
-    adam_share: float = 0.3  # AdamW's learning rate as a share of Muon's: routers and embeddings want less
+    adam_share: float = 0.3  # AdamW's learning rate as a share of Muon's: routers and embeddings need less
 
     def rate(self, step: int) -> float:
         """The learning rate: a short warm-up, then a straight line."""
@@ -86,13 +86,13 @@ FINAL_KINDS = {"exists": 1.3, "what": 1.3, "where": 1.3, "count": 3, "choice": 3
 FINAL = Mixture(replace(WORLD, label_share=0.6), FINAL_KINDS, pair_share=0.15, other_size_share=0.08)
 POLISH = replace(FINAL, kinds=FINAL_KINDS | {"choice": 2.2, "choice where": 2, "text": 3})
 FINISH = replace(POLISH, kinds=POLISH.kinds | {"choice where": 1.5, "stranger": 0.7})
-# How the committed file came to be: these stages in this order, 98 minutes and 3,950 steps (138,000 pictures), with restarts
+# How the committed file was made: these stages in this order, 98 minutes and 3,950 steps (138,000 pictures), with restarts
 # between stages, on two CPU cores that other work used too.
-# Three things differed from running it in one go: until the end of "mix" there were fewer paraphrases of "describe the image" and
+# Three things differed from one continuous run: until the end of "mix" there were fewer paraphrases of "describe the image" and
 # "is there", no questions about all objects or animals, and no shortened questions; "name" and "match" were one idea in two
-# attempts, the second adding the placing loss; and the optimizers began afresh at "match".
-# What made it work, in the order found: seeing first (nothing else reads small letters), many questions per picture that cannot
-# see each other, then the naming and placing losses (without them "is there a ..." stayed at a coin's toss for 750 steps).
+# attempts, the second with the placing loss; and the optimizers were reset at "match".
+# What made it work, in the order of discovery: seeing first (nothing else reads small letters), many questions per picture that
+# cannot see each other, then the naming and placing losses (without them "is there a ..." stayed at chance for 750 steps).
 STAGES = (
     Stage("see", 700, 32, (3e-3, 2e-3), Mixture(LARGE_TEXT, bins=0), seeing_only=True, adam_share=1.0),
     Stage("read", 400, 32, (2.5e-3, 1.5e-3), Mixture(MUCH_TEXT, bins=0), seeing_only=True, adam_share=1.0),
@@ -110,12 +110,12 @@ STAGES = (
 
 TALK_KINDS = FINISH.kinds | {"chat": 0.7, "beyond": 1.5, "blind chat": 1, "blind beyond": 1.5, "no image": 1, "turns": 1.6}
 TALK = replace(FINISH, kinds=TALK_KINDS, pair_share=0.14, other_size_share=0.08, triple_share=0.16, preamble_share=0.5)
-# Afterwards, from the file of the stages above (`--talk`): about several pictures, none, and what people say beside. The vision
-# tower rests. When the committed file was made, the question stood before its picture in 45% of the first 500 steps' batches;
-# that was learned so slowly (a choice of four stayed at chance) that the chat template puts pictures first instead.
-# The committed file was made by a run for each stage. The second one was the first with the present wordings of what is said
-# beside pictures; the third was the first that asked questions of any kind after others, the fourth the first with bins that
-# hold every such conversation (before it, a choice after two other questions was right in 72%).
+# Afterwards, from the file of the stages above (`--talk`): several pictures, no pictures, and small talk. The vision tower does
+# not change. When the committed file was made, the question came before its picture in 45% of the first 500 steps' batches; that
+# was learned so slowly (a choice of four stayed at chance) that the chat template puts pictures first instead.
+# The committed file was made with one run per stage. The second was the first with the present wordings of small talk; the third
+# the first with questions of any kind after others; the fourth the first with bins that hold every such conversation (before it,
+# a choice after two other questions was right in 72%).
 GREET = replace(TALK, kinds=TALK_KINDS | {"chat": 1.2, "blind chat": 2})
 FOLLOW = replace(GREET, kinds=GREET.kinds | {"turns": 6})
 GO_ON = replace(FOLLOW, kinds=FOLLOW.kinds | {"turns": 8}, bins=3, bin_tokens=128)
@@ -141,7 +141,7 @@ class Batches(Dataset):
 
 
 class SeeingHeads(nn.Module):
-    """Throw-away linear heads: which noun and which glyphs are at each visual token, and where the noun of a word is."""
+    """Temporary linear heads: which noun and which glyphs are at each visual token, and where the noun of a word is."""
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class SeeingHeads(nn.Module):
         self.place = nn.Linear(width, 2 * len(POSITIONS))  # for two pictures
 
     def loss(self, features: list[Tensor], seen: Tensor) -> tuple[Tensor, Tensor]:
-        """features [M, V, H] each, seen [M, V, 3] -> the loss, and how often noun and glyphs are right where there are some."""
+        """features [M, V, H] each, seen [M, V, 3] -> the loss, and the accuracy of noun and glyphs where there are some."""
         total, target, right = features[0].new_zeros(()), seen.flatten(0, 1), []
         head: Any
         for head, feature in zip(self.heads, features, strict=True):
@@ -161,7 +161,7 @@ class SeeingHeads(nn.Module):
         return total / len(self.heads), torch.stack(right[: len(HEAD_SIZES)])
 
     def place_loss(self, middle: Tensor, noun: Tensor, cells: Tensor) -> Tensor:
-        """Words that name an icon should know, half way up, in which places of the grid it is.
+        """Loss that makes words naming an icon encode, half way up, in which places of the grid it is.
 
         middle [B, G, L, H], noun [B, G, L] with 0 for other words, cells [B, N, 9] -> binary cross-entropy per word.
         """
@@ -174,10 +174,10 @@ class SeeingHeads(nn.Module):
 
 
 class Trainer:
-    """One worker's view of the training: all workers share the parameters and the gradient buffers in memory.
+    """One worker of the training; all workers share the parameters and the gradient buffers in memory.
 
     Each worker computes the gradients of its own batches, then updates its own share of the parameters from all gradients.
-    A single worker (on a GPU) does all WORKERS batches of a step one after the other: the same recipe.
+    A single worker (on a GPU) computes all WORKERS batches of a step one after another: the same recipe.
     """
 
     def __init__(self, shared: "Shared", rank: int, workers: int, work: Path, device: str, barrier: Barrier | None) -> None:
@@ -227,7 +227,7 @@ class Trainer:
                 export(self.model, self.tokenizer, self.work / "model")
 
     def batches(self, stage: Stage) -> Iterator[Batch]:
-        """This worker's batches from the present step to the end of the stage, made one process ahead."""
+        """This worker's batches from the current step to the end of the stage, prepared one ahead in another process."""
         mine = range(self.rank, WORKERS, self.workers)
         numbers = [step * WORKERS + worker for step in range(self.step, stage.steps) for worker in mine]
         data = Batches(Writer(self.tokenizer), stage, self.first_batches + self.stage, numbers)
@@ -265,7 +265,8 @@ class Trainer:
         return sum((weight * part for weight, part in zip(weights, parts, strict=True)), start=seeing.new_zeros(()))
 
     def naming(self, feature: Tensor, noun: Tensor) -> Tensor:
-        """Visual tokens of an icon should point where the embeddings of its name point, so that words find pictures by attention.
+        """Loss that makes visual tokens of an icon similar to the embeddings of its name, so that words find pictures by
+        attention.
 
         feature [M, V, H], noun [M, V] with 0 for none -> cross-entropy of the scores, singular and plural names alike.
         """
@@ -276,7 +277,8 @@ class Trainer:
         return sum(losses, start=feature.new_zeros(()))
 
     def update(self, stage: Stage) -> None:
-        """Add up everybody's gradients of this worker's parameters, step, and clear them; the others wait on both sides."""
+        """Sum all workers' gradients of this worker's parameters, step, and clear them; workers wait for each other before and
+        after."""
         self.wait()
         for index in self.mine:
             for other in range(self.workers):
@@ -296,7 +298,7 @@ class Trainer:
             self.barrier.wait(timeout=600)
 
     def answer(self, batch: Batch, features: list[Tensor], stage: Stage, log: "Log") -> tuple[Tensor, Inside]:
-        """The loss of the answers' tokens, and what happened inside."""
+        """The loss of the answers' tokens, and intermediate results."""
         rows, (_, height, width, _) = len(batch.bins), batch.pixels.shape
         features = [feature.reshape(rows, -1, feature.shape[-1]) for feature in features]
         real = torch.cat((batch.segment.new_ones(rows, len(batch.prefix)), batch.segment.flatten(1)), dim=1) > 0
@@ -312,7 +314,7 @@ class Trainer:
 
 
 class Shared:
-    """What the workers share: the model, the throw-away heads, and one gradient buffer per worker and parameter."""
+    """Data that the workers share: the model, the temporary heads, and one gradient buffer per worker and parameter."""
 
     def __init__(self, workers: int, device: str, begin_with: Path | None = None) -> None:
         torch.manual_seed(SEED)
@@ -338,7 +340,7 @@ class Shared:
 
 
 def take_over(model: Qwen3VLMoeForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The weights of a trained model, whose tokenizer may know fewer words; a new word begins as the mean of its pieces."""
+    """Copies the weights of a trained model, whose tokenizer may lack words; a new word begins as the mean of its pieces."""
     trained = Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     theirs = AutoTokenizer.from_pretrained(folder)
     weights, old = trained.state_dict(), trained.get_input_embeddings().weight.detach()
@@ -358,7 +360,7 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 
 def shares(sizes: list[int], workers: int) -> list[list[int]]:
-    """Indices for each worker, about equal in bytes: the largest first, always to the one with the least."""
+    """Indices for each worker, about equal in bytes: the largest first, always to the worker with the least."""
     out: list[list[int]] = [[] for _ in range(workers)]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         min(out, key=lambda chosen: sum(sizes[other] for other in chosen)).append(index)
@@ -366,7 +368,7 @@ def shares(sizes: list[int], workers: int) -> list[list[int]]:
 
 
 def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The checkpoint as it is committed: bfloat16, ordinary Hugging Face layout."""
+    """Writes the checkpoint in its committed form: bfloat16, ordinary Hugging Face layout."""
     low = Qwen3VLMoeForConditionalGeneration(model.config).to(torch.bfloat16)
     low.load_state_dict(model.state_dict())
     low.save_pretrained(folder)
@@ -374,7 +376,7 @@ def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -
 
 
 class Log:
-    """Running means, and the share of questions answered right in full per kind, on batches that are never seen twice."""
+    """Running means, and the share of completely right answers per kind, on batches that are never repeated."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.started = path, time.time()
@@ -425,7 +427,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "vismoe" / "train", help="state, log and result")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--talk", type=Path, metavar="MODEL", help="go on from a trained model, by the stages of talk")
+    parser.add_argument("--talk", type=Path, metavar="MODEL", help="continue from a trained model, with the stages of talk")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     workers = WORKERS if arguments.device == "cpu" else 1

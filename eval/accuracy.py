@@ -1,7 +1,7 @@
-"""How well a model answers questions about held-out scenes, and how its routers used the experts while it did.
+"""Measures how well a model answers questions about held-out scenes, and how its routers used the experts meanwhile.
 
-Works on any Hugging Face image-text model with `generate`, plain or paged: the questions go through the processor's chat
-template, the answers are decoded greedily, and routing is read at the inputs of the experts modules.
+Works on any Hugging Face image-text model with `generate`, plain or paged: questions go through the processor's chat template,
+answers are decoded greedily, and routing is read from the inputs of the experts modules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]  # (questions done, questions in all)
 
 @dataclass
 class RoutingUse:
-    """Tokens per expert, counted at each MoE layer in order of depth; [experts] each."""
+    """Tokens per expert at each MoE layer, in order of depth; [experts] each."""
 
     layers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class RoutingUse:
 
 @contextmanager
 def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Tensor], None]]]:
-    """Count routed tokens while inside; call the second value with the next attention mask, to leave out padding."""
+    """Within it, counts routed tokens; call the second value with the next attention mask, to leave out padding."""
     use, mask, hooks = RoutingUse(), [torch.empty(0)], []
 
     def count(name: str, module: Any, arguments: tuple[Any, ...]) -> None:
@@ -69,7 +69,7 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
 
 
 def messages(talk: Conversation) -> list[dict[str, Any]]:
-    """The conversation up to its last question in chat form, with its pictures painted."""
+    """The conversation up to its last question in chat form, with its pictures drawn."""
     return talk.messages(compose)
 
 

@@ -1,7 +1,7 @@
-"""Answers of one contestant, kept in a file, so that an evaluation that was interrupted goes on where it was.
+"""Stores one contestant's answers in a file, so that an interrupted evaluation continues.
 
-The file's first line says what the answers belong to (weights, settings, questions, the program itself); a file that belongs to
-anything else is refused, never mixed. Then comes a line per question.
+The file's first line identifies what the answers belong to (weights, settings, questions, the program itself); a file that
+belongs to anything else is refused, never mixed. Then comes a line per question.
 """
 
 import ast
@@ -31,10 +31,10 @@ Contestant = TypeVar("Contestant")
 
 
 class AnswerFile(Generic[Row]):
-    """`rows` holds what was answered already, by kind and number; `add` keeps more."""
+    """`rows` holds the stored answers by kind and number; `add` stores more."""
 
     def __init__(self, folder: Path, contestant: str, belongs_to: dict[str, Any], row_type: type[Row]):
-        """Raises InputError for a file that belongs to anything else."""
+        """Raises InputError for a file that belongs to other weights, settings, questions or another program."""
         self._file = folder / f"{contestant.replace(', ', '-').replace(' ', '-')}.jsonl"
         self.rows: dict[Key, Row] = {}
         if not self._file.exists():
@@ -43,11 +43,11 @@ class AnswerFile(Generic[Row]):
         lines = self._file.read_text().splitlines(keepends=True)
         if json.loads(lines[0]) != belongs_to:
             raise InputError(
-                f"{self._file} holds answers of another model, other questions, or another version of this program. "
+                f"{self._file} holds answers of another model, other questions, or another version of vismoe. "
                 f"Fix: remove {folder}, or name another folder with --work"
             )
         whole = [line for line in lines if line.endswith("\n")]
-        if whole != lines:  # stopped in the middle of a line
+        if whole != lines:  # a run stopped in the middle of a line
             self._file.write_text("".join(whole))
         for line in whole[1:]:
             row = json.loads(line)
@@ -67,9 +67,9 @@ def answer_all(
     size: int,
     ask: Callable[[list[Key], list[Contestant]], Iterable[tuple[Contestant, dict[Key, Row]]]],
 ) -> tuple[list[Key], dict[Contestant, list[Row]]]:
-    """Asks every contestant what its file lacks, `size` questions together, and keeps each answer as it comes.
+    """Asks every contestant the questions that its file lacks, `size` questions together, and stores each answer at once.
 
-    -> (all questions, every contestant's rows in their order). A progress bar on stderr.
+    -> (all questions, every contestant's rows in their order). Shows a progress bar on stderr.
     """
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=per_kind * len(KINDS))
@@ -83,7 +83,7 @@ def answer_all(
 
 
 def program_digest(modules: Sequence[ModuleType]) -> str:
-    """Of the code that decides what is asked, how it is answered and how it is judged; comments and docstrings do not count."""
+    """Digest of the code that decides questions, answers and scores; comments and docstrings do not count."""
     return hashlib.sha256("".join(map(_code, modules)).encode()).hexdigest()
 
 

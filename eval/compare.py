@@ -1,7 +1,7 @@
 """`vismoe eval --compare A B`: two saved results on the same questions, paired question by question.
 
-A result is the JSON object of `vismoe eval --scenes --json`, or of `--lmms --json` as it is, a file of answers (.jsonl)
-that a study keeps, or a row of a suite, FOLDER#ROW. Results of other questions are refused with the first difference.
+A result is the JSON object of `vismoe eval --scenes --json` or of `--lmms --json`, a file of answers (.jsonl) that a study
+stores, or a row of a suite, FOLDER#ROW. Results of other questions are refused with the first difference.
 """
 
 import json
@@ -28,12 +28,12 @@ SURE = 0.05
 
 @dataclass(frozen=True)
 class ComparedQuestion:
-    """One question as far as its file describes it, and the score of the answer."""
+    """One question as its file describes it, and the score of the answer."""
 
     kind: str
     number: int | str
     score: float
-    about: Mapping[str, Any]  # what tells it from others: seed, question, truth
+    about: Mapping[str, Any]  # what distinguishes it: seed, question, truth
 
     @property
     def name(self) -> str:
@@ -42,14 +42,14 @@ class ComparedQuestion:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything one contestant was asked, in the order of its file."""
+    """All questions to one contestant with their scores, in the order of its file."""
 
     name: str
     rows: tuple[ComparedQuestion, ...]
 
 
 def read_result(where: str) -> Result:
-    """Raises InputError for what is none of SHAPES."""
+    """Raises InputError for anything else than SHAPES."""
     folder, sharp, row = where.partition("#")
     file = _answers_of_row(Path(folder).expanduser(), row) if sharp else Path(where).expanduser()
     try:
@@ -59,9 +59,9 @@ def read_result(where: str) -> Result:
     try:
         rows = _answer_file(text) if file.suffix == ".jsonl" else _saved(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} holds no answers to compare ({type(error).__name__}: {error}). Fix: name {SHAPES}") from error
+        raise InputError(f"{file} has no answers to compare ({type(error).__name__}: {error}). Fix: name {SHAPES}") from error
     if not rows:
-        raise InputError(f"{file} holds no answers. Fix: name {SHAPES}")
+        raise InputError(f"{file} has no answers. Fix: name {SHAPES}")
     return Result(where, tuple(rows))
 
 
@@ -78,9 +78,9 @@ def _answers_of_row(folder: Path, row: str) -> Path:
 
 
 def _answer_file(text: str) -> list[ComparedQuestion]:
-    """A first line that says what the answers belong to, then a line per question; one that was cut off is left out.
+    """Reads a first line that says what the answers belong to, then a line per question; an incomplete last line is left out.
 
-    A question that was answered twice counts as it was answered last.
+    If a question was answered twice, the last answer counts.
     """
     header, *lines = (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
     found = {}
@@ -104,7 +104,7 @@ def _saved(result: Mapping[str, Any]) -> list[ComparedQuestion]:
 def _of_task(row: Mapping[str, Any]) -> ComparedQuestion:
     """An answer to a document of an lmms-eval task, scored by the task."""
     if row["score"] is None:
-        raise ValueError(f"{row['task']} judges its answers together, none by itself")
+        raise ValueError(f"{row['task']} scores its answers together, not one by one")
     about = {"question": row.get("question"), "truth": row.get("target")}
     return ComparedQuestion(row["task"], row["document"], float(row["score"]), _known(about))
 
@@ -114,9 +114,9 @@ def _known(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def paired(first: Result, second: Result) -> list[tuple[ComparedQuestion, ComparedQuestion]]:
-    """Both results' rows of the same questions, in the order of the first.
+    """Both results' rows for the same questions, in the order of the first.
 
-    Raises InputError with the first difference between what was asked.
+    Raises InputError with the first difference between the questions.
     """
     others = {(row.kind, row.number): row for row in second.rows}
     fix = "Fix: compare results of the same --seed, --n and --kinds (or --lmms task and --limit)"
@@ -127,7 +127,7 @@ def paired(first: Result, second: Result) -> list[tuple[ComparedQuestion, Compar
         for name in row.about.keys() & its.about.keys():
             if row.about[name] != its.about[name]:
                 difference = f"the {name} is {row.about[name]!r} in {first.name} and {its.about[name]!r} in {second.name}"
-                raise InputError(f"not the same questions: of {row.name}, {difference}. {fix}")
+                raise InputError(f"not the same questions: for {row.name}, {difference}. {fix}")
     known = {(row.kind, row.number) for row in first.rows}
     if more := next((row for row in second.rows if (row.kind, row.number) not in known), None):
         raise InputError(f"not the same questions: {second.name} has {more.name}, {first.name} does not. {fix}")
@@ -135,7 +135,7 @@ def paired(first: Result, second: Result) -> list[tuple[ComparedQuestion, Compar
 
 
 def compared(first: Result, second: Result) -> dict[str, Any]:
-    """Figures for each kind of question and for all: scores, the difference B - A with its 95% interval, p, changes each way."""
+    """For each kind of question and for all: scores, the difference B - A with its 95% interval, p, and changes each way."""
     pairs = paired(first, second)
     kinds = dict.fromkeys(row.kind for row, _ in pairs)
     table = {kind: _figures([pair for pair in pairs if pair[0].kind == kind]) for kind in kinds}
@@ -186,7 +186,7 @@ def _verdict(result: Mapping[str, Any]) -> str:
 
 
 def run_compare(arguments: Namespace) -> int:
-    """Reads both results, prints the comparison; the exit code."""
+    """Reads both results and prints the comparison; returns the exit code."""
     result = compared(*_results(arguments.compare))
     if arguments.json:
         print_json(arguments, result)

@@ -1,19 +1,24 @@
-"""`--model_args` of lmms-eval, `name=value,name=value`, as what the model class takes; values are read as flags are."""
+"""Reads `--model_args` of lmms-eval, `name=value,name=value`, into arguments of the model class, with the readers of the
+flags.
+"""
 
 import dataclasses
 import typing
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from vismoe.config import ANSWERS, Settings
+from vismoe.config import Settings
 from vismoe.errors import ConfigError
-from vismoe.flags import add_answer_flags, add_model_flags, add_settings, reader
+from vismoe.flags import add_model_flags, add_option, add_request_options, add_settings
+from vismoe.ranges import Range, Rule, ValueKind
 
-__all__ = ["model_arguments"]
+__all__ = ["BATCH_SIZE", "model_arguments"]
+
+BATCH_SIZE = Rule("batch_size", (ValueKind(int, Range(1, 2**12, "requests")),), 1)
 
 SWITCHES = {name for name, hint in typing.get_type_hints(Settings).items() if hint is bool}
 NAMES = ("pretrained", "device", "dtype", "revision", "batch_size", "max_new_tokens", "image_tokens")
-FLAGS = {"pretrained": "model", "max_new_tokens": "max_tokens"}  # where the command line says it otherwise
+FLAGS = {"pretrained": "model", "max_new_tokens": "max_tokens"}  # names that differ on the command line
 
 
 class _Reader(ArgumentParser):
@@ -22,9 +27,9 @@ class _Reader(ArgumentParser):
 
 
 def model_arguments(text: str) -> dict[str, Any]:
-    """`"memory=25%,keep=0.5,batch_size=4"` -> `{"memory": "25%", "keep": 0.5, "batch_size": 4}`; only what was given.
+    """`"memory=25%,keep=0.5,batch_size=4"` -> `{"memory": "25%", "keep": 0.5, "batch_size": 4}`; only the given names.
 
-    Raises ConfigError for a part without `=`, an unknown name, a name said twice, and a value that cannot be.
+    Raises ConfigError for a part without `=`, an unknown name, a repeated name, and an invalid value.
     """
     parts = [part.strip().split("=", 1) for part in text.split(",") if part.strip()]
     settings = tuple(field.name for field in dataclasses.fields(Settings))
@@ -32,7 +37,7 @@ def model_arguments(text: str) -> dict[str, Any]:
         if len(part) == 1:
             raise ConfigError(f"model_args: {part[0]!r} has no value. Fix: name=value,name=value, e.g. memory=25%,keep=0.5")
         if part[0] not in (*NAMES, *settings):
-            raise ConfigError(f"model_args: unknown name {part[0]!r}; there are {', '.join((*NAMES, *sorted(settings)))}")
+            raise ConfigError(f"model_args: unknown name {part[0]!r}. Fix: use one of {', '.join((*NAMES, *sorted(settings)))}")
     given = dict(parts)
     if len(given) < len(parts):
         raise ConfigError(f"model_args: a name is given twice in {text!r}")
@@ -43,8 +48,8 @@ def model_arguments(text: str) -> dict[str, Any]:
 def _reader() -> ArgumentParser:
     parser = _Reader(add_help=False, allow_abbrev=False, exit_on_error=True)
     add_model_flags(parser)
-    add_answer_flags(parser)
-    parser.add_argument("--batch-size", type=reader(ANSWERS["batch_size"]))
+    add_request_options(parser, "max_tokens", "image_tokens")
+    add_option(parser, BATCH_SIZE)
     add_settings(parser)
     return parser
 

@@ -1,79 +1,80 @@
-"""From lmms-eval's requests to batches of model inputs: how answers are generated, which prompts go together, left padding.
+"""Turns lmms-eval's requests into batches of model inputs: generation options, grouping of prompts, left padding.
 
 B rows, S tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vismoe.config import COLDEST, check_answer
+from vismoe.config import MOST_TOKENS, Kept
 from vismoe.errors import InputError
-from vismoe.ranges import shown, unencodable
+from vismoe.options import COLDEST, AnswerTokens
+from vismoe.ranges import Range, check_fields, shown, unencodable
 
 __all__ = ["BatchRow", "Generation", "batches", "left_padded"]
 
-ADDED_BY_LMMS_EVAL = "\n\n"  # it ends answers at an empty line where a task names no stop string; its own models do not
-HOTTEST = 100  # what a task's temperature may be: theirs are not bounded by ours
+ADDED_BY_LMMS_EVAL = "\n\n"  # its default stop string for tasks without one; its own models ignore this
+HOTTEST = 100  # highest temperature of a task; tasks are not bound by the engine's limit
 UNDERSTOOD = {
     "until", "stop_sequences", "max_new_tokens", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "num_beams",
     "repetition_penalty",
 }  # fmt: skip
-FOR_OTHERS = {"image_aspect_ratio", "seed"}  # how other models cut images; lmms-eval seeds torch itself
+FOR_OTHERS = {"image_aspect_ratio", "seed"}  # options for other models' image cropping; lmms-eval seeds torch itself
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A task's `generation_kwargs`, as far as they decide about an answer."""
+    """The parts of a task's `generation_kwargs` that affect an answer."""
 
-    max_new_tokens: int | None  # None: to the end of the planned context
+    max_tokens: AnswerTokens | None  # None: to the end of the planned context
     stop: tuple[str, ...] = ()
     sample: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    beams: int = 1
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, Range(0, HOTTEST)] | None = None
+    top_p: Kept | None = None
+    top_k: Annotated[int, Range(0, MOST_TOKENS)] | None = None
+    num_beams: Annotated[int, Range(1, 2**12)] = 1
+    repetition_penalty: Annotated[float, Range(0, 100, above=True)] = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, InputError)
 
     @classmethod
     def of(cls, asked: dict[str, Any], usual_tokens: int | None) -> "Generation":
-        """Greedy unless the task asks for sampling, by `do_sample` or a temperature above 0; temperature 0 is always greedy."""
+        """Greedy unless the task requests sampling, by `do_sample` or a temperature above 0; temperature 0 is always greedy."""
         temperature, until = asked.get("temperature"), asked.get("until") or asked.get("stop_sequences") or ()
         if temperature is not None and (type(temperature) not in (int, float) or not 0 <= temperature <= HOTTEST):
             raise InputError(
-                f"generation_kwargs: temperature={shown(temperature)}: a number from 0 to {HOTTEST}. Fix: temperature=0"
+                f"generation_kwargs: temperature={shown(temperature)}: must be a number from 0 to {HOTTEST}. Fix: temperature=0"
             )
         if asked.get("do_sample") not in (None, True, False):
-            raise InputError(f"generation_kwargs: do_sample={shown(asked['do_sample'])}: true or false. Fix: do_sample=false")
+            raise InputError(f"generation_kwargs: do_sample={shown(asked['do_sample'])}: not true or false. Fix: do_sample=false")
         sample = bool(asked.get("do_sample", temperature)) and (temperature is None or temperature >= COLDEST)
         if unknown := {name for name, value in asked.items() if value is not None} - UNDERSTOOD - FOR_OTHERS:
             raise InputError(
-                f"generation_kwargs: {', '.join(sorted(unknown))} cannot be followed; there are {', '.join(sorted(UNDERSTOOD))}"
+                f"generation_kwargs: {', '.join(sorted(unknown))} are not supported. Fix: only {', '.join(sorted(UNDERSTOOD))}"
             )
         chosen = {name: asked.get(name) if sample else None for name in ("temperature", "top_p", "top_k")}
-        tokens = asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens
-        beams, penalty = asked.get("num_beams") or 1, asked.get("repetition_penalty") or 1
-        check_answer(max_tokens=tokens, num_beams=beams, repetition_penalty=penalty, top_p=chosen["top_p"], top_k=chosen["top_k"])
         return cls(
-            max_new_tokens=tokens,
+            max_tokens=asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens,
             stop=tuple(string for string in _texts(until) if string != ADDED_BY_LMMS_EVAL),
             sample=sample,
-            beams=beams,
-            repetition_penalty=float(penalty),
+            num_beams=asked.get("num_beams") or 1,
+            repetition_penalty=asked.get("repetition_penalty") or 1.0,
             **chosen,
         )
 
     def options(self, max_new_tokens: int) -> dict[str, Any]:
         """Keyword arguments of `generate()`."""
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        if self.sample:  # what the task leaves open is the model's own
+        if self.sample:  # values that the task does not set are the model's own
             chosen = {name: value for name, value in chosen.items() if value is not None}
-        options = {"max_new_tokens": max_new_tokens, "do_sample": self.sample, "num_beams": self.beams, **chosen}
-        return {**options, "repetition_penalty": self.repetition_penalty}
+        options = {"max_new_tokens": max_new_tokens, "do_sample": self.sample, "num_beams": self.num_beams, **chosen}
+        return {**options, "repetition_penalty": float(self.repetition_penalty)}
 
 
 def _texts(until: Any) -> list[str]:
@@ -81,17 +82,17 @@ def _texts(until: Any) -> list[str]:
     texts = [until] if isinstance(until, str) else list(until) if isinstance(until, list | tuple) else [until]
     for text in texts:
         if not isinstance(text, str) or not text or unencodable(text):
-            raise InputError(f"generation_kwargs: until={shown(text)}: a text, or several. Fix: until=['\\n']")
+            raise InputError(f"generation_kwargs: until={shown(text)}: must be a text, or several. Fix: until=['\\n']")
     return texts
 
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One prompt as the family's processor makes it, and the place of its request. Tensors of the tokens are `[1, S]`."""
+    """One prompt from the family's processor, and the index of its request. Tensors of the tokens are `[1, S]`."""
 
     number: int
     inputs: dict[str, Tensor]
-    continuation: tuple[int, ...] = ()  # token ids that follow the prompt, to be judged
+    continuation: tuple[int, ...] = ()  # token ids after the prompt, whose likelihood is requested
 
     @property
     def tokens(self) -> int:
@@ -106,7 +107,7 @@ def batches(rows: Iterator[BatchRow], most_rows: int, new_tokens: int, context: 
 
     `fits(B, longest prompt)`: whether there is memory for the mask of such a padded batch.
 
-    A row that does not fit alone is a batch of its own.
+    A row that does not fit alone forms its own batch.
     """
     batch: list[BatchRow] = []
     for row in rows:
@@ -121,9 +122,9 @@ def batches(rows: Iterator[BatchRow], most_rows: int, new_tokens: int, context: 
 
 
 def left_padded(rows: Sequence[BatchRow], pad_token_id: int) -> dict[str, Tensor]:
-    """One batch of inputs: what has a value per token is padded on the left to `[B, S]`, what belongs to images is concatenated.
+    """One batch of inputs: inputs with a value per token are padded on the left to `[B, S]`, inputs of images are concatenated.
 
-    A prompt without images has no values for them.
+    A prompt without images has no image inputs.
     """
     longest = max(row.tokens for row in rows)
     batch = {}
@@ -137,7 +138,7 @@ def left_padded(rows: Sequence[BatchRow], pad_token_id: int) -> dict[str, Tensor
 
 
 def _padded(row: BatchRow, name: str, longest: int, pad_token_id: int) -> Tensor:
-    """`[1, longest]`: padding, prompt, continuation, which is attended to and otherwise like text: kind 0."""
+    """`[1, longest]`: padding, prompt and continuation; the continuation is attended to and counts as text: kind 0."""
     ids = row.inputs["input_ids"]
     prompt = row.inputs.get(name, torch.zeros_like(ids))
     continuation = torch.full((1, len(row.continuation)), int(name == "attention_mask"), dtype=prompt.dtype)

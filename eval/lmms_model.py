@@ -1,11 +1,11 @@
-"""The model classes of `lmms-eval --model vismoe`: requests of the harness answered by an engine, in real batches.
+"""The model classes of `lmms-eval --model vismoe`: an engine answers the harness's requests, in real batches.
 
-`VisMoEChat` takes the messages that a task makes (several images, interleaved with text); `VisMoE` takes a text and a list of
-images, and is what multiple-choice tasks need (`--force_simple`): lmms-eval asks for likelihoods in that form only. Both go
-through the family's own chat template. Budget, formats and dropping of visual tokens are the engine's, as it was loaded.
+`VisMoEChat` accepts messages from a task (several images, interleaved with text); `VisMoE` accepts a text and a list of images,
+which multiple-choice tasks need (`--force_simple`), because lmms-eval requests likelihoods only in that form. Both use the
+family's own chat template. Budget, formats and dropping of visual tokens are those of the loaded engine.
 
-Promises: answers come back in the order of the requests; batches are never longer than the context that memory was planned for;
-what cannot be answered (videos, audio, several rounds) is an InputError that names the task.
+Promises: answers come back in the order of the requests; batches never exceed the planned context; requests that cannot be
+answered (videos, audio, several rounds) raise an InputError that names the task.
 """
 
 import os
@@ -24,14 +24,14 @@ from loguru import logger as eval_logger
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
-from vismoe.config import ANSWERS, check_answer
 from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, ContextError, InputError
-from vismoe.eval.lmms_arguments import model_arguments
+from vismoe.eval.lmms_arguments import BATCH_SIZE, model_arguments
 from vismoe.eval.lmms_batches import BatchRow, Generation, batches, left_padded
 from vismoe.machine.hardware import cores
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.images import open_image
+from vismoe.options import RequestOptions
 from vismoe.planning.needs import mask_bytes
 
 __all__ = ["VisMoE", "VisMoEChat"]
@@ -42,9 +42,9 @@ Messages = list[dict[str, Any]]
 class VisMoE(lmms):
     """Answers requests of tasks that have `doc_to_visual` and `doc_to_text`.
 
-    `max_new_tokens`: of tasks that do not say; without it their answers go to the end of the planned context, one at a time.
-    `image_tokens`: least and most visual tokens per image. An engine that
-    `create_from_arg_string` loaded is closed by `clean`, which the harness calls after the last answer.
+    `max_new_tokens`: for tasks that set none; without it, their answers go to the end of the planned context, one at a time.
+    `image_tokens`: least and most visual tokens per image. `clean`, which the harness calls after the last answer, closes an
+    engine that `create_from_arg_string` loaded.
     """
 
     is_simple = True
@@ -58,7 +58,8 @@ class VisMoE(lmms):
         image_tokens: tuple[int, int] | None = None,
         closes_engine: bool = False,
     ) -> None:
-        check_answer(batch_size=batch_size, max_tokens=max_new_tokens, image_tokens=image_tokens)
+        BATCH_SIZE.check(batch_size, InputError)
+        RequestOptions(max_tokens=max_new_tokens, image_tokens=image_tokens)  # checks them
         super().__init__()
         self._engine, self._closes_engine = engine, closes_engine
         self._prompts = engine.prompts
@@ -68,14 +69,14 @@ class VisMoE(lmms):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "VisMoE":
-        """From `--model_args`, and `--batch_size` and `--device` where those do not say it.
+        """Makes the model from `--model_args`, and from `--batch_size` and `--device` if those do not set it.
 
-        Where several processes share a machine, each takes its share of the cores, and its own GPU.
+        If several processes share a machine, each uses its share of the cores, and its own GPU.
         """
         given = {"batch_size": 1, **{k: v for k, v in (additional_config or {}).items() if v is not None}}
-        given.pop("max_batch_size", None)  # for batch sizes that are found by trying
+        given.pop("max_batch_size", None)  # only for batch sizes found by trial
         try:
-            given["batch_size"] = ANSWERS["batch_size"].read(str(given["batch_size"]))
+            given["batch_size"] = BATCH_SIZE.read(str(given["batch_size"]))
         except ConfigError as error:
             raise InputError(f"--{error}") from error
         given |= model_arguments(arg_string)
@@ -106,9 +107,10 @@ class VisMoE(lmms):
             for kwargs, numbers in _alike(requests, self._kwargs):
                 how = self._generation(kwargs, requests[numbers[0]])
                 rows = (self._row(number, requests[number]) for number in numbers)
-                together = self.batch_size if how.max_new_tokens else 1  # none takes another one's places
+                # without a limit, answers of a batch would compete for context
+                together = self.batch_size if how.max_tokens else 1
                 made = self._in_batches(
-                    rows, requests, partial(self._generate, how), together, how.max_new_tokens or 0, how.beams
+                    rows, requests, partial(self._generate, how), together, how.max_tokens or 0, how.num_beams
                 )
                 for row, answer in made:
                     answers[row.number] = answer
@@ -119,10 +121,10 @@ class VisMoE(lmms):
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood(self, requests: list[Instance]) -> list["Likelihood"]:
-        """(sum of -log p over the continuation's tokens, in nats; whether greedy decoding would have said it), per request.
+        """Per request: (sum of -log p over the continuation's tokens, in nats; whether greedy decoding would give it).
 
-        The sign is the one that lmms-eval's multiple choice takes: the least value wins there. A blank before a continuation is
-        left out: it separates an option from a plain prompt, and after a chat template's header the answer begins at once.
+        The sign is that of lmms-eval's multiple choice, where the least value wins. A blank before a continuation is left out: it
+        separates an option from a plain prompt, but after a chat template's header the answer begins at once.
         """
         answers = []
         rows = (self._row(number, request, self._continuation(request)) for number, request in enumerate(requests))
@@ -135,10 +137,10 @@ class VisMoE(lmms):
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         tasks = ", ".join(sorted({request.task_name for request in requests}))
-        raise InputError(f"task {tasks} asks in several rounds; VisMoE answers tasks of one round. Fix: leave it out")
+        raise InputError(f"task {tasks} has several rounds; VisMoE supports tasks with one round. Fix: leave it out")
 
     def _formats(self, counters: Snapshot) -> dict[str, Any]:
-        """For lmms-eval's log and results: who chose the formats of experts, and the share of their computations in each."""
+        """For lmms-eval's log and results: the policy for formats of experts, and the share of their computations in each."""
         policy = self._engine.precision.policy if self._engine.precision else "exact"
         return {"policy": policy, **{f"in_{name}": share for name, share in counters.shares(self._engine.format_names).items()}}
 
@@ -146,9 +148,10 @@ class VisMoE(lmms):
         return request.args[1]
 
     def _messages(self, request: Instance) -> Messages:
-        """One message: the images, then the text; where the text names as many places with `<image>`, the images lie there."""
+        """One message: the images, then the text; if the text has as many `<image>` placeholders, the images take their
+        places."""
         context, _, *place = request.args
-        to_visual = place[0] if place else None  # likelihoods without any context have none
+        to_visual = place[0] if place else None  # likelihood requests without context have none
         visuals = _flat(to_visual(self._document(request, *place[1:]))) if to_visual else []
         texts = context.split("<image>") if context.count("<image>") == len(visuals) else ["", context]
         places = [[visual] for visual in visuals] if len(texts) == len(visuals) + 1 else [visuals]
@@ -177,9 +180,9 @@ class VisMoE(lmms):
     def _generation(self, kwargs: dict[str, Any], request: Instance) -> Generation:
         with _about(request):
             how = Generation.of(kwargs, self._max_new_tokens)
-        if self.batch_size * how.beams * (how.max_new_tokens or 0) > self._engine.plan.context:
+        if self.batch_size * how.num_beams * (how.max_tokens or 0) > self._engine.plan.context:
             eval_logger.warning(
-                f"{request.task_name}: {self.batch_size} answers of up to {how.max_new_tokens} tokens are more than the context "
+                f"{request.task_name}: {self.batch_size} answers of up to {how.max_tokens} tokens exceed the context "
                 f"({self._engine.plan.context}); batches will be smaller. Fix: a larger context in --model_args"
             )
         return how
@@ -193,7 +196,7 @@ class VisMoE(lmms):
         new_tokens: int = 0,
         beams: int = 1,
     ) -> Iterator[tuple[BatchRow, Any]]:
-        """Every row with what `run(batch, model)` gives for it."""
+        """Every row with its result of `run(batch, model)`."""
         plan = self._engine.plan
         context = plan.context // beams
 
@@ -205,7 +208,7 @@ class VisMoE(lmms):
             if longest.tokens >= most:
                 smaller = ", or smaller images, e.g. image_tokens=64..1024" if "pixel_values" in longest.inputs else ""
                 raise ContextError(
-                    f"{_name(requests[longest.number])} has {longest.tokens} tokens, and the context is {most}. "
+                    f"{_name(requests[longest.number])} has {longest.tokens} tokens, but the context is {most}. "
                     f"Fix: context={2 * beams * longest.tokens} in --model_args{smaller}"
                 )
             yield from zip(batch, self._engine.with_model(partial(run, batch)), strict=True)
@@ -214,10 +217,10 @@ class VisMoE(lmms):
     def _generate(self, how: Generation, batch: Sequence[BatchRow], model: Any) -> list[GenerationResult]:
         inputs = {name: value.to(model.device) for name, value in left_padded(batch, self._pad).items()}
         width = inputs["input_ids"].shape[1]
-        room = min(self._positions, self._engine.plan.context // (len(batch) * how.beams)) - width
+        room = min(self._positions, self._engine.plan.context // (len(batch) * how.num_beams)) - width
         stops = [Stops(self._prompts.tokenizer, how.stop, width)] if how.stop else []
         with torch.inference_mode():
-            ids = model.generate(**inputs, **how.options(min(how.max_new_tokens or room, room)), stopping_criteria=stops)
+            ids = model.generate(**inputs, **how.options(min(how.max_tokens or room, room)), stopping_criteria=stops)
         return [self._answer(row, new, how) for row, new in zip(batch, ids[:, width:].tolist(), strict=True)]
 
     def _answer(self, row: BatchRow, new: list[int], how: Generation) -> GenerationResult:
@@ -241,7 +244,7 @@ class VisMoE(lmms):
 
     @property
     def _ends(self) -> set[int]:
-        """Tokens that end an answer; what follows them in a batch is padding."""
+        """Tokens that end an answer; later tokens in a batch are padding."""
         ends = self._engine.model.generation_config.eos_token_id
         return {self._pad, *([ends] if isinstance(ends, int) else ends or [])}
 
@@ -250,7 +253,7 @@ class VisMoE(lmms):
 
 
 class VisMoEChat(VisMoE):
-    """Answers requests of tasks as messages: lmms-eval makes them from `doc_to_messages`, or from visuals and text."""
+    """Answers requests as messages, which lmms-eval makes from `doc_to_messages`, or from visuals and text."""
 
     is_simple = False
 
@@ -263,11 +266,13 @@ class VisMoEChat(VisMoE):
 
 
 class Stops(StoppingCriteria):
-    """Ends a row once its answer, which begins at token `width`, holds one of the stop strings."""
+    """Ends a row once its answer, which begins at token `width`, contains a stop string."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], width: int):
         self._tokenizer, self._stop, self._width = tokenizer, stop, width
-        self._tokens = max(len(string.encode()) for string in stop) + 1  # it spans fewer: a token has at least a byte
+        self._tokens = (
+            max(len(string.encode()) for string in stop) + 1
+        )  # enough tokens for any stop string, since a token has at least one byte
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         ends = input_ids[:, self._width :][:, -self._tokens :]
@@ -276,7 +281,7 @@ class Stops(StoppingCriteria):
 
 
 class Likelihood(GenerationResult):
-    """A pair, in the one shape in which the harness of lmms-eval 0.7.3 hands a pair on; it makes a text of any other."""
+    """A pair in the only form that the harness of lmms-eval 0.7.3 passes on; it turns other forms into text."""
 
     text: Any
 
@@ -285,7 +290,8 @@ class Likelihood(GenerationResult):
 
 
 def _likelihood(logits: torch.Tensor, continuation: Sequence[int]) -> Likelihood:
-    """(sum of -log p, greedy) of the last tokens of a sequence; logits `[seen, vocabulary]`, the last row follows them all."""
+    """(sum of -log p, greedy) of the last tokens of a sequence; logits `[seen, vocabulary]`, the last row comes after all of
+    them."""
     ids = torch.tensor(continuation, device=logits.device)
     before = logits[-len(ids) - 1 : -1]
     chosen = before.log_softmax(-1).gather(1, ids[:, None])
@@ -293,7 +299,7 @@ def _likelihood(logits: torch.Tensor, continuation: Sequence[int]) -> Likelihood
 
 
 def _alike(requests: Sequence[Instance], kwargs: Callable[[Instance], Any]) -> Iterator[tuple[Any, list[int]]]:
-    """Requests of one task that are answered in the same way, by number, in their order."""
+    """Requests of one task with equal generation options, by number, in their order."""
     groups: dict[tuple[str, str], list[int]] = {}
     for number, request in enumerate(requests):
         groups.setdefault((request.task_name, repr(kwargs(request))), []).append(number)
@@ -314,7 +320,7 @@ def _image(image: Any) -> dict[str, Any]:
 
 @contextmanager
 def _about(request: Instance) -> Iterator[None]:
-    """What is wrong inside is wrong with this request."""
+    """Adds the request's name to errors raised within."""
     try:
         yield
     except InputError as error:

@@ -1,6 +1,6 @@
-"""Runs lmms-eval's own harness in this process, on an engine that is loaded: behind `vismoe eval --lmms`.
+"""Runs lmms-eval's own harness in this process on a loaded engine, for `vismoe eval --lmms`.
 
-Everything that harness and tasks print goes to stderr.
+All output of harness and tasks goes to stderr.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from vismoe.eval.lmms import TASKS
 
 __all__ = ["run_tasks"]
 
-LIKELIHOODS = ("multiple_choice", "loglikelihood")  # lmms-eval asks for them in its simple form only
+LIKELIHOODS = ("multiple_choice", "loglikelihood")  # lmms-eval supports these in its simple form only
 
 
 def run_tasks(
@@ -25,11 +25,11 @@ def run_tasks(
     batch_size: int = 1,
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Asks the first `limit` documents of each task, from `offset` on; max_tokens: of answers where a task does not say.
+    """Runs the first `limit` documents of each task, from `offset` on; max_tokens: limit of answers if a task sets none.
 
     -> {"limit", "offset", "tasks": {task: {metric: value}}, "answers": [{"task", "document", "target", "answer", "score"}]}; a
-    score is None where a task judges its answers together; an answer to a scenes task also has "kind", "number" and "question".
-    Raises InputError for a task that nobody knows.
+    score is None if a task scores its answers together; an answer to a scenes task also has "kind", "number" and "question".
+    Raises InputError for an unknown task.
     """
     with contextlib.redirect_stdout(sys.stderr):
         from lmms_eval.evaluator import simple_evaluate
@@ -44,7 +44,7 @@ def run_tasks(
         known = ours if set(names) <= set(ours.all_tasks) else TaskManager("WARNING", str(TASKS), model_name="vismoe")
         if missing := set(names) - set(known.all_tasks):
             raise InputError(
-                f"no such task: {', '.join(sorted(missing))}. Ours are {', '.join(ours.all_subtasks)}; "
+                f"no such task: {', '.join(sorted(missing))}. VisMoE's tasks are {', '.join(ours.all_subtasks)}; "
                 f"`lmms-eval --tasks list` names the others"
             )
         form = VisMoE if any(_output_type(known, name) in LIKELIHOODS for name in names) else VisMoEChat
@@ -74,7 +74,7 @@ def _output_type(manager: Any, name: str) -> str | None:
 
 
 def _scores(values: dict[str, Any]) -> dict[str, float]:
-    """`{"pope_accuracy,none": 0.9, "pope_accuracy_stderr,none": 0.01, "alias": ...}` -> what is a number, filters not named."""
+    """`{"pope_accuracy,none": 0.9, "pope_accuracy_stderr,none": 0.01, "alias": ...}` -> the numbers, without filter names."""
     numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
     return {name.removesuffix(",none"): value for name, value in numbers.items()}
 
@@ -87,7 +87,7 @@ def _answer(task: str, sample: dict[str, Any], metrics: Sequence[str]) -> dict[s
 
 
 def _score(sample: dict[str, Any], metrics: Sequence[str]) -> float | None:
-    """By the first metric that judges an answer by itself."""
+    """The score by the first metric that scores single answers."""
     found = [sample[metric] for metric in metrics if metric in sample]
     scores = [value.get("score") if isinstance(value, dict) else value for value in found]
     return next((float(score) for score in scores if isinstance(score, int | float)), None)

@@ -1,4 +1,4 @@
-"""How sure a difference is between two contestants that answered the same questions: 95% intervals, and a test."""
+"""Statistics of a difference between two contestants on the same questions: 95% intervals, and a test."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ __all__ = ["Interval", "beside", "p_value", "paired_difference", "points", "rati
 
 RESAMPLES = 2000
 SIGN_FLIPS, FLIPS_AT_ONCE = 10_000, 500
-FEW_CHANGES = 12  # up to so many, every assignment of signs is tried
+FEW_CHANGES = 12  # up to this number, every assignment of signs is tried
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Interval:
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
     """mean(second) - mean(first), scores of the same questions in the same order.
 
-    Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10) where all scores are 0 or 1. Otherwise
-    the percentile bootstrap over questions with a fixed seed, but at least 3 / n to either side: few questions that differ, or
-    none, say little about those that were not asked (the rule of three).
+    Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10) if all scores are 0 or 1. Otherwise
+    the percentile bootstrap over questions with a fixed seed, but at least 3 / n to either side: if few or no questions differ,
+    that says little about questions that were not asked (the rule of three).
     """
     if {*first, *second} <= {0.0, 1.0}:
         return _newcombe(first, second)
@@ -41,15 +41,15 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interv
 
 
 def beside(base: Sequence[float], own: Sequence[float]) -> dict[str, Any]:
-    """The accuracy of `own` with its interval, and its paired difference to `base`, as plain values."""
+    """The accuracy of `own` with its interval, and its paired difference from `base`, as plain values."""
     return {**asdict(accuracy(own)), "difference": asdict(paired_difference(base, own))}
 
 
 def p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """How often chance alone would part two equally good contestants at least this far, two-sided.
+    """Probability that chance alone separates two equally good contestants at least this far, two-sided.
 
-    McNemar's exact test where all scores are 0 or 1: of the questions that changed, how many got better. Otherwise the sign-flip
-    test of the mean difference: exact up to FEW_CHANGES questions that changed, above that SIGN_FLIPS draws with a fixed seed.
+    McNemar's exact test if all scores are 0 or 1: of the changed questions, how many improved. Otherwise the sign-flip test of
+    the mean difference: exact up to FEW_CHANGES changed questions, above that with SIGN_FLIPS draws and a fixed seed.
     """
     changes = np.subtract(second, first)
     changes = changes[changes != 0]
@@ -99,5 +99,5 @@ def _newcombe(first: Sequence[float], second: Sequence[float]) -> Interval:
 
 
 def _agreement(product: int, count: int) -> float:
-    """Newcombe's correction: association that could be chance is not counted."""
+    """Newcombe's correction: does not count association that could be chance."""
     return max(product - count / 2, 0.0) if product > 0 else float(product)

@@ -1,7 +1,7 @@
-"""One look for every figure in the documentation: panels of lines or bars, written as small PNGs.
+"""One style for every figure in the documentation: panels of lines or bars, written as small PNGs.
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart; series differ in marker and dash as well, so a grey
-print can be read. Files have at most 256 colours and no date in them: the same data gives the same bytes.
+Colours are Okabe and Ito's, which people with any colour vision can distinguish; series also differ in marker and dash, so a grey
+print is readable. Files have at most 256 colours and no date: the same data gives the same bytes.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "--")
 PANEL_INCHES = (4.0, 3.0)
 DPI = 130
 FEW_POINTS = 12
-LABEL_LETTERS = 40  # of all bars together, that fit side by side
+LABEL_LETTERS = 40  # letters of all bar labels together that fit side by side
 STYLE: dict[Any, Any] = {  # the type of its keys differs between versions of matplotlib
     "font.size": 9,
     "axes.titlesize": 9,
@@ -41,10 +41,10 @@ STYLE: dict[Any, Any] = {  # the type of its keys differs between versions of ma
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or the bars of one colour: `y` at each `x`, and where they are known the ends of its interval."""
+    """One line, or the bars of one colour: `y` at each `x`, and the ends of its interval if known."""
 
     name: str  # in the legend; the same name has the same colour in every panel
-    x: Sequence[float | str]  # words where the axis has categories
+    x: Sequence[float | str]  # words if the axis has categories
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
@@ -59,7 +59,7 @@ class Panel:
     y_label: str
     title: str = ""
     kind: Literal["lines", "bars"] = "lines"
-    percent: bool = False  # the y values are shares of one
+    percent: bool = False  # the y values are shares of 1
     log_x: bool = False
     y_limits: tuple[float | None, float | None] = (None, None)
 
@@ -70,7 +70,7 @@ def line_figure(path: str | Path, panel: Panel) -> Path:
 
 
 def grid_figure(path: str | Path, panels: Sequence[Panel], columns: int = 2) -> Path:
-    """Panels side by side, row by row, with one legend below all; returns the path of the PNG file."""
+    """Panels row by row, with one legend below all; returns the path of the PNG file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -149,7 +149,7 @@ def _draw_bars(axis: Any, series: Series, index: int, count: int, look: int) -> 
 
 
 def _lengths(series: Series) -> list[list[float]]:
-    """Of an interval's two arms, never below zero."""
+    """Lengths of an interval's two arms, never below zero."""
     assert series.low is not None and series.high is not None
     return [
         [max(0.0, y - low) for y, low in zip(series.y, series.low)],

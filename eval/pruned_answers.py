@@ -1,7 +1,8 @@
-"""What answers with dropped visual tokens depend on: the code behind them, and the seed of a batch."""
+"""What answers with dropped visual tokens depend on: the code that computes them, and the seed of a batch."""
 
 import vismoe.models.family.token_kinds
 import vismoe.models.moe.experts
+import vismoe.models.moe.step_context
 import vismoe.models.visual.encoded
 import vismoe.models.visual.kept_rows
 import vismoe.models.visual.prune
@@ -22,7 +23,7 @@ PROGRAM = (
     vismoe.models.family.token_kinds, vismoe.models.visual.prune, vismoe.models.visual.kept_rows,
     vismoe.models.visual.pruned_cache,
 )  # fmt: skip
-FEWER_EXPERTS = (vismoe.models.moe.experts,)  # what visual_top_k is made of
+FEWER_EXPERTS = (vismoe.models.moe.experts, vismoe.models.moe.step_context)  # the code of visual_top_k
 
 
 def draw_of(first: Key) -> int:

@@ -1,10 +1,10 @@
-"""Questions about scenes, in ordinary English with the paraphrases a person would use, and their true answers.
+"""Questions about scenes, in ordinary English with the paraphrases that people use, and their true answers.
 
-Every kind of KINDS is one function (random generator, scene) -> Turn, or None where the scene offers nothing to ask. A
+Every kind of KINDS is one function (random generator, scene) -> QuestionTurn, or None if the scene offers no such question. A
 `Conversation` is what one user sees: the pictures of the first message, then turns. Kind "turns" ends with a question that only
-makes sense after the ones before ("And the dog?"); kind "compare" shows two pictures.
-The FORMS are ways to talk: a question of any kind before its picture, behind a system prompt or after others, three pictures, and
-what is no question about a picture at all.
+makes sense after the ones before ("And the dog?"); kind "compare" shows two pictures. The FORMS are ways to talk: a question of
+any kind before its picture, after a system prompt or other questions, three pictures, and messages that are not questions about a
+picture.
 """
 
 import random
@@ -18,7 +18,7 @@ from vismoe.eval.world import ANIMALS, NOUNS, NUMBERS, POSITIONS, ROW_ANSWERS, p
 
 KINDS = ("exists", "what", "where", "count", "choice", "text", "describe", "compare", "turns")
 FORMS = ("text first", "system", "three images", "follow-up", "chat", "beyond", "no image")
-ASKED_ALONE = KINDS[:7]  # about one picture, and nothing said before
+ASKED_ALONE = KINDS[:7]  # about one picture, without earlier turns
 OPTION_LETTERS = "ABCD"
 ATTEMPTS = 63  # scenes tried until one offers the question
 
@@ -56,7 +56,7 @@ ASK_DESCRIBE = (
     "Describe the picture.", "Describe this image.", "What can you see?", "What is shown in the image?",
     "What do you see in the picture?",
 )  # fmt: skip
-ALSO_DESCRIBE = (  # asked in training alone, so that held-out questions stay the same ones
+ALSO_DESCRIBE = (  # used only in training, so that held-out questions stay the same
     "What is this?", "What's this?", "What is this image about?", "What is here?", "Describe it.", "Describe", "What are these?",
     "What is on the picture?", "What can be seen in the image?", "Tell me about this image.", "Caption this image.",
     "Look at this.",
@@ -87,7 +87,7 @@ THANKS = (
 
 @dataclass(frozen=True)
 class QuestionTurn:
-    """One question, its kind, and the answer the model should give."""
+    """One question, its kind, and the right answer."""
 
     kind: str
     question: str
@@ -96,16 +96,16 @@ class QuestionTurn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The pictures of the first message, and the turns that follow; the last turn is the one that is scored."""
+    """The pictures of the first message, and the turns that follow; the last turn is scored."""
 
     kind: str
     scenes: tuple[Scene, ...]
     turns: tuple[QuestionTurn, ...]
-    system: str | None = None  # what comes before everything
+    system: str | None = None  # the system prompt
     text_first: bool = False  # the first question comes before its pictures
 
     def messages(self, picture: Callable[[Scene], Any]) -> list[dict[str, Any]]:
-        """In chat form up to the last question, earlier turns with their true answers; `picture` makes the image of a scene."""
+        """In chat form up to the last question, earlier turns with their true answers; `picture` draws a scene."""
         said: list[dict[str, Any]] = (
             [{"role": "system", "content": [{"type": "text", "text": self.system}]}] if self.system else []
         )
@@ -136,7 +136,7 @@ def ask_what(rng: random.Random, scene: Scene) -> QuestionTurn | None:
 
 
 def position_to_ask(rng: random.Random, scene: Scene) -> int:
-    """A place with an icon (four times out of five) or an empty one; never one in the row of the printed text."""
+    """The index of a place with an icon (four times out of five) or an empty one; never one in the row of the printed text."""
     taken = [item.position for item in scene.items]
     empty = [
         index
@@ -209,7 +209,7 @@ def ask_choice(rng: random.Random, scene: Scene) -> QuestionTurn | None:
 
 
 def ask_choice_where(rng: random.Random, scene: Scene) -> QuestionTurn | None:
-    """The hardest of the four, for training alone."""
+    """The hardest of the four, only for training."""
     return choice_turn(rng, *_choose_where(rng, scene))
 
 
@@ -259,7 +259,7 @@ ASK: dict[str, Callable[[random.Random, Scene], QuestionTurn | None]] = {
 
 
 def ask_compare(rng: random.Random, first: Scene, second: Scene) -> QuestionTurn:
-    """A question about two pictures: which of them, both of them, or one of them by name."""
+    """A question about two pictures: about either, both, or one named picture."""
     draw = rng.random()
     only = [noun for noun in first.nouns if not second.count(noun)] + [noun for noun in second.nouns if not first.count(noun)]
     if draw < 0.5 and only:
@@ -298,7 +298,7 @@ def _about(form: str, noun: str, which: str = "") -> str:
 
 
 def share_a_noun(rng: random.Random, first: Scene, second: Scene) -> Scene:
-    """The second scene with one icon changed into one of the first's, so that "both" is a fair question."""
+    """The second scene with one icon replaced by one of the first's, so that "both" is a fair question."""
     if any(first.count(noun) for noun in second.nouns):
         return second
     noun, index = rng.choice(first.nouns), rng.randrange(len(second.items))
@@ -308,7 +308,7 @@ def share_a_noun(rng: random.Random, first: Scene, second: Scene) -> Scene:
 
 
 def follow_up(rng: random.Random, scene: Scene, before: QuestionTurn) -> QuestionTurn | None:
-    """A question that leans on the one before it: "And the dog?" after "Where is the cat?"."""
+    """A question that depends on the one before it: "And the dog?" after "Where is the cat?"."""
     if before.kind == "exists":
         noun = rng.choice(scene.nouns) if rng.random() < 0.5 else absent_noun(rng, scene)
         return exists_turn(rng.choice(("And {a}?", "What about {a}?", "Do you see {a}, too?")), noun, scene.count(noun) > 0)
@@ -325,7 +325,7 @@ def follow_up(rng: random.Random, scene: Scene, before: QuestionTurn) -> Questio
 
 
 def several_turns(rng: random.Random, scene: Scene) -> tuple[QuestionTurn, ...]:
-    """Two to four turns about one picture; the last leans on the one before it."""
+    """Two to four turns about one picture; the last depends on the one before it."""
     turns = [
         turn for kind in rng.sample(("exists", "what", "text", "count"), rng.randint(0, 2)) if (turn := ASK[kind](rng, scene))
     ]
@@ -338,7 +338,7 @@ def several_turns(rng: random.Random, scene: Scene) -> tuple[QuestionTurn, ...]:
 
 
 def unrelated_turns(rng: random.Random, scene: Scene, last: str) -> tuple[QuestionTurn, ...]:
-    """Two or three turns about one picture, each of another kind and by itself; the last one of the kind `last`."""
+    """Two or three independent turns about one picture, each of another kind; the last one of the kind `last`."""
     kinds = [*rng.sample([kind for kind in ASKED_ALONE if kind != last], rng.randint(1, 2)), last]
     turns = [ASK[kind](rng, scene) for kind in kinds]
     return () if turns[-1] is None else tuple(turn for turn in turns if turn)
@@ -396,7 +396,7 @@ def _form(rng: random.Random, form: str, split: Split, seed: int, size: tuple[in
 
 
 def no_image_turn(rng: random.Random, scene: Scene) -> QuestionTurn:
-    """A question about a picture where there is none."""
+    """A question about a picture that is missing."""
     turns = (ASK[rng.choice(("exists", "what", "where", "count", "text", "describe"))](rng, scene) for _ in range(ATTEMPTS))
     return QuestionTurn("no image", next(turn.question for turn in turns if turn), NO_IMAGE)
 
@@ -405,7 +405,7 @@ TALK = {"chat": greeting, "beyond": beyond}
 
 
 def _scene_number(kind: str, seed: int, attempt: int) -> int:
-    """Different kinds, seeds and attempts see different scenes."""
+    """A scene number that differs between kinds, seeds and attempts."""
     return (seed * (ATTEMPTS + 1) + attempt) * len(KINDS) + KINDS.index(kind)
 
 
@@ -419,7 +419,7 @@ def listed(parts: list[str]) -> str:
 
 
 def every_word() -> set[str]:
-    """Every piece of text the world can put into a sentence, for building and testing the tokenizer."""
+    """Every word that the world can put into a sentence, for building and testing the tokenizer."""
     nouns = {form for noun in NOUNS for form in (noun, plural(noun), with_article(noun), capital(with_article(noun)))}
     places = {form for position in POSITIONS for form in (position.answer, capital(position.answer), *position.spoken)} | set(
         ROW_ANSWERS

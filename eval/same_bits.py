@@ -1,9 +1,9 @@
-"""Which circumstances change bits of a model's logits: `vismoe eval same-bits`.
+"""Which conditions change bits of a model's logits: `vismoe eval same-bits`.
 
-A prompt of random tokens is computed by itself, with all experts in memory and one thread, and then once more in each of other
-circumstances. Of each it is counted for how many prompts every logit of the last token is the same number. What VisMoE promises
-is the same on every processor; the rest follows from how torch divides its products, and may differ on yours.
-Prints a table, then one JSON object on the last line.
+A prompt of random tokens is computed alone, with all experts in memory and one thread, and then again under each of several other
+conditions. For each condition the table gives the share of prompts for which every logit of the last token is unchanged. VisMoE's
+promises hold on every processor; the rest depends on how torch divides its products, and may differ on yours. Prints a table,
+then one JSON object on the last line.
 """
 
 import json
@@ -26,7 +26,7 @@ from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
 from vismoe.models.load.preview import model_class, read_config
 
-PROMISED = ("less memory", "after others")  # of both kernels, in every type
+PROMISED = ("less memory", "after others")  # for both kernels, in every type
 LENGTHS = ((40, 64), (64, 400), (400, 900))  # tokens of prompts
 CHUNK_TOKENS = 32
 CONTEXT = 4 * LENGTHS[-1][-1]
@@ -34,7 +34,7 @@ LESS = "25%"
 
 
 def loaded(name: str, kernels: str, dtype: str, memory: str) -> PreTrainedModel:
-    """The model as plain transformers code gets it."""
+    """The model as plain transformers code loads it."""
     settings = VisMoEConfig(memory=memory, kernels=kernels, context=CONTEXT, calibration="none")
     found: PreTrainedModel = model_class(read_config(name)).from_pretrained(
         name, dtype=getattr(torch, dtype), quantization_config=settings
@@ -45,7 +45,7 @@ def loaded(name: str, kernels: str, dtype: str, memory: str) -> PreTrainedModel:
 def otherwise(
     model: PreTrainedModel, small: PreTrainedModel, ids: torch.Tensor, draw: random.Random
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(circumstance, logits of the last token [vocabulary] in it). ids: [1, tokens]."""
+    """(condition, logits of the last token [vocabulary] under it). ids: [1, tokens]."""
     length = ids.shape[1]
     other, padding = drawn(draw, length), drawn(draw, draw.randint(1, length // 2))
     yield "less memory", last(small(ids))
@@ -74,7 +74,7 @@ def last(output: Any) -> torch.Tensor:
 
 
 def in_parts(model: PreTrainedModel, ids: torch.Tensor, first: int, more: int) -> Any:
-    """The output of the last part, where the first has `first` tokens and each other up to `more`."""
+    """The output of the last part, if the first has `first` tokens and each other up to `more`."""
     output = model(ids[:, :first], use_cache=True)
     for begin in range(first, ids.shape[1], more):
         output = model(ids[:, begin : begin + more], past_key_values=output.past_key_values, use_cache=True)
@@ -82,7 +82,7 @@ def in_parts(model: PreTrainedModel, ids: torch.Tensor, first: int, more: int) -
 
 
 def measured(name: str, kernels: str, dtype: str, prompts: int, seed: int) -> dict[str, dict[str, float]]:
-    """By circumstance: for which share of the prompts all bits were the same, and the largest difference of a logit."""
+    """By condition: the share of the prompts for which all bits were the same, and the largest difference of a logit."""
     model, small = (loaded(name, kernels, dtype, memory) for memory in ("100%", LESS))
     draw, same, furthest = random.Random(seed), defaultdict[str, int](int), defaultdict[str, float](float)
     threads = torch.get_num_threads()
@@ -103,7 +103,7 @@ def measured(name: str, kernels: str, dtype: str, prompts: int, seed: int) -> di
 def arguments_of(words: Sequence[str] | None) -> Namespace:
     parser = SuggestingParser(prog="vismoe eval same-bits", description=" ".join(__doc__.split("\n\n")[1].split()))
     parser.add_argument("model", nargs="?", default=demo_model(), help="hub name or folder (default: the demo model)")
-    parser.add_argument("--n", type=int, default=12, help="prompts for each kind of kernels and type (default: 12)")
+    parser.add_argument("--n", type=int, default=12, help="prompts for each kernels setting and type (default: 12)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(words)
 

@@ -1,9 +1,9 @@
-"""Scenes of the demo world: a deterministic generator, and the painter that turns a scene into a picture.
+"""Scenes of the demo world: a deterministic generator, and the function that draws a scene as a picture.
 
-A scene is a few icons in a 3 x 3 grid, sometimes a line of printed text in a row of the grid, on a background with clutter.
-`random_scene(split, seed)` is a pure function of its arguments on every machine; the split is part of the random key, so
-training and held-out scenes are different draws, whatever the seeds.
-Lengths are pixels, boxes are (left, top, right, bottom). Needs Pillow, never torch.
+A scene has a few icons in a 3 x 3 grid, sometimes a line of printed text in a row of the grid, on a background with clutter.
+`random_scene(split, seed)` is a pure function of its arguments on every machine; the split is part of the random key, so training
+and held-out scenes are different draws, whatever the seeds. Lengths are pixels, boxes are (left, top, right, bottom). Needs
+Pillow, never torch.
 """
 
 import random
@@ -18,7 +18,7 @@ from vismoe.eval.world import DIGITS, LETTERS, NOUNS, POSITIONS, PRINTED_WORDS, 
 Split = Literal["train", "held-out"]
 BASE_PX = 256
 OTHER_SIZES = ((320, 320), (384, 256), (256, 384), (320, 256))
-GLYPH_ADVANCE = 0.74  # of the font size; wide enough for W, so that every letter has its own place
+GLYPH_ADVANCE = 0.74  # share of the font size; wide enough for W, so that letters never overlap
 
 PALE = ((250, 248, 240), (232, 240, 250), (238, 250, 236), (252, 236, 232), (244, 236, 252), (255, 255, 255), (226, 226, 226))
 MIDDLE = ((150, 190, 220), (170, 205, 160), (222, 190, 150), (190, 170, 210), (205, 205, 205), (160, 200, 200))
@@ -92,7 +92,7 @@ class Background:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that is in one picture; items in reading order."""
+    """Everything in one picture; items in reading order."""
 
     width: int
     height: int
@@ -115,7 +115,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Difficulty:
-    """What the generator may draw; the default is the world that held-out scenes come from."""
+    """The generator's choices; the default is the world of held-out scenes."""
 
     items: tuple[int, int] = (1, 5)
     side_px: tuple[int, int] = (48, 80)
@@ -146,7 +146,7 @@ def random_scene(split: Split, seed: int, size: tuple[int, int] = (BASE_PX, BASE
 
 
 def _random_nouns(rng: random.Random, difficulty: Difficulty) -> list[str]:
-    """Distinct nouns, except that in half of the scenes one of them fills up to four places."""
+    """Distinct nouns, except that in half of the scenes one of them has up to four places."""
     count = rng.randint(*difficulty.items)
     nouns = rng.sample(NOUNS, count)
     if count > 1 and rng.random() < 0.5:
@@ -157,7 +157,7 @@ def _random_nouns(rng: random.Random, difficulty: Difficulty) -> list[str]:
 
 
 def _random_item(rng: random.Random, noun: str, place: int, size: tuple[int, int], difficulty: Difficulty) -> Item:
-    """An icon that stays inside its cell of the grid, so that its position is never in doubt."""
+    """An icon that stays inside its cell of the grid, so that its position is unambiguous."""
     position = POSITIONS[place]
     cell_width, cell_height = size[0] / 3, size[1] / 3
     side = rng.randint(*difficulty.side_px)
@@ -168,7 +168,7 @@ def _random_item(rng: random.Random, noun: str, place: int, size: tuple[int, int
 
 
 def random_text(rng: random.Random, difficulty: Difficulty = WORLD) -> str:
-    """A word, or a string of random capitals and digits; lengths as the difficulty says."""
+    """A word, or a string of random capitals and digits; the difficulty sets the lengths."""
     shortest, longest = difficulty.text_length
     if rng.random() < difficulty.word_share:
         words = [word for word in PRINTED_WORDS if shortest <= len(word) <= longest]
@@ -213,7 +213,7 @@ def _sprite(noun: str, side: int) -> Image.Image:
 
 @lru_cache(maxsize=64)
 def _font(size_px: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """The scalable font inside Pillow, so that no system font decides what a scene looks like."""
+    """Pillow's own scalable font, so that scenes do not depend on system fonts."""
     return ImageFont.load_default(size_px)
 
 

@@ -1,7 +1,7 @@
-"""How an answer is judged, per kind of question, and how sure a measured accuracy is.
+"""How an answer is scored, per kind of question, and the confidence interval of an accuracy.
 
-Scores are between 0 and 1. Wording is forgiven where the fact is the same: case, punctuation and articles never count, yes and no
-are decided by the first word, an option by its letter, numbers may be digits. Printed text is judged per character.
+Scores are between 0 and 1. Wording does not matter if the fact is the same: case, punctuation and articles never count, the first
+word decides yes or no, the letter decides an option, numbers may be digits. Printed text is scored per character.
 """
 
 import random
@@ -14,13 +14,13 @@ from vismoe.eval.world import NUMBERS, POSITIONS
 
 ARTICLES = {"a", "an", "the"}
 Z_95 = 1.959964
-TEXT, OTHERS = "text", "all but text"  # printed text stands apart: it is what dropping visual tokens costs first
+TEXT, OTHERS = "text", "all but text"  # printed text is separate, because dropping visual tokens harms it first
 GROUPS: dict[str, tuple[str, ...]] = {OTHERS: tuple(kind for kind in KINDS if kind != TEXT)} | {kind: (kind,) for kind in KINDS}
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A mean score with its 95% confidence interval, and the number of questions behind it."""
+    """A mean score with its 95% confidence interval, and the number of questions."""
 
     mean: float
     low: float
@@ -29,12 +29,12 @@ class Accuracy:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers, articles left out."""
+    """Lower-case words and numbers, without articles."""
     return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in ARTICLES]
 
 
 def score(turn: QuestionTurn, answer: str) -> float:
-    """How right `answer` is for this turn."""
+    """The score of `answer` for this turn."""
     said, true = words(answer), words(turn.answer)
     if turn.kind == "text" and '"' in turn.answer:
         return character_accuracy(printed(turn.answer), printed(answer))
@@ -63,7 +63,7 @@ def number_word(word: str) -> str:
 
 
 def place(answer: str) -> int | None:
-    """The index of the position an answer names, in any of the ways people say it; the longest name wins; None without one."""
+    """The index of the position that an answer names, in any common wording; the longest name wins; None without one."""
     text = f" {' '.join(re.findall(r'[a-z]+', answer.lower()))} "
     found = [
         (len(name), index)
@@ -91,7 +91,7 @@ def character_accuracy(true: str, said: str) -> float:
 
 
 def accuracy(scores: Sequence[float]) -> Accuracy:
-    """Wilson's interval where every score is 0 or 1, otherwise the bootstrap over questions (2,000 resamples, fixed seed)."""
+    """Wilson's interval if every score is 0 or 1, otherwise the bootstrap over questions (2,000 resamples, fixed seed)."""
     count, mean = len(scores), sum(scores) / len(scores)
     low, high = _wilson(mean, count) if set(scores) <= {0.0, 1.0} else _bootstrap(scores)
     return Accuracy(mean, low, high, count)

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
-"""What people say around the questions about a picture: greetings, system prompts, and questions that no picture answers.
+"""Messages around the questions about a picture: greetings, system prompts, and questions that no picture answers.
 
-Each is drawn from phrases of its split: training and held-out phrases are disjoint, so a held-out answer is right only where the
-model learnt what kind of sentence it was asked. Pure tables and draws; answers are always one of the six sentences here.
+Each is drawn from phrases of its split: training and held-out phrases are disjoint, so a held-out answer is right only if the
+model learned to recognise the kind of sentence. Pure tables and draws; answers are always one of the six sentences here.
 """
 
 import random
@@ -36,7 +36,7 @@ _ENDS = ("", "!", ".", "!!", " :)")
 
 
 def _ways(firsts: str, more: tuple[str, ...], ends: tuple[str, ...], before: tuple[str, ...] = ("",)) -> tuple[str, ...]:
-    """Every beginning with everything that may stand before it and behind it; `firsts`: with a bar between."""
+    """All combinations of a beginning, a text before it and texts after it; `firsts` are separated by bars."""
     return tuple(
         (start + (first[0].lower() + first[1:] if start and not first.startswith("I ") else first)) + addition + end
         for first in firsts.split("|") for start in before for addition in more for end in ends
@@ -166,7 +166,7 @@ _HELD_OUT_BEYOND = (
     "Who is the richest man in the world?", "What is the speed of light?", "How heavy is a {noun}?", "Why do {nouns} sleep?", "What sound does a {noun} make?",
     "Is a {noun} dangerous?", "When will it rain?", "Order a {noun} for me.", "What is the stock price of {person}?",
 )  # fmt: skip
-_ABOUT_IT = (  # of a picture, and yet beyond
+_ABOUT_IT = (  # about a picture, but not answerable
     "What colour is the {noun}?", "What color is the {noun}?", "How {quality} is the {noun}?", "Is the {noun} {quality}?", "What is the {noun} {verb}?",
     "Why is the {noun} there?", "Who painted this picture?", "When was this picture taken?", "Where was this photo taken?", "What is the style of this image?",
     "Is this picture {quality}?", "Do you like the picture?", "What is the mood of the image?", "Write a story about this picture.", "What happens next?",
@@ -182,14 +182,14 @@ _HELD_OUT_ABOUT_IT = (
 
 
 def greeting(rng: random.Random, split: Split, seen: bool) -> tuple[str, str]:
-    """Something a person says who asks nothing about a picture, and the answer; `seen`: there is a picture all the same."""
+    """A message that is not a question about a picture, and the answer; `seen`: there is a picture nevertheless."""
     answer = rng.choice((HELLO, HELLO, HELLO, WELCOME, WELCOME, GOODBYE, WHO, CAN))
     said = as_typed(rng, rng.choice(_of(split, SAID[answer])))
     return said, HELLO_SEEN if seen and answer == HELLO else answer
 
 
 def beyond(rng: random.Random, split: Split, seen: bool) -> tuple[str, str]:
-    """A question that no picture of this world answers; `seen`: there is one, and it may be about it."""
+    """A question that no picture of this world answers; `seen`: there is a picture, and the question may be about it."""
     about = seen and rng.random() < 0.5
     forms = {"train": (_BEYOND, _ABOUT_IT), "held-out": (_HELD_OUT_BEYOND, _HELD_OUT_ABOUT_IT)}[split][about]
     noun = rng.choice(NOUNS)
@@ -205,17 +205,17 @@ def beyond(rng: random.Random, split: Split, seen: bool) -> tuple[str, str]:
 
 
 def gibberish(rng: random.Random) -> str:
-    """A word that is none."""
+    """A word that does not exist."""
     return "".join(rng.choice("aaabcdeeefghiiijklmnoooprstuuvwxyz") for _ in range(rng.randint(3, 8)))
 
 
 def system_prompt(rng: random.Random, split: Split) -> str:
-    """What a client says before the conversation."""
+    """A client's text before the conversation."""
     return rng.choice(SYSTEM_PROMPTS if split == "train" else HELD_OUT_SYSTEM_PROMPTS)
 
 
 def as_typed(rng: random.Random, text: str) -> str:
-    """As people type it: now and then in lower case, or without its last mark."""
+    """The text as people type it: sometimes in lower case, or without its last mark."""
     draw = rng.random()
     if draw < 0.1:
         return text[0].lower() + text[1:]
@@ -224,7 +224,7 @@ def as_typed(rng: random.Random, text: str) -> str:
 
 @cache
 def _of(split: Split, phrases: tuple[str, ...]) -> tuple[str, ...]:
-    """Every fifth phrase is held out."""
+    """The phrases of a split; every fifth phrase is held out."""
     return tuple(phrase for phrase in phrases if (_digest(phrase) % 5 == 0) == (split == "held-out"))
 
 
@@ -233,7 +233,7 @@ def _digest(text: str) -> int:
 
 
 def every_phrase() -> set[str]:
-    """What the tokenizer should know in whole words: answers, system prompts, and the training phrases without what fills them."""
+    """Texts that the tokenizer should have as whole words: answers, system prompts, and training phrases without their slots."""
     forms = {form.replace("{", " ").replace("}", " ") for form in _BEYOND + _ABOUT_IT}
     said = {phrase for phrases in SAID.values() for phrase in _of("train", phrases)}
     return {*ANSWERS, *SYSTEM_PROMPTS, *forms, *said, *_QUALITIES, *_DEEDS}

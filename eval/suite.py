@@ -1,8 +1,8 @@
 """`vismoe eval --suite paper`: the papers' tables for one model in one command.
 
-Every row of every table answers the same held-out questions; then the rows' speed is measured in turns, a fresh process for each.
-Answers and timings are kept as they come, so that an interrupted suite goes on where it was; a row that cannot be run (a budget
-that is refused, a process that was killed) stands in the tables with the reason, and is tried again by the next run.
+Every row of every table answers the same held-out questions; then the rows' speed is measured in turns, with a fresh process for
+each. Answers and timings are stored at once, so that an interrupted suite continues; a row that cannot run (a refused budget, a
+killed process) appears in the tables with the reason, and the next run tries it again.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ STORE, LOCK = "store", "pack.lock"
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """What was asked for."""
+    """The options of the suite."""
 
     name: str
     model: str | None
@@ -65,9 +65,9 @@ class SuiteOptions:
 
     @classmethod
     def of(cls, arguments: Namespace) -> "SuiteOptions":
-        """Raises InputError or ConfigError for what cannot be asked of a suite."""
+        """Raises InputError or ConfigError for options that a suite does not support."""
         if arguments.data and arguments.seed:
-            raise InputError("--seed chooses generated scenes, and --data asks documents of tasks. Fix: leave one of them out")
+            raise InputError("--seed chooses generated scenes, but --data chooses documents of tasks. Fix: leave one of them out")
         given = given_settings(arguments)
         refuse_varied(given)
         memory = str(given.pop("memory", Axes.memory))
@@ -94,12 +94,12 @@ class SuiteOptions:
         return rows_of(self.tables)
 
     def settings(self, row: SuiteRow) -> dict[str, Any]:
-        """Of a row, where the experts lie left out."""
+        """The settings of a row, without the folder of packed experts."""
         return {**self.given, "memory": self.axes.memory, "keep": 1.0, "format": "raw", **row.settings}
 
     @property
     def command(self) -> str:
-        """What to type for the same figures."""
+        """The command that gives the same results."""
         flags = {**self.data.flags, "rounds": self.rounds, "memory": self.axes.memory}
         settings = {name.replace("_", "-"): value for name, value in {**flags, **self.options, **self.given}.items()}
         model = [self.model] if self.model else []
@@ -112,7 +112,7 @@ class SuiteOptions:
 
 
 class Suite:
-    """One order under way: what is known of every row, and what is still to be measured."""
+    """A running suite: the results of every row, and the measurements that are missing."""
 
     def __init__(self, order: SuiteOptions):
         self.order, self.rows = order, order.rows
@@ -130,7 +130,7 @@ class Suite:
             raise
 
     def _files(self) -> tuple[dict[str, AnswerFile[Answered]], dict[str, AnswerFile[SpeedTurn]]]:
-        """What was kept of every row. Raises InputError where it belongs to something else."""
+        """The stored results of every row. Raises InputError if they belong to something else."""
         order, answers, turns = self.order, {}, {}
         fixed = {"model": self.about["fingerprint"], "program": self.about["program"], "options": dict(order.options)}
         timed = {"requests": REQUESTS, "tokens": MAX_TOKENS}
@@ -140,7 +140,7 @@ class Suite:
             turns[row.name] = AnswerFile(speed_folder(order.work), row.name, settings | timed, SpeedTurn)
         return answers, turns
 
-    # -- what there is, and what is missing
+    # -- stored and missing results
     def answered(self, row: SuiteRow) -> dict[Key, Answered]:
         kept = self._answers[row.name].rows
         return {key: kept[key] for keys in self.order.data.batches() for key in keys if key in kept}
@@ -150,19 +150,20 @@ class Suite:
         return [kept[TURN, number] for number in range(self.order.rounds) if (TURN, number) in kept]
 
     def unasked(self, row: SuiteRow) -> list[list[Key]]:
-        """Batches, whole ones: what is asked together decides bits. With hotness all of them, since it learns from each."""
+        """Unanswered batches, as whole batches, because grouping affects bits. With hotness all batches, since it learns from
+        each."""
         data, kept = self.order.data, self._answers[row.name].rows
         missing = [keys for keys in data.batches() if not data.is_done(keys, kept)]
         return data.batches() if missing and "hotness" in row.settings.get("policy", "") else missing
 
     def unpacked(self) -> list[str]:
-        """Formats that rows need and that are nowhere packed."""
+        """Formats that rows need and that are not packed."""
         rows = [row for row in self.rows if self.unasked(row) or len(self.turns(row)) < self.order.rounds]
         needed = [formats for row in rows if not self._is_packed(formats := packed_formats(self.order.settings(row)))]
         return list(dict.fromkeys(format for formats in needed for format in formats))
 
     def _is_packed(self, formats: Sequence[str]) -> bool:
-        """Beside the checkpoint, all of them."""
+        """Whether the store beside the checkpoint has all of them."""
         return set(formats) <= set(self.about["packed"])
 
     def outlook(self) -> Outlook:
@@ -176,7 +177,7 @@ class Suite:
 
     # -- measuring
     def run(self, bar: SuiteBar) -> None:
-        """Measure everything that is missing; what cannot be is in `failed`."""
+        """Measures everything that is missing; rows that fail are in `failed`."""
         for format in self.unpacked():
             self._pack(format, bar)
         for row in self.rows:
@@ -253,13 +254,13 @@ class Suite:
         return self.order.work / STORE
 
     def _settings(self, row: SuiteRow) -> dict[str, Any]:
-        """With where the experts lie."""
+        """The row's settings, with the folder of packed experts."""
         settings = self.order.settings(row)
         formats = packed_formats(settings)
         where = NO_STORE if not formats else self.about["store"] if self._is_packed(formats) else str(self._store)
         return {**settings, "store": where}
 
-    # -- what came of it
+    # -- results
     def result(self) -> dict[str, Any]:
         """Everything measured so far, as suite.json."""
         order, rows = self.order, {}
@@ -281,7 +282,7 @@ class Suite:
         return accuracy_of(self.answered(row), self.answered(EXACT), self.order.data.groups)
 
     def remove_store(self) -> None:
-        """What was packed for this suite, and the folder where nothing else lies in it."""
+        """Deletes what this suite packed, and the folder if it is then empty."""
         for file in (*self._store.glob("experts.*"), self._store / LOCK):
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -292,7 +293,7 @@ class Suite:
 
 
 def run_suite(arguments: Namespace) -> int:
-    """Measures, writes and prints; the exit code."""
+    """Measures, writes and prints; returns the exit code."""
     order = SuiteOptions.of(arguments)
     forget(order, arguments.again)
     suite, interrupted = Suite(order), False
@@ -307,7 +308,7 @@ def run_suite(arguments: Namespace) -> int:
     result = suite.result()
     files = write_report(order.out, result)
     if interrupted:
-        kept = f"what was measured is kept in {order.work}, and the same command goes on there"
+        kept = f"what was measured is kept in {order.work}, and the same command continues from there"
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         if arguments.json:
             print_json(arguments, {"error": {"type": "Interrupted", "message": f"Ctrl-C: {kept}"}})
@@ -327,7 +328,7 @@ def run_suite(arguments: Namespace) -> int:
 
 
 def forget(order: SuiteOptions, what: str | None) -> None:
-    """Of what a suite has kept of its rows: the speed, or the answers as well."""
+    """Deletes a suite's stored results: the speed, or the answers as well."""
     folders = {None: [], "speed": [speed_folder(order.work)], "all": [speed_folder(order.work), answers_folder(order.work)]}
     for folder in folders[what]:
         for row in order.rows:

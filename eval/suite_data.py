@@ -1,4 +1,4 @@
-"""What every row of a suite is asked: questions about generated scenes, or documents of lmms-eval's tasks. Imports no torch."""
+"""The questions of a suite: about generated scenes, or documents of lmms-eval's tasks. Imports no torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,33 +9,33 @@ from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 
 __all__ = ["Data", "Scenes", "Tasks"]
 
-READING = ("ocr", "textvqa", "docvqa")  # in the names of tasks that are about printed text
+READING = ("ocr", "textvqa", "docvqa")  # parts of the names of tasks about printed text
 
 
 class Data(Protocol):
-    """Questions of one or several kinds, asked batch by batch. A key is a kind and a number."""
+    """Questions of one or several kinds, in batches. A key is a kind and a number."""
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Kinds whose scores are averaged, by the name of the average; OTHERS and TEXT stand in the tables."""
+        """Kinds whose scores are averaged, by the name of the average; the tables show OTHERS and TEXT."""
 
     @property
     def sentence(self) -> str:
-        """What is asked, and how, for people."""
+        """A description of the questions and of how they are asked."""
 
     @property
     def job(self) -> dict[str, Any]:
-        """What the worker is told, and what answers belong to."""
+        """The data for the worker's job; answers belong to it."""
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What asks for it on the command line."""
+        """The command line flags that select these questions."""
 
     def batches(self) -> list[list[Key]]:
-        """All questions, those together that are asked together, of one kind each."""
+        """All questions in batches of one kind each; a batch is answered together."""
 
     def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
-        """Whether `kept` holds the answers to a batch."""
+        """Whether `kept` has the answers to a batch."""
 
 
 @dataclass(frozen=True)
@@ -102,5 +102,5 @@ class Tasks:
         return [[(task, document) for document in range(self.limit)] for task in self.tasks]
 
     def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
-        """A task is asked as a whole, and may have fewer documents."""
+        """A task is run as a whole, and may have fewer documents."""
         return any(key in kept for key in batch)

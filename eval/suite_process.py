@@ -1,6 +1,6 @@
-"""A worker process as the suite sees it: started with its first job, and again after it died; never outlives the suite.
+"""The suite's worker process: started with its first job, started again after it died; it never outlives the suite.
 
-It runs in a session of its own, so that Ctrl-C reaches the suite alone, which decides what to keep.
+It runs in its own session, so that Ctrl-C reaches only the suite, which decides what to keep.
 """
 
 import contextlib
@@ -16,22 +16,22 @@ from typing import Any
 __all__ = ["JobFailed", "Worker"]
 
 COMMAND = (sys.executable, "-m", "vismoe.eval.suite_worker")
-LOG_LINES = 3  # of a worker that died without a word
+LOG_LINES = 3  # log lines shown for a worker that died without an answer
 
 
 class JobFailed(Exception):
-    """A job came to nothing; the message says why."""
+    """A job failed; the message gives the reason."""
 
 
 class Worker:
-    """One process that does jobs in turn. What it prints goes to `log`."""
+    """One process that does jobs in turn. Its output goes to `log`."""
 
     def __init__(self, log: Path):
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, do: str, on_part: Callable[[Any], None] = lambda part: None, **job: Any) -> dict[str, Any]:
-        """The result of a job; `on_part` gets what it tells on its way. Raises JobFailed."""
+        """The result of a job; `on_part` receives partial results. Raises JobFailed."""
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -65,12 +65,12 @@ class Worker:
         code = self._process.wait()
         self.close()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        why = "; on Linux that is how a machine out of memory ends one" if code == -signal.SIGKILL else ""
+        why = "; Linux ends processes this way when memory runs out" if code == -signal.SIGKILL else ""
         last = " ".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-        return f"the process ended with {how}{why}. It said last: {last or 'nothing'}"
+        return f"the process ended with {how}{why}. Last output: {last or 'none'}"
 
     def close(self) -> None:
-        """End the process, in the middle of a job if need be."""
+        """End the process, even during a job."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -79,7 +79,7 @@ class Worker:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what it was not told any more
+            with contextlib.suppress(BrokenPipeError):  # unsent data
                 pipe.close()
 
     def __enter__(self) -> "Worker":

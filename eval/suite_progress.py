@@ -1,4 +1,4 @@
-"""How far a suite is: one bar over all kinds of work, with the time that is left."""
+"""The progress of a suite: one bar over all kinds of work, with the remaining time."""
 
 import time
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 __all__ = ["PACKING", "QUESTION", "TURN", "Outlook", "SuiteBar"]
 
 PACKING, QUESTION, TURN = "packing", "question", "turn"
-GUESSES_S = {PACKING: 10.0, QUESTION: 0.06, TURN: 8.0}  # for one of each, until some were done
+GUESSES_S = {PACKING: 10.0, QUESTION: 0.06, TURN: 8.0}  # per unit of work, until some are done
 
 
 class Outlook:
-    """How long the rest will take: each kind of work as long as it took so far, and a guess before."""
+    """Estimates the remaining time: for each kind of work from its time so far, before that from a guess."""
 
     def __init__(self, counts: Mapping[str, float]):
         self._left = dict(counts)
-        self._done: dict[str, tuple[float, float]] = {}  # (how many, seconds)
+        self._done: dict[str, tuple[float, float]] = {}  # (number done, seconds)
 
     def done(self, kind: str, count: float, seconds: float) -> None:
         before, before_s = self._done.get(kind, (0.0, 0.0))
@@ -36,7 +36,7 @@ class Outlook:
 
 
 class SuiteBar:
-    """One bar over everything, with the time that is left, on stderr; beside it a line for what is finished."""
+    """One bar over everything on stderr, with the remaining time; prints a line for finished work."""
 
     def __init__(self, outlook: Outlook):
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}")

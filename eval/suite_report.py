@@ -1,6 +1,6 @@
-"""A suite's figures as one JSON object, as Markdown and as plots. Pure but for writing the files.
+"""A suite's results as one JSON object, as Markdown and as plots. Pure except for writing the files.
 
-Differences are paired with the exact row's answers to the same questions, printed text apart. Bytes, seconds, shares of one.
+Differences are paired with the exact row's answers to the same questions, printed text separately. Bytes, seconds, shares of one.
 """
 
 import json
@@ -30,16 +30,16 @@ Accuracy: {questions} {asked}, the same for every row, greedy, `deterministic`.
 questions for scores between, such as those of printed text, by character). *changed*: answers worded differently from exact.
 *computed in*: the share of expert computations (an expert for a token) in each format."""
 SPEED_NOTE = """\
-Speed: medians of {turns} turns of every row, each in a process of its own that loads the model, over {requests} requests with
-one picture. *first token*: encoding and prefill. *read*: bytes of experts brought in for a decoded token. *hits*: in decode.
-*experts*: memory that holds experts. *plan*: all memory planned, for prompts of the whole context. *grew*: the most that the
-process held over what it was after bare imports."""
+Speed: medians of {turns} turns of every row, each in a separate process that loads the model, over {requests} requests with
+one picture. *first token*: encoding and prefill. *read*: bytes of experts read or copied per decoded token. *hits*: in decode.
+*experts*: memory for experts. *plan*: all planned memory, for prompts of the whole context. *grew*: the most memory of the
+process beyond that after bare imports."""
 
 
 def accuracy_of(
     rows: Mapping[Key, Answered], exact: Mapping[Key, Answered], groups: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Scores of each group of questions, beside those of the exact row where that has them all, and how many answers changed."""
+    """Scores of each group of questions, compared with the exact row if it has all of them, and the number of changed answers."""
     has_exact = rows.keys() <= exact.keys()
     base = exact if has_exact else rows
     found = {group: _group(rows, base, kinds) for group, kinds in groups.items()}
@@ -52,7 +52,7 @@ def accuracy_of(
 
 
 def shares_of(rows: Iterable[Answered]) -> dict[str, float]:
-    """Which share of the expert computations for these answers was in which format."""
+    """The share of the expert computations for these answers in each format."""
     computed = Counter[str]()
     for row in rows:
         computed.update(row.computed)
@@ -65,7 +65,7 @@ def _group(rows: Mapping[Key, Answered], base: Mapping[Key, Answered], kinds: Se
 
 
 def speed_of(turns: Sequence[SpeedTurn]) -> dict[str, Any]:
-    """The median of each figure over the turns that know it; None where none does."""
+    """The median of each number over the turns that have it; None if none has it."""
     known = {
         item.name: [value for turn in turns if (value := getattr(turn, item.name)) is not None] for item in fields(SpeedTurn)
     }
@@ -73,7 +73,7 @@ def speed_of(turns: Sequence[SpeedTurn]) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Every table with its paper, then what the figures mean."""
+    """Every table with its paper, then explanations of the numbers."""
     rows, about = result["rows"], result["about"]
     parts = [f"# {result['suite']} suite: {about['model']}"]
     for table in result["tables"]:
@@ -101,7 +101,7 @@ HEAD = (
 
 
 def _line(row: Mapping[str, Any], is_exact: bool, mixed: bool) -> tuple[str, ...]:
-    """Cells of one row; empty where something was not measured. mixed: rows of its table differ in their formats."""
+    """Cells of one row; empty if something was not measured. mixed: rows of its table differ in their formats."""
     shares = share_words(row["accuracy"]["formats"]) if mixed and row["accuracy"] else ""
     return (row["label"], *_accuracy_cells(row["accuracy"], is_exact), shares, *_speed_cells(row["speed"]))
 
@@ -138,7 +138,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that is one in a terminal as well; columns without any figure are left out."""
+    """A Markdown table that is also aligned in a terminal; columns without numbers are left out."""
     used = [column for column in range(len(lines[0])) if column == 0 or any(line[column] for line in lines[1:])]
     lines = [[line[column] for column in used] for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(used))]
@@ -147,7 +147,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def write_report(folder: Path, result: Mapping[str, Any]) -> list[Path]:
-    """Writes suite.json and suite.md, and plots where matplotlib is installed; the files."""
+    """Writes suite.json and suite.md, and plots if matplotlib is installed; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = {folder / REPORT: json.dumps(result, indent=1) + "\n", folder / MARKDOWN: markdown(result)}
     for path, text in written.items():
@@ -156,7 +156,7 @@ def write_report(folder: Path, result: Mapping[str, Any]) -> list[Path]:
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """suite-tokens, suite-precision, suite-formats and suite-memory (.png), each where its tables have measured rows."""
+    """suite-tokens, suite-precision, suite-formats and suite-memory (.png), each if its tables have measured rows."""
     tables = {table["name"]: [result["rows"][name] for name in table["rows"]] for table in result["tables"]}
     asked = max((row["accuracy"]["questions"] for row in result["rows"].values() if row["accuracy"]), default=0)
     scored = {
@@ -186,7 +186,7 @@ def _kept(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 
 def _decided(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """One format for all beside hotness, and importance by its retention r."""
+    """One format for all experts compared with hotness, and importance by its retention r."""
     kept = [row for row in rows if "retention" in row["settings"]]
     others = [row for row in rows if row not in kept]
     return [*_scores(others, "one format, or by hotness"), *_scores([*others[:1], *kept], "by importance")]
@@ -209,7 +209,7 @@ def _ends(rows: Sequence[Mapping[str, Any]], group: str) -> list[list[float]]:
     return [[row["accuracy"]["groups"][group][end] for row in rows] for end in ENDS]
 
 
-SPEEDS = {  # figure: (axis, what of it one is, whether it is a share)
+SPEEDS = {  # figure: (axis, unit, whether it is a share)
     "decode_tokens_per_s": ("decoded tokens/s", 1.0, False),
     "decode_bytes_per_token": ("read for a token, MiB", 2.0**20, False),
     "decode_hit_rate": ("hits in decode", 1.0, True),
@@ -217,7 +217,7 @@ SPEEDS = {  # figure: (axis, what of it one is, whether it is a share)
 
 
 def _speeds(rows: Sequence[Mapping[str, Any]], axis: str, figures: Sequence[str]) -> list[Panel]:
-    """A panel for each of the figures that all rows have."""
+    """A panel for each of the `figures` that all rows have."""
     known = [name for name in figures if len(rows) > 1 and all(row["speed"][name] is not None for row in rows)]
     names = [row["label"] for row in rows]
     panels = []

@@ -1,7 +1,7 @@
-"""What a suite runs: rows, the tables of the papers that they are set out in, and the flags that choose them.
+"""The content of a suite: rows, the papers' tables that contain them, and the flags that choose them.
 
-A row is one way to run the model, written as what differs from the exact one: every bit of the experts kept, all visual tokens,
-the memory of the other rows. Rows of the same name in several tables are one row. Pure; imports nothing heavy.
+A row is one way to run the model, described by its differences from the exact row, which keeps every bit of the experts and all
+visual tokens, in the memory of the other rows. Rows of the same name in several tables are one row. Pure; imports nothing heavy.
 """
 
 import json
@@ -42,15 +42,15 @@ __all__ = [
     "work_folder",
 ]  # fmt: skip
 
-EVAL_BATCH = 8  # questions answered together; with two pictures each they stay within the default context
+EVAL_BATCH = 8  # questions answered together; with two pictures each they fit the default context
 SUITES = ("paper",)
 TABLES = ("keep", "selection", "formats", "precision", "memory", "steps")
 AGAIN = ("speed", "all")
-VARIED = (  # what rows are about
+VARIED = (  # settings that rows vary
     "memory", "keep", "selection", "format", "policy", "formats", "retention", "store", "lookahead", "eviction", "deterministic",
 )  # fmt: skip
 ROUNDS = 3
-REQUESTS, MAX_TOKENS = 4, 48  # of a turn: those that are counted, and how long their answers may be
+REQUESTS, MAX_TOKENS = 4, 48  # per turn: counted requests, and the most tokens of their answers
 FOLDER = "vismoe-suite"
 WORK, REPORT = "work", "suite.json"
 HALF = 0.5
@@ -58,11 +58,11 @@ HALF = 0.5
 
 @dataclass(frozen=True)
 class SuiteRow:
-    """One way to run the model. `name` is also that of its files, and what --compare FOLDER#NAME calls it."""
+    """One way to run the model. `name` is also the name of its files, and of --compare FOLDER#NAME."""
 
     name: str
     label: str
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what differs from the exact row, by the names of Settings
+    settings: Mapping[str, Any] = field(default_factory=dict)  # differences from the exact row, by the names of Settings
 
 
 EXACT = SuiteRow("exact", "exact")
@@ -70,26 +70,26 @@ EXACT = SuiteRow("exact", "exact")
 
 @dataclass(frozen=True)
 class PaperTable:
-    """Rows that belong side by side, the exact one first."""
+    """Rows to be compared, the exact one first."""
 
     name: str
     title: str
-    paper: str  # whose table it follows, and in which of its columns
+    paper: str  # the table that it follows, and its columns
     rows: tuple[SuiteRow, ...]
 
 
 @dataclass(frozen=True)
 class Axes:
-    """What is varied, beside the exact row; `memory` is that of every row but those of the tables memory and steps."""
+    """The varied settings beside the exact row; `memory` applies to every row except those of the tables memory and steps."""
 
     memory: str = "100%"
     keeps: tuple[float, ...] = (0.7, 0.5, 0.3)
     selections: tuple[str, ...] = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
     formats: tuple[str, ...] = ("lossless", "int8", "int4", "int2")
     hot_formats: tuple[str, ...] = ("16/4", "16/2")
-    hot_budgets: tuple[str, ...] = ("60%", "40%")  # of rows with hotness: every expert is in one of two formats
+    hot_budgets: tuple[str, ...] = ("60%", "40%")  # for rows with hotness, where every expert is in one of two formats
     kept_formats: tuple[str, ...] = ("4/2", "4/0")
-    kept_memory: str = "12.5%"  # of rows with importance alone: what is not critical finds no better copy to use
+    kept_memory: str = "12.5%"  # for rows with importance alone: little, so that uncritical experts rarely have a better copy
     retentions: tuple[float, ...] = (0.9, 0.75)
     budgets: tuple[str, ...] = ("100%", "50%", "25%", "12.5%")
     step_memory: str = "25%"
@@ -139,7 +139,7 @@ def paper_tables(axes: Axes, names: Iterable[str] = TABLES) -> tuple[PaperTable,
 
 
 def _dynamic(policy: str, formats: str, memory: str, retention: float | None = None) -> SuiteRow:
-    """A row whose experts are in one of two formats each."""
+    """A row in which each expert has one of two formats."""
     settings = {"policy": policy, "formats": formats, "memory": memory, "format": "auto"}
     short = "both" if "+" in policy else policy
     words = [short, formats.replace("/", "-"), memory, *([f"{retention:g}"] if retention else [])]
@@ -152,14 +152,14 @@ def _hot(axes: Axes) -> tuple[SuiteRow, ...]:
 
 
 def _important(axes: Axes) -> tuple[SuiteRow, ...]:
-    """Importance alone, and last with hotness where there is least memory for it."""
+    """Importance alone, and finally with hotness in the least memory that allows it."""
     pairs = [(formats, retention) for formats in axes.kept_formats for retention in axes.retentions]
     alone = [_dynamic("importance", formats, axes.kept_memory, retention) for formats, retention in pairs]
     return (*alone, _dynamic("hotness+importance", axes.hot_formats[0], axes.hot_budgets[-1], axes.retentions[-1]))
 
 
 def _steps(memory: str) -> tuple[SuiteRow, ...]:
-    """Each row is the one before and one part more."""
+    """Each row adds one part to the row before."""
     parts: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("base", "base: LRU, no lookahead", {"memory": memory, "lookahead": "none", "eviction": "lru"}),
         ("compression", f"+ compression: {HALF:.0%} of the visual tokens", {"keep": HALF}),
@@ -177,34 +177,34 @@ def _steps(memory: str) -> tuple[SuiteRow, ...]:
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer, and what was asked."""
+    """One answer, and its question."""
 
     question: str
     truth: str
     answer: str
     score: float
-    computed: Mapping[str, float]  # expert computations by format, its part of those of the batch
+    computed: Mapping[str, float]  # expert computations by format, its share of those of the batch
 
 
 @dataclass(frozen=True)
 class SpeedTurn:
-    """One freshly loaded model on the same few requests, the first of them not counted. None where it is not known."""
+    """One freshly loaded model on the same few requests, the first of them not counted. None if unknown."""
 
     load_s: float
-    first_token_s: float  # encoding the picture and prefill; the median of the requests, as in the next line
+    first_token_s: float  # encoding the picture and prefill; the median over requests, as for the next field
     prefill_s: float
     decode_tokens_per_s: float | None
-    prefill_bytes: float  # of experts that were brought in, for each request
+    prefill_bytes: float  # of experts read or copied, per request
     decode_bytes_per_token: float | None
     prefill_hit_rate: float | None
     decode_hit_rate: float | None
     expert_bytes: int  # memory for experts
     planned_bytes: int  # all memory of the plan
-    grown_bytes: int | None  # at most, over what the process was after bare imports; on a GPU what torch held there
+    grown_bytes: int | None  # the most beyond the process after bare imports; on a GPU the memory that torch held
 
 
 def packed_formats(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """What must be packed for a row: its format, or both that a policy chooses from; never raw, which the checkpoint has."""
+    """Formats that must be packed for a row: its format, or both of a policy; never raw, which the checkpoint has."""
     pair = Settings.of(**settings).pair
     formats = map(str, pair.resident) if pair else (settings["format"],)
     return tuple(name for name in formats if name != Format.RAW)
@@ -216,51 +216,51 @@ def rows_of(tables: Sequence[PaperTable]) -> tuple[SuiteRow, ...]:
 
 
 def work_folder(folder: Path) -> Path:
-    """Where the suite that wrote into `folder` keeps its work: its report says so."""
+    """The working folder of the suite that wrote into `folder`, from its report."""
     report = folder / REPORT
     return Path(json.loads(report.read_text())["work"]) if report.is_file() else folder / WORK
 
 
 def answers_folder(work: Path) -> Path:
-    """A file for each row."""
+    """The folder with an answer file for each row."""
     return work / "answers"
 
 
 def speed_folder(work: Path) -> Path:
-    """A file for each row."""
+    """The folder with a speed file for each row."""
     return work / "speed"
 
 
-SUITE_FLAGS: dict[str, Any] = {  # beside those of an evaluation, and what holds where they are not given
+SUITE_FLAGS: dict[str, Any] = {  # beside those of an evaluation, with their defaults
     "out": Path(FOLDER), "data": None, "work": None, "tables": TABLES, "budgets": Axes.budgets, "hot_budgets": Axes.hot_budgets,
     "rounds": ROUNDS, "again": None, "keep_store": False,
 }  # fmt: skip
 
 
 def add_suite_arguments(parser: ArgumentParser) -> None:
-    """The flags of a suite beside those of an evaluation; none of them is there unless it was given."""
+    """Adds the flags of a suite beside those of an evaluation; a flag that is not given does not appear in the namespace."""
     group = parser.add_argument_group(
         "suite",
-        "Every row of the tables answers the same questions, each with a model of its own; then speed is measured in turns,\n"
-        "in a process for each. All is kept as it comes: Ctrl-C loses nothing, and the same command goes on.",
+        "Every row of the tables answers the same questions, each with its own model; then speed is measured in turns,\n"
+        "in separate processes. Results are stored at once: after Ctrl-C the same command continues.",
     )
 
     def flag(name: str, meaning: str, **options: Any) -> None:
         group.add_argument(name, help=meaning, default=SUPPRESS, **options)
 
     folder = {"type": Path, "metavar": "FOLDER"}
-    flag("--out", f"suite.md, suite.json and plots (default: {FOLDER})", **folder)
-    meaning = "ask the first --n documents of these tasks of lmms-eval instead of generated scenes, e.g. pope,ocrbench"
+    flag("--out", f"folder for suite.md, suite.json and plots (default: {FOLDER})", **folder)
+    meaning = "use the first --n documents of these tasks of lmms-eval instead of generated scenes, e.g. pope,ocrbench"
     flag("--data", meaning, metavar="TASKS")
-    flag("--work", f"answers, timings, packed experts (default: {WORK} in --out)", **folder)
-    flag("--tables", f"of {', '.join(TABLES)} (default: all)", nargs="+", choices=TABLES, metavar="TABLE")
+    flag("--work", f"folder for answers, timings, packed experts (default: {WORK} in --out)", **folder)
+    flag("--tables", f"tables to measure: {', '.join(TABLES)} (default: all)", nargs="+", choices=TABLES, metavar="TABLE")
     sizes = {"nargs": "+", "metavar": "SIZE"}
-    flag("--budgets", f"rows of the table memory (default: {_in_help(Axes.budgets)})", **sizes)
-    flag("--hot-budgets", f"of rows with hotness in the table precision (default: {_in_help(Axes.hot_budgets)})", **sizes)
-    meaning = f"times that every row's speed is measured; 0: not (default: {ROUNDS})"
+    flag("--budgets", f"memory of the rows of the table memory (default: {_in_help(Axes.budgets)})", **sizes)
+    flag("--hot-budgets", f"memory of rows with hotness in the table precision (default: {_in_help(Axes.hot_budgets)})", **sizes)
+    meaning = f"measurements of every row's speed; 0: none (default: {ROUNDS})"
     flag("--rounds", meaning, type=whole_number, metavar="R")
-    flag("--again", "forget what was kept of the speed, or of everything, and measure it again", choices=AGAIN)
-    flag("--keep-store", "leave the packed experts in --work when everything is done", action="store_true")
+    flag("--again", "delete the stored speed, or all stored results, and measure again", choices=AGAIN)
+    flag("--keep-store", "keep the packed experts in --work at the end", action="store_true")
 
 
 def _in_help(sizes: Sequence[str]) -> str:
@@ -274,9 +274,9 @@ def whole_number(text: str) -> int:
 
 
 def refuse_varied(given: Mapping[str, Any]) -> None:
-    """Raises InputError for a setting that the tables are about; `memory` is theirs to start from."""
+    """Raises InputError for a setting that the tables vary, except `memory`, from which they start."""
     if clash := [name for name in VARIED if name in given and name != "memory"]:
         flags = ", ".join(f"--{name}" for name in clash)
         raise InputError(
-            f"{flags}: the tables of a suite vary that themselves. Fix: leave it out, or run vismoe eval --scenes with it"
+            f"{flags}: the tables of a suite vary this setting themselves. Fix: leave it out, or run vismoe eval --scenes with it"
         )

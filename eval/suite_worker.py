@@ -1,7 +1,7 @@
 """The process in which a suite runs a model: `python -m vismoe.eval.suite_worker`, a job per line on stdin, messages on stdout.
 
-A job is `{"do": NAME, ...}`; it is answered by `{"part": ...}` as it goes and `{"result": ...}` or `{"error": text}` at the end.
-What libraries print goes to stderr. Bytes and seconds; None where this system does not tell.
+A job is `{"do": NAME, ...}`; the worker answers with `{"part": ...}` meanwhile and `{"result": ...}` or `{"error": text}` at the
+end. Output of libraries goes to stderr. Bytes and seconds; None if this system does not provide a value.
 """
 
 import gc
@@ -33,7 +33,7 @@ from vismoe.eval.suite_rows import Answered, SpeedTurn
 from vismoe.machine.facts import facts
 from vismoe.metrics import Snapshot
 from vismoe.models.load.preview import experts_in_place, model_class, read_config
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.store.pack import pack, refuse_small_disk
 from vismoe.store.packed import contents_of, find_store, formats_in
 from vismoe.types import Format, Phase
@@ -46,7 +46,7 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: str) -> dict[str, Any]:
-    """What answers belong to, and what they were made with."""
+    """What answers belong to, and the conditions of the measurement."""
     source, _ = experts_in_place(model or demo_model(), options.get("revision"))
     machine = facts()
     with closing(source):
@@ -64,7 +64,7 @@ def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: st
 
 
 def pack_format(tell: Tell, model: str | None, options: Mapping[str, str], format: str, folder: str) -> dict[str, Any]:
-    """Pack the experts, unless that was done; parts are shares of the work."""
+    """Packs the experts, unless they are packed; parts are shares of the work."""
     source, transposed = experts_in_place(model or demo_model(), options.get("revision"))
     with closing(source):
         contents = contents_of(source, Format(format), transposed)
@@ -81,11 +81,11 @@ def answer(
     data: Mapping[str, Any],
     batches: Sequence[Sequence[Key]],
 ) -> dict[str, Any]:
-    """Ask every batch; a part is `[[kind, number, fields of Answered], ...]` of one batch."""
+    """Answers every batch; a part is `[[kind, number, fields of Answered], ...]` of one batch."""
     with load(model, **options, **settings, deterministic=True) as engine:
         if not hasattr(engine.processor, "image_processor"):
-            why = f"{engine.name} is a text model; the questions are about pictures"
-            raise UnsupportedModelError(f"{why}. Instead: a vision-language model")
+            why = f"{engine.name} is a text model, but the questions are about pictures"
+            raise UnsupportedModelError(f"{why}. Instead: use a vision-language model")
         for keys in batches:
             before = engine.metrics.snapshot()
             rows = ASK[data["data"]](engine, [(kind, number) for kind, number in keys], data)
@@ -112,7 +112,7 @@ def _ask_task(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> d
     rows = run_tasks(engine, [task], len(keys), batch_size=data["batch"])["answers"]
     if any(row["score"] is None for row in rows):
         raise InputError(
-            f"{task} judges its answers together, and rows are compared answer by answer. Fix: another task (--data)"
+            f"{task} scores its answers together, but rows are compared answer by answer. Fix: another task (--data)"
         )
     return {
         (task, row["document"]): Answered(row.get("question", ""), str(row["target"]), str(row["answer"]), row["score"], {})
@@ -131,7 +131,7 @@ PROGRAMS: dict[str, Callable[[], list[ModuleType]]] = {"scenes": list, "tasks": 
 
 
 def _draw_anew(engine: Engine, first: Key) -> None:
-    """`random` draws other tokens for every batch; what each batch draws is the same in every run."""
+    """Makes `random` draw other tokens for every batch, the same ones in every run."""
     pruner = runtime_of(engine.model).pruner
     if pruner is not None and pruner.pruning is not None:
         pruner.begin_request()
@@ -142,7 +142,9 @@ def speed(
     tell: Tell, model: str | None, options: Mapping[str, str], settings: Mapping[str, Any], requests: int, max_tokens: int
 ) -> dict[str, Any]:
     """A Turn."""
-    model_class(read_config(str(model or demo_model()), revision=options.get("revision")))  # imported before memory is compared
+    model_class(
+        read_config(str(model or demo_model()), revision=options.get("revision"))
+    )  # imported before the baseline of memory is taken
     asked = [messages(talk) for talk in questions(SPEED_KIND, range(requests + 1), SPEED_SEED)]
     before_bytes, began_s = _peak_from_here(), time.perf_counter()
     with load(model, **options, **settings) as engine:
@@ -154,7 +156,7 @@ def speed(
 
 
 def _peak_from_here() -> int | None:
-    """What this process holds now; from here on its peak is counted anew. None where the system has no such counter."""
+    """The memory of this process now; its peak is measured from here on. None if the system has no such counter."""
     if not CLEAR.exists():
         return None
     CLEAR.write_text("5")
@@ -215,12 +217,12 @@ def main() -> int:
                 result = JOBS[job.pop("do")](lambda part: say({"part": part}), **job)
             except VisMoEError as error:
                 say({"error": str(error)})
-            except Exception as error:  # the process boundary: the suite reports it
+            except Exception as error:  # the process boundary; the suite reports the error
                 traceback.print_exc()
                 say({"error": f"{type(error).__name__}: {error}"})
             else:
                 say({"result": result})
-            gc.collect()  # a model is a cycle of objects; the next one shall not find it in memory
+            gc.collect()  # a model is a cycle of objects; frees it before the next one is loaded
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The vocabulary of the demo world: its nouns, its nine positions, the letters it prints, and where its pictures lie.
+"""The vocabulary of the demo world: its nouns, its nine positions, the letters that it prints, and the folder of its pictures.
 
-Pure tables, no drawing and no randomness: `scenes` composes pictures from them, `questions` makes sentences from them.
+Pure tables, without drawing and randomness: `scenes` composes pictures from them, `questions` makes sentences from them.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ PRINTED_WORDS = tuple(
 
 @dataclass(frozen=True)
 class Position:
-    """One of nine places: its row and column in the 3 x 3 grid, how we answer it, and how people say it."""
+    """One of nine places: its row and column in the 3 x 3 grid, its name in answers, and how people name it."""
 
     row: int
     column: int
@@ -58,7 +58,7 @@ POSITIONS = (
     _position(2, 1, "at the bottom", "in the bottom middle", "at the bottom in the middle", "at the bottom centre"),
     _position(2, 2, "in the bottom right", "in the bottom right corner", "at the bottom right", "in the lower right corner"),
 )
-ROW_ANSWERS = ("at the top", "in the middle", "at the bottom")  # where a line of text stands
+ROW_ANSWERS = ("at the top", "in the middle", "at the bottom")  # for the row of a line of text
 
 
 def plural(noun: str) -> str:
@@ -71,13 +71,13 @@ def with_article(noun: str) -> str:
 
 @cache
 def assets_folder() -> Path:
-    """The folder with sprites, bundled pictures and the demo model: beside this package in a checkout and in a wheel alike.
+    """The folder with sprites, bundled pictures and the demo model: beside this package, both in a checkout and in a wheel.
 
     In a checkout this file is eval/world.py and the folder is assets/; installed, it is vismoe/eval/world.py and vismoe/assets/.
     """
     folder = Path(__file__).resolve().parent.parent / "assets"
     if not (folder / "sprites").is_dir():
         raise FileNotFoundError(
-            f"the demo world's pictures are missing: expected {folder / 'sprites'}; reinstall vismoe or run from its checkout"
+            f"the demo world's pictures are missing: expected {folder / 'sprites'}. Fix: reinstall vismoe, or use its checkout"
         )
     return folder

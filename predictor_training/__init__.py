@@ -1,3 +1,1 @@
-"""Learned lookaheads: prompts are collected as traces, networks trained from them, judged on what they never saw, and
-installed.
-"""
+"""Learned lookaheads: collects prompts as traces, trains networks on them, evaluates these on unseen prompts, installs them."""

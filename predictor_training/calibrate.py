@@ -1,12 +1,11 @@
-"""Everything that is found out about a model by running it: traces, the predictor, and what replay says, installed beside its
-files.
+"""Calibrates a model by running it: traces, the predictor, and the results of replay, installed beside the model's files.
 
-1. collect    answers of real prompts, recorded at keep 1 and 0.5 (resumed where a run was interrupted)
+1. collect    answers of real prompts, recorded at keep 1 and 0.5 (an interrupted run continues)
 2. prune      from which decoder layer on visual tokens can be dropped: the curve, and how many answers change at each layer;
-              which selection of the kept ones costs answers least there
+              which selection of kept tokens costs answers least there
 3. train      the networks of the learned lookahead
-4. evaluate   recall on prompts that training never saw
-5. replay     which lookahead wins in virtual time, and how many layers are worth pinning
+4. evaluate   recall on prompts that were not used in training
+5. replay     which lookahead is best in virtual time, and how many layers are worth pinning
 6. install    calibration.json and predictor.safetensors
 """
 
@@ -19,7 +18,7 @@ from vismoe.engine.engine import Engine
 from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration, geometry_of, router_digest
 from vismoe.lookahead.network import PARTS, Folded
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import default_prune_layer, joined_layers
 from vismoe.predictor_training.collect import ANSWER_TOKENS, collect
@@ -37,23 +36,23 @@ __all__ = ["Calibrated", "Told", "calibrate", "refuse_unwritable"]
 
 DIVERGENCE_KEEP = 0.5
 DIVERGENCE_PROMPTS = 32
-CONTEST_REQUESTS = 40  # of each trace, from the validation split
+CONTEST_REQUESTS = 40  # requests of each trace, from the validation split
 
-Told = Callable[[str, int, int | None], None]  # (what is being done, how far, of how much)
+Told = Callable[[str, int, int | None], None]  # (activity, amount done, total)
 
 
 @dataclass(frozen=True)
 class Changed:
-    """What dropping half of the visual tokens from one layer on does to greedy answers."""
+    """How dropping half of the visual tokens from one layer on changes greedy answers."""
 
     prune_layer: int
-    same_answers: float  # share of answers that are what they are at keep 1, word by word
+    same_answers: float  # share of answers equal to those at keep 1, word by word
     same_beginning: float  # share of an answer's characters before the first difference, mean
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The result, and what it rests on."""
+    """The result, and the measurements behind it."""
 
     calibration: Calibration
     networks: dict[str, Folded]
@@ -63,18 +62,18 @@ class Calibrated:
     judged: list[Judgement]
     contest: ReplayContest
     validation_loss: dict[str, float]
-    recorded_with: tuple[int, str] | None  # layer and selection of the training answers at keep 0.5; None: there are none
+    recorded_with: tuple[int, str] | None  # layer and selection of the training answers at keep 0.5; None: no such answers
 
     @property
     def recorded_otherwise(self) -> str | None:
-        """A sentence where visual tokens were dropped in another way for training than they will be; None where they were not."""
+        """A sentence if training answers dropped visual tokens in another way than the calibrated one; otherwise None."""
         c = self.calibration
         if self.recorded_with is None or self.recorded_with == (c.prune_layer, c.selection or self.recorded_with[1]):
             return None
         layer, selection = self.recorded_with
         return (
-            f"the answers at keep {DIVERGENCE_KEEP:g} that training saw dropped visual tokens from decoder layer {layer} on "
-            f"({selection}), not from {c.prune_layer} on ({c.selection or selection}) as from now on. To record them so: "
+            f"the answers at keep {DIVERGENCE_KEEP:g} used in training dropped visual tokens from decoder layer {layer} on "
+            f"({selection}), not from {c.prune_layer} on ({c.selection or selection}) as from now on. To record them that way: "
             f"vismoe calibrate --prune-layer {c.prune_layer} --selection {c.selection or selection}"
         )
 
@@ -97,7 +96,7 @@ class Calibrated:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raises ConfigError where the result could not be installed, before hours are spent on it."""
+    """Raises ConfigError if the result could not be installed, before hours are spent on it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -119,9 +118,9 @@ def calibrate(
     told: Told = lambda doing, done, total: None,
     device: str = "cpu",
 ) -> Calibrated:
-    """Runs all six steps; the engine is closed once it is not needed any more, before training. `work`: folder of the traces.
+    """Runs all six steps, and closes the engine before training, which does not need it. `work`: folder of the traces.
 
-    Prompts that the model refuses are left out of every step. Raises InputError where too few are left to train on.
+    Prompts that the model refuses are left out of every step. Raises InputError if too few are left for training.
     """
     refuse_unwritable(out)
     refuse_too_few([prompt.name for prompt in prompts])
@@ -181,7 +180,7 @@ def _short(judgement: Judgement) -> dict[str, Any]:
 def _networks(
     samples: dict[Phase, Samples], recipe: TrainingRecipe, told: Told, device: str
 ) -> tuple[dict[str, Folded], dict[str, float]]:
-    """Per phase the better of the network with and the one without the visual summary, by validation loss; and all losses."""
+    """For each phase, the better of the networks with and without the visual summary, by validation loss; and all losses."""
     networks, losses = {}, {}
     for phase, of in samples.items():
         learn = of.where(lambda name: name.startswith("train/"))
@@ -206,7 +205,7 @@ def _networks(
 
 
 def _scored(traces: Sequence[Trace], samples: dict[Phase, Samples], networks: dict[str, Folded], gamma: float) -> Any:
-    """The demands of validation requests of the last trace (the one with fewest visual tokens), with everybody's scores."""
+    """The demands of validation requests of the last trace (the one with fewest visual tokens), with all lookaheads' scores."""
     trace = traces[-1]
     there = {
         name.rpartition("@")[0]
@@ -220,7 +219,7 @@ def _scored(traces: Sequence[Trace], samples: dict[Phase, Samples], networks: di
 def _prune_layer(
     engine: Engine, traces: Sequence[Trace], prompts: Sequence[CalibrationPrompt], told: Told
 ) -> tuple[list[Depth], list[Changed], int | None]:
-    """(the curve of depths, what pruning there does to answers, the layer): nothing where visual tokens cannot be dropped."""
+    """(the curve of depths, the changes of answers there, the layer): empty if visual tokens cannot be dropped."""
     if not engine.can_prune:
         return [], [], None
     depths = depth_curve(traces[0])
@@ -232,7 +231,7 @@ def _prune_layer(
 
 
 def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[CalibrationPrompt], told: Told) -> list[Changed]:
-    """Answers at keep 0.5 against those at keep 1, for every layer of the curve that can prune."""
+    """Answers at keep 0.5 compared with those at keep 1, for every layer of the curve that can prune."""
     if not prompts:
         return []
     whole = [_answer(engine, prompt, 1.0) for prompt in prompts]
@@ -249,13 +248,13 @@ def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[Calibrat
 
 
 def _costs(engine: Engine, prune_layer: int, prompts: Sequence[CalibrationPrompt], told: Told) -> list[SelectionCost]:
-    """What each selection costs where dropping begins at that layer."""
+    """The cost of each selection when dropping begins at that layer."""
     _begin_at(engine, prune_layer)
     return costs_of(by_turns(prompts), scorer(engine), lambda done, total: told("comparing selections", done, total))
 
 
 def _begin_at(engine: Engine, prune_layer: int) -> int:
-    """Lets dropping begin at a layer, or at the next one that can, or where it was; -> the layer that it is."""
+    """Makes dropping begin at a layer, or at the next possible one, or leaves it; -> the layer at which it begins."""
     runtime = runtime_of(engine.model)
     before = runtime.pruner
     assert before is not None
@@ -264,7 +263,7 @@ def _begin_at(engine: Engine, prune_layer: int) -> int:
     if isinstance(pruner, str):
         pruner = VisualPruner.of(engine.model, before.prune_layer)
     assert isinstance(pruner, VisualPruner)
-    pruner.on_pruned, runtime.pruner = before.on_pruned, pruner
+    runtime.context.prune_by(pruner)
     return pruner.prune_layer
 
 

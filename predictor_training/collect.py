@@ -1,8 +1,8 @@
-"""Records what a predictor learns from: the routing of real answers, prompts and decoding, in the trace schema of `vismoe
+"""Records the training data of a predictor: the routing of real answers, prompts and decoding, in the trace schema of `vismoe
 replay`.
 
-One trace per share of kept visual tokens, `keep-1` and `keep-0.5`; shards hold whole requests, so what was interrupted or killed
-goes on with the first request that is not there. Memory: one request and the shard being filled.
+One trace per share of kept visual tokens, `keep-1` and `keep-0.5`; shards hold whole requests, so an interrupted or killed run
+continues with the first missing request. Memory: one request and the shard being filled.
 
 `python -m vismoe.predictor_training.collect FOLDER --scenes`
 """
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vismoe.engine.engine import Engine, load
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.flags import SuggestingParser
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.predictor_training.prompts import CalibrationPrompt, folder_prompts, scene_prompts
 from vismoe.trace.files import Trace, TraceWriter
 
@@ -29,14 +29,14 @@ __all__ = ["KEEPS", "collect", "progress_bar", "trace_folder", "work_name"]
 
 KEEPS = (1.0, 0.5)
 ANSWER_TOKENS = 32
-# settings that decide what is recorded
+# Settings that decide what is recorded.
 RECORDED = "window lookahead prune_layer selection core_share expansion_weight visual_top_k kernels format".split()
 
 Report = Callable[[int, int], None]  # (done, in all)
 
 
 class _Recorder:
-    """What the runtime records to: the writer, but for the names of requests, which are the collector's."""
+    """The runtime's recorder: the writer, except that the collector sets the names of requests."""
 
     for_training = True
 
@@ -45,12 +45,12 @@ class _Recorder:
 
 
 def recorded_settings(engine: Engine) -> dict[str, Any]:
-    """What makes two collections of one model differ, but for their prompts and keeps; kept in the traces' headers."""
+    """The settings that distinguish collections of one model, besides prompts and keeps; stored in the traces' headers."""
     return {name: getattr(engine.settings, name) for name in RECORDED} | {"dtype": str(engine.model.dtype)}
 
 
 def work_name(engine: Engine) -> str:
-    """Name of a folder for the traces of this model with these settings: what can be gone on with, and nothing else."""
+    """Name of a folder for the traces of this model with these settings, so that a run continues only matching traces."""
     settings = hashlib.sha256(json.dumps(recorded_settings(engine), sort_keys=True).encode()).hexdigest()
     return f"{runtime_of(engine.model).store.fingerprint[:16]}-{settings[:8]}"
 
@@ -69,8 +69,8 @@ def collect(
     """Answers every prompt at every keep and records the routing; -> the traces, in the order of `keeps`.
 
     A model whose visual tokens cannot be dropped is recorded at keep 1 only. A prompt that the model refuses (too long, a damaged
-    image) is left out with a warning on stderr; when it is every prompt, InputError. A folder that cannot be written, or with
-    traces of another model or other settings, is a TraceError.
+    image) is left out with a warning on stderr; if it refuses every prompt, InputError. A folder that cannot be written, or with
+    traces of another model or other settings, raises TraceError.
     """
     keeps = [keep for keep in keeps if keep == 1 or engine.can_prune]
     runtime, total, done, refused = runtime_of(engine.model), len(prompts) * len(keeps), 0, list[str]()
@@ -98,9 +98,9 @@ def collect(
 
 
 def _answer(engine: Engine, runtime: Any, writer: TraceWriter, prompt: CalibrationPrompt, keep: float) -> None:
-    """One answer, recorded. Ctrl-C ends the generation before it is passed on."""
+    """Records one answer. Ctrl-C ends the generation before it propagates."""
     reply = None
-    runtime.recorder = _Recorder(writer)
+    runtime.context.record_to(_Recorder(writer))
     try:
         reply = engine.chat(prompt.messages(), max_tokens=ANSWER_TOKENS, keep=keep)
         for _ in reply:
@@ -112,29 +112,29 @@ def _answer(engine: Engine, runtime: Any, writer: TraceWriter, prompt: Calibrati
                 pass
         raise
     finally:
-        runtime.recorder = None
+        runtime.context.record_to(None)
 
 
 def progress_bar() -> Progress:
-    """On stderr; it vanishes."""
+    """A progress bar on stderr, removed at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Where prompts come from."""
-    parser.add_argument("--data", metavar="FOLDER", help="your prompts: *.jsonl lines, images, text files")
-    parser.add_argument("--scenes", action="store_true", help="generated scenes of the demo world")
+    """Adds the flags that choose prompts."""
+    parser.add_argument("--data", metavar="FOLDER", help="folder with your prompts: *.jsonl lines, images, text files")
+    parser.add_argument("--scenes", action="store_true", help="use generated scenes of the demo world")
     parser.add_argument("--prompts", type=int, default=1000, metavar="N", help="with --scenes: training prompts (default: 1000)")
-    parser.add_argument("--unseen", metavar="KIND", help="a kind of prompt to leave out of training, and judge on (scenes: text)")
+    parser.add_argument(
+        "--unseen", metavar="KIND", help="a kind of prompt to leave out of training, for evaluation (scenes: text)"
+    )
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[CalibrationPrompt]:
-    """The prompts that the flags ask for."""
+    """The prompts that the flags choose."""
     if bool(arguments.data) == arguments.scenes:
-        raise ConfigError(
-            "name the prompts: either --data FOLDER with your own, or --scenes for generated ones. Fix: give one of them"
-        )
+        raise ConfigError("no prompts were given. Fix: --data FOLDER with your own, or --scenes for generated ones")
     if arguments.scenes:
         return scene_prompts(arguments.prompts, max(8, arguments.prompts // 6), *([arguments.unseen] if arguments.unseen else []))
     return folder_prompts(arguments.data, arguments.unseen)
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = SuggestingParser(
         prog="python -m vismoe.predictor_training.collect", description=" ".join(__doc__.split("\n\n")[0].split())
     )
-    parser.add_argument("folder", metavar="FOLDER", help="of the traces; an interrupted collection in it goes on")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of the traces; an interrupted collection in it continues")
     parser.add_argument("--model", metavar="MODEL", help="hub name or folder (default: the bundled demo model)")
     parser.add_argument("--memory", default="100%", metavar="SIZE|PERCENT", help="(default: 100%%)")
     add_data_flags(parser)

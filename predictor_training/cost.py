@@ -1,10 +1,10 @@
-"""What asking a lookahead costs: `python -m vismoe.predictor_training.cost` (like figure 13, and the delay of a MoE layer).
+"""The cost of running a lookahead: `python -m vismoe.predictor_training.cost` (like figure 13, and the delay of a MoE layer).
 
-Seconds per evaluation (mean, median, 99th percentile) of `gate` and of `learned`, beside a running model; and the time of a MoE
-layer while the worker evaluates but nobody acts on what it says, against the same without it: tokens take turns in one process,
+Seconds per evaluation (mean, median, 99th percentile) of `gate` and of `learned` while a model runs; and the time of a MoE layer
+while the worker evaluates but its results are not used, compared with the time without it: tokens alternate in one process,
 medians. On the demo model, and on a generated model with the routing of Qwen3-VL-30B-A3B (128 experts, top-8, hidden 2048, W 5;
-12 layers, small experts that arrive over an emulated link as late as whole ones would over 25 GB/s, and from a disk of 1.2
-GB/s). A network of random weights costs what a trained one does. Prints a table, then one JSON object on the last line.
+12 layers, small experts that arrive over an emulated link as late as whole ones would over 25 GB/s, and from a disk of 1.2 GB/s).
+A network of random weights costs the same as a trained one. Prints a table, then one JSON object on the last line.
 """
 
 import json
@@ -32,7 +32,8 @@ from vismoe.lookahead.learned import LearnedLookahead, Witness
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.lookahead.network import Predictor, Shape
 from vismoe.models.load.preview import model_class, read_config
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.types import Phase
 
@@ -47,18 +48,18 @@ RATES = ("25GB", "1.2GB")  # per second: 16 lanes of PCIe 4, and a disk
 
 @dataclass(frozen=True)
 class LookaheadCost:
-    """Of one lookahead on one model. Microseconds; delays are shares of the layer's time without it."""
+    """The cost of one lookahead on one model. Microseconds; delays are shares of the layer's time without it."""
 
     model: str
     lookahead: str
-    arrival_s: float  # of an expert that misses
+    arrival_s: float  # of a missing expert
     mean_us: float
     p50_us: float
     p99_us: float
     evaluations: int
-    layer_us: float  # median, without it, while experts miss
+    layer_us: float  # median without the lookahead, with misses
     delay: float
-    resident_layer_us: float  # the same where everything is in memory
+    resident_layer_us: float  # the same with all experts in memory
     resident_delay: float
 
 
@@ -85,7 +86,7 @@ class _Watched:
 
 
 class _Unheard(LookaheadInputs):
-    """Asks, and tells nobody."""
+    """Runs the lookahead without passing its results to the pager."""
 
     def _tell(self, tick: int, layer: int, scores: np.ndarray) -> None:
         pass
@@ -105,7 +106,7 @@ def random_lookahead(model: Any, name: str) -> tuple[Lookahead, GateLookahead]:
 
 
 def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) -> LookaheadCost:
-    """The cost of lookahead `name` on the model in `folder`, a quarter of whose experts are in memory."""
+    """The cost of lookahead `name` on the model in `folder`, with a quarter of the experts in memory."""
     settings: dict[str, Any] = {"emulated_link_bytes_per_s": _record_bytes(folder) / arrival_s, "misses": "wait"}
     layers = read_config(str(folder), revision=None).get_text_config().num_hidden_layers
     seconds, layer_us, delay = _layers(folder, name, "25%", tokens, **settings)
@@ -128,19 +129,20 @@ def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) 
 
 
 def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) -> tuple[list[float], float, float]:
-    """(seconds of each evaluation, median microseconds of a layer without it, how much longer with it)."""
+    """(seconds of each evaluation, median microseconds of a layer without it, the increase with it)."""
     config = VisMoEConfig(memory=memory, kernels="auto", lookahead="none", calibration="none", context=1024, **settings)
     model = model_class(read_config(str(folder), revision=None)).from_pretrained(folder, quantization_config=config).eval()
     runtime = runtime_of(model)
     lookahead, gate = random_lookahead(model, name)
     watched = _Watched(lookahead)
-    asking = _Unheard(runtime.pager, watched, gate, inline=False)
-    ways = [LookaheadInputs(runtime.pager, None, None, inline=True), asking]
+    inventory, window = runtime.pager.inventory, runtime.pager.window
+    asking = _Unheard(inventory, window, watched, gate, inline=False)
+    ways = [LookaheadInputs(inventory, window, None, None, inline=True), asking]
     took: list[list[float]] = [[], []]
     layers = len(runtime.store.inventory.layers)
     try:
         for token, way in _decode(model, tokens):
-            runtime.lookahead_inputs = ways[way]
+            runtime.context.look_ahead_by(ways[way])
             before = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
             yield_token = token()
             after = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
@@ -155,7 +157,7 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
 
 @torch.inference_mode()
 def _decode(model: Any, tokens: int) -> Iterator[tuple[Any, int]]:
-    """Decode steps that take turns: (what runs one and says its number, whose turn it is)."""
+    """Alternating decode steps: (function that runs a step and returns its number, index of the turn)."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, model.config.get_text_config().vocab_size - 5, (1, tokens + 8), generator=generator)
     cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
@@ -171,14 +173,14 @@ def _decode(model: Any, tokens: int) -> Iterator[tuple[Any, int]]:
 
 
 def _record_bytes(folder: Path) -> int:
-    """Of one expert of a model in bfloat16."""
+    """Bytes of one expert of a model in bfloat16."""
     config = read_config(str(folder), revision=None).get_text_config()
     return int(3 * config.hidden_size * config.moe_intermediate_size * torch.bfloat16.itemsize)
 
 
 @contextmanager
 def routing_of_30b(layers: int = 12) -> Iterator[Path]:
-    """A checkpoint with the routing of Qwen3-VL-30B-A3B and narrow experts, in a folder that vanishes."""
+    """A checkpoint with the routing of Qwen3-VL-30B-A3B and narrow experts, in a temporary folder."""
     config = Qwen3MoeConfig(
         hidden_size=2048, moe_intermediate_size=EXPERT_WIDTH, num_experts=128, num_experts_per_tok=8, num_hidden_layers=layers,
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=1024, intermediate_size=512, norm_topk_prob=True,
@@ -193,12 +195,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = SuggestingParser(
         prog="python -m vismoe.predictor_training.cost", description=" ".join(__doc__.split("\n\n")[0].split())
     )
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"per measurement, in turns (default: {TOKENS})")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens per measurement, in turns (default: {TOKENS})"
+    )
     parser.add_argument("--models", nargs="+", choices=("demo", "30b"), default=("demo", "30b"), help="(default: both)")
     parser.add_argument(
         "--lookaheads", nargs="+", choices=("gate", "learned"), default=("gate", "learned"), help="(default: both)"
     )
-    parser.add_argument("--rates", nargs="+", default=RATES, metavar="SIZE", help="of links and disks (default: 25GB 1.2GB)")
+    parser.add_argument(
+        "--rates", nargs="+", default=RATES, metavar="SIZE", help="rates of links and disks (default: 25GB 1.2GB)"
+    )
     given = parser.parse_args(arguments)
     costs = []
     arrivals = [EXPERT_BYTES / parse_bytes(rate) for rate in given.rates]
@@ -211,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for arrival_s in arrivals
                 for name in given.lookaheads
             ]
-    table = Table(title="asking a lookahead", title_justify="left")
+    table = Table(title="cost of a lookahead", title_justify="left")
     for head in (
         "model",
         "lookahead",

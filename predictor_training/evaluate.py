@@ -1,9 +1,9 @@
-"""How well lookaheads predict experts, on prompts that training never saw: `vismoe eval predictor TRACE...`.
+"""How well lookaheads predict experts, on prompts that were not used in training: `vismoe eval predictor TRACE...`.
 
 Hot recall per layer in decode, token-weighted coverage in prefill, at 1.25, 2.5 and 3.75 times top-k experts, for random,
 frequency, present-in-LRU, gate, the paper's index-merged form, learned without the visual summary, and learned; on held-out
-prompts of the kinds that were trained on and on a kind that was not. Trains what it compares unless `--predictor` brings the
-learned one. Prints tables, then one JSON object on the last line; `--figures FOLDER` writes plots like figures 10 and 11.
+prompts of the trained kinds and of another kind. Trains the compared networks, except the learned one if `--predictor` gives it.
+Prints tables, then one JSON object on the last line; `--figures FOLDER` writes plots like figures 10 and 11.
 """
 
 import argparse
@@ -34,7 +34,7 @@ __all__ = ["LEARNED", "WITHOUT", "Judgement", "judge", "print_judgements", "trai
 
 LEARNED, WITHOUT, MERGED, GATE = "learned", "learned, no visual summary", "learned, merged by index", "gate"
 UNASKED, BLIND = "learned, no routers", "learned, no routers, no visual"
-GROUPS = {"held-out": "held-out prompts", "unseen": "a kind that training never saw"}
+GROUPS = {"held-out": "held-out prompts", "unseen": "a kind not used in training"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def trained_variants(
     device: str = "cpu",
     given: dict[str, Folded] | None = None,
 ) -> dict[Phase, dict[str, Folded]]:
-    """Per phase the learned network (`given`, or trained here), those with fewer inputs, and the paper's merged form."""
+    """Per phase: the learned network (`given`, or trained here), those with fewer inputs, and the paper's merged form."""
     recipes = {
         LEARNED: recipe,
         WITHOUT: replace(recipe, parts=tuple(part for part in PARTS if part != "visual")),
@@ -103,7 +103,7 @@ def begins_with(group: str) -> Callable[[str], bool]:
 
 
 def judge(samples: dict[Phase, Samples], variants: dict[Phase, dict[str, Folded]], top_k: int) -> list[Judgement]:
-    """Every predictor on every group of prompts that training did not see."""
+    """Every predictor on every group of prompts that was not used in training."""
     judged = []
     for phase, of in samples.items():
         training = of.where(begins_with("train"))
@@ -133,7 +133,7 @@ def _judge(phase: Phase, group: str, held: Samples, training: Samples, networks:
 
 
 def by_prompt(requests: Sequence[str], values: np.ndarray) -> list[float]:
-    """Mean value of each prompt: its answers at several keeps are no independent questions."""
+    """Mean value of each prompt, because its answers at several keeps are not independent."""
     _, prompt = np.unique([name.split("@")[0] for name in requests], return_inverse=True)
     return (np.bincount(prompt, values) / np.bincount(prompt)).tolist()
 
@@ -160,7 +160,7 @@ def print_judgements(console: Console, judged: Sequence[Judgement]) -> None:
 
 
 def plot(judged: Sequence[Judgement], folder: Path) -> list[Path]:
-    """Figures 10 (recall per layer, each group) and 11 (what the visual summary is worth) as PNG files."""
+    """Figures 10 (recall per layer, each group) and 11 (the gain from the visual summary) as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     decode = [judgement for judgement in judged if judgement.phase is Phase.DECODE]
     shown = {
@@ -189,9 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="vismoe eval predictor", description=__doc__.split("\n\n")[1], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="folders that vismoe calibrate --work, or collect, recorded")
-    parser.add_argument("--predictor", metavar="FILE", help="the learned one; without it, it is trained as well")
-    parser.add_argument("--figures", metavar="FOLDER", help="write plots there (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="only the JSON object")
+    parser.add_argument("--predictor", metavar="FILE", help="file of the learned predictor (default: train it)")
+    parser.add_argument("--figures", metavar="FOLDER", help="folder for plots (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
     add_training_flags(parser)
     given = parser.parse_args(arguments)
     try:
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traces = [Trace.open(path) for path in given.traces]
         samples = read_samples(traces)
         if not any(name.startswith("held-out/") for name in samples[Phase.DECODE].requests):
-            raise InputError("no held-out prompt is in these traces. Fix: collect more prompts")
+            raise InputError("these traces have no held-out prompt. Fix: collect more prompts")
         with progress_bar() as bar:
             tasks: dict[str, Any] = {}
 

@@ -1,9 +1,9 @@
-"""The prompts that a predictor is trained and judged on: a user's own folder, or generated scenes of the demo world.
+"""The prompts for training and evaluating a predictor: a user's own folder, or generated scenes of the demo world.
 
-Every prompt has a name (`group/kind/number`), the same on every run, so that a collection that was interrupted goes on. Groups:
-`train`; `held-out`, of the same kinds; `unseen`, of a kind that training never saw. In a user's folder the number is
-`side-digest`: prompts of one image have one side, and the side decides what is held out and what validates (`is_validation`), so
-that no image is asked about on two sides of these splits. (The unseen kind may ask about images that training saw.)
+Every prompt has a name (`group/kind/number`), the same on every run, so that an interrupted collection continues. Groups:
+`train`; `held-out`, of the same kinds; `unseen`, of a kind that is not used in training. In a user's folder the number is
+`side-digest`: prompts of one image have one side, and the side decides which are held out and which validate (`is_validation`),
+so that no image is on two sides of these splits. (The unseen kind may use images of training prompts.)
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from vismoe.models.inputs.qwen_images import image_source
 __all__ = ["GROUPS", "CalibrationPrompt", "folder_prompts", "is_validation", "scene_prompts"]
 
 GROUPS = ("train", "held-out", "unseen")
-UNSEEN_KIND = "text"  # reading: the paper leaves out TextVQA
+UNSEEN_KIND = "text"  # reading text; the paper leaves out TextVQA
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 TEXTS = (".txt", ".md")
 DEFAULT_QUESTION = "Describe this image."
-HELD_OUT_SHARE = 0.2  # of a user's images, and of the prompts without one
-VALIDATION = 10  # one prompt in so many
+HELD_OUT_SHARE = 0.2  # share of a user's images, and of the prompts without one
+VALIDATION = 10  # one prompt in this many validates
 SIDE = 6  # digits
 ELSEWHERE = ("http://", "https://", "data:")
 
@@ -37,13 +37,13 @@ Found = tuple[str, str, tuple[Path | str, ...], tuple[dict[str, Any], ...]]  # k
 
 @dataclass(frozen=True)
 class CalibrationPrompt:
-    """One conversation to be answered; pictures are opened when it is asked, not earlier."""
+    """One conversation to answer; pictures are opened only when it is used."""
 
     name: str
     content: str
     images: tuple[Path | str, ...] = ()  # files; a URL or data: URI as it is
-    talk: Conversation | None = None  # a generated one
-    said: tuple[dict[str, Any], ...] = ()  # a whole conversation of a user's
+    talk: Conversation | None = None  # a generated conversation
+    said: tuple[dict[str, Any], ...] = ()  # a whole conversation from a user
 
     @property
     def group(self) -> str:
@@ -58,7 +58,7 @@ class CalibrationPrompt:
         return bool(self.images or (self.talk and self.talk.scenes))  # `images` has those of `said`, too
 
     def messages(self) -> list[dict[str, Any]]:
-        """In the form that `Engine.chat` takes."""
+        """The messages for `Engine.chat`."""
         if self.said:
             return list(self.said)
         if self.talk is None:
@@ -68,16 +68,16 @@ class CalibrationPrompt:
 
 
 def is_validation(request: str) -> bool:
-    """Split by image, or by prompt where there is none: the same prompt at another keep is on the same side."""
+    """Whether a request validates: by image, or by prompt without one, so the same prompt at another keep is on the same side."""
     prompt = request.split("@")[0]
     side, dash, _ = prompt.rpartition("/")[2].partition("-")
     return hashlib.sha256(f"validation {side if dash else prompt}".encode()).digest()[0] % VALIDATION == 0
 
 
 def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[CalibrationPrompt]:
-    """About `train` training prompts of all kinds but `unseen`, greetings without an image among them, and `held_out` of held-out
-    scenes: nine of ten in equal parts of the kinds, the tenth in addition of the unseen one. Raises InputError for a kind that is
-    none."""
+    """About `train` training prompts of all kinds except `unseen`, including greetings without an image, and `held_out` prompts
+    of held-out scenes: nine tenths in equal parts of the kinds, one tenth of the unseen kind. Raises InputError for an unknown
+    kind."""
     if unseen not in KINDS:
         raise InputError(f"--unseen {unseen}: generated scenes have no such kind. Fix: one of {', '.join(KINDS)}")
     kinds = [kind for kind in KINDS if kind != unseen]
@@ -90,7 +90,7 @@ def scene_prompts(train: int, held_out: int, unseen: str = UNSEEN_KIND) -> list[
 
 
 def _scene(name: str, split: Any, number: int) -> CalibrationPrompt:
-    talk = conversation(name.split("/")[1], split, 7_000_000 + number)  # other scenes than those of vismoe eval
+    talk = conversation(name.split("/")[1], split, 7_000_000 + number)  # so that scenes differ from those of vismoe eval
     return CalibrationPrompt(name, talk.turns[-1].question, talk=talk)
 
 
@@ -99,8 +99,8 @@ def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Calibr
     `{"messages": conversation, "kind": name}` of `*.jsonl` files (image and kind optional, paths are relative to the file),
     pictures with a default question, text files as they are.
 
-    A prompt is held out by the content of its first image, or by its text where it has none, so that adding files moves no
-    other. Raises InputError for what cannot be read.
+    The content of a prompt's first image, or its text if it has none, decides whether it is held out, so adding files moves no
+    other prompt. Raises InputError for unreadable files.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
@@ -110,9 +110,13 @@ def folder_prompts(folder: str | Path, unseen: str | None = None) -> list[Calibr
     found = [item for path in sorted(root.rglob("*")) if path.is_file() for item in _prompts_of(path)]
     if not found:
         wanted = ", ".join((*IMAGES, *TEXTS, ".jsonl"))
-        raise InputError(f"--data {folder}: there is no prompt in it. Fix: put files that end in {wanted} there, or use --scenes")
+        raise InputError(
+            f"--data {folder}: the folder has no prompts. Fix: put files that end in {wanted} there, or use --scenes"
+        )
     if unseen is not None and unseen not in {kind for kind, *_ in found}:
-        raise InputError(f"--unseen {unseen}: no prompt is of that kind; there are {', '.join(sorted({k for k, *_ in found}))}")
+        raise InputError(
+            f"--unseen {unseen}: no prompt has that kind. Fix: use one of {', '.join(sorted({k for k, *_ in found}))}"
+        )
     prompts: dict[str, CalibrationPrompt] = {}
     contents: dict[Path, str] = {}
     for kind, content, images, said in found:
@@ -171,14 +175,14 @@ def _line(path: Path, number: int, line: str) -> Found:
             prompt = item["prompt"]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         wanted = '{"image": "photo.jpg", "prompt": "What is this?"}, the image optional'
-        raise InputError(f"{path}, line {number} is no prompt ({error}). Fix: {wanted}") from error
+        raise InputError(f"{path}, line {number} is not a prompt ({error}). Fix: {wanted}") from error
     if missing := [str(image) for image in images if isinstance(image, Path) and not image.is_file()]:
         raise InputError(f"{path}, line {number}: no such image: {', '.join(missing)}")
     return kind.replace("/", "-").replace("@", "-"), str(prompt), images, said
 
 
 def _images_of(messages: Sequence[dict[str, Any]]) -> tuple[Path | str, ...]:
-    """Files of a conversation's images; those that are elsewhere as they are named."""
+    """The files of a conversation's images; URLs and data: URIs unchanged."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     sources = [image_source(part) for part in parts if isinstance(part, dict)]
     return tuple(_place(str(source)) for source in sources if source is not None)

@@ -1,11 +1,10 @@
-"""From which decoder layer on visual tokens can be dropped: the shallowest depth whose routing says what the deeper layers will
-want.
+"""From which decoder layer on visual tokens can be dropped: the shallowest depth whose routing predicts the deeper layers'
+demand.
 
-Criterion: for every visual token the marginal expansion (VisMMoE eq. 2: the share of its experts that no core token uses)
-computed from the layers before P, and the same computed from the layers from P on. Where both rank the tokens of an image
-alike, choosing by the prefix chooses for the deeper layers. `prune_layer` is the shallowest P whose rank correlation (Spearman,
-mean over images) reaches 90% of the best depth's. The core is every fifth token here: saliency is not in a trace, and the
-measure is about depth.
+Criterion: for every visual token the marginal expansion (VisMMoE eq. 2: the share of its experts that no core token uses),
+computed from the layers before P and from the layers from P on. If both rank the tokens of an image alike, a choice by the early
+layers also suits the deeper layers. `prune_layer` is the shallowest P whose rank correlation (Spearman, mean over images) reaches
+90% of the best depth's. Here the core is every fifth token, because traces have no saliency, and the measure concerns depth.
 """
 
 import itertools
@@ -21,20 +20,20 @@ __all__ = ["Depth", "depth_curve", "rank_correlation", "shallowest"]
 
 CORE_EVERY = 5
 SHARE_OF_BEST = 0.9
-FEWEST_TOKENS = 16  # of an image that is judged
+FEWEST_TOKENS = 16  # least tokens of an image that counts
 MOST_IMAGES = 300
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How well the layers before decoder layer `prune_layer` tell what those behind want."""
+    """How well the layers before decoder layer `prune_layer` predict the demand of the later ones."""
 
     prune_layer: int
     correlation: float
 
 
 def depth_curve(trace: Trace) -> list[Depth]:
-    """The curve over the decoder layers that have MoE layers before and behind them, from images that were kept whole."""
+    """The curve over the decoder layers with MoE layers before and after them, from images without dropped tokens."""
     numbers = [_decoder_number(layer.path, layer.index) for layer in trace.inventory.layers]
     cuts = [cut for cut in range(1, len(numbers)) if numbers[cut] > numbers[cut - 1]]
     found: dict[int, list[float]] = {cut: [] for cut in cuts}
@@ -54,9 +53,8 @@ def shallowest(curve: Sequence[Depth], least: int = 1) -> int | None:
 
 
 def expansion(routing: Sequence[np.ndarray]) -> np.ndarray:
-    """Per token the share of its (layer, expert) pairs that no core token uses, `[T]`, from the choices `[T, K]` of some
-    layers.
-    """
+    """For each token, the share of its (layer, expert) pairs that no core token uses, `[T]`, from the choices `[T, K]` of some
+    layers."""
     new = total = np.zeros(len(routing[0]))
     for chosen in routing:
         known = np.isin(chosen, chosen[::CORE_EVERY])
@@ -66,7 +64,7 @@ def expansion(routing: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
-    """Spearman's, ties at their mean rank; None where one of them is constant."""
+    """Spearman's correlation, ties at their mean rank; None if one of the two is constant."""
     one, other = _ranks(first), _ranks(second)
     if not one.std() or not other.std():
         return None
@@ -80,9 +78,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _images(trace: Trace) -> Iterator[list[np.ndarray]]:
-    """The choices `[T, K]` per MoE layer of every run of visual tokens in prompts of one sequence whose layers all saw all
-    tokens.
-    """
+    """The choices `[T, K]` per MoE layer for every run of visual tokens, in prompts of one sequence whose layers all got all
+    tokens."""
     for step in trace:
         whole = all(routing.kept is None for routing in step.layers) and len(step.layers) == len(trace.inventory.layers)
         if step.phase is not Phase.PREFILL or len(step.kinds) != 1 or not whole:
@@ -94,6 +91,6 @@ def _images(trace: Trace) -> Iterator[list[np.ndarray]]:
 
 
 def _decoder_number(path: str, index: int) -> int:
-    """The number of the decoder layer that a MoE layer lies in."""
+    """The number of the decoder layer that contains an MoE layer."""
     numbers = [int(part) for part in path.split(".") if part.isdecimal()]
     return numbers[0] if numbers else index

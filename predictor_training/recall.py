@@ -1,8 +1,8 @@
-"""How many of the experts that were used had been predicted: hot recall (VisMMoE, 4.3.2) per layer and distance.
+"""How many of the used experts were predicted: hot recall (VisMMoE, 4.3.2) per layer and distance.
 
 A predictor is a function of samples: scores `[N, D, W, E]` of the W layers after each of the D layers that have a next one.
-Decode: the share of the experts in use that are among the best `B`. Prefill: the share of the (token, choice) pairs that the
-best `B` serve, since nearly all experts are in use. B = 1.25, 2.5 and 3.75 times top-k, as the paper's 10, 20 and 30 with top-8.
+Decode: the share of the used experts that are among the best `B`. Prefill: the share of the (token, choice) pairs that the best
+`B` cover, since nearly all experts are used. B = 1.25, 2.5 and 3.75 times top-k, as the paper's 10, 20 and 30 with top-8.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ Scorer = Callable[[np.ndarray], np.ndarray]  # rows [n] of the samples -> scores
 
 @dataclass(frozen=True)
 class Recall:
-    """Means over the forward passes; NaN where no layer is."""
+    """Means over the forward passes; NaN for missing layers."""
 
     budgets: tuple[int, ...]
-    by_layer: np.ndarray  # [B, W, L] of the experts of a layer, predicted so many layers before (the first row: one)
+    by_layer: np.ndarray  # [B, W, L] for the experts of a layer, predicted W layers before (the first row: one)
     of_request: np.ndarray  # [B, R] mean over layers and distances of each request, for paired comparisons
 
     def next_layer(self) -> list[float]:
@@ -54,7 +54,7 @@ def hot_recall(samples: Samples, scorer: Scorer, top_k: int) -> Recall:
         order = np.argsort(-scores, axis=-1, kind="stable")[..., : max(budgets)]
         place = np.searchsorted(requests, samples.request[rows])
         for distance in range(sizes.window):
-            layers = np.arange(sizes.layers - 1 - distance)  # who predicts; d + 1 layers ahead lies the target
+            layers = np.arange(sizes.layers - 1 - distance)  # the predicting layers; the target is d + 1 layers ahead
             target = samples.present[rows][:, layers + 1 + distance].astype(np.float32)  # [n, layers, E]
             seen = samples.seen[rows][:, layers + 1 + distance] & samples.seen[rows][:, layers]
             share = np.take_along_axis(target, order[:, layers, distance], axis=-1).cumsum(-1) / np.maximum(
@@ -71,7 +71,7 @@ def hot_recall(samples: Samples, scorer: Scorer, top_k: int) -> Recall:
 
 
 def _spread(of_layer: np.ndarray, window: int) -> np.ndarray:
-    """Scores `[n, L, E]` of layers by themselves, as `[n, D, W, E]`."""
+    """Scores `[n, L, E]` of single layers as `[n, D, W, E]`."""
     layers = of_layer.shape[1]
     ahead = np.minimum(np.arange(layers - 1)[:, None] + 1 + np.arange(window), layers - 1)
     return of_layer[:, ahead]
@@ -93,19 +93,19 @@ def by_frequency(samples: Samples, training: Samples) -> Scorer:
 
 
 def by_lru(samples: Samples) -> Scorer:
-    """The experts that were used last in their layer, whichever request that was: what a layer's own LRU cache of B experts
-    holds.
-    """
+    """The experts that were used last in their layer, in any request: the content of a layer's own LRU cache of B experts."""
     last = np.zeros(samples.present.shape[1:], np.float32)
     recency = np.empty(samples.present.shape, np.float32)
     for row, present in enumerate(samples.present):
         recency[row] = last
-        last = np.where(present > 0, row + 1 + present.astype(np.float32) * 0.5, last)  # of one pass, the more used is the later
+        last = np.where(
+            present > 0, row + 1 + present.astype(np.float32) * 0.5, last
+        )  # within one pass, the more used counts as later
     return lambda rows: _spread(recency[rows], samples.sizes.window)
 
 
 def by_gate(samples: Samples) -> Scorer:
-    """What the next layers' routers say of the present residual stream: the experts they would choose, then by probability."""
+    """The predictions of the next layers' routers from the current residual stream: chosen experts first, then by probability."""
 
     def scores(rows: np.ndarray) -> np.ndarray:
         assert samples.expected is not None
@@ -116,7 +116,8 @@ def by_gate(samples: Samples) -> Scorer:
 
 
 def by_learned(samples: Samples, network: Folded) -> Scorer:
-    """What a trained network says, undecayed order within a layer; the merged form says the same of every layer of the window."""
+    """The predictions of a trained network, in undecayed order within a layer; the merged form is the same for the whole
+    window."""
     arrays = {name: torch.from_numpy(array) for name, array in network.arrays.items()}
     window = samples.sizes.window
 

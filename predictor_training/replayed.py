@@ -1,8 +1,8 @@
-"""What a lookahead saves, and how many layers are worth pinning, in virtual time: recorded answers through the pager's own
-decisions.
+"""The time that a lookahead saves, and how many layers are worth pinning, in virtual time: replays recorded answers with the
+pager's own decisions.
 
-A machine is described by one number, the time an expert takes to arrive in units of a layer's computation, so the result does not
-hang on this machine: 1 is about Qwen3-VL-30B-A3B over 16 PCIe lanes of the fourth generation, 4 and more is a disk.
+One number describes a machine: the time in which an expert arrives, in units of a layer's compute time, so the result does not
+depend on this machine. 1 is about Qwen3-VL-30B-A3B over 16 PCIe lanes of the fourth generation; 4 and more is a disk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,10 +43,10 @@ class ReplayContest:
 def with_scores(
     trace: Trace, samples: dict[Phase, Samples], behind: str, wanted: set[str], networks: dict[str, Folded], gamma: float
 ) -> dict[str, Demands]:
-    """The demands of some requests of a trace with the scores of each lookahead: `gate` (as recorded) and `learned` (all of
+    """The demands of some requests of a trace, with the scores of each lookahead: `gate` (as recorded) and `learned` (all of
     them).
 
-    `behind` is what `read_samples` put behind the names of this trace's requests; scores are probabilities, undecayed.
+    `behind` is the suffix that `read_samples` added to the names of this trace's requests; scores are probabilities, undecayed.
     """
     recorded = Demands.of(_Picked(trace, wanted))
     learned = {
@@ -86,7 +86,7 @@ def _scores_of(samples: Samples, network: Folded, wanted: set[str], gamma: float
 
 
 def at_least(demands: Demands, least: float) -> Demands:
-    """The same with decode scores below `least` set to 0: not expected."""
+    """The same demands, with decode scores below `least` set to 0: not predicted."""
     cut = (
         demand
         if demand.scores is None or demand.phase is not Phase.DECODE
@@ -99,7 +99,7 @@ def at_least(demands: Demands, least: float) -> Demands:
 def contest(
     scored: dict[str, Demands], shares: Sequence[str] = SHARES[:2], arrivals: Sequence[float] = ARRIVALS
 ) -> ReplayContest:
-    """Who wins: none, gate, or learned at one of the thresholds."""
+    """The best of: none, gate, or learned at one of the thresholds."""
     runners = {"none": scored["gate"]}
     if scored["gate"].have_scores:
         runners["gate"] = scored["gate"]

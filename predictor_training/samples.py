@@ -1,8 +1,8 @@
-"""A trace as arrays to learn from: one row per forward pass and phase, every MoE layer in it.
+"""A trace as training arrays: one row per forward pass and phase, with every MoE layer.
 
 N forward passes of one phase, L MoE layers, E experts, H hidden, W window. float16, so that a thousand prompts fit in memory; a
-trace that does not fit is thinned by whole requests, the same ones on every run. While it is read every array is there twice,
-and the bound is on both.
+trace that does not fit is thinned by whole requests, the same ones on every run. While reading, memory holds every array twice,
+and the bound applies to both.
 """
 
 import hashlib
@@ -29,21 +29,21 @@ class Samples:
     """Forward passes of one phase, in the order of the trace."""
 
     sizes: FeatureSizes
-    present: np.ndarray  # [N, L, E] share of the tokens that chose each expert; what is to be predicted, from the layers before
+    present: np.ndarray  # [N, L, E] share of the tokens that chose each expert; the target of predictions by the layers before
     use: np.ndarray  # [N, L, E] decayed use in the request, before this pass
     hidden: np.ndarray  # [N, L, H]
-    visuals: np.ndarray  # [M, visual] distinct visual summaries; the first is none at all (zeros)
+    visuals: np.ndarray  # [M, visual] distinct visual summaries; the first means no summary (zeros)
     visual_of: np.ndarray  # int32 [N, L]
     expected: np.ndarray | None  # [N, L, 2, W, E]
     seen: np.ndarray  # bool [N, L]: the layer was recorded
     request: np.ndarray  # int32 [N]
-    requests: tuple[str, ...]  # names; `group/kind/number` with `@keep` behind
+    requests: tuple[str, ...]  # names: `group/kind/number@keep`
 
     def __len__(self) -> int:
         return len(self.present)
 
     def where(self, wanted: Callable[[str], bool]) -> Self:
-        """The passes of the requests whose names are wanted."""
+        """The passes of the requests whose names `wanted` accepts."""
         chosen = np.array([wanted(name) for name in self.requests], bool)[self.request]
         return self.take(np.flatnonzero(chosen))
 
@@ -67,7 +67,7 @@ class _Columns:
             self.rows.setdefault(name, []).append(column)
 
     def place(self, visual: np.ndarray) -> int:
-        """The number that a summary gets; 0 is none at all."""
+        """The number of a summary; 0 means no summary."""
         self.visuals.append(visual)
         return len(self.visuals)
 
@@ -75,9 +75,9 @@ class _Columns:
 def read_samples(
     traces: Sequence[Trace], wanted: Container[str] | None = None, most_bytes: int = MOST_BYTES
 ) -> dict[Phase, Samples]:
-    """The samples of several traces of one model by phase; `wanted`: names of requests, None for all.
+    """The samples of several traces of one model, by phase; `wanted`: names of requests, None for all.
 
-    The name of a trace's folder, without its `keep-`, is put behind its requests' names: `train/count/3@0.5`. Raises TraceError
+    The name of a trace's folder, without its `keep-`, is appended to its requests' names: `train/count/3@0.5`. Raises TraceError
     for traces that were recorded with different settings.
     """
     for trace in traces[1:]:
@@ -103,7 +103,7 @@ def read_samples(
 
 
 def _sizes(trace: Trace) -> FeatureSizes:
-    """Read off the first pass that has evidence; raises TraceError for a trace that was not recorded for training."""
+    """Sizes from the first pass with evidence; raises TraceError for a trace that was not recorded for training."""
     layers = trace.inventory.layers
     hidden = visual = window = 0
     for step in trace:
@@ -142,7 +142,7 @@ def _read_request(
 ) -> None:
     history, layers = History(sizes), sizes.layers
     visual: np.ndarray | None = None
-    placed: dict[Phase, int] = {}  # where this request's present summary lies in the columns of a phase
+    placed: dict[Phase, int] = {}  # the index of this request's current summary in the columns of a phase
     for step in steps:
         if step.phase not in columns:
             continue

@@ -1,8 +1,8 @@
-"""Which selection of visual tokens costs a model's answers least: its own greedy answers, scored with half of the tokens gone.
+"""Which selection of visual tokens costs a model's answers least: scores its own greedy answers with half of the tokens dropped.
 
-The measure: mean negative log-likelihood per token of the answer that the whole model gives, in nats, less what it is with all
-visual tokens. It is continuous, and so tells selections apart long before an answer changes. The rule: the selection with the
-lowest mean, if it is below `affinity` by more than the standard error of their paired difference; else `affinity`.
+The measure: the mean negative log-likelihood per token of the answer that the whole model gives, in nats, minus its value with
+all visual tokens. It is continuous, so it separates selections long before an answer changes. The rule: the selection with the
+lowest mean, if it is below `affinity` by more than the standard error of their paired difference; otherwise `affinity`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from vismoe.engine.engine import Engine
 from vismoe.errors import InputError
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import PromptBuilder
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.settings import UNCALIBRATED_SELECTION, pruning_of
 from vismoe.predictor_training.prompts import CalibrationPrompt
 from vismoe.vision.selection import SELECTIONS
@@ -37,7 +37,7 @@ Scorer = Callable[
 
 @dataclass(frozen=True)
 class SelectionCost:
-    """What a selection costs: nats per answer token beyond all tokens, mean over prompts, with standard errors."""
+    """The cost of a selection: nats per answer token beyond all tokens, mean over prompts, with standard errors."""
 
     selection: str
     nats: float
@@ -47,7 +47,7 @@ class SelectionCost:
 
 
 def by_turns(prompts: Sequence[CalibrationPrompt], most: int = MOST_PROMPTS) -> list[CalibrationPrompt]:
-    """Prompts with images, the kinds in turns, those that no predictor trains on first."""
+    """Prompts with images, alternating between kinds, those that are not used in training first."""
     kinds: dict[str, list[CalibrationPrompt]] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.group == "train"):
         if prompt.has_images:
@@ -56,7 +56,7 @@ def by_turns(prompts: Sequence[CalibrationPrompt], most: int = MOST_PROMPTS) -> 
 
 
 def costs_of(prompts: Sequence[CalibrationPrompt], score: Scorer, told: Callable[[int, int], None]) -> list[SelectionCost]:
-    """Every selection's cost, the lowest first; prompts that the model refuses are left out. Fewer than two tell nothing: []."""
+    """Every selection's cost, the lowest first, without prompts that the model refuses; empty for fewer than two prompts."""
     scores: list[Mapping[str, float]] = []
     for number, prompt in enumerate(prompts):
         told(number, len(prompts))
@@ -72,7 +72,7 @@ def costs_of(prompts: Sequence[CalibrationPrompt], score: Scorer, told: Callable
 
 
 def cheapest(costs: Sequence[SelectionCost]) -> str | None:
-    """The selection to use; None where nothing was measured."""
+    """The selection to use; None without measurements."""
     if not costs:
         return None
     best = min(costs, key=lambda cost: cost.nats)
@@ -118,7 +118,7 @@ def _scored(model: Any, inputs: dict[str, Any], engine: Engine) -> dict[str, flo
 
 
 def _with_answer(inputs: dict[str, Any], answer: torch.Tensor) -> dict[str, Any]:
-    """The prompt's inputs with the answer `[1, A]` behind it."""
+    """The prompt's inputs followed by the answer `[1, A]`."""
     more = {name: torch.full_like(answer, value) for name, value in OF_ANSWER_TOKENS.items() if name in inputs}
     more["input_ids"] = answer
     return inputs | {name: torch.cat([inputs[name], tail.to(inputs[name].dtype)], dim=1) for name, tail in more.items()}

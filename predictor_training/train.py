@@ -2,9 +2,9 @@
 
 `python -m vismoe.predictor_training.train TRACE... --out predictor.safetensors`
 
-Loss: soft binary cross-entropy on targets that decay with the distance (VisMMoE, eq. 9, `gamma` 0.8), rows past the last layer
-left out. Every layer has weights of its own and a batch holds all layers of its forward passes. Every tenth image validates:
-training ends when its loss has not fallen for some epochs, and the best epoch is kept. Seeded; CPU or GPU.
+Loss: soft binary cross-entropy on targets that decay with the distance (VisMMoE, eq. 9, `gamma` 0.8), without rows past the last
+layer. Every layer has its own weights, and a batch holds all layers of its forward passes. Every tenth image validates: training
+ends when the validation loss has not fallen for some epochs, and the best epoch is kept. Seeded; CPU or GPU.
 """
 
 import argparse
@@ -31,14 +31,14 @@ __all__ = ["GAMMA", "Batches", "Report", "TrainingRecipe", "refuse_device", "ref
 
 GAMMA = 0.8  # VisMMoE, 3.3.3
 FEWEST = 2  # prompts to train on
-LEAST_STEPS = 11  # of the schedule, whose warm-up is a tenth: with 10 it has no length
+LEAST_STEPS = 11  # of the schedule; its warm-up is a tenth, which would be empty with 10
 
 Report = Callable[[int, float, float], None]  # (epoch, training loss, validation loss)
 
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """How a network is trained; the defaults are those of the shipped predictor."""
+    """How a network is trained; the defaults are those of the bundled predictor."""
 
     parts: tuple[str, ...] = PARTS
     merged: bool = False  # the paper's form, for comparison
@@ -63,17 +63,17 @@ def refuse_device(name: str) -> None:
 
 
 def refuse_too_few(names: Sequence[str]) -> None:
-    """Raises InputError where prompts of these names are too few to train on, or leave none to validate with."""
+    """Raises InputError if prompts with these names are too few to train on, or leave none for validation."""
     validate = [is_validation(name) for name in names if name.startswith("train/")]
     if len(validate) - sum(validate) < FEWEST or not any(validate):
         raise InputError(
             f"{len(names)} prompts are too few: {len(validate) - sum(validate)} to train on, {sum(validate)} to validate with "
-            "(one in ten images or texts, drawn by content). Fix: give more of them (some dozens)"
+            "(one in ten images or texts, drawn by content). Fix: give more prompts (some dozens)"
         )
 
 
 class Batches:
-    """Inputs and targets of the network on a device, made from samples a batch at a time."""
+    """Inputs and targets of the network on a device, made from samples one batch at a time."""
 
     def __init__(self, samples: Samples, shape: Shape, gamma: float, device: torch.device):
         self.samples, self.shape, self.gamma, self.device = samples, shape, gamma, device
@@ -86,7 +86,7 @@ class Batches:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device).float()
 
     def inputs(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x `[D, N, inputs]` and, where the routers were asked, gate `[D, N, 2, W, E]` (chosen, log p)."""
+        """x `[D, N, inputs]` and, if routers are used, gate `[D, N, 2, W, E]` (chosen, log p)."""
         s, deciding = self.samples, self.shape.deciding
         parts, gate = [], None
         if "history" in self.shape.parts:
@@ -105,7 +105,8 @@ class Batches:
         return torch.cat(parts, dim=-1).clamp(-LARGEST, LARGEST).transpose(0, 1), gate
 
     def targets(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Soft targets `[D, N, W, E]` and which rows count `[D, N, W, 1]`; of the merged form `[D, N, 1, E]` with the largest."""
+        """Soft targets `[D, N, W, E]` and a mask of valid rows `[D, N, W, 1]`; for the merged form `[D, N, 1, E]` with the
+        largest."""
         shares = self._on_device(self.samples.present[rows][:, self.ahead])  # [N, D, W, E]
         counts = self._on_device(self.samples.seen[rows][:, self.ahead]) * self.exists  # [N, D, W]
         decay = self.gamma ** torch.arange(self.samples.sizes.window, device=self.device)
@@ -122,7 +123,7 @@ class Batches:
 
 
 def loss_of(model: Predictor, batches: Batches, rows: np.ndarray) -> torch.Tensor:
-    """Soft binary cross-entropy, mean over what counts."""
+    """Soft binary cross-entropy, mean over valid rows."""
     wanted, mask = batches.targets(rows)
     logits = model(*batches.inputs(rows))
     each = binary_cross_entropy_with_logits(logits, wanted, reduction="none") * mask
@@ -132,7 +133,7 @@ def loss_of(model: Predictor, batches: Batches, rows: np.ndarray) -> torch.Tenso
 def train(
     samples: Samples, recipe: TrainingRecipe, report: Report = lambda epoch, loss, validation: None, device: str = "cpu"
 ) -> Folded:
-    """A network for the phase of `samples` (the requests to learn from, validation among them), ready to run."""
+    """A trained network, ready to run, for the phase of `samples` (training and validation requests)."""
     parts = tuple(part for part in recipe.parts if part != "gate" or samples.expected is not None)
     shape = Shape(samples.sizes, parts, recipe.bottleneck, recipe.merged)
     validating = np.array([is_validation(name) for name in samples.requests], bool)[samples.request]
@@ -198,17 +199,17 @@ def train_both(
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--epochs", type=int, default=TrainingRecipe.epochs, metavar="N", help=f"at most (default: {TrainingRecipe.epochs})"
+        "--epochs", type=int, default=TrainingRecipe.epochs, metavar="N", help=f"most epochs (default: {TrainingRecipe.epochs})"
     )
     parser.add_argument(
         "--bottleneck",
         type=int,
         default=TrainingRecipe.bottleneck,
         metavar="N",
-        help=f"width (default: {TrainingRecipe.bottleneck})",
+        help=f"width of the network (default: {TrainingRecipe.bottleneck})",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--train-device", default="cpu", metavar="DEVICE", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--train-device", default="cpu", metavar="DEVICE", help="device for training, cpu or cuda (default: cpu)")
 
 
 def recipe_of(given: argparse.Namespace) -> TrainingRecipe:
@@ -220,7 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m vismoe.predictor_training.train", description=" ".join(__doc__.split("\n\n")[0].split())
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="folders that collect recorded")
-    parser.add_argument("--out", default="predictor.safetensors", metavar="FILE", help="(default: predictor.safetensors)")
+    parser.add_argument(
+        "--out", default="predictor.safetensors", metavar="FILE", help="file for the predictor (default: predictor.safetensors)"
+    )
     add_training_flags(parser)
     given = parser.parse_args(arguments)
     try:

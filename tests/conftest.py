@@ -21,6 +21,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 CACHE = tempfile.TemporaryDirectory(prefix="vismoe-test-cache-")
 os.environ["VISMOE_CACHE"] = CACHE.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Files that take longest, of those with few tests too: they start first, so that no worker is left alone with one at the end.
+LONGEST = (
+    "families", "footprint", "memory_agreement", "browser", "precision_engine", "examples", "lmms", "calibrate", "cli_demo",
+    "serve_demo", "family_fuzz", "packaging", "pack_kills", "interrupts", "engine", "ui_serving", "ui", "generate_fuzz",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture
@@ -35,20 +45,29 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def measured_once():
-    """For tests of what comes after the plan: what a model needs beside its experts is measured at its first load only."""
-    from vismoe.models.load import quantizer as loading
+    """A worker measures what a model needs beside its experts at its first load; tests of the measurement call it themselves."""
+    from vismoe.models.load import footprint, opening, preview
 
-    needs, measure = {}, loading.footprint
+    needs = {}
 
-    def footprint(model, inventory, settings, device):
-        described = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-        key = str(described), model.config._name_or_path, model.dtype, settings.context
+    def measured(model, inventory, settings, **options):
+        key = (type(model), described(model.config), footprint._has_tokenizer(model), model.dtype, settings.context)
+        key = (*key, *sorted(options.items()))
         if key not in needs:
-            needs[key] = measure(model, inventory, settings, device=device)
-        return dataclasses.replace(needs[key], inventory=inventory)
+            needs[key] = footprint.footprint(model, inventory, settings, **options)
+        entries = footprint.kernel_cache_entries(settings.kernels)
+        return dataclasses.replace(needs[key], inventory=inventory, kernel_entries=entries)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "footprint", footprint)
+        for module in (opening, preview):
+            patch.setattr(module, "footprint", measured)
         yield
+
+
+def described(config):
+    """All that a configuration says about a model, and not where it lies."""
+    parts = [getattr(config, name, None) for name in config.sub_configs]
+    values = {name: value for name, value in config.to_dict().items() if name not in ("quantization_config", "_name_or_path")}
+    return str((values, [getattr(part, "_attn_implementation", None) for part in (config, *parts)]))

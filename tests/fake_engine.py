@@ -15,6 +15,7 @@ from vismoe.config import Settings
 from vismoe.engine.stats import Figures, PassFigures, PrecisionInfo
 from vismoe.errors import BudgetError
 from vismoe.metrics import Metrics
+from vismoe.options import RequestOptions
 from vismoe.planning.parts import PlanPart
 from vismoe.planning.plan import Plan
 from vismoe.types import Phase
@@ -180,7 +181,8 @@ class FakeEngine:
     def heat(self) -> tuple[np.ndarray, np.ndarray]:
         return self._hits.copy(), self._misses.copy()
 
-    def chat(self, messages, **options):
+    def chat(self, messages, options=RequestOptions(), **given):
+        options = vars(dataclasses.replace(options, **given))
         self.calls.append((messages, options))
         answer = self.script.pop(0) if self.script else ["one", " two"]
         if isinstance(answer, Exception):

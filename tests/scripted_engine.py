@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from vismoe.config import Settings
 from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
+from vismoe.options import RequestOptions
 from vismoe.types import Phase
 
 LAYERS = 2
@@ -116,7 +117,8 @@ class ScriptedEngine:
     def load(self) -> SimpleNamespace:
         return SimpleNamespace(running=len(self.running), waiting=self.waiting, cancelled=self.cancelled)
 
-    def chat(self, messages, **options) -> ScriptedReply:
+    def chat(self, messages, options=RequestOptions(), **given) -> ScriptedReply:
+        options = vars(replace(options, **given))
         if self.closed:
             raise ClosedError("the engine is closed")
         self.calls.append((messages, options))

@@ -12,6 +12,7 @@ import vismoe
 from vismoe.engine import request
 from vismoe.engine.engine import demo_model
 from vismoe.engine.scheduler import Scheduler
+from vismoe.options import RequestOptions
 
 PICTURE = Image.open(demo_model().parent / "images" / "demo.png").resize((128, 128))
 QUESTIONS = ["Describe the image.", "What is in it?"]
@@ -56,18 +57,17 @@ def of_the_command_line(engine, most):
     from argparse import ArgumentParser
 
     from vismoe.cli.chat import chat_arguments
-    from vismoe.cli.conversation import start_reply
+    from vismoe.flags import given_options
 
     parser = ArgumentParser()
     chat_arguments(parser)
-    reply = start_reply(
-        engine, parser.parse_args(["What?", *(["--max-tokens", str(most)] if most else [])]), ask("What?", PICTURE)
-    )
+    arguments = parser.parse_args(["What?", *(["--max-tokens", str(most)] if most else [])])
+    reply = engine.chat(ask("What?", PICTURE), RequestOptions(reuse=True, **given_options(arguments)))
     return "".join(reply), reply.figures.answer_tokens, reply.figures.prompt_tokens
 
 
 def of_the_page(engine, most):
-    from vismoe.app.page import Page, PageTurn, Wishes
+    from vismoe.app.page import Page, PageTurn
 
     replies, answered = [], engine.chat
 
@@ -77,7 +77,7 @@ def of_the_page(engine, most):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "chat", chat, raising=False)
-        *_, last = Page(engine).answer(PageTurn.of("What?", []), (), "me", Wishes(max_tokens=most))
+        *_, last = Page(engine).answer(PageTurn.of("What?", []), (), "me", RequestOptions(max_tokens=most, reuse=True))
     figures = replies[0].figures
     return last.history[-1].answer, figures.answer_tokens, figures.prompt_tokens
 

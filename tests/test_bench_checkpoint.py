@@ -115,10 +115,10 @@ def test_an_equal_checkpoint_is_used_again_and_another_one_is_not_overwritten(tm
     assert again.reused and not written.reused
     assert (again.total_bytes, again.expert_bytes) == (written.total_bytes, written.expert_bytes)
     assert (written.folder / MANIFEST).stat().st_mtime_ns == before
-    with pytest.raises(ConfigError, match="holds something else"):
+    with pytest.raises(ConfigError, match="holds other files"):
         write_tiny(tmp_path / "a", skew=1.0)
     next(written.folder.glob("*.safetensors")).open("ab").write(b"x")
-    with pytest.raises(ConfigError, match="holds something else"):
+    with pytest.raises(ConfigError, match="holds other files"):
         write_tiny(tmp_path / "a", skew=0.5)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers as T
 
-from vismoe.bench import contestants, environment, llama_runner
+from vismoe.bench import benchmark, contestants, environment, llama_runner
 from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.bench.job import COLD, WARM, Job
 from vismoe.bench.limits import Groups
@@ -53,6 +53,7 @@ def known_machine(monkeypatch, cache):
         facts=types.SimpleNamespace(load_average=0.5, usable_cores=1),
     )
     monkeypatch.setattr(environment, "load_profile", lambda: rates)
+    monkeypatch.setattr(benchmark, "imports_bytes", lambda: 320 * 2**20)
     monkeypatch.setenv("VISMOE_CACHE", str(cache))
 
 
@@ -140,14 +141,14 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
     monkeypatch.setattr(run, "run_job", lambda *rest: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(TINY) == 130
-    assert "interrupted: not all was measured" in capsys.readouterr().out
+    assert "interrupted: some measurements are missing" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("bench ./model --geometry tiny", "in place of ./model"),
+        ("bench ./model --geometry tiny", "replaces the model ./model"),
         ("bench --layers 2", "--geometry NAME"),
         ("bench --geometry tiny --prompt hello", "no tokenizer"),
         ("bench --geometry tinny", "tiny"),
@@ -160,7 +161,7 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
         ("bench --gguf model.gguf", "--baseline llama.cpp"),
         ("bench --context 100", "--context 288"),
         ("bench --threads 100000", "--threads"),
-        ("bench --trace /no/such/folder/t.json", "there is no folder /no/such/folder"),
+        ("bench --trace /no/such/folder/t.json", "the folder /no/such/folder is missing"),
         ("bench --clean --geometry tiny --warm 3", "geometry, warm have no effect"),
         ("bench --geometry tiny --prompt-tokens 5000", "the model 4096 positions"),
         ("bench --geometry tiny --folder /dev/null", "--folder /dev/null cannot be used"),
@@ -179,13 +180,13 @@ def test_one_gguf_file_cannot_stand_against_a_lossy_format(capsys, monkeypatch):
     installed.__spec__ = ModuleSpec("llama_cpp", None)
     monkeypatch.setitem(sys.modules, "llama_cpp", installed)  # which is looked for and not used
     assert cli.main("bench --formats int8 --baseline llama.cpp --gguf model.gguf".split()) == 2
-    assert "generated checkpoints only" in capsys.readouterr().err
+    assert "only makes from generated checkpoints" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--geometry qwen3-30b-a3b --layers 1 --image 64x64", "sees no pictures"),
+        ("--geometry qwen3-30b-a3b --layers 1 --image 64x64", "cannot see pictures"),
         ("--geometry tiny --limit 64MiB --prompt-tokens 12", r"--limit 64\.0 MiB is too small.*Fix: --limit \d+MiB or more"),
         ("--geometry tiny --layers 2 --baseline llama.cpp --memory 50% --warm-cache", "needs more layers"),
         ("--geometry mixtral-8x7b --layers 1 --memory 50% --warm-cache", "has 1.0 KiB free"),
@@ -294,7 +295,7 @@ def test_a_picture_makes_the_tokens_that_were_counted(picture):
 
 
 def test_a_picture_for_a_model_that_sees_none_is_refused():
-    with pytest.raises(InputError, match="sees no pictures"):
+    with pytest.raises(InputError, match="cannot see pictures"):
         picture_tokens(geometry_config("qwen3-30b-a3b", 1), (64, 64))
 
 
@@ -336,5 +337,5 @@ def test_llama_cpp_is_given_the_same_weights_and_finds_the_same_tokens(tmp_path,
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "no.gguf").write_bytes(b"not a model" * 10)
-    with pytest.raises(InputError, match="is no GGUF file"):
+    with pytest.raises(InputError, match="is not a readable GGUF file"):
         GgufFile.read(tmp_path / "no.gguf", "bfloat16")

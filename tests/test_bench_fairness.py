@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vismoe.bench.fairness import IMPORTS_BYTES, Entry, FairConditions, does_not_fit, labels, refusals
+from vismoe.bench.fairness import Entry, FairConditions, does_not_fit, labels, refusals
 from vismoe.bench.job import Contestant
 from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import parse_bytes
@@ -14,9 +14,10 @@ from vismoe.planning.sizes import size_up
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 GIB = 2**30
+IMPORTS_BYTES = 320 * 2**20
 LEAST = f"--limit {size_up(2 * GIB + IMPORTS_BYTES)}"  # beside a budget of 2 GiB
 OURS = Entry(Contestant("vismoe"), "bfloat16", 10 * GIB, "cpu")
-FAIR = FairConditions(2 * GIB, 3 * GIB, 64 * GIB, warm_cache=False, emulated_link=False, picture=False)
+FAIR = FairConditions(2 * GIB, IMPORTS_BYTES, 3 * GIB, 64 * GIB, warm_cache=False, emulated_link=False, picture=False)
 
 
 def rival(way="llama.cpp-mmap", format="raw", **other):
@@ -39,11 +40,11 @@ def test_the_same_weights_under_the_same_limit_are_fair():
     ("entry", "conditions", "reason", "fix"),
     [
         (rival(dtype="q4_0"), FAIR, "q4_0 weights, vismoe bfloat16", "--gguf with bfloat16 weights"),
-        (rival(format="int4"), FAIR, "llama.cpp-mmap q4_0 has q4_0 experts, and vismoe runs without int4", "--formats int4"),
+        (rival(format="int4"), FAIR, "llama.cpp-mmap q4_0 has q4_0 experts, but no vismoe contestant has int4", "--formats int4"),
         (
             rival(),
             under(limit_bytes=None),
-            "the page cache may hold all 10.00 GiB",
+            "the page cache could hold all 10.00 GiB",
             LEAST,
         ),
         (rival(), under(limit_bytes=GIB), "less than VisMoE's budget of 2.00 GiB", LEAST),
@@ -72,14 +73,14 @@ def test_what_a_format_is_held_against_is_said_with_its_bits():
     tight = under(limit_bytes=int(2.4 * GIB))
     said = labels([OURS, ours("int8"), ours("int2"), rival(), rival(format="int8")], tight)
     assert [label.split(":")[0].split(";")[0] for label in said] == [
-        "int8 (8.25 bits per expert weight) is held against q8_0 (8.5)",
-        "int2 (2.5 bits per expert weight) has no rival of its precision",
+        "int8 (8.25 bits per expert weight) is compared with q8_0 (8.5)",
+        "int2 (2.5 bits per expert weight) has no rival of equal precision",
     ]
     assert not labels([OURS, ours("lossless"), rival()], tight)
 
 
 def test_the_largest_of_ours_decides_whether_a_limit_is_needed():
-    assert "the page cache may hold all 10.00 GiB" in refusals([ours("int4"), OURS, rival()], under(limit_bytes=None))[0]
+    assert "the page cache could hold all 10.00 GiB" in refusals([ours("int4"), OURS, rival()], under(limit_bytes=None))[0]
 
 
 def test_another_device_is_refused():

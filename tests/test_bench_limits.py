@@ -116,7 +116,7 @@ def test_where_nothing_is_allowed_the_limit_is_refused_with_every_reason(kernel,
     kernel.mounted("4:memory:/\n", "memory")
     kernel.refuses = PermissionError(13, "Permission denied")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"64\.0 MiB cannot be honoured.*: Permission denied; systemd user scope: .*Fix"):
+    with pytest.raises(ConfigError, match=r"64\.0 MiB cannot be enforced.*: Permission denied; systemd user scope: .*Fix"):
         kernel.groups()
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vismoe.bench.fairness import IMPORTS_BYTES
 from vismoe.bench.job import Job
-from vismoe.bench.limits import Groups, cached_bytes, drop_caches
+from vismoe.bench.limits import Groups, cached_bytes, drop_caches, imports_bytes
 from vismoe.bench.process import disk_bytes, release_mapped
 from vismoe.bench.run import run_job
 from vismoe.bench.subject import generate, gguf_of
@@ -75,6 +74,8 @@ def test_pages_that_this_process_has_mapped_are_released_and_private_copies_stay
     file = tmp_path / "weights"
     file.write_bytes(os.urandom(4 * MIB))
     os.sync()
+    if drop_caches([file]):
+        pytest.skip(f"{file} cannot be made cold here")
     with file.open("rb") as opened:
         read_only = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
         private = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -131,7 +132,7 @@ def test_a_worker_of_llama_cpp_carries_neither_torch_nor_transformers():
 def test_vismoe_finishes_under_a_limit_that_leaves_no_more_than_its_imports_beside_the_budget(tiny):
     plan = preview(tiny.name, Settings.of(memory="50%", context=40, kernels="auto"))
     try:
-        groups = Groups(plan.budget_bytes + IMPORTS_BYTES)
+        groups = Groups(plan.budget_bytes + imports_bytes())
     except ConfigError as error:
         pytest.skip(f"no control group can be made here: {error}")
     found = run_job(job_of("vismoe", tiny), groups)

@@ -60,7 +60,7 @@ def test_every_format_is_a_contestant_and_llama_cpp_runs_in_its_partners(monkeyp
     assert names([], ["packed", "int4"], ["torch", "fast"]) == [
         "vismoe packed torch", "vismoe packed fast", "vismoe int4 torch", "vismoe int4 fast"
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"no type like int2\. Fix: --formats with raw, int8, int4"):
+    with pytest.raises(ConfigError, match=r"no type comparable to int2\. Fix: --formats with raw, int8, int4"):
         names(asked, ["int2"])
 
 
@@ -129,13 +129,13 @@ def test_the_result_is_there_before_the_timeline_is_written(tmp_path, monkeypatc
 def test_ctrl_c_ends_the_worker_and_keeps_what_was_measured(tmp_path):
     body = (
         "job['way'] == 'a' and (out.write_text('{\"x\": 1}'), sys.exit()); "
-        "pathlib.Path(job['model']).write_text(str(os.getpid())); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+        "pathlib.Path(job['model']).write_text(str(os.getpid())); os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
     )
     jobs = {name: replace(JOB, way=name, model=str(tmp_path / "pid")) for name in "ab"}
     began_s = time.monotonic()
     outcome = run_all(jobs, 3, Groups(None), worker=script(body))
     assert outcome.interrupted and [run["contestant"] for run in outcome.runs] == ["a"]
-    assert time.monotonic() - began_s < 50
+    assert time.monotonic() - began_s < 300
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), signal.SIG_DFL)
 
@@ -316,7 +316,7 @@ def test_nothing_in_common_other_answers_and_shares_above_a_ceiling_are_warnings
     runs[1]["requests"][0]["token_ids"] = (9, 9, 9)
     runs[0]["requests"][0]["token_ids"] = (1, 1, 1)
     said = "\n".join(warnings(figures_of(runs, ceilings=ample)))
-    assert "vismoe did not give the same tokens" in said and "vismoe has not one new token in common with accelerate" in said
+    assert "vismoe did not give the same tokens" in said and "vismoe has no new token in common with accelerate" in said
 
 
 def test_a_contestant_that_failed_keeps_its_reason_and_what_it_measured_before():

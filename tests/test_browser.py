@@ -164,7 +164,7 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
     me.ask("What does the sign say?")
     assert me.tell(number=2) == 'It says "MENU".'
     said = me.machine("0 of 1 images had to be encoded")
-    known, all_of_it = map(int, re.search(r"(\d+) of (\d+) tokens of the question were known", said).groups())
+    known, all_of_it = map(int, re.search(r"(\d+) of (\d+) tokens of the question were cached", said).groups())
     assert 64 < known < all_of_it
 
     me.keep("0.5")
@@ -185,7 +185,7 @@ def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_
     me.page.get_by_role("button", name="What does the sign say?").click()
     assert me.tell(contains="OPEN") == 'It says "OPEN".'
     assert re.search(r"\d% raw, [\d.]+% int4 \(importance: raw/int4, 75% of", me.machine("experts were computed"))
-    assert re.search(r"\d+ in raw, \d+ in int4", me.machine("half as high: in int4, the others in raw"))
+    assert re.search(r"\d+ in raw, \d+ in int4", me.machine("half height: in int4, others in raw"))
 
     me.page.locator("#formats input").click()
     assert [option.strip("\n ✓") for option in me.page.get_by_role("option").all_inner_texts()] == [
@@ -226,7 +226,7 @@ def test_a_picture_dropped_anywhere_is_attached_and_the_browser_stays(visit, add
     me.page.locator("h1").evaluate(
         "box => box.dispatchEvent(new DragEvent('drop', {bubbles: true, dataTransfer: new DataTransfer()}))"
     )
-    me.page.get_by_text("what was dropped is no file").wait_for()
+    me.page.get_by_text("what was dropped is not a file").wait_for()
     assert me.page.url == address and me.page.locator("#question img").count() == 6
 
 
@@ -238,7 +238,7 @@ def test_a_file_that_is_refused_is_said_before_any_answer(visit, tmp_path):
     refused = me.page.locator("#refused", has_text="large.png is larger than 64 MiB")
     refused.wait_for()
     me.ask("What is in the picture?")
-    me.page.locator("#refused", has_text="Not asked, because nothing was attached").wait_for()
+    me.page.locator("#refused", has_text="Not sent, because nothing was attached").wait_for()
     assert me.page.get_by_test_id("user").count() == 0 and me.box.input_value() == "What is in the picture?"
     choose.set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"hello"})
     refused.wait_for(state="detached")
@@ -253,7 +253,7 @@ def test_nothing_is_asked_while_a_file_is_on_its_way_or_after_it_was_lost(visit)
     me.page.route("**/upload?*", lambda route: waiting.append(route))
     me.page.locator("#question input[type=file]").set_input_files(IMAGES / "sign.png")
     me.ask("What does the sign say?")
-    me.page.locator("#refused", has_text="Asked as soon as the file is attached").wait_for()
+    me.page.locator("#refused", has_text="Waiting for the upload").wait_for()
     assert me.page.get_by_test_id("user").count() == 0
     waiting.pop().continue_()
     assert me.tell(contains="OPEN") == 'It says "OPEN".'
@@ -261,13 +261,13 @@ def test_nothing_is_asked_while_a_file_is_on_its_way_or_after_it_was_lost(visit)
     me.page.unroute("**/upload?*")
     me.page.route("**/upload?*", lambda route: route.fulfill(status=507, body="no room"))
     me.page.locator("#question input[type=file]").set_input_files(IMAGES / "many.png")
-    me.page.locator("#refused", has_text="the page's server did not take it (HTTP 507)").wait_for()
+    me.page.locator("#refused", has_text="the page's server refused it (HTTP 507)").wait_for()
     me.ask("How many dogs are there?")
-    me.page.locator("#refused", has_text="Not asked, because").wait_for()
+    me.page.locator("#refused", has_text="Not sent, because").wait_for()
     assert me.page.get_by_test_id("bot").count() == 1
     me.box.press("Enter")  # who has read it may ask without the file
     me.tell(number=2)
-    assert me.page.locator("#refused", has_text="Not asked").count() == 0
+    assert me.page.locator("#refused", has_text="Not sent").count() == 0
     me.complaints[:] = [said for said in me.complaints if "507" not in said]
 
 
@@ -315,7 +315,7 @@ def test_pictures_are_pasted_and_dropped_and_a_missing_question_is_said(visit):
     me.page.locator("#question .full-container").evaluate(PUT, ["drop", "dropped.png", picture])
     me.page.locator("#question img").nth(1).wait_for()
     me.box.press("Enter")
-    me.page.get_by_text("write one beside the picture").wait_for()
+    me.page.get_by_text("write one with the picture").wait_for()
     assert me.page.locator("#question img").count() == 2
 
 

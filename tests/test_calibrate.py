@@ -292,7 +292,8 @@ class FailingEngine:
     def __init__(self, **settings):
         self.settings = Settings(**settings)
         store = SimpleNamespace(inventory=INVENTORY, fingerprint="f" * 64)
-        self.model = SimpleNamespace(dtype=torch.bfloat16, runtime=SimpleNamespace(store=store))
+        runtime = SimpleNamespace(store=store, context=SimpleNamespace(record_to=lambda recorder: None))
+        self.model = SimpleNamespace(dtype=torch.bfloat16, runtime=runtime)
 
     def chat(self, *messages, **how):
         raise OSError("the answer's own")

@@ -25,7 +25,6 @@ from vismoe.store.files import CheckpointFiles
 from vismoe.store.packed import STORE_FOLDER
 from vismoe.store.safetensors_header import read_header
 
-pytestmark = pytest.mark.usefixtures("measured_once")
 EXAMPLES = 150 if SEARCHING else 7
 CHANGES = (
     "overwrite",

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.config import ANSWERS, SETTINGS, Budget, Settings, format_bytes, parse_bytes
+from vismoe.config import SETTINGS, Budget, Settings, format_bytes, parse_bytes
 from vismoe.errors import ConfigError
+from vismoe.options import OPTIONS
 from vismoe.vision.selection import SELECTIONS
 
 
@@ -51,7 +52,7 @@ def test_a_setting_that_cannot_work_is_refused_by_name(values, says):
 
 def test_every_selection_is_a_setting():
     assert SETTINGS["selection"].choices == ("auto", *SELECTIONS)
-    assert ANSWERS["selection"].holds("affinity") and not ANSWERS["selection"].holds("auto")
+    assert OPTIONS["selection"].holds("affinity") and not OPTIONS["selection"].holds("auto")
 
 
 def test_bytes_are_printed_in_the_unit_a_person_would_choose():

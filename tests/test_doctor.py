@@ -167,9 +167,9 @@ def test_figures_are_kept_shown_with_their_age_and_measured_again_when_asked(mea
 def test_kept_figures_are_shown_without_transformers(measured, tmp_path):
     assert cli.main(["doctor", "--path", str(tmp_path)]) == 0
     program = (
-        "import sys; from vismoe.cli import main; "
+        "import sys; from vismoe.cli.main import main; "
         f"assert main(['doctor', '--path', {str(tmp_path)!r}]) == 0; "
-        "assert not {'transformers', 'PIL', 'scipy', 'vismoe.engine', 'vismoe.models'} & sys.modules.keys()"
+        "assert not {'transformers', 'PIL', 'scipy', 'vismoe.engine', 'vismoe.models.load'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -199,13 +199,13 @@ def test_a_cache_that_cannot_be_written_is_said_and_the_figures_are_shown(measur
     monkeypatch.setenv("VISMOE_CACHE", str(tmp_path / "file/cache"))
     assert cli.main(["doctor", "--path", str(tmp_path), "--json"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["rates"]["dram"] and "Fix: VISMOE_CACHE" in said.err
+    assert json.loads(said.out)["rates"]["dram"] and "Fix: set VISMOE_CACHE" in said.err
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VISMOE_CACHE", str(tmp_path / "cache"))
     assert cli.main(["doctor", "--path", str(tmp_path / "nowhere"), "--json"]) == 2
-    assert "no folder" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "neither a file nor a folder" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_the_tables_name_sizes_rates_choices_and_reasons(measured, tmp_path, capsys):

@@ -5,6 +5,7 @@ it can be, and advice that is taken when it is followed. No other exception ever
 """
 
 import dataclasses
+import inspect
 import json
 import math
 from types import SimpleNamespace
@@ -23,14 +24,15 @@ from served import served
 import vismoe
 from vismoe.app.options import ServeOptions
 from vismoe.cli import main as cli
-from vismoe.config import ANSWERS, SETTINGS, Settings, check_answer
+from vismoe.config import SETTINGS, Settings
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.models.family import checkpoint_files as checked
 from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.options import OPTIONS, RequestOptions
 from vismoe.ranges import Several, ValueKind, rules_of
 
 PICTURE = Image.new("RGB", (64, 64), "red")
-ASKED = sorted(ANSWERS.keys() - {"batch_size", "top_k", "num_beams", "repetition_penalty"})  # of Engine.chat
+ASKED = sorted(OPTIONS.keys() - {"policy", "formats", "retention"})  # of Engine.chat; those are refused as settings are
 
 
 def names_and_values(rules: dict) -> st.SearchStrategy[tuple[str, Any]]:
@@ -42,7 +44,7 @@ def same(held: Any, given: Any) -> bool:
 
 
 # ------------------------------------------------------------------ the table
-@pytest.mark.parametrize("owner", [Settings, ServeOptions], ids=lambda owner: owner.__name__)
+@pytest.mark.parametrize("owner", [Settings, RequestOptions, ServeOptions], ids=lambda owner: owner.__name__)
 def test_every_option_has_a_rule_and_its_default_follows_it(owner):
     rules = rules_of(owner)
     assert list(rules) == [field.name for field in dataclasses.fields(owner)]
@@ -50,7 +52,7 @@ def test_every_option_has_a_rule_and_its_default_follows_it(owner):
         assert rules[field.name].kinds and rules[field.name].holds(field.default), field.name
 
 
-@pytest.mark.parametrize("rules", [SETTINGS, ANSWERS, rules_of(ServeOptions)], ids=["settings", "answers", "server"])
+@pytest.mark.parametrize("rules", [SETTINGS, OPTIONS, rules_of(ServeOptions)], ids=["settings", "requests", "server"])
 def test_every_number_has_two_ends_and_every_size_is_read(rules):
     for name, rule in rules.items():
         for kind in rule.kinds:
@@ -119,20 +121,20 @@ def asked(engine):
 def effect(name: str, asked: Any) -> Any:
     """What a request was going to do about an option."""
     return {
-        "max_tokens": asked.options["max_new_tokens"],
-        "sample": asked.options["do_sample"],
-        "temperature": asked.options.get("temperature"),
-        "top_p": asked.options.get("top_p"),
-        "seed": asked.seed,
-        "stop": asked.stop,
+        "max_tokens": asked.most_tokens,
+        "sample": asked.options.for_generate(1)["do_sample"],
+        "temperature": asked.options.for_generate(1).get("temperature"),
+        "top_p": asked.options.for_generate(1).get("top_p"),
+        "seed": asked.options.seed,
+        "stop": asked.options.stop,
         "keep": asked.pruning.keep if asked.pruning else 1,
         "selection": asked.pruning.selection if asked.pruning else None,
-        "reuse": asked.reuse,
+        "reuse": asked.options.reuse,
     }[name]
 
 
 @runs(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(ASKED).flatmap(lambda name: st.tuples(st.just(name), odd_values(ANSWERS[name]))))
+@given(st.sampled_from(ASKED).flatmap(lambda name: st.tuples(st.just(name), odd_values(OPTIONS[name]))))
 def test_a_request_takes_an_option_or_says_what_it_can_be(engine, asked, drawn):
     name, value = drawn
     picture = {"type": "image", "image": PICTURE}
@@ -142,13 +144,35 @@ def test_a_request_takes_an_option_or_says_what_it_can_be(engine, asked, drawn):
         engine.chat([{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}], **options)
     except InputError as error:
         message = said_well(error, name)
-        if not ANSWERS[name].holds(value):
-            check_answer(**advised(message))
+        if not OPTIONS[name].holds(value):
+            RequestOptions(**{**options, name: None if name != "sample" and name != "reuse" else False, **advised(message)})
         return
-    done = effect(name, asked[-1].asked) if name != "image_tokens" else value
+    done = effect(name, asked[-1]) if name != "image_tokens" else value
     if value is not None:
         wanted = (value,) if isinstance(value, str) and name == "stop" else tuple(value) if name == "stop" else value
         assert done == (min(value, done) if name == "max_tokens" else wanted)
+
+
+def test_options_are_taken_by_name_or_as_one_and_the_signature_shows_them(engine, asked):
+    hello = [{"role": "user", "content": "Hi"}]
+    options = RequestOptions(max_tokens=3, sample=True, temperature=0.5, stop="x", seed=4)
+    for ask, what in ((engine.chat, hello), (engine.complete, "Hi")):
+        ask(what, options)
+        ask(what, max_tokens=3, sample=True, temperature=0.5, stop=["x"], seed=4)
+        ask(what, options, max_tokens=2)
+        assert [request.options for request in asked[-3:]] == [options, options, dataclasses.replace(options, max_tokens=2)]
+        with pytest.raises(TypeError, match="length"):
+            ask(what, length=3)
+    shown = inspect.signature(engine.chat).parameters
+    assert set(shown) == {"messages", "options", *OPTIONS} and shown["max_tokens"].default is None
+    assert all(f"{name}: {rule.meaning}" in engine.chat.__doc__ for name, rule in OPTIONS.items())
+
+
+@pytest.mark.parametrize("option", [{"keep": 0.5}, {"selection": "random"}, {"image_tokens": (4, 8)}], ids=str)
+def test_a_text_alone_has_no_options_of_images(engine, option):
+    with pytest.raises(InputError, match=r"no images\. Fix: leave it out"):
+        engine.complete("Hi", **option)
+    assert not option.keys() & inspect.signature(engine.complete).parameters.keys()
 
 
 MESSAGES = st.recursive(
@@ -270,7 +294,7 @@ OURS = ("keep", "selection", "image_tokens", "policy", "formats", "retention")
 
 
 def rule_of(name: str):
-    return ANSWERS.get(name) or SETTINGS.get(name) or ANSWERS["max_tokens"]
+    return OPTIONS.get(name) or OPTIONS["max_tokens"]
 
 
 @runs(max_examples=examples(250), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -292,8 +316,8 @@ def test_a_field_of_a_body_is_taken_or_refused_in_the_apis_form(server, drawn):
         assert error["message"] and error["type"] and len(answer.content) < 10_000
         return
     ((_, options),) = server.engine.calls
-    if name in ANSWERS and value is not None and options.get(name) is not None:
-        assert ANSWERS[name].holds(options[name])
+    if name in OPTIONS and value is not None and options.get(name) is not None:
+        assert OPTIONS[name].holds(options[name])
         several = (value,) if isinstance(value, str) and name == "stop" else tuple(value) if isinstance(value, list) else value
         assert options[name] == several
 
@@ -345,5 +369,5 @@ def test_generation_kwargs_are_followed_or_refused(kwargs):
     except InputError as error:
         str(error).encode()
         return
-    check_answer(max_tokens=how.max_new_tokens, top_p=how.top_p, num_beams=how.beams, repetition_penalty=how.repetition_penalty)
+    assert all(rule.holds(getattr(how, name)) for name, rule in rules_of(Generation).items())
     assert how.temperature is None or 0 < how.temperature < 1e3

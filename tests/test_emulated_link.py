@@ -15,8 +15,6 @@ from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.types import Phase
 
-pytestmark = pytest.mark.usefixtures("measured_once")
-
 
 def test_logits_are_the_same_through_an_emulated_device(tmp_path):
     tiny_models.save("qwen3_vl_moe", tmp_path)

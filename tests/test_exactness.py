@@ -10,7 +10,6 @@ import torch
 import vismoe
 from vismoe import VisMoEConfig
 
-pytestmark = pytest.mark.usefixtures("measured_once")
 FAMILY, STEPS = "qwen3_vl_moe", 12
 
 

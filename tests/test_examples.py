@@ -138,7 +138,7 @@ def readers_desk(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def at_the_desk(desk, monkeypatch, measured_once):
+def at_the_desk(desk, monkeypatch):
     monkeypatch.chdir(desk)
 
 

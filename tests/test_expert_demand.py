@@ -195,12 +195,16 @@ class Stub:
 
     def __init__(self, monkeypatch, stop_at=None):
         self.asked, self.stop_at = 0, stop_at
-        self.model, self.recorder = self, None
+        self.model = self.context = self
+        self.recorder = None
         monkeypatch.setattr(expert_demand, "runtime_of", lambda model: model)
         monkeypatch.setattr(expert_demand, "prompts", lambda _, talks: len(talks))
 
     def of(self, contestant):
         return self
+
+    def record_to(self, recorder):
+        self.recorder = recorder
 
     def answers(self, contestant, inputs, seed, most_tokens):
         if self.asked == self.stop_at:

@@ -16,7 +16,6 @@ from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.models.moe.linears import restore_linears, serve_linears
 
-pytestmark = pytest.mark.usefixtures("measured_once")
 FAMILY, STEPS = "qwen3_vl_moe", 6
 SMALL = "12%"  # a few slabs
 

@@ -20,15 +20,16 @@ from searching import examples
 import vismoe
 from vismoe.app.api_errors import ApiError
 from vismoe.app.schemas import ChatRequest, CompletionRequest, parse
-from vismoe.config import ANSWERS, COLDEST, Settings, check_answer
+from vismoe.config import Settings
 from vismoe.engine.stats import Figures
 from vismoe.errors import InputError, VisMoEError
+from vismoe.options import COLDEST, OPTIONS, RequestOptions
 
 SHARED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 QUESTIONS = ("What is a cache?", "Describe the red circle.", "\n\n", "naïve 图 🙂 \u202e", "a" * 60)
 PICTURE = {"type": "image", "image": Image.new("RGB", (64, 64), "teal")}
 CONTEXT = 96
-OF_CHAT = sorted(ANSWERS.keys() - {"batch_size", "top_k", "num_beams", "repetition_penalty"})
+OF_CHAT = sorted(OPTIONS.keys() - {"policy", "formats", "retention"})
 
 
 # ------------------------------------------------------------------ the engine
@@ -52,7 +53,7 @@ ANSWER_OPTIONS = st.fixed_dictionaries(
         ),
         "reuse": st.booleans(),
         "keep": shares,
-        "selection": st.sampled_from(ANSWERS["selection"].choices),
+        "selection": st.sampled_from(OPTIONS["selection"].choices),
         "image_tokens": st.tuples(st.integers(1, 8), st.integers(8, 64)),
     },
 )
@@ -170,7 +171,7 @@ OURS = st.fixed_dictionaries(
     {},
     optional={
         "keep": mostly(shares),
-        "selection": mostly(st.sampled_from(ANSWERS["selection"].choices)),
+        "selection": mostly(st.sampled_from(OPTIONS["selection"].choices)),
         "image_tokens": st.lists(st.one_of(st.integers(1, 99), numbers), min_size=2, max_size=3),
         "retention": mostly(st.floats(0.5, 1)),
     },
@@ -199,11 +200,9 @@ def test_what_the_schemas_let_through_is_what_the_engine_takes(fields, chat, mod
         request = parse(ChatRequest if chat else CompletionRequest, json.dumps({**asked, **fields}).encode())
     except (ApiError, ValidationError):
         return
-    sampling = request.sampling(model_samples)
-    check_answer(**sampling)
-    assert sampling["sample"] or sampling["temperature"] is sampling["top_p"] is None
-    if chat and request.vismoe:
-        tokens = request.vismoe.image_tokens
-        check_answer(keep=request.vismoe.keep, selection=request.vismoe.selection, image_tokens=tuple(tokens) if tokens else None)
-    if request.max_tokens is not None:
-        check_answer(max_tokens=request.max_tokens)
+    options = request.options(RequestOptions(), model_samples)  # which checks itself
+    assert options.sample or options.temperature is options.top_p is None
+    ours = fields.get("vismoe") or {}
+    given = {**fields, **ours, "max_tokens": fields.get("max_completion_tokens") or fields.get("max_tokens")}
+    for name in ("max_tokens", "seed", "keep", "selection", "retention"):
+        assert getattr(options, name) == given.get(name)

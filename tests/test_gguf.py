@@ -100,7 +100,7 @@ def test_llama_cpp_reads_quantised_experts_and_answers_nearly_the_same(kind, tmp
 
 def test_rows_that_are_not_whole_blocks_are_refused(tmp_path):
     pytest.importorskip("gguf")
-    with pytest.raises(UnsupportedModelError, match="rows of 48 weights, and q4_0 comes in blocks of 32"):
+    with pytest.raises(UnsupportedModelError, match="rows of 48 weights, but q4_0 needs blocks of 32"):
         write_gguf(written("qwen3-30b-a3b", tmp_path), tmp_path / "model.gguf", experts="q4_0", progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
 
@@ -217,12 +217,12 @@ def test_every_geometry_of_the_table_can_be_written(name):
     ("config", "reason"),
     [
         (T.JambaConfig(), "jamba has no row"),
-        (geometry_config("qwen3-vl-30b-a3b", 3), "more layers than the 3 that take visual features, and this has 3"),
-        (T.Qwen3MoeConfig(norm_topk_prob=False), "norm_topk_prob=True for granted"),
+        (geometry_config("qwen3-vl-30b-a3b", 3), "more layers than the 3 with visual features, but this model has 3"),
+        (T.Qwen3MoeConfig(norm_topk_prob=False), "assumes norm_topk_prob=True"),
         (T.Qwen3MoeConfig(norm_topk_prob=True, mlp_only_layers=[0]), r"this model has \[0\]"),
         (
             T.OlmoeConfig(num_key_value_heads=4),
-            "num_key_value_heads = num_attention_heads for granted, and this model has 4 and 16",
+            "assumes num_key_value_heads = num_attention_heads, but this model has 4 and 16",
         ),
         (T.OlmoeConfig(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)), "'linear'"),
     ],

@@ -68,7 +68,7 @@ def test_generation_follows_the_task():
     }  # fmt: skip
     assert Generation.of({"until": "Q:"}, 8).stop == ("Q:",)
     assert Generation(5).options(5)["temperature"] is None  # or the model's own would be used with greedy decoding, and warned of
-    with pytest.raises(InputError, match="best_of cannot be followed"):
+    with pytest.raises(InputError, match="best_of are not supported"):
         Generation.of({"best_of": 3}, 8)
 
 

@@ -30,7 +30,6 @@ from vismoe.predictor_training.train import Batches
 from vismoe.trace.files import Trace, TraceWriter
 from vismoe.types import Phase
 
-pytestmark = pytest.mark.usefixtures("measured_once")
 WITHOUT_GATE = "ernie4_5_vl_moe"  # its routers cannot be asked
 
 
@@ -119,9 +118,9 @@ def test_what_wins_is_used_by_itself_and_what_the_network_sees_is_what_was_recor
     with pytest.MonkeyPatch.context() as patch, TraceWriter(tmp_path / "t", runtime.store.inventory, for_training=True) as writer:
         patch.setattr(type(networks["decode"]), "probabilities", watched)
         writer.request("train/x/0")
-        runtime.recorder = writer
+        runtime.context.record_to(writer)
         tiny_models.greedy(model, tiny_models.prompt("qwen3_vl_moe"), 6)
-        runtime.recorder = None
+        runtime.context.record_to(None)
     samples = read_samples([Trace.open(tmp_path / "t")])
     layers = len(runtime.store.inventory.layers)
     rows = [x for phase in (Phase.PREFILL, Phase.DECODE) for x in inputs_of(samples[phase], networks[phase], layers)]
@@ -311,7 +310,7 @@ def test_an_error_in_the_worker_is_raised_at_the_next_layer_and_asking_goes_on()
 
 def test_scores_that_come_after_the_next_demand_are_dropped(folder):
     model = load(folder)
-    lookahead_inputs, pager = vismoe.runtime_of(model).lookahead_inputs, vismoe.runtime_of(model).pager
+    lookahead_inputs, pager = vismoe.runtime_of(model).context.lookahead_inputs, vismoe.runtime_of(model).pager
     told = []
     pager.look_ahead = lambda layer, scores, high: told.append(layer)
     lookahead_inputs._tell(pager.core.tick, 3, np.zeros((1, 4), np.float32))

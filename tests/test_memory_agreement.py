@@ -58,7 +58,7 @@ baseline = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again from here
 
 from vismoe import VisMoEConfig
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 
 folder, tokens, rows, side, settings = sys.argv[1], *map(int, sys.argv[2:5]), json.loads(sys.argv[5])
 kind = getattr(transformers, json.load(open(f"{folder}/config.json"))["architectures"][0])

@@ -140,7 +140,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(model, tmp_path, 
     command = [model, "--out", tmp_path, *(["--json"] if as_json else [])]
     assert run(*command) == 130
     printed = capsys.readouterr()
-    assert "interrupted: what is packed so far is kept, and the same command goes on there" in printed.err
+    assert "interrupted: what is packed so far is kept, and the same command continues from there" in printed.err
     assert not as_json or json.loads(printed.out)["error"]["type"] == "Interrupted"
     assert formats_in(tmp_path) == ()
     assert run(*command) == 0
@@ -151,7 +151,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(model, tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--formats", "int5"], "no such format: int5; choose from raw, lossless, int8, int4, int2"),
+        (["--formats", "int5"], "no such format: int5; choose among raw, lossless, int8, int4, int2"),
         (["--verify", "/nowhere/at/all"], "neither a folder here nor a model"),
         (["--verify", "."], "has no complete store. Fix: vismoe pack MODEL"),
         (["one", "two"], "one model at a time"),

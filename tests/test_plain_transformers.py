@@ -107,7 +107,7 @@ def test_a_copy_or_a_pickle_is_refused_by_name(model, tmp_path):
 def test_device_map_auto_means_one_device(folder):
     model = load(folder, device_map="auto")
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    assert vismoe.runtime_of(model).device.type == place == model.device.type
+    assert vismoe.runtime_of(model).configuration.device.type == place == model.device.type
 
 
 def test_a_refused_load_gives_its_files_back(folder):
@@ -148,8 +148,8 @@ def test_recording_a_family_whose_experts_see_a_part_of_the_tokens_is_refused(tm
     model = load(tmp_path / "ernie", "ernie4_5_vl_moe")
     runtime = vismoe.runtime_of(model)
     with TraceWriter(tmp_path / "trace", runtime.pager.inventory) as writer, torch.no_grad():
-        runtime.recorder = writer
+        runtime.context.record_to(writer)
         with pytest.raises(UnsupportedModelError, match="cannot be recorded"):
             model(**tiny_models.prompt("ernie4_5_vl_moe"))
-        runtime.recorder = None
+        runtime.context.record_to(None)
     runtime.pager.check_integrity()

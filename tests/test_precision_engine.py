@@ -211,7 +211,7 @@ def test_what_was_hot_is_hot_again_after_a_restart(packed, tmp_path):
     with load(packed, "hotness", formats="16/4", deterministic=True, hotness_state=str(file)) as engine:
         said(engine), said(engine, "How many objects are there?")
         hot, promotions = engine.formats() == 1, engine.metrics.snapshot().total("promotions")
-        targets = engine._runtime.chooser.precision.targets.copy()
+        targets = engine._runtime.context.serving.chooser.precision.targets.copy()
     assert file.is_file() and promotions > 0
     with load(packed, "hotness", formats="16/4", deterministic=True, hotness_state=str(file)) as engine:
         warm = engine.formats() == 1
@@ -270,7 +270,7 @@ def test_a_change_holds_for_whoever_asks_after_it(packed):
         assert "".join(running) and running.figures.precision is None
         assert [("".join(reply), reply.figures.precision.policy)[1] for reply in later] == ["importance"] * 2
         change.join()
-        assert engine.with_model(lambda model: vismoe.runtime_of(model).serving.names) == ("raw", "int4")
+        assert engine.with_model(lambda model: vismoe.runtime_of(model).format_names) == ("raw", "int4")
 
 
 def test_what_was_learned_survives_another_policy(packed):

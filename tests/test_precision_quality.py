@@ -150,7 +150,7 @@ def test_one_format_everywhere_is_the_model_with_its_experts_replaced(experts, p
 
 
 def test_nobody_computes_without_a_rule(experts, processor, talks):
-    with pytest.raises(AssertionError, match="which format serves"):
+    with pytest.raises(AssertionError, match="no rule chooses formats"):
         experts.model(**precision_judge.prompts(processor, talks))
 
 

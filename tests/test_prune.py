@@ -442,8 +442,8 @@ def test_deeper_layers_demand_and_record_kept_tokens_only(paged, tmp_path, monke
         def route(gate: Any, args: Any, result: Any, number: int = number) -> Any:
             """Expert 5 is for pad slots, and nobody else's."""
             index = result[2].clamp(max=4)
-            if runtime.step.kept is not None:
-                index[runtime.step.kept < 0] = 5
+            if runtime.context.step.kept is not None:
+                index[runtime.context.step.kept < 0] = 5
             chosen[number] = index.numpy()
             return *result[:2], index
 
@@ -452,10 +452,10 @@ def test_deeper_layers_demand_and_record_kept_tokens_only(paged, tmp_path, monke
     demand = runtime.pager.demand
     monkeypatch.setattr(runtime.pager, "demand", lambda layer, *args: demanded.update({layer: args[0]}) or demand(layer, *args))
     with TraceWriter(tmp_path / "trace", runtime.store.inventory) as writer:
-        runtime.recorder = writer
+        runtime.context.record_to(writer)
         told = Told(runtime.pruner)
         model(**inputs)
-        runtime.recorder = None
+        runtime.context.record_to(None)
     [flat], [step] = told.passes, Trace.open(tmp_path / "trace")
     real = flat >= 0
     assert not real.all() and real.sum() == (2 + 3 + 3) + (1 + 8 + 2) + 4
@@ -464,7 +464,7 @@ def test_deeper_layers_demand_and_record_kept_tokens_only(paged, tmp_path, monke
         assert routing.kept.tolist() == flat[real].tolist()
         assert np.array_equal(routing.expert_ids, chosen[routing.layer][real])
         assert demanded[routing.layer] == sorted(set(chosen[routing.layer][real].ravel().tolist()))
-    assert runtime.step.kinds.tolist() == np.where(real, step.kinds.ravel()[flat], TokenKind.PAD).tolist()
+    assert runtime.context.step.kinds.tolist() == np.where(real, step.kinds.ravel()[flat], TokenKind.PAD).tolist()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

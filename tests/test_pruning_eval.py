@@ -16,10 +16,9 @@ from vismoe.eval.questions import KINDS
 from vismoe.eval.studies import pruning
 from vismoe.eval.studies.pruning import OTHERS, STUDIES, Engines, PrunedAnswer, PruningContestant, answered, main, summary
 from vismoe.eval.world import assets_folder
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.vision.selection import KeptImage, Pruning, Selection
 
-pytestmark = pytest.mark.usefixtures("measured_once")
 DEMO = str(assets_folder() / "demo-model")
 EVERYTHING = PruningContestant(Pruning(), 3)
 AFFINITY, SALIENCY = PruningContestant(Pruning(0.5), 3), PruningContestant(Pruning(0.5, "saliency"), 3)

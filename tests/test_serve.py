@@ -161,7 +161,7 @@ def test_models_are_listed_by_name_and_never_by_path(tmp_path):
         assert [model.id for model in client.models.list()] == ["my-model"]
         assert client.models.retrieve("my-model").object == "model" and client.models.retrieve("my-model").max_model_len == 4096
         assert client.chat.completions.create(model="my-model", messages=HELLO).model == "my-model"
-        with pytest.raises(openai.NotFoundError, match="this server has my-model"):
+        with pytest.raises(openai.NotFoundError, match="Fix: use my-model"):
             client.models.retrieve("other/model")
         with pytest.raises(openai.NotFoundError) as refused:
             client.chat.completions.create(model="other", messages=HELLO)
@@ -718,7 +718,7 @@ def test_flags_become_options(tmp_path):
         ({"host": "0.0.0.0"}, "--api-key-file"),
         ({"host": "gpubox"}, "--no-api-key"),
         ({"host": "::"}, "no API key"),
-        ({"api_keys": ("a",), "no_api_key": True}, "one of the two"),
+        ({"api_keys": ("a",), "no_api_key": True}, "only one of them"),
         ({"api_keys": (" ",)}, "API key"),
         ({"port": 70000}, "port"),
         ({"max_waiting": 0}, "max_waiting"),

@@ -34,4 +34,4 @@ def test_a_filesystem_without_o_direct_is_refused(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(PackedStore, "read_past_cache", lambda store: "the filesystem of x has no O_DIRECT")
     monkeypatch.setattr(sys, "argv", ["store_reads", str(tmp_path / "store")])
     assert store_reads.main() == 2
-    assert "the filesystem of x has no O_DIRECT: nothing would be measured but memory. Fix:" in capsys.readouterr().err
+    assert "the filesystem of x has no O_DIRECT: this would only measure memory. Fix:" in capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_ctrl_c_keeps_every_answer_and_the_same_command_goes_on(suite, monkeypat
     flags = ["--tables", "selection", "--rounds", "0", "--batch", "2"]
     monkeypatch.setenv("INTERRUPT", str(suite.out / "work" / "answers" / "visionzip-0.5.jsonl"))
     code, result, said, jobs = suite(*flags)
-    assert code == 130 and "the same command goes on" in said.err
+    assert code == 130 and "the same command continues" in said.err
     assert result["rows"]["visionzip-0.5"]["accuracy"]["questions"] == 2, "the one batch that was answered"
     assert result["rows"]["random-0.5"]["accuracy"] is None
     (died,) = [job for job in jobs if job["settings"].get("selection") == "visionzip"]
@@ -199,8 +199,8 @@ def test_tasks_of_lmms_eval_are_asked_whole_and_those_about_text_stand_apart(sui
 
 def test_what_a_suite_cannot_do_is_refused_before_anything_runs(suite, capsys):
     for flags, said in {
-        ("--keep", "0.5"): "--keep: the tables of a suite vary that",
-        ("--policy", "hotness"): "--policy: the tables of a suite vary that",
+        ("--keep", "0.5"): "--keep: the tables of a suite vary this",
+        ("--policy", "hotness"): "--policy: the tables of a suite vary this",
         ("--kinds", "count"): "--kinds goes with --scenes, not with --suite. Fix: leave it out",
         ("--data", "pope", "--limit", "9"): "--limit goes with --lmms, not with --suite",
         ("--data", "pope", "--seed", "9"): "--seed chooses generated scenes",

@@ -156,7 +156,7 @@ def test_another_model_or_a_folder_with_other_things_is_refused(tmp_path):
     a_trace(tmp_path / "t")
     with pytest.raises(TraceError, match="another model"):
         TraceWriter(tmp_path / "t", INVENTORY, model="other", fingerprint="f")
-    with pytest.raises(TraceError, match="other things"):
+    with pytest.raises(TraceError, match="other files"):
         TraceWriter(tmp_path, INVENTORY)
 
 

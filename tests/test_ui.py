@@ -16,7 +16,7 @@ from vismoe.app import page as page_module
 from vismoe.app import ui, widgets
 from vismoe.app.heat_map import heat_map
 from vismoe.app.memory_view import backends_table, memory_plan
-from vismoe.app.page import Page, PageTurn, Wishes, shown, turn_at
+from vismoe.app.page import Page, PageTurn, chosen, shown, turn_at
 from vismoe.app.tiers import sources
 from vismoe.app.time_line import time_line
 from vismoe.engine.stats import PassFigures
@@ -63,12 +63,17 @@ def test_an_answer_streams_and_ends_with_all_that_is_drawn(picture, monkeypatch)
     assert "data:image/jpeg" in last.finished.pictures
 
 
+def asked_for(**widgets):
+    """What a question asks for, with these values in widgets that otherwise stand as they do at first."""
+    names = ("keep", "selection", "policy", "formats", "retention", "max_tokens", "temperature")
+    return chosen(Page(FakeEngine()).options, {**dict(zip(names, SETTINGS, strict=True)), **widgets})
+
+
 def test_the_engine_is_asked_with_the_history_and_the_settings_of_this_question(picture):
     engine = FakeEngine()
     page = Page(engine)
-    *_, first = page.answer(
-        PageTurn.of("One", [picture]), (), "me", Wishes(keep=0.5, selection="uniform", max_tokens=7, temperature=0.5)
-    )
+    options = asked_for(keep=0.5, selection="uniform", max_tokens=7, temperature=0.5)
+    *_, first = page.answer(PageTurn.of("One", [picture]), (), "me", options)
     messages, options = engine.calls[-1]
     assert [part["type"] for part in messages[0]["content"]] == ["image", "text"]
     asked = {name: options[name] for name in ("keep", "selection", "max_tokens", "sample", "temperature", "reuse")}
@@ -76,16 +81,16 @@ def test_the_engine_is_asked_with_the_history_and_the_settings_of_this_question(
     list(page.answer(PageTurn.of("Two", []), first.history, "me"))
     messages, options = engine.calls[-1]
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
-    assert options["keep"] is None and "sample" not in options
+    assert options["keep"] is None and not options["sample"]
 
 
 @pytest.mark.parametrize(
     ("asked", "reaches"),
     [
-        (Wishes(), (None, None, None)),
-        (Wishes(policy="exact", formats="4/2", retention=0.8), ("exact", None, None)),
-        (Wishes(policy="hotness", formats="16/4", retention=0.8), ("hotness", "16/4", None)),
-        (Wishes(policy="hotness+importance", formats="8/2", retention=0.8), ("hotness+importance", "8/2", 0.8)),
+        (None, (None, None, None)),
+        (asked_for(policy="exact", formats="4/2", retention=0.8), ("exact", None, None)),
+        (asked_for(policy="hotness", formats="16/4", retention=0.8), ("hotness", "16/4", None)),
+        (asked_for(policy="hotness+importance", formats="8/2", retention=0.8), ("hotness+importance", "8/2", 0.8)),
     ],
 )
 def test_of_the_settings_of_precision_those_count_that_the_policy_asks_for(asked, reaches):
@@ -110,8 +115,8 @@ def test_an_answer_is_asked_for_again_without_the_old_one(picture):
 
 
 def test_fewer_patches_are_bright_with_a_smaller_keep(picture):
-    *_, all_kept = Page(FakeEngine()).answer(PageTurn.of("What?", [picture]), (), "me", Wishes(keep=1.0))
-    *_, half = Page(FakeEngine()).answer(PageTurn.of("What?", [picture]), (), "me", Wishes(keep=0.5))
+    *_, all_kept = Page(FakeEngine()).answer(PageTurn.of("What?", [picture]), (), "me", asked_for(keep=1.0))
+    *_, half = Page(FakeEngine()).answer(PageTurn.of("What?", [picture]), (), "me", asked_for(keep=0.5))
     assert "all 16 visual tokens" in all_kept.finished.pictures
     assert 'alt="8 of 16 patches kept"' in half.finished.pictures
     *_, none = Page(FakeEngine()).answer(PageTurn.of("No picture?", []), (), "me")
@@ -182,7 +187,7 @@ def test_an_error_in_the_middle_of_an_answer_is_raised():
     [
         ("", [], "no question"),
         ("  ", ["red.png"], "beside the picture"),
-        ("What?", ["/no/such.png"], "^such.png: the picture is not here any more"),
+        ("What?", ["/no/such.png"], "^such.png: the picture is no longer stored"),
     ],
 )
 def test_what_cannot_be_asked_is_said(question, files, message):
@@ -241,9 +246,9 @@ def test_a_heat_map_shows_which_of_two_formats_an_expert_is_in():
     assert strokes(drawing, "hit", large=True, low=True) == {(0, 1)}
     assert strokes(drawing, "idle", large=True, low=True) == {(0, 3), (1, 0)}
     assert strokes(drawing, "idle", large=True, low=False) == {(1, 2)}
-    assert "half as high: in &lt;2&gt;, the others in int4" in drawing and "2 in int4, 3 in &lt;2&gt;" in drawing
+    assert "half height: in &lt;2&gt;, others in int4" in drawing and "2 in int4, 3 in &lt;2&gt;" in drawing
     assert "3 of 4 in memory (1 in int4, 2 in &lt;2&gt;)" in drawing
-    assert "half as high" not in heat_map(residency, hits, hits, (formats > 0).astype(np.uint8), ["int8"])
+    assert "half height" not in heat_map(residency, hits, hits, (formats > 0).astype(np.uint8), ["int8"])
 
 
 def test_a_heat_map_of_a_large_model_is_light():
@@ -328,7 +333,7 @@ def test_a_question_with_an_image_is_answered_and_repeated_through_the_page(runn
     ((message,), options) = engine.calls[-1]
     assert message["content"][0]["image"].size == (32, 16) and options["keep"] == 0.5 and options["max_tokens"] == 9
     assert (options["policy"], options["formats"], options["retention"]) == ("importance", "8/2", 0.9)
-    assert "75.0% int8, 25.0% int2" in str(outputs) and "half as high: in int2" in str(outputs)
+    assert "75.0% int8, 25.0% int2" in str(outputs) and "half height: in int2" in str(outputs)
 
 
 @needs_gradio

@@ -16,7 +16,7 @@ from vismoe.errors import UnsupportedModelError
 from vismoe.models.family.families import expert_modules
 from vismoe.types import Phase
 
-pytestmark = pytest.mark.usefixtures("one_thread", "measured_once")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 3
 
@@ -24,7 +24,7 @@ STEPS = 3
 def paged(folder, top_k, kernels="torch", dtype=torch.float32):
     settings = VisMoEConfig(memory="50%", context=512, kernels=kernels)
     model = tiny_models.model_class(folder).from_pretrained(folder, dtype=dtype, quantization_config=settings)
-    vismoe.runtime_of(model).visual_top_k = top_k
+    vismoe.runtime_of(model).context.visual_top_k = top_k
     return model
 
 

@@ -64,7 +64,9 @@ def test_no_context_is_offered_that_the_model_does_not_have(inventory, power, fu
         plan(need, *followed(asked, hardware, said.value.fix))
 
 
-def test_the_demo_model_offers_its_own_context(capsys):
+def test_the_demo_model_offers_its_own_context(capsys, monkeypatch):
+    machine = Hardware("cpu", 20 * 2**30, 32 * 2**30, 20 * 2**30, 2)
+    monkeypatch.setattr("vismoe.models.load.preview.probe", lambda device: machine)
     assert cli.main(["plan", "--context", "1000000", "--memory", "5GiB", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["fix"] in ("--context 4096", "--context 2048")
 

@@ -18,21 +18,35 @@ if TYPE_CHECKING:
     from vismoe.engine.engine import Engine, load
     from vismoe.engine.generate import Figures, Reply
     from vismoe.errors import VisMoEError
-    from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+    from vismoe.models.load.quantizer import VisMoEConfig
+    from vismoe.models.load.runtime import runtime_of
+    from vismoe.options import RequestOptions
     from vismoe.planning.plan import Plan
 
-__all__ = ["Engine", "Figures", "Plan", "Reply", "Settings", "VisMoEConfig", "VisMoEError", "load", "runtime_of"]
+__all__ = [
+    "Engine",
+    "Figures",
+    "Plan",
+    "Reply",
+    "RequestOptions",
+    "Settings",
+    "VisMoEConfig",
+    "VisMoEError",
+    "load",
+    "runtime_of",
+]
 
 _HOMES = {
     "Engine": "vismoe.engine.engine",
     "Figures": "vismoe.engine.generate",
     "Plan": "vismoe.planning.plan",
     "Reply": "vismoe.engine.generate",
+    "RequestOptions": "vismoe.options",
     "Settings": "vismoe.config",
     "VisMoEConfig": "vismoe.models.load.quantizer",
     "VisMoEError": "vismoe.errors",
     "load": "vismoe.engine.engine",
-    "runtime_of": "vismoe.models.load.quantizer",
+    "runtime_of": "vismoe.models.load.runtime",
 }
 
 

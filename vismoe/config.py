@@ -5,22 +5,21 @@ Sizes are written `8GiB`, `512MiB`, a number of bytes, or `25%` (of all expert b
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vismoe.errors import ConfigError, InputError
+from vismoe.errors import ConfigError
 from vismoe.pair import BITS, Format, FormatPair
-from vismoe.ranges import Range, Read, check_fields, file_name, rules_of, shown
+from vismoe.ranges import Range, Read, check_fields, file_name, option, rules_of, shown
 
 ENGINE_DEFAULTS = {"kernels": "auto"}  # where `vismoe.load`, the command line and the page differ from `Settings`
 SERVING_DEFAULTS = {"image_cache": "64MiB"}  # where the server and the page differ from that
 SERVER_DEFAULTS = {**SERVING_DEFAULTS, "request_memory": "512MiB"}  # and the server alone
 NO_STORE = "none"  # as a setting: read in place, whatever is packed
 NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
-UNMEASURED_IO_THREADS = 2  # where nobody has measured the disk
+UNMEASURED_IO_THREADS = 2  # where the disk was not measured
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 FORMAT_NAMES: dict[str, Format | None] = {
     "lossless": Format.LOSSLESS, "raw": Format.RAW, "16": Format.RAW, "int8": Format.INT8, "8": Format.INT8,
@@ -29,15 +28,10 @@ FORMAT_NAMES: dict[str, Format | None] = {
 LONGEST_SIZE = 64  # characters
 SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
 
-INT64 = 2**63
 MOST_BYTES = 2**60  # of any size: more than any machine has
 MOST_TOKENS = 2**24  # of a context: more than any model is made for
 MOST_LAYERS = 2**12
 MOST_IO_THREADS = 64  # more than any disk wants
-MOST_STOPS = 4
-MOST_STOP_CHARACTERS = 1000
-COLDEST = 1e-9  # of a temperature: logits divided by less than that may be infinite
-MOST_ROWS = 2**12  # of a batch
 
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
 
@@ -118,9 +112,9 @@ Pair = Annotated[str, Read(parse_formats, "two formats, the better one first, e.
 File = Annotated[str | Path, Read(file_name, "a path")]
 Share = Annotated[float, Range(0, 1)]
 Kept = Annotated[float, Range(0, 1, above=True)]
+Retention = Annotated[float, Range(0.5, 1)]
 Tokens = Annotated[int, Range(1, MOST_TOKENS, "tokens")]
 Layers = Annotated[int, Range(0, MOST_LAYERS, "layers")]
-StopText = Annotated[str, Range(1, MOST_STOP_CHARACTERS, "characters")]
 Threads = Annotated[int, Range(1, MOST_IO_THREADS, "threads")]
 Rate = Annotated[float, Range(1, MOST_BYTES, "bytes per second")]
 OneLayer = Annotated[int, Range(1, MOST_LAYERS)]
@@ -129,40 +123,92 @@ OneLayer = Annotated[int, Range(1, MOST_LAYERS)]
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How an engine runs. Each value is checked by its hint when this is made, unknown names are refused; `auto` is settled once,
-    at start, and printed."""
+    at start, and printed. Greek and capital letters in comments are those of the papers' formulas."""
 
-    memory: Memory | Auto = "auto"  # all we allocate on the device, or a share of the experts; auto: 80% of what is free
-    host_memory: Size | None = None  # bound of the page-locked middle tier of a GPU machine; None: whatever RAM is free
-    context: Tokens = 4096  # tokens over all sequences of a batch, prompt and answer: planned for, and enforced
-    image_cache: Cache = 0  # bytes of encoded images that are kept for later requests; 0: none
-    mask_memory: Size = "16MiB"  # for attention masks, which padded batches and long new parts of known prompts need
-    request_memory: Cache = 0  # bytes that requests of a server hold beside the model: bodies, pictures, prompts being made
-    kernels: Literal["auto", "torch", "fast"] = "torch"  # torch: bit-identical to eager experts; fast: ours; auto: fast if it can
-    format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = "auto"  # of the experts; auto keeps every bit
-    policy: PolicyName = "exact"  # who decides formats while the model runs; exact: nobody, all experts are in `format`
-    formats: Pair = "4/2"  # the pair that another policy chooses from, e.g. 16/4, lossless/int8, 4/0 (0: skip)
-    retention: Annotated[float, Range(0.5, 1)] = 0.75  # importance: mean share of the demanded experts in the better format
-    hotness_decay: Annotated[float, Range(0, 1, above=True, below=True)] = 0.99  # alpha of hotness, per token
-    hotness_period: Tokens = 16  # T: tokens between two looks at who is hot
-    hotness_state: File | None = None  # file that hotness begins with, where it is there, and is written to at the end
-    store: File | None = None  # folder of the packed experts; None: the one beside the checkpoint; "none": read in place
-    keep: Kept = 1.0  # beta: share of the visual tokens that layers from prune_layer on see; 1.0 is exact
-    selection: Auto | Selection = "auto"  # of what is kept
-    core_share: Share = 0.2  # alpha: share of the visual tokens kept for saliency alone (affinity)
-    expansion_weight: Annotated[float, Range(0, 10**6)] = 2.0  # lambda: what a token loses for experts the core does not use
-    prune_layer: OneLayer | Auto = "auto"  # decoder layers from this one on see kept tokens only; auto: as calibrated
-    visual_top_k: Annotated[int, Range(1, 2**12, "experts")] | None = None  # of a visual token in prefill; None: the model's own
-    lookahead: Literal["auto", "none", "gate", "learned"] = "auto"
-    calibration: File | None = None  # folder that vismoe calibrate made; None: the one beside the checkpoint; "none": do without
-    window: Annotated[int, Range(1, MOST_LAYERS, "layers")] = 5  # W: MoE layers the lookahead looks ahead, and eviction protects
-    eviction: Literal["lru", "lfu"] = "lfu"  # order inside an eviction class
-    pinned_layers: Layers | Auto = "auto"  # L_pinned: MoE layers whose experts never leave; auto: as calibrated, else 0
-    reads: Literal["auto", "cached", "direct"] = "auto"  # through the page cache, or past it with O_DIRECT
-    embeddings: Literal["auto", "memory", "disk"] = "auto"  # auto: on disk where that makes room for experts
-    io_threads: Threads | Auto = "auto"  # that read experts from disk; auto: as many as keep the measured disk busy
-    misses: Literal["auto", "wait", "cpu"] = "auto"  # in host memory: wait for the copy, compute it there, or the sooner
-    deterministic: bool = False  # what is computed, and where, follows from bytes and tokens only; when it is fetched does not
-    emulated_link_bytes_per_s: Rate | None = None  # CPU only: copies complete as if over a link of this rate
+    memory: Memory | Auto = option(  # auto: 80% of what is free on the device
+        "auto", "all the memory to use, e.g. 8GiB, or the share of the experts to hold, e.g. 25%", "SIZE|PERCENT"
+    )
+    host_memory: Size | None = option(  # None: whatever RAM is free
+        None, "with a GPU: bound of the page-locked host memory between disk and GPU", "SIZE"
+    )
+    context: Tokens = option(  # over all sequences of a batch
+        4096, "prompt and answer together; memory is planned for it, and it is enforced", "TOKENS"
+    )
+    image_cache: Cache = option(0, "encoded images that are kept: an image sent again is not encoded again; 0 for none", "SIZE")
+    mask_memory: Size = option(
+        "16MiB", "for attention masks of padded batches, and of long new parts of prompts whose beginning is known", "SIZE"
+    )
+    request_memory: Cache = option(
+        0, "what requests of vismoe serve may hold beside the model: bodies, pictures, prompts being made", "SIZE"
+    )
+    kernels: Literal["auto", "torch", "fast"] = option(  # auto: fast if it can
+        "torch", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"
+    )
+    format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = option(
+        "auto", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"
+    )
+    policy: PolicyName = option(  # exact: all experts are in `format`
+        "exact", "what decides formats at run time: hotness (DynaExq), importance (DyMoE), both; exact: they are fixed"
+    )
+    formats: Pair = option(
+        "4/2", "the two formats a policy moves experts between, e.g. 16/4, 4/2, lossless/int8 or 4/0 (0: skip)", "HIGH/LOW"
+    )
+    retention: Retention = option(
+        0.75, "importance: mean share of the demanded experts that get the better format, 0.5 to 1", "SHARE"
+    )
+    hotness_decay: Annotated[float, Range(0, 1, above=True, below=True)] = option(
+        0.99, "hotness: what a score keeps of itself per token; nearer to 1 remembers longer", "ALPHA"
+    )
+    hotness_period: Tokens = option(16, "hotness: tokens between two looks at which experts are hot", "TOKENS")  # T
+    hotness_state: File | None = option(
+        None, "hotness: begin with the scores of an earlier run, and leave this one's there", "FILE"
+    )
+    store: File | None = option(
+        None, "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint", "FOLDER|none"
+    )
+    keep: Kept = option(1.0, "of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact", "SHARE")  # beta
+    selection: Auto | Selection = option(
+        "auto", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"
+    )
+    core_share: Share = option(  # alpha
+        0.2, "with affinity: of the visual tokens that are kept for saliency alone", "SHARE"
+    )
+    expansion_weight: Annotated[float, Range(0, 10**6)] = option(  # lambda
+        2.0, "with affinity: what a token loses for experts that the core does not use", "WEIGHT"
+    )
+    prune_layer: OneLayer | Auto = option(
+        "auto", "decoder layers from this one on see the kept visual tokens only; auto takes what was calibrated", "LAYER"
+    )
+    visual_top_k: Annotated[int, Range(1, 2**12, "experts")] | None = option(
+        None, "experts that a visual token uses, fewer than the model's own number; cuts what prefill reads", "K"
+    )
+    lookahead: Literal["auto", "none", "gate", "learned"] = option("auto", "what predicts which experts are needed soon")
+    calibration: File | None = option(None, "what vismoe calibrate made; without it, that beside the checkpoint", "FOLDER|none")
+    window: Annotated[int, Range(1, MOST_LAYERS, "layers")] = option(  # W
+        5, "how many MoE layers the lookahead looks ahead, and eviction protects", "LAYERS"
+    )
+    eviction: Literal["lru", "lfu"] = option("lfu", "which expert leaves first, among those that may leave")
+    pinned_layers: Layers | Auto = option(  # L_pinned
+        "auto", "first MoE layers whose experts never leave; auto takes what was calibrated, else none", "LAYERS"
+    )
+    reads: Literal["auto", "cached", "direct"] = option(  # direct: O_DIRECT
+        "auto", "read through the page cache or past it; auto looks at the free RAM and at what vismoe doctor measured"
+    )
+    embeddings: Literal["auto", "memory", "disk"] = option(
+        "auto", "hold the token embeddings, or read rows as tokens need them, to make room for experts"
+    )
+    io_threads: Threads | Auto = option(
+        "auto", "threads that read experts from disk; auto takes what vismoe doctor measured", "THREADS"
+    )
+    misses: Literal["auto", "wait", "cpu"] = option(
+        "auto", "an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"
+    )
+    deterministic: bool = option(
+        False, "what is computed, and where, follows from bytes and tokens, not from what was measured or is queued"
+    )
+    emulated_link_bytes_per_s: Rate | None = option(
+        None, "CPU only: experts arrive as if over a link of this rate, e.g. 16GB", "SIZE"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -173,7 +219,7 @@ class Settings:
         pair = self.pair
         if pair is not None and pair.low is None and "hotness" in self.policy:
             raise ConfigError(
-                f"formats={self.formats!r} with policy={self.policy!r}: who is not hot has to be computed in some format. "
+                f"formats={self.formats!r} with policy={self.policy!r}: experts that are not hot need a format, too. "
                 "Fix: a pair such as 4/2 (--formats 4/2), or --policy importance"
             )
         if pair is not None and self.format != "auto":
@@ -209,32 +255,3 @@ class Settings:
 
 
 SETTINGS = rules_of(Settings)  # what each can be
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """What a request may ask for beside its policy and formats: checked as settings are, and never kept."""
-
-    max_tokens: Annotated[int, Range(1, INT64 - 1, "tokens")] | None = None
-    sample: bool = False
-    temperature: Annotated[float, Range(COLDEST, 2)] | None = None
-    top_p: Kept | None = None
-    seed: Annotated[int, Range(-INT64, INT64 - 1)] | None = None
-    stop: StopText | Annotated[Sequence[StopText], Range(0, MOST_STOPS)] = ()
-    image_tokens: tuple[Tokens, Tokens] | None = None
-    keep: Kept | None = None
-    selection: Selection | None = None
-    reuse: bool = False
-    batch_size: Annotated[int, Range(1, MOST_ROWS, "requests")] = 1  # of lmms-eval
-    top_k: Annotated[int, Range(0, MOST_TOKENS)] | None = None  # these are its tasks' alone
-    num_beams: Annotated[int, Range(1, MOST_ROWS)] = 1
-    repetition_penalty: Annotated[float, Range(0, 100, above=True)] = 1.0
-
-
-ANSWERS = rules_of(AnswerOptions)
-
-
-def check_answer(**options: Any) -> None:
-    """Raises InputError for the first option of a request that it cannot have."""
-    for name, value in options.items():
-        ANSWERS[name].check(value, InputError)

@@ -1,11 +1,10 @@
-"""Command-line flags: every field of `Settings` becomes one flag, and its default is stated nowhere else.
+"""Command-line flags: every field of `Settings` becomes one flag, and those of `RequestOptions` that a command takes.
 
 A flag that was not given is not passed on, so that the engine's own defaults hold. Nothing here imports torch.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import gc
 import importlib.util
@@ -22,8 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from vismoe.config import ANSWERS, ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
+from vismoe.config import ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
+from vismoe.options import OPTIONS
 from vismoe.ranges import PATH_BEGINNINGS, Rule, file_name, shown
 
 if TYPE_CHECKING:
@@ -34,13 +34,15 @@ __all__ = [
     "Command",
     "SuggestingParser",
     "Words",
-    "add_answer_flags",
     "add_model_flags",
     "add_one_model",
+    "add_option",
+    "add_request_options",
     "add_settings",
     "at_least_one",
     "did_you_mean",
     "error_report",
+    "given_options",
     "given_settings",
     "load_engine",
     "model_and_question",
@@ -62,41 +64,6 @@ class Command:
     examples: str
 
 
-# What each setting means to a user: (placeholder, sentence). A test holds it to the fields of Settings.
-MEANINGS: dict[str, tuple[str, str]] = {
-    "memory": ("SIZE|PERCENT", "all the memory to use, e.g. 8GiB, or the share of the experts to hold, e.g. 25%%"),
-    "host_memory": ("SIZE", "with a GPU: bound of the page-locked host memory between disk and GPU"),
-    "context": ("TOKENS", "prompt and answer together; memory is planned for it, and it is enforced"),
-    "image_cache": ("SIZE", "encoded images that are kept: an image sent again is not encoded again; 0 for none"),
-    "mask_memory": ("SIZE", "for attention masks of padded batches, and of long new parts of prompts whose beginning is known"),
-    "request_memory": ("SIZE", "what requests of vismoe serve may hold beside the model: bodies, pictures, prompts being made"),
-    "kernels": ("NAME", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"),
-    "format": ("NAME", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"),
-    "policy": ("NAME", "who decides formats at run time: hotness (DynaExq), importance (DyMoE), both, or exact: nobody"),
-    "formats": ("HIGH/LOW", "the two formats a policy moves experts between, e.g. 16/4, 4/2, lossless/int8 or 4/0 (0: skip)"),
-    "retention": ("SHARE", "importance: mean share of the demanded experts that get the better format, 0.5 to 1"),
-    "hotness_decay": ("ALPHA", "hotness: what a score keeps of itself per token; nearer to 1 remembers longer"),
-    "hotness_period": ("TOKENS", "hotness: tokens between two looks at which experts are hot"),
-    "hotness_state": ("FILE", "hotness: begin with the scores of an earlier run, and leave this one's there"),
-    "store": ("FOLDER|none", "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint"),
-    "keep": ("SHARE", "of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact"),
-    "selection": ("NAME", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"),
-    "core_share": ("SHARE", "with affinity: of the visual tokens that are kept for saliency alone"),
-    "expansion_weight": ("WEIGHT", "with affinity: what a token loses for experts that the core does not use"),
-    "prune_layer": ("LAYER", "decoder layers from this one on see the kept visual tokens only; auto takes what was calibrated"),
-    "visual_top_k": ("K", "experts that a visual token uses, fewer than the model's own number; cuts what prefill reads"),
-    "lookahead": ("NAME", "who says which experts are needed soon"),
-    "calibration": ("FOLDER|none", "what vismoe calibrate made; without it, that beside the checkpoint"),
-    "window": ("LAYERS", "how many MoE layers the lookahead looks ahead, and eviction protects"),
-    "eviction": ("ORDER", "which expert leaves first, among those that may leave"),
-    "pinned_layers": ("LAYERS", "first MoE layers whose experts never leave; auto takes what was calibrated, else none"),
-    "reads": ("NAME", "read through the page cache or past it; auto looks at the free RAM and at what vismoe doctor measured"),
-    "embeddings": ("NAME", "hold the token embeddings, or read rows as tokens need them, to make room for experts"),
-    "io_threads": ("THREADS", "threads that read experts from disk; auto takes what vismoe doctor measured"),
-    "misses": ("NAME", "an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"),
-    "deterministic": ("", "what is computed, and where, follows from bytes and tokens, not from what was measured or is queued"),
-    "emulated_link_bytes_per_s": ("SIZE", "CPU only: experts arrive as if over a link of this rate, e.g. 16GB"),
-}
 NO_FURTHER: Mapping[str, str] = {}
 FLAG = re.compile(r"-[^\d.\s]\S*$")  # and no number
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
@@ -175,28 +142,27 @@ def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER
     """One flag for each field of Settings, in its order, with its default in the help: `further` holds those that differ."""
     defaults = {**ENGINE_DEFAULTS, **further}
     group = parser.add_argument_group("memory and paging")
-    for field in dataclasses.fields(Settings):
-        placeholder, meaning = MEANINGS[field.name]
-        rule = SETTINGS[field.name]
-        default = defaults.get(field.name, "none" if field.default is None else field.default)
-        options: dict[str, Any] = {"help": f"{meaning} (default: {default})", "default": argparse.SUPPRESS}
-        if rule.choices:
-            options["choices"] = rule.choices
-        elif field.type is bool:
-            options["action"] = "store_true"
-        else:
-            options |= {
-                "type": bytes_per_s if field.name == "emulated_link_bytes_per_s" else reader(rule),
-                "metavar": placeholder,
-            }
-        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+    for name, rule in SETTINGS.items():
+        default = defaults.get(name, "none" if rule.default is None else rule.default)
+        add_option(group, rule, f" (default: {default})")
 
 
-def add_answer_flags(parser: ArgumentParser) -> None:
-    """How long an answer may be, and what an image may cost."""
-    length = "length of an answer, where nothing else says it (default: to the end of the planned context)"
-    parser.add_argument("--max-tokens", type=reader(ANSWERS["max_tokens"]), metavar="N", help=length)
-    parser.add_argument("--image-tokens", type=image_token_range, metavar="MIN..MAX", help="visual tokens for each image")
+def add_request_options(parser: Any, *names: str) -> None:
+    """A flag for each of these fields of RequestOptions."""
+    for name in names:
+        add_option(parser, OPTIONS[name])
+
+
+def add_option(group: Any, rule: Rule, further: str = "") -> None:
+    """The flag of one option; `further`: a text behind its meaning."""
+    options: dict[str, Any] = {"help": f"{rule.meaning}{further}".replace("%", "%%"), "default": argparse.SUPPRESS}
+    if rule.choices:
+        options["choices"] = rule.choices
+    elif isinstance(rule.default, bool):
+        options["action"] = "store_true"
+    else:
+        options |= {"type": READERS.get(rule.name) or reader(rule), "metavar": rule.placeholder}
+    group.add_argument(f"--{rule.name.replace('_', '-')}", **options)
 
 
 def reader(rule: Rule) -> Callable[[str], Any]:
@@ -220,9 +186,14 @@ def bytes_per_s(text: str) -> float:
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:
     """The settings that were given as flags, checked; raises ConfigError."""
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings) if field.name in arguments}
+    given = {name: getattr(arguments, name) for name in SETTINGS if name in arguments}
     Settings.of(**given)
     return given
+
+
+def given_options(arguments: Namespace) -> dict[str, Any]:
+    """The options of requests that were given as flags."""
+    return {name: getattr(arguments, name) for name in OPTIONS.keys() - SETTINGS.keys() if name in arguments}
 
 
 def at_least_one(text: str) -> int:
@@ -243,15 +214,18 @@ def image_token_range(text: str) -> tuple[int, int]:
     """`64..1024` -> (64, 1024)."""
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
     least, most = (int(number[:DIGITS]) for number in match.groups()) if match else (0, 0)
-    if not ANSWERS["image_tokens"].holds((least, most)) or least > most:
+    if not OPTIONS["image_tokens"].holds((least, most)) or least > most:
         raise ArgumentTypeError(f"{shown(text)} is not MIN..MAX, e.g. 64..1024 visual tokens for each image")
     return least, most
+
+
+READERS = {"emulated_link_bytes_per_s": bytes_per_s, "image_tokens": image_token_range}  # of what is not typed as it is meant
 
 
 @contextlib.contextmanager
 def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
     """Within, Ctrl-C ends the process at once. While libraries are imported and a model is read there is nothing to put in order,
-    and a KeyboardInterrupt could be lost in somebody's destructor or arrive wrapped in an ImportError.
+    and a KeyboardInterrupt could be lost in a library's destructor or arrive wrapped in an ImportError.
     """
 
     def leave(number: int, frame: Any) -> None:

@@ -1,8 +1,8 @@
 """The allowed values of an option, read from its type hint; `Range` and `Read` in the hint say what a type alone does not.
 
 One sentence refuses every other value: the option, the value, what is allowed, and a value that works. Settings check themselves
-by these rules; flags, the server's schema and lmms-eval's arguments take their bounds from them. A number is an int or a float,
-but not a bool, a text, NaN or infinity; a text must be encodable in UTF-8.
+by these rules; flags with their help, the server's schema and lmms-eval's arguments are made from them. A number is an int or a
+float, but not a bool, a text, NaN or infinity; a text must be encodable in UTF-8.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from vismoe.errors import ConfigError, VisMoEError
 
-__all__ = ["PATH_BEGINNINGS", "Range", "Read", "Rule", "check_fields", "file_name", "rules_of", "shown", "unencodable"]
+__all__ = ["PATH_BEGINNINGS", "Range", "Read", "Rule", "check_fields", "file_name", "option", "rules_of", "shown", "unencodable"]
 
 SHOWN_CHARACTERS = 60
 PATH_BEGINNINGS = ("/", "./", "../", "~")
@@ -50,11 +50,12 @@ class Range:
             ends = f"{'above' if self.above else 'at least'} {low} and {'below' if self.below else 'at most'} {high}"
         return f" {ends} ({self.unit})" if self.unit else f" {ends}"
 
-    @property
-    def pydantic(self) -> dict[str, Any]:
-        """Arguments of pydantic's Field."""
-        ends = {("gt" if self.above else "ge"): self.low, ("lt" if self.below else "le"): self.high}
-        return {name: number for name, number in ends.items() if math.isfinite(number)}
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """For a hint within a model of pydantic: the schema of its type, with these ends."""
+        low, high = ("gt" if self.above else "ge", "lt" if self.below else "le")
+        if source is str:
+            low, high = "min_length", "max_length"
+        return {**handler(source), low: self.low, high: self.high}
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,16 @@ class Several:
 
 @dataclass(frozen=True)
 class Rule:
-    """The allowed values of one option. `default`: a value that messages advise; None: they advise to leave the option out."""
+    """The allowed values of one option. `default`: a value that messages advise; None: they advise to leave the option out.
+
+    meaning: a sentence for help texts, in which `placeholder` stands for the value.
+    """
 
     name: str
     kinds: tuple[ValueKind | Several, ...]
     default: Any = None
+    meaning: str = ""
+    placeholder: str = ""
 
     def check(self, value: Any, error: type[VisMoEError] = ConfigError) -> None:
         """Raises `error` for a value that the option does not allow."""
@@ -205,20 +211,31 @@ class Rule:
         return "leave it out"
 
 
+def option(default: Any, meaning: str, placeholder: str = "") -> Any:
+    """A field of a dataclass of options: its default, what it means to a user, and what stands for its value in a help text."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "placeholder": placeholder})
+
+
 @functools.cache
 def rules_of(owner: Any) -> dict[str, Rule]:
-    """The rules of a dataclass's fields, or of a typed dictionary's keys."""
-    fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
-    defaults = {field.name: None if field.default is dataclasses.MISSING else field.default for field in fields}
+    """The rules of a dataclass's fields, in their order."""
     hints = typing.get_type_hints(owner, include_extras=True)
-    return {name: Rule(name, _joined(_kinds(hint)), defaults.get(name)) for name, hint in hints.items()}
+    return {
+        field.name: Rule(
+            field.name,
+            _joined(_kinds(hints[field.name])),
+            None if field.default is dataclasses.MISSING else field.default,
+            **field.metadata,
+        )
+        for field in dataclasses.fields(owner)
+    }
 
 
-def check_fields(values: Any) -> None:
-    """Raises ConfigError for the first field of a dataclass whose value its hint does not allow."""
+def check_fields(values: Any, error: type[VisMoEError] = ConfigError) -> None:
+    """Raises `error` for the first field of a dataclass whose value its hint does not allow."""
     owner: Any = type(values)
     for name, rule in rules_of(owner).items():
-        rule.check(getattr(values, name))
+        rule.check(getattr(values, name), error)
 
 
 def _kinds(hint: Any, told: ValueKind = ValueKind(None)) -> Iterator[ValueKind | Several]:

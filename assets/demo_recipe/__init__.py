@@ -1,1 +1,1 @@
-"""What the demo model is made of: its files, its training batches, and the fast network functions of its training."""
+"""The parts of the demo model's training: its files, its training batches, and fast network functions."""

@@ -1,6 +1,6 @@
 """Training batches: scenes with many questions each, as arrays of fixed shape. A batch is a pure function of (stage, number).
 
-A row is a prefix, which ends with its pictures, and bins of questions about them: each sees the prefix and itself.
+A row is a prefix, which ends with its pictures, and bins of questions about them: each question sees the prefix and itself.
 """
 
 import random
@@ -52,8 +52,8 @@ NEXT_USER = "\n<|im_start|>user\n"
 class Mixture:
     """What a stage trains on: the scenes, weights of the kinds of question, bins of them per picture, shares of rare batches.
 
-    A conversation of more than `bin_tokens` is never asked: half of those that ask two or three questions of any kind have more
-    than 64, and nearly all fit 128.
+    A conversation of more than `bin_tokens` is never used: half of those with two or three questions of any kind have more than
+    64, and nearly all fit 128.
     """
 
     difficulty: Difficulty = WORLD
@@ -79,15 +79,15 @@ class Mixture:
 
 @dataclass
 class Batch:
-    """Arrays of one step; see network.py for the shape letters."""
+    """Arrays of one step; network.py explains the shape letters."""
 
     pixels: Tensor  # [B*N, height, width, 3] uint8
     prefix: Tensor  # [P]
-    blind: Tensor  # [B, G, L] whether a token sees nothing of the prefix from the first picture on, and stands where that begins
+    blind: Tensor  # [B, G, L] whether a token sees the prefix only up to the first picture, and has the position after that
     bins: Tensor  # [B, G, L] token ids
     segment: Tensor  # [B, G, L], 0 = padding
     offset: Tensor  # [B, G, L] position inside the question
-    target: Tensor  # [B, G, L] the next token where it belongs to an answer, else -100
+    target: Tensor  # [B, G, L] the next token if it belongs to an answer, else -100
     kind: Tensor  # [B, G, L] index into the kinds, for reports
     seen: Tensor  # [B*N, V, 3]: noun, left glyph, right glyph of each visual token; 0 = none
     cells: Tensor  # [B*N, 9]: the noun in each place of the grid; 0 = none
@@ -129,7 +129,7 @@ class Writer:
 
 
 def rough(rng: random.Random, question: str) -> str:
-    """Questions as people type them: now and then in lower case, shortened, or without the question mark."""
+    """The question as people type it: sometimes in lower case, shortened, or without the question mark."""
     draw = rng.random()
     if draw > 0.9:
         return question.replace("What is", "What's", 1).replace("Where is", "Where's", 1)
@@ -139,7 +139,7 @@ def rough(rng: random.Random, question: str) -> str:
 
 
 def ask_stranger(rng: random.Random, scene: Scene) -> QuestionTurn:
-    """A question about something that is not of this world: the answer is no, whatever the word."""
+    """A question about something outside this world: the answer is no, whatever the word."""
     letters = "".join(rng.choice("aabcdeeefghiiklmnooprstuy") for _ in range(rng.randint(3, 7)))
     noun = rng.choice(STRANGERS) if rng.random() < 0.6 else letters
     draw = rng.random()
@@ -168,8 +168,8 @@ BLIND = {
     "blind beyond": lambda rng, scene: QuestionTurn("beyond", *beyond(rng, "train", seen=False)),
     "no image": no_image_turn,
 }
-HARD_AFTER_OTHERS = ("choice", "count")  # asked twice as often
-ANY_PICTURES = ("chat", "beyond", *BLIND)  # asked beside several pictures, too
+HARD_AFTER_OTHERS = ("choice", "count")  # used twice as often
+ANY_PICTURES = ("chat", "beyond", *BLIND)  # also used with several pictures
 
 
 def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[QuestionTurn, ...]:
@@ -186,7 +186,7 @@ def ask(rng: random.Random, kind: str, scenes: tuple[Scene, ...]) -> tuple[Quest
 
 
 def preamble(rng: random.Random, mixture: Mixture) -> str:
-    """What stands before the first question of a batch: nothing, a system prompt, a greeting and its answer, or both."""
+    """The text before the first question of a batch: nothing, a system prompt, a greeting and its answer, or both."""
     if rng.random() >= mixture.preamble_share:
         return ""
     said, answer = greeting(rng, "train", seen=False)
@@ -217,7 +217,7 @@ def visible(scene: Scene) -> np.ndarray:
 
 
 def make_batch(writer: Writer, mixture: Mixture, number: int, rows: int) -> Batch:
-    """Batch `number` about `rows` pictures, fewer pairs or triples of them: the same arrays every time."""
+    """Batch `number` about `rows` pictures, or fewer pairs or triples of them; deterministic."""
     rng = scene_random("train", number, "batch")
     draw = rng.random()
     images = 2 if draw < mixture.pair_share else 1
@@ -309,7 +309,7 @@ def positions(batch: Batch, grid: tuple[int, int], image_token: int) -> Tensor:
 
 
 def attention_mask(batch: Batch, vision_start: int) -> Tensor:
-    """Additive mask [B*G, 1, L, P+L]: the prefix, as far as a token sees it, and the same question up to here."""
+    """Additive mask [B*G, 1, L, P+L]: the visible part of the prefix, and the same question up to the token."""
     segment, blind = batch.segment.flatten(0, 1), batch.blind.flatten(0, 1)
     length = segment.shape[1]
     same = (segment[:, :, None] == segment[:, None]) & torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()

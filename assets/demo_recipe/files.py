@@ -1,8 +1,8 @@
 """The demo model's files besides its weights: configuration, tokenizer, chat template, processor and generation settings.
 
 The tokenizer is byte-level like Qwen's, with every word of the demo world as one token and no merges: a known word is looked up
-whole (`ignore_merges`), anything else, printed capitals above all, falls apart into bytes. So any input has tokens, and decoding
-gives back the exact text.
+whole (`ignore_merges`), any other text, such as printed capitals, is split into bytes. So any input has tokens, and decoding
+restores the exact text.
 """
 
 import json
@@ -22,7 +22,8 @@ SPLIT = (
 )
 CONTEXT_TOKENS = 4096
 
-# As in the templates of LLaVA models, pictures come first, wherever they stand in a message: the model learned no other order.
+# As in the templates of LLaVA models, pictures come first, wherever they are in a message, because the model learned no other
+# order.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -79,7 +80,7 @@ def splitter() -> pre_tokenizers.PreTokenizer:
 
 
 def vocabulary() -> list[str]:
-    """Bytes first, then every word in the ways it is written: with and without a space before it, lower case and capitalised."""
+    """Bytes first, then every word in all its written forms: with and without a space before it, lower case and capitalised."""
     split = splitter()
     pieces = {
         piece
@@ -171,7 +172,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
 
 
 def write_files(folder: Path, tokenizer: PreTrainedTokenizerFast, config: Qwen3VLMoeConfig) -> None:
-    """Write everything but the weights."""
+    """Write everything except the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -1,8 +1,8 @@
 """The demo model's forward pass for training: the checkpoint's own parameters, arranged for many questions about one picture.
 
 A training example is one prefix (the picture) and several bins of questions. Every question sees the prefix and itself, never
-another question, so each learns exactly what it would learn alone, while the picture is encoded once for all of them.
-The arithmetic is transformers' Qwen3-VL-MoE; tests/test_demo_model.py holds the two against each other.
+another question, so each learns exactly what it would learn alone, while the picture is encoded once for all of them. The
+arithmetic is that of transformers' Qwen3-VL-MoE; tests/test_demo_model.py compares the two.
 
 Shapes: B pictures rows, N images per row, V visual tokens per image, P prefix tokens, G bins of L tokens, S = P + G*L, H hidden,
 T = B*S tokens, E experts, K chosen, I expert width. Matrix products in bfloat16 with float32 master weights, the rest in float32.
@@ -36,15 +36,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 MIDDLE_LAYER = 4
-BLOCK_ROWS = 64  # an expert's rows are padded to a multiple: few matrix shapes, and oneDNN compiles a kernel per shape
+BLOCK_ROWS = 64  # an expert's rows are padded to a multiple of this, because oneDNN compiles a kernel per matrix shape
 
 
 @dataclass
 class Grouping:
-    """Where each (token, choice) goes when rows are grouped by expert, each group padded with rows of weight zero."""
+    """The row of each (token, choice) when rows are grouped by expert, each group padded with rows of weight zero."""
 
-    source: Tensor  # [R] which (token, choice) a row is; 0 for padding
-    valid: Tensor  # [R] whether the row is one at all
+    source: Tensor  # [R] the (token, choice) of each row; 0 for padding
+    valid: Tensor  # [R] False for padding
     slot: Tensor  # [T, K] the row of each (token, choice)
     bounds: list[int]  # [E + 1] first row of each expert
 
@@ -123,7 +123,7 @@ def _weight_gradient(grad: Tensor, rows: Tensor, bounds: list[int]) -> Tensor:
 
 @dataclass
 class Inside:
-    """What happened inside one forward pass: the balancing loss, tokens per expert [layers, E], and the bins half way up.
+    """Intermediate results of one forward pass: the balancing loss, tokens per expert [layers, E], and the bins half way up.
 
     middle: [B, G, L, H] after MIDDLE_LAYER.
     """
@@ -134,7 +134,7 @@ class Inside:
 
 
 class TrainingNetwork(nn.Module):
-    """The forward pass over (pictures, prefix, bins); owns no parameters but the model's."""
+    """The forward pass over (pictures, prefix, bins); uses only the model's parameters."""
 
     def __init__(self, model: Qwen3VLMoeForConditionalGeneration) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""What dropping visual tokens costs in time, before it saves any: `vismoe eval compressor` (like figure 13).
+"""The time that dropping visual tokens costs, before it saves any: `vismoe eval compressor` (like figure 13).
 
-Two parts. *Listening* to one block of a vision tower: the attention that its patches receive, from the block's own queries and
-keys, beside one QKV product of that block and the block itself, at the shape of Qwen3-VL's tower (27 blocks, 16 heads of 72,
-random weights). *Selecting* among the tokens of one image, at the routing of Qwen3-VL-30B-A3B (8 layers of 128 experts, top-8).
-One thread; mean, median and 99th percentile of wall time. Prints tables, then one JSON object on the last line.
+Two parts. *Listening* to one block of a vision tower computes the attention that its patches receive, from the block's own
+queries and keys; it is compared with one QKV product of that block and with the block itself, at the shape of Qwen3-VL's tower
+(27 blocks, 16 heads of 72, random weights). *Selecting* chooses tokens of one image, at the routing of Qwen3-VL-30B-A3B (8 layers
+of 128 experts, top-8). One thread; mean, median and 99th percentile of wall time. Prints tables, then one JSON object on the last
+line.
 """
 
 import json
@@ -30,7 +31,7 @@ PREFIX_LAYERS, EXPERTS, TOP_K, FEATURES = 8, 128, 8, 2048
 
 
 def listening(patches: int, rounds: int) -> dict[str, Any]:
-    """Median milliseconds of the three, in turns, in bfloat16."""
+    """Median milliseconds of the three parts, measured in turn, in bfloat16."""
     torch.manual_seed(0)
     config = Qwen3VLMoeVisionConfig(depth=1, hidden_size=HIDDEN, num_heads=HEADS, intermediate_size=4304)
     config._attn_implementation = "sdpa"
@@ -52,7 +53,7 @@ def listening(patches: int, rounds: int) -> dict[str, Any]:
 
 
 def selecting(tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of each selection of half of the tokens."""
+    """Milliseconds of each method that selects half of the tokens."""
     rng = np.random.default_rng(0)
     saliency, features = rng.random(tokens, np.float32), rng.standard_normal((tokens, FEATURES)).astype(np.float32)
     chosen = rng.random((PREFIX_LAYERS, tokens, EXPERTS)).argsort(axis=2)[:, :, :TOP_K]
@@ -88,7 +89,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = SuggestingParser(prog="vismoe eval compressor", description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("--tokens", type=int, nargs="+", default=(256, 1024, 4096), metavar="N", help="visual tokens of an image")
-    parser.add_argument("--rounds", type=int, default=30, metavar="R", help="of each selection; listening takes a tenth")
+    parser.add_argument("--rounds", type=int, default=30, metavar="R", help="rounds of each selection; listening uses a tenth")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""What the controllers of precision cost per token: `vismoe eval controllers`, at the routing of Qwen3-30B-A3B.
+"""The time of the precision controllers per token: `vismoe eval controllers`, at the routing of Qwen3-30B-A3B.
 
-48 layers of 128 experts, top-8, a quarter of them hot, on synthetic skewed routing that changes half-way. A token is what its
-experts take: 48 times 8 int4 experts of 2048 x 768 by the fast kernels, weights from memory that no cache holds. Controllers and
-kernels take turns in one process; medians. The goal is at most 1% of a token. `worst` is the slowest token seen, whatever else
-the machine was doing. Prints a table, then one JSON object on the last line.
+48 layers of 128 experts, top-8, a quarter of them hot, on synthetic skewed routing that changes half-way. The time of a token is
+that of its experts: 48 times 8 int4 experts of 2048 x 768 with the fast kernels, with weights that are in no cache. Controllers
+and kernels take turns in one process; results are medians. The goal is at most 1% of a token. `worst` is the slowest token,
+including disturbances by other programs. Prints a table, then one JSON object on the last line.
 """
 
 import itertools
@@ -43,11 +43,11 @@ Routing = list[tuple[np.ndarray, np.ndarray]]  # by layer: ids int64 [T, K], wei
 
 @dataclass(frozen=True)
 class ControllerCost:
-    """Of one policy, microseconds per token; shares are of a token."""
+    """Cost of one policy in microseconds per token; shares are of a token's time."""
 
     policy: str
-    plain_us: float  # a token after which nobody moves
-    update_us: float  # one after which hot sets are settled anew, every T tokens
+    plain_us: float  # a token without an update
+    update_us: float  # a token with an update of the hot sets, every T tokens
     amortised_us: float
     worst_us: float
     prompt_us: float  # a token of a prompt
@@ -81,7 +81,7 @@ def controller(policy: PolicyName, layers: int, experts: int) -> Precision:
 
 
 def routing(layers: int, experts: int, tokens: int) -> list[Routing]:
-    """One token after the other; other experts are liked in the second half."""
+    """Tokens one after another; in the second half they prefer other experts."""
     rng = np.random.default_rng(0)
     halves = [skewed_trace(layers, experts, EXPERTS_OF_A_CALL, tokens=-(-tokens // 2), seed=seed) for seed in (0, 1)]
     return [
@@ -97,12 +97,12 @@ def prompt_of(layers: int, experts: int, tokens: int) -> Routing:
 
 
 def weights_of(rng: np.random.Generator, tokens: int) -> np.ndarray:
-    """Normalised, the largest first, as routers hand them over."""
+    """Normalised, the largest first, as from a router."""
     return -np.sort(-rng.dirichlet(np.ones(EXPERTS_OF_A_CALL), tokens).astype(np.float32), axis=1)
 
 
 def step_s(precision: Precision, layers: Routing) -> tuple[float, bool]:
-    """(seconds of a decode step, whether hot sets were settled)."""
+    """(seconds of a decode step, whether it updated the hot sets)."""
     began_s = time.perf_counter()
     for layer, (ids, weights) in enumerate(layers):
         precision.at_layer(layer, True, ids, weights)
@@ -141,7 +141,7 @@ def expert_calls(geometry: KernelShape, working_set_bytes: int) -> Iterator[Call
 
 
 def cost(policy: str, took: list[tuple[float, bool]], prompts: list[float], period_tokens: int, token_s: float) -> ControllerCost:
-    """`took`: (seconds, whether hot sets were settled) of every decode step."""
+    """`took`: (seconds, whether the hot sets were updated) of every decode step."""
     plain_s = statistics.median(seconds for seconds, update in took if not update)
     update_s = statistics.median([seconds for seconds, update in took if update] or [plain_s])
     amortised_s = plain_s + (update_s - plain_s) / period_tokens
@@ -155,8 +155,8 @@ def cost(policy: str, took: list[tuple[float, bool]], prompts: list[float], peri
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = SuggestingParser(prog="vismoe eval controllers", description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="L", help=f"MoE layers (default: {LAYERS})")
-    parser.add_argument("--experts", type=int, default=EXPERTS, metavar="E", help=f"of a layer (default: {EXPERTS})")
-    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="decoded per policy (default: 1024)")
+    parser.add_argument("--experts", type=int, default=EXPERTS, metavar="E", help=f"experts of a layer (default: {EXPERTS})")
+    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="tokens decoded per policy (default: 1024)")
     parser.add_argument("--prompt", type=int, default=1024, metavar="N", help="tokens of a prompt (default: 1024)")
     given = parser.parse_args(arguments)
     backend = cpu.start()

@@ -1,14 +1,14 @@
-"""What dropping visual tokens does to expert demand: `python -m vismoe.eval.studies.expert_demand`.
+"""How dropping visual tokens changes expert demand: `python -m vismoe.eval.studies.expert_demand`.
 
-Prompts about held-out scenes are prefilled on one model (the bundled demo model unless another is named), with every expert in
-memory and the routing recorded, for each way to select visual tokens and each share kept. Selections that keep the same
-share keep the same number of tokens of every image, so `random` shows what fewer tokens do anyway. Of the prefills, over the MoE
-layers after the pruning: active experts, the share of assignments that the most used quarter of the experts takes, how alike
-consecutive layers route (`routing.py`), and how much of the next layer's load lies on the quarter of its experts that this
-layer's load points at. The prefills are replayed one after another with a quarter of the experts in memory for what they load.
+One model (the bundled demo model unless another is named) prefills prompts about held-out scenes, with every expert in memory and
+the routing recorded, for each selection of visual tokens and each share kept. Selections with the same share keep the same number
+of tokens of every image, so `random` shows the effect of fewer tokens alone. Results over the MoE layers after the pruning:
+active experts, the share of assignments to the most used quarter of the experts, how similarly consecutive layers route
+(`routing.py`), and how much of the next layer's load falls on the quarter of its experts that this layer's load predicts. The
+prefills are also replayed one after another with a quarter of the experts in memory, to count loaded experts.
 
-Traces are kept in a folder, one for each contestant and kind of question, so that an interrupted run goes on where it was.
-Intervals are the bootstrap over prompts, 95%; differences are paired. Prints tables, then one JSON object on the last line.
+Traces are kept in a folder, one for each contestant and kind of question, so that an interrupted run continues. Intervals are the
+bootstrap over prompts, 95%; differences are paired. Prints tables, then one JSON object on the last line.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from vismoe.eval.studies.routing import (
     structure_similarity,
 )
 from vismoe.metrics import Snapshot
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
 from vismoe.simulate.virtual_pager import VirtualPager
 from vismoe.trace.files import Trace, TraceWriter
@@ -58,7 +58,7 @@ QUESTIONS = 180
 BATCH = 10  # prompts in one prefill
 BUDGET = "25%"  # of the experts, for the replay
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-expert-demand"
-TOKENS: dict[str, Callable[[LayerLoad], np.ndarray]] = {  # whose routing is looked at
+TOKENS: dict[str, Callable[[LayerLoad], np.ndarray]] = {  # the tokens whose routing is measured
     "all": lambda layer: np.ones(len(layer.tokens), bool),
     "visual": lambda layer: layer.visual,
     "text": lambda layer: ~layer.visual,
@@ -79,7 +79,7 @@ Values = dict[str, np.ndarray]  # by measure
 
 
 def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
-    """All figures, as the object that is printed last."""
+    """All results, as the object that is printed last."""
     engines = Engines(model_path)
     try:
         studied = STUDIES[study].contestants(engines.prune_layer)
@@ -105,7 +105,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
 
 
 def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: int, seed: int, folder: Path) -> Trace:
-    """The routing of one contestant's prefills of `count` questions of one kind; recorded unless it is there already."""
+    """The routing of one contestant's prefills of `count` questions of one kind; recorded unless the folder has it."""
     belongs_to = [engines.fingerprint, program_of(contestant), asdict(contestant), kind, count, seed]
     digest = hashlib.sha256(json.dumps(belongs_to).encode()).hexdigest()
     path = folder / f"{str(contestant).replace(', ', '-').replace(' ', '-')}-{kind}-{digest[:16]}"
@@ -116,19 +116,19 @@ def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: 
     partial.parent.mkdir(parents=True, exist_ok=True)
     runtime = runtime_of(engines.of(contestant).model)
     with TraceWriter(partial, engines.inventory, fingerprint=engines.fingerprint) as writer:
-        runtime.recorder = writer
+        runtime.context.record_to(writer)
         try:
             for first in range(0, count, BATCH):
                 writer.request(f"{kind} {first}")
                 talks = questions(kind, range(first, min(count, first + BATCH)), seed)
                 engines.answers(contestant, prompts(engines.processor, talks), draw_of((kind, first)), most_tokens=1)
         finally:
-            runtime.recorder = None
+            runtime.context.record_to(None)
     return Trace.open(partial.rename(path))
 
 
 def alone(steps: Iterable[TraceStep]) -> Iterator[TraceStep]:
-    """Recorded batches as if their sequences had come one after another, each a request of its own."""
+    """Recorded batches as if each sequence were a separate request."""
     for step in steps:
         sequences, tokens = step.kinds.shape
         for row in range(sequences):
@@ -137,7 +137,7 @@ def alone(steps: Iterable[TraceStep]) -> Iterator[TraceStep]:
 
 
 def of_sequence(routing: LayerRouting, begin: int, end: int) -> LayerRouting:
-    """What was chosen for the tokens from `begin` to `end` of a batch."""
+    """The choices for the tokens from `begin` to `end` of a batch."""
     if routing.kept is None:
         return replace(routing, expert_ids=routing.expert_ids[begin:end], weights=routing.weights[begin:end])
     mine = (begin <= routing.kept) & (routing.kept < end)
@@ -145,7 +145,7 @@ def of_sequence(routing: LayerRouting, begin: int, end: int) -> LayerRouting:
 
 
 def summary(traces: dict[PruningContestant, SyntheticTrace]) -> dict[str, dict[str, Any]]:
-    """Figures of each contestant, and differences from all tokens, `random` and `saliency` at the same share and layer."""
+    """Results of each contestant, and differences from all tokens, `random` and `saliency` at the same share and layer."""
     routed = {contestant: list(map(prompt_layers, trace)) for contestant, trace in traces.items()}
     deep = deepest({c.prune_layer: prompts for c, prompts in routed.items() if c.pruning.keep < 1})
     out, values = {}, {}
@@ -176,7 +176,7 @@ def summary(traces: dict[PruningContestant, SyntheticTrace]) -> dict[str, dict[s
 
 
 def rivals(contestant: PruningContestant) -> dict[str, PruningContestant]:
-    """Who a contestant is compared with, on the same prompts."""
+    """The contestants with which one is compared, on the same prompts."""
     if contestant.visual_top_k is not None:
         return {"all experts": replace(contestant, visual_top_k=None)}
     share = contestant.pruning.keep
@@ -208,7 +208,7 @@ def shape(prompts: Prompts, experts: Sequence[int], deep: Sequence[int]) -> tupl
 def pair_measures(prompts: Sequence[tuple[LayerLoad, LayerLoad]], num_experts: int) -> Values:
     """[prompts] of each measure of two consecutive layers with `num_experts` each, over the tokens that reached the second.
 
-    What the first layer's load says about the second's is learned from one half of the prompts and tried on the other.
+    The prediction of the second layer's load from the first's is learned on one half of the prompts and tested on the other.
     """
     out = {name: np.empty(len(prompts)) for name in PER_PAIR}
     for half in (0, 1):
@@ -247,7 +247,7 @@ def means(values: Values) -> dict[str, Any]:
 
 
 def differences(values: Values, rival: Values) -> Values:
-    """What a contestant has more than its rival on the same prompt."""
+    """The contestant's values minus those of its rival on the same prompts."""
     return {name: each - rival[name] for name, each in values.items()}
 
 
@@ -292,7 +292,7 @@ def difference(measure: str, interval: dict[str, float]) -> str:
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
-    """Demand and likeness of layers, like figures 3 and 4 of VisMMoE; of a sweep, demand over what is swept."""
+    """Demand and similarity of layers, like figures 3 and 4 of VisMMoE; for a sweep, demand over the swept setting."""
     rows = {contestant_of(row): row for row in result["contestants"].values()}
     if result["study"] != "selection":
         grid_figure(folder / f"expert-demand-{result['study']}.png", sweep_panels(rows, STUDIES[result["study"]]), columns=3)
@@ -329,7 +329,7 @@ def demand_panels(shown: dict[str, dict[str, Any]]) -> list[Panel]:
 
 
 def loads_panel(rows: dict[PruningContestant, dict[str, Any]]) -> Panel:
-    """What a prefill loads less, or more, than with all tokens."""
+    """How many more or fewer experts a prefill loads than with all tokens."""
     everything = next(iter(rows.values()))["prefill"]["loads"]["value"]
     bars = []
     for name in DRAWN:

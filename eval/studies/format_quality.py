@@ -1,8 +1,8 @@
-"""What a format of the experts costs in quality, measured on one model with plain transformers: no pager, no kernels of ours.
+"""The quality of one model with experts in a format, measured with plain transformers: without pager and CPU kernels.
 
-A `FormatContestant` is a format, and whether its scales were optimised. `ExpertWeights` keeps every routed expert encoded by each
-contestant and puts restored ones into the model; everything else of the model stays as it is. Errors, divergences and
-probabilities are computed in float64 from float32 passes.
+A `FormatContestant` is a format, with or without optimised scales. `ExpertWeights` stores every routed expert encoded by each
+contestant and puts restored ones into the model; the rest of the model is unchanged. Errors, divergences and probabilities are
+computed in float64 from float32 passes.
 """
 
 import functools
@@ -43,7 +43,7 @@ CAPTURED_TOKENS = 4096  # hidden states per MoE layer on which expert outputs ar
 
 @dataclass(frozen=True)
 class FormatContestant:
-    """A format, with scales and offsets optimised or by rounding to nearest over each group's range."""
+    """A format, with scales and offsets that are optimised, or from rounding to nearest over each group's range."""
 
     format: Format
     nearest: bool = False
@@ -59,9 +59,9 @@ SIXTEEN_BIT = FormatContestant(Format.RAW)
 
 
 class ExpertWeights:
-    """The routed experts of `model`, in its own type when this is made; the model itself then computes in float32.
+    """The routed experts of `model`, stored in its own type on creation; the model itself then computes in float32.
 
-    The experts' parameters become float32 and hold what the last `put` restored, rounded to the model's type as a slab would be.
+    The experts' parameters become float32 and contain the result of the last `put`, rounded to the model's type as in a slab.
     """
 
     def __init__(self, model: nn.Module, contestants: Sequence[FormatContestant]):
@@ -84,7 +84,7 @@ class ExpertWeights:
         model.float()
 
     def digest(self, contestant: FormatContestant) -> str:
-        """Of the stored bytes, and of all other weights and the configuration: what answers belong to."""
+        """Digest of the stored bytes, all other weights and the configuration; answers belong to it."""
         digest = hashlib.sha256(self._rest.encode())
         for layer in self._encoded[contestant]:
             for record in layer:
@@ -100,7 +100,7 @@ class ExpertWeights:
 
     @torch.no_grad()
     def put(self, contestant: FormatContestant) -> None:
-        """Experts as this contestant restores them."""
+        """Puts the experts as this contestant restores them into the model."""
         for geometry, module, encoded in zip(self._geometries, self.modules, self._encoded[contestant], strict=True):
             codec = self._codecs[contestant][geometry]
             record = torch.zeros(codec.raw.record_bytes, dtype=torch.uint8)
@@ -112,7 +112,7 @@ class ExpertWeights:
 
 
 def _digest_of_rest(model: Any, modules: Sequence[nn.Module]) -> str:
-    """Of a model's configuration, and of the names and bytes of all weights that are not routed experts'."""
+    """Digest of a model's configuration, and of the names and bytes of all weights except routed experts."""
     routed = {parameter.data_ptr() for module in modules for parameter in module.parameters()}
     digest = hashlib.sha256(model.config.to_json_string().encode())
     for name, weight in model.state_dict().items():
@@ -126,9 +126,9 @@ def _digest_of_rest(model: Any, modules: Sequence[nn.Module]) -> str:
 def expert_output_errors(
     model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[FormatContestant]
 ) -> dict[FormatContestant, float]:
-    """|output - 16-bit output| / |16-bit output| over what single experts make of the tokens that were routed to them.
+    """|output - 16-bit output| / |16-bit output| of single experts, for the tokens that were routed to them.
 
-    The root of the mean square over all (token, expert) pairs of a MoE layer, then over layers; hidden states are those of the
+    The root of the mean square over all (token, expert) pairs of a MoE layer, then over layers. Hidden states are those of the
     16-bit model on `talks`, true answers included, at most CAPTURED_TOKENS of a layer.
     """
     weights.put(SIXTEEN_BIT)
@@ -144,7 +144,7 @@ def expert_output_errors(
 
 
 def _expert_calls(model: Any, modules: Sequence[nn.Module], inputs: Any) -> list[tuple[Tensor, Tensor]]:
-    """Hidden states and chosen experts that reach each experts module, padding left out."""
+    """Hidden states and chosen experts at each experts module, without padding."""
     calls: list[tuple[Tensor, Tensor]] = []
     real = inputs["attention_mask"].flatten().bool()
 
@@ -161,14 +161,14 @@ def _expert_calls(model: Any, modules: Sequence[nn.Module], inputs: Any) -> list
 
 
 def _outputs(module: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
-    """[choices, tokens, hidden]: what each token's experts make of it, one choice at a time with weight one."""
+    """[choices, tokens, hidden]: the output of each token's experts, one choice at a time with weight one."""
     ones = hidden.new_ones(len(hidden), 1)
     return torch.stack([module(hidden, expert[:, None], ones) for expert in chosen.unbind(1)])
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One contestant's answer to one question: sums over the tokens of the true answer, and the score of its own."""
+    """One contestant's answer to one question: sums over the tokens of the true answer, and the score of its own answer."""
 
     tokens: int
     divergence: float  # sum of KL(16 bit || contestant), nats
@@ -180,7 +180,7 @@ class Judged:
 def judge(
     model: Any, processor: Any, weights: ExpertWeights, talks: Sequence[Conversation], contestants: Sequence[FormatContestant]
 ) -> dict[FormatContestant, list[Judged]]:
-    """Every contestant on the same conversations; the 16-bit pass that divergences are measured from is made once."""
+    """Every contestant on the same conversations; all divergences use one 16-bit pass."""
     inputs, targets = with_answers(processor, talks)
     judged = {}
     with images_seen_once(model):
@@ -196,7 +196,7 @@ def judge(
 def _judge_rows(
     model: Any, processor: Any, talks: Sequence[Conversation], targets: list[Tensor], exact: list[Tensor], own: list[Tensor]
 ) -> list[Judged]:
-    """Greedy decoding says the true answer where every token of it is the likeliest; only other answers are generated."""
+    """Greedy decoding gives the true answer if every token of it is the likeliest, so only other answers are generated."""
     right = [bool((row.argmax(1) == target).all()) for row, target in zip(own, targets)]
     wrong = [talk for talk, is_right in zip(talks, right) if not is_right]
     generated = iter(answers(model, processor, wrong) if wrong else ())
@@ -212,7 +212,7 @@ def _judge_rows(
 
 @contextmanager
 def images_seen_once(model: nn.Module) -> Iterator[None]:
-    """While inside, the same pictures go through the vision tower once: it is the same for every contestant."""
+    """Within it, the vision tower encodes equal pictures once, because it is the same for every contestant."""
     owner = getattr(model, "model", None)
     see = getattr(owner, "get_image_features", None)
     if owner is None or see is None:
@@ -236,7 +236,7 @@ def images_seen_once(model: nn.Module) -> Iterator[None]:
 
 
 def with_answers(processor: Any, talks: Sequence[Conversation]) -> tuple[Any, list[Tensor]]:
-    """Left-padded inputs that end with the true answers, and the answers' tokens, the one that ends a turn included."""
+    """Left-padded inputs that end with the true answers, and the answers' tokens, including the one that ends a turn."""
     chats = [messages(talk) for talk in talks]
     tails = [talk.turns[-1].answer + processor.tokenizer.eos_token for talk in talks]
     prompts = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
@@ -245,13 +245,13 @@ def with_answers(processor: Any, talks: Sequence[Conversation]) -> tuple[Any, li
     inputs = processor(text=text, images=images, padding=True, padding_side="left", return_tensors="pt")
     targets = [torch.tensor(processor.tokenizer.encode(tail, add_special_tokens=False)) for tail in tails]
     for ids, target in zip(inputs["input_ids"], targets):
-        assert torch.equal(ids[-len(target) :], target), "an answer is tokenized alike alone and after its prompt"
+        assert torch.equal(ids[-len(target) :], target), "an answer alone is tokenized differently than after its prompt"
     return inputs, targets
 
 
 @torch.no_grad()
 def log_probabilities(model: Any, inputs: Any, targets: list[Tensor]) -> list[Tensor]:
-    """Per row float64 [tokens, vocabulary]: log-probabilities at the places of its answer's tokens."""
+    """Per row float64 [tokens, vocabulary]: log-probabilities at the positions of its answer's tokens."""
     longest = max(map(len, targets))
     logits = model(**inputs, logits_to_keep=longest + 1, use_cache=False).logits
     return [row[-len(target) - 1 : -1].double().log_softmax(-1) for row, target in zip(logits, targets)]

@@ -1,11 +1,11 @@
-"""What the integer formats cost in quality: `python -m vismoe.eval.studies.formats`.
+"""The quality of the integer formats: `python -m vismoe.eval.studies.formats`.
 
 On one model (the bundled demo model unless another is named), with plain transformers and only the routed experts replaced: the
 error of expert outputs, the divergence from 16 bit and the perplexity over the tokens of true answers, and the accuracy per kind
-of question, paired with 16 bit on the same questions. Each format stands beside rounding to nearest.
+of question, paired with 16 bit on the same questions. Each format is compared with rounding to nearest.
 
-Answers are kept in a folder, one file per contestant and a line per question, so that an interrupted run goes on where it was.
-Prints tables, then one JSON object on the last line.
+Answers are kept in a folder, one file per contestant and a line per question, so that an interrupted run continues. Prints
+tables, then one JSON object on the last line.
 """
 
 import json
@@ -44,7 +44,7 @@ PROGRAM = (accuracy, format_quality, asking, scoring, world)
 
 
 def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
-    """All figures, as the object that is printed last."""
+    """All results, as the object that is printed last."""
     contestants = [SIXTEEN_BIT, *(FormatContestant(format, nearest) for format in formats for nearest in (False, True))]
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto", experts_implementation="eager").eval()
     processor = load_processor(model_path)
@@ -71,7 +71,7 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
 def summary(
     table: dict[FormatContestant, list[Judged]], kinds: Sequence[str], output_errors: dict[FormatContestant, float]
 ) -> dict[str, Any]:
-    """Figures per contestant, and of each format against rounding to nearest; `kinds` names the kind of each question."""
+    """Results per contestant, and of each format against rounding to nearest; `kinds` gives the kind of each question."""
     rows = {
         str(contestant): _row(table[SIXTEEN_BIT], judged, kinds, output_errors[contestant])
         for contestant, judged in table.items()
@@ -141,10 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = SuggestingParser(prog="python -m vismoe.eval.studies.formats", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--formats", default=",".join(INTEGERS), help="comma-separated (default: int8,int4,int2)")
-    parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"in all (default: {QUESTIONS})")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
-    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"where answers are kept (default: {FOLDER})")
-    parser.add_argument("--json", action="store_true", help="only the JSON object")
+    parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"questions in all (default: {QUESTIONS})")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
+    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"folder for answers (default: {FOLDER})")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
     chosen = parser.parse_args(arguments)
     unknown = set(chosen.formats.split(",")) - set(INTEGERS)
     if unknown or chosen.questions < 1:

@@ -1,13 +1,13 @@
-"""How near the CPU kernels come to the memory's speed: `python -m vismoe.eval.studies.kernels [--json]`.
+"""How close the CPU kernels come to memory speed: `python -m vismoe.eval.studies.kernels [--json]`.
 
-Whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, and the two kinds of linear that a decoded
-token meets: the language model head and attention projections. Beside them torch's own operators on weights of the same
-precision. Every working set is above 1 GiB and is walked in random order, so that no cache holds a weight.
+Measures whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, and the two kinds of linear that a
+decoded token uses: the language model head and attention projections. They are compared with torch's own operators on weights of
+the same precision. Every working set is above 1 GiB and is read in random order, so that no cache holds a weight.
 
-The memory's own rate is measured by summing the same bytes, in turn with both contestants: on a shared machine it changes from
-one second to the next, and only what was measured together compares. Figures are medians over rounds: GB/s of weights read (as
-their format holds them), their share of the memory's rate in the same round, GFLOP/s, and ours as a multiple of torch's speed.
-The last line on stdout is one JSON object; `--json` prints that alone.
+Summing the same bytes, in turn with both contestants, measures the memory's rate: on a shared machine it changes from one second
+to the next, and only rates measured together are comparable. Results are medians over rounds: GB/s of weights read (in their
+format), their share of the memory's rate in the same round, GFLOP/s, and the speed of VisMoE's kernels divided by torch's. The
+last line on stdout is one JSON object; `--json` prints only that.
 """
 
 import itertools
@@ -37,7 +37,7 @@ __all__ = ["KernelContest", "Speed", "measure"]
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
 EXPERTS_OF_A_CALL = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-ROUND_S = 0.05  # of each contestant, at least
+ROUND_S = 0.05  # least time of each contestant
 WEIGHTS = {
     "bfloat16": (Format.RAW, torch.bfloat16),
     "float16": (Format.RAW, torch.float16),
@@ -52,7 +52,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What the weights measure."""
+    """The shapes of the weights."""
 
     hidden: int = 2048
     intermediate: int = 768
@@ -65,10 +65,10 @@ class KernelContest:
     """Two ways to do the same work."""
 
     name: str
-    tokens: int  # of each expert, or of the linear
+    tokens: int  # per expert, or of the linear
     flop: int  # of one call
     ours: Iterator[Call]
-    our_bytes: int  # of weights that one call reads
+    our_bytes: int  # weights that one call of VisMoE's kernels reads
     torch: Iterator[Call] | None  # None: torch has no such operator
     torch_bytes: int
 
@@ -84,14 +84,14 @@ class Speed:
     flop_per_s: float
     torch_bytes_per_s: float | None
     torch_flop_per_s: float | None
-    times_torch: float | None  # calls per second, ours over torch's
+    times_torch: float | None  # calls per second of VisMoE's kernels, divided by torch's
 
 
 # ------------------------------------------------------------------ measuring
 def measure(contest: KernelContest, working_set: Tensor, threads: int, rounds: int) -> Speed:
-    """Rounds of: the memory's rate, ours, torch's."""
+    """Rounds of: the memory's rate, VisMoE's kernels, torch."""
     ours, theirs, shares = [], [], []
-    calls_per_s(contest.ours, 0.0)  # the first call starts threads and takes its workspace
+    calls_per_s(contest.ours, 0.0)  # the first call starts threads and allocates the workspace
     for _ in range(rounds):
         memory = read_bytes_per_s(working_set, threads)
         ours.append(calls_per_s(contest.ours, ROUND_S))
@@ -123,7 +123,7 @@ def calls_per_s(calls: Iterator[Call], at_least_s: float) -> float:
 
 
 def read_bytes_per_s(memory: Tensor, threads: int) -> float:
-    """Each thread sums its own share."""
+    """Sums the memory, each thread its own share."""
     shares = np.array_split(memory.numpy().view(np.int64), threads)
     start = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
@@ -133,7 +133,7 @@ def read_bytes_per_s(memory: Tensor, threads: int) -> float:
 
 # ------------------------------------------------------------------ whole experts
 def expert_contests(geometry: KernelShape, format: Format, dtype: torch.dtype, working_set: Tensor) -> Iterator[KernelContest]:
-    """The contests of one format; `working_set` uint8 is filled with its records."""
+    """The contests of one format; fills `working_set` uint8 with its records."""
     hidden, intermediate = geometry.hidden, geometry.intermediate
     shapes = {FORM.up: (2 * intermediate, hidden), FORM.down: (hidden, intermediate)}
     raw = RecordLayout.of(shapes, dict.fromkeys(shapes, dtype))
@@ -157,7 +157,7 @@ def expert_contests(geometry: KernelShape, format: Format, dtype: torch.dtype, w
 
 
 def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Call]:
-    """All tokens to each expert of a group."""
+    """Calls that give all tokens to each expert of a group."""
     tokens, addresses = len(x), slabs.data_ptr() + np.arange(len(slabs), dtype=np.uint64) * np.uint64(slabs.shape[1])
     starts = np.arange(EXPERTS_OF_A_CALL + 1, dtype=np.int32) * np.int32(tokens)
     pairs = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_OF_A_CALL)
@@ -172,10 +172,10 @@ def torch_calls(experts: "TorchContestant", x: Tensor) -> Iterator[Call]:
 
 
 def random_groups(count: int) -> Iterator[np.ndarray]:
-    """Groups of experts for one call after the other, without end; each expert comes once before one comes twice."""
+    """Endless groups of experts for successive calls; every expert occurs once before one occurs twice."""
     if count < EXPERTS_OF_A_CALL:
         raise ConfigError(
-            f"the working set holds {count} experts, a call computes {EXPERTS_OF_A_CALL}. Fix: a larger --working-set"
+            f"the working set holds {count} experts, but a call computes {EXPERTS_OF_A_CALL}. Fix: a larger --working-set"
         )
     random = np.random.default_rng(0)
     while True:
@@ -184,7 +184,7 @@ def random_groups(count: int) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class TorchContestant:
-    """The same experts by torch's operators."""
+    """The same experts with torch's operators."""
 
     count: int
     bytes_of_one: int
@@ -197,7 +197,7 @@ class TorchContestant:
 
 
 def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchContestant | None:
-    """torch's operators for a format; weights of the integer ones are made anew, since their layouts are torch's own."""
+    """torch's operators for a format; integer weights are packed again, because torch has its own layouts."""
     if format is Format.RAW:
         weights = [raw.views(slab) for slab in slabs]
         return TorchContestant(len(slabs), raw.payload_bytes, lambda e, name, x: functional.linear(x, weights[e][name]))
@@ -268,11 +268,11 @@ HEADER = f"{'weights':10} {'tokens':>6} {'GB/s':>9} {'of DRAM':>8} {'GFLOP/s':>9
 
 def main() -> None:
     parser = SuggestingParser(prog="python -m vismoe.eval.studies.kernels", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--isa", default="auto", help="instruction set of ours: " + ", ".join(cpu.available()))
-    parser.add_argument("--threads", type=int, help="of both; default: as many as torch takes")
+    parser.add_argument("--json", action="store_true", help="print only the last line")
+    parser.add_argument("--isa", default="auto", help="instruction set of VisMoE's kernels: " + ", ".join(cpu.available()))
+    parser.add_argument("--threads", type=int, help="threads of both contestants (default: as many as torch uses)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=WEIGHTS, help="which to measure")
+    parser.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=WEIGHTS, help="weights to measure")
     parser.add_argument("--working-set", type=float, default=1.25, metavar="GIB")
     arguments = parser.parse_args()
     if arguments.threads:

@@ -1,12 +1,12 @@
-"""What each part of the system is worth, one on top of the other (VisMMoE, table 4): `python -m vismoe.eval.studies.ladder`.
+"""The gain of each part of the system, added one by one (VisMMoE, table 4): `python -m vismoe.eval.studies.ladder`.
 
-Rungs: `base` pages experts with LRU, waits for every miss, prunes nothing and guesses nothing; `+ compression` keeps half of the
-visual tokens; `+ prediction` prefetches what the lookahead expects; `+ orchestrator` takes the default eviction order and the
-number of pinned layers that wins in replay; `+ below` may compute misses in host memory. Streaming of prompts and the cap on
-unused prefetch are the engine's own and work on every rung.
+Rungs: `base` pages experts with LRU, waits for every miss, and neither prunes nor predicts; `+ compression` keeps half of the
+visual tokens; `+ prediction` prefetches what the lookahead predicts; `+ orchestrator` uses the default eviction order and the
+number of pinned layers that is best in replay; `+ below` may compute misses in host memory. Streaming of prompts and the limit on
+unused prefetch belong to the engine and are active on every rung.
 
-Two places: the bundled model over an emulated slow link (its last rung is `+ below`), and a generated vision-language checkpoint
-that is larger than its share of memory, read from the disk past the page cache. Figures are medians of alternating turns, each
+Two setups: the bundled model over an emulated slow link (its last rung is `+ below`), and a generated vision-language checkpoint
+that is larger than its share of memory, read from the disk past the page cache. Results are medians of alternating turns, each
 with a freshly loaded model. The last line is one JSON object.
 """
 
@@ -33,21 +33,21 @@ from vismoe.trace.files import Trace
 
 __all__ = ["main"]
 
-LINK_BYTES_PER_S = 60e6  # 72 KiB of an expert of the bundled model take 1.2 ms, about what one of its layers computes
+LINK_BYTES_PER_S = 60e6  # an expert of the bundled model (72 KiB) takes 1.2 ms, about the compute time of one of its layers
 GEOMETRY, LAYERS, EXPERTS, SKEW = "qwen3-vl-30b-a3b", 6, 48, 1.0
-VISION_DEPTH, VOCABULARY = 4, 32768  # a small tower and few words: the experts are what matters
+VISION_DEPTH, VOCABULARY = 4, 32768  # a small tower and vocabulary, so that the experts dominate
 
 
 @dataclass(frozen=True)
 class LadderSetup:
-    """Where the rungs are compared; `turn` runs one of them, recording a trace if told where."""
+    """A setup in which the rungs are compared; `turn` runs one of them, and records a trace if given a folder."""
 
     name: str
     settings: dict[str, Any]  # of every rung
     turn: Callable[..., Run]
     lookahead: str
     has_host_tier: bool
-    link_bytes_per_s: float | None  # None: as fast as the first turn was
+    link_bytes_per_s: float | None  # None: the speed of the first turn
 
 
 def rungs(place: LadderSetup, keep: float, pinned_layers: int) -> dict[str, dict[str, Any]]:
@@ -69,7 +69,7 @@ def rungs(place: LadderSetup, keep: float, pinned_layers: int) -> dict[str, dict
 
 
 def calibrated_prefix(place: LadderSetup, keep: float, folder: Path) -> int:
-    """The number of pinned layers that wins in replay of what one recorded turn of the third rung asked for."""
+    """The number of pinned layers that is best in replay of one recorded turn of the third rung."""
     trace = folder / f"trace-{place.name}"
     run = place.turn(rungs(place, keep, 0)["+ prediction"], trace=trace)
     demands, total = Demands.of(Trace.open(trace)), run.counters.total
@@ -85,7 +85,7 @@ def calibrated_prefix(place: LadderSetup, keep: float, folder: Path) -> int:
 
 
 def climb(place: LadderSetup, keep: float, rounds: int, folder: Path) -> dict[str, Any]:
-    """All rungs of one place, measured, printed, and as JSON."""
+    """Measures and prints all rungs of one setup; returns JSON."""
     pinned = calibrated_prefix(place, keep, folder)
     settings = rungs(place, keep, pinned)
     runs = take_turns({name: partial(place.turn, each) for name, each in settings.items()}, rounds)
@@ -105,7 +105,7 @@ def _changed(settings: Mapping[str, Mapping[str, Any]], name: str) -> str:
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """A line per rung; seconds as shares of the lowest rung's as well."""
+    """A line per rung; seconds also as shares of those of the lowest rung."""
     lines = [
         ["rung", "seconds", "of base", "prefill s", "decode s", "prefill read", "decode read", "prefill hits", "decode hits"]
     ]
@@ -149,14 +149,14 @@ def generated(arguments: argparse.Namespace, folder: Path) -> LadderSetup:
         "disk",
         {"memory": arguments.memory, "kernels": "fast", "reads": "direct"},
         lambda settings, trace=None: ask_tokens(written.folder, settings, requests, trace),
-        "gate",  # nobody trained a predictor on random weights
+        "gate",  # there is no predictor for random weights
         False,
         None,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     parser = SuggestingParser(
         prog="vismoe eval ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -167,13 +167,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--link", type=parse_bytes, default=LINK_BYTES_PER_S, metavar="SIZE", help="bytes per second of the emulated link"
     )
     parser.add_argument(
-        "--lookahead", choices=("auto", "gate", "learned"), default="auto", help="of the bundled model (default: auto)"
+        "--lookahead", choices=("auto", "gate", "learned"), default="auto", help="lookahead of the bundled model (default: auto)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5)")
-    parser.add_argument("--questions", type=int, default=18, help="asked of the bundled model (default: 18)")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: 24)")
+    parser.add_argument("--questions", type=int, default=18, help="questions to the bundled model (default: 18)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer (default: 24)")
     parser.add_argument(
-        "--folder", type=Path, help="where the checkpoint is generated; removed at the end (default: a temporary one)"
+        "--folder", type=Path, help="folder for the generated checkpoint; removed at the end (default: a temporary one)"
     )
     arguments = parser.parse_args(argv)
     try:

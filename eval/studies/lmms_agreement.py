@@ -1,6 +1,6 @@
-"""`vismoe eval agreement`: the four scenes tasks through lmms-eval beside `vismoe eval --scenes`, on the same questions.
+"""`vismoe eval agreement`: compares the four scenes tasks in lmms-eval with `vismoe eval --scenes`, on the same questions.
 
-Both ask one loaded model, in batches of the same size. The last line is one JSON object.
+Both use one loaded model, in batches of the same size. The last line is one JSON object.
 """
 
 import json
@@ -19,9 +19,9 @@ SCORES = {"scenes_pope": ("pope_accuracy", 1), "scenes_mmbench": ("mmbench_accur
 
 
 def agreement(engine: Engine, n: int) -> list[dict[str, Any]]:
-    """A row per task: `lmms` and `scenes`, the scores between 0 and 1, and of how many questions how many `same` answers.
+    """A row per task: `lmms` and `scenes`, the scores between 0 and 1, the number of questions, and of `same` answers.
 
-    Of scenes_mme the first questions of the pairs are compared, and scored by MME's rule; the others are its own.
+    Of scenes_mme the first questions of the pairs are compared, with MME's scoring; the second questions exist only there.
     """
     found = {task: run_tasks(engine, [task], (1 + (task == "scenes_mme")) * n, batch_size=EVAL_BATCH) for task in KINDS}
     kinds = sorted({kind for kinds in KINDS.values() for kind in kinds})

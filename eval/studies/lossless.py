@@ -1,9 +1,9 @@
-"""What the lossless format saves and how fast it is: `python -m vismoe.eval.studies.lossless [MODEL]`.
+"""The size and speed of the lossless format: `python -m vismoe.eval.studies.lossless [MODEL]`.
 
-Sizes are of a model's experts (default: the demo model's) and of Gaussian weights of the 30B geometry, as shares of 16 bit.
-Beside them: what coding every section's exponents with Huffman would take, and their entropy, which no code of exponents beats.
-Speeds are of one core over a working set in DRAM, in bytes of bfloat16 per second, the median of several passes. Every record is
-compared bit for bit first. The last line on stdout is one JSON object.
+Sizes are of a model's experts (default: the demo model's) and of Gaussian weights of the 30B geometry, as shares of 16 bit. They
+are compared with Huffman coding of every section's exponents, and with their entropy, which no code of exponents beats. Speeds
+are of one core over a working set in DRAM, in bytes of bfloat16 per second, the median of several passes. Every record is first
+compared bit for bit. The last line on stdout is one JSON object.
 """
 
 import heapq
@@ -57,10 +57,10 @@ class LosslessSizes:
 class Speeds:
     """Bytes of bfloat16 per second."""
 
-    copy_bytes_per_s: float  # the same decoded bytes, copied: what memory allows
+    copy_bytes_per_s: float  # a copy of the same decoded bytes, as the limit of memory
     encode_bytes_per_s: float
     decode_bytes_per_s: dict[str, float]  # by instruction set
-    decode_shared_bytes_per_s: float  # each record shared by as many threads as there are cores
+    decode_shared_bytes_per_s: float  # each record decoded by as many threads as there are cores
 
 
 def entropy_bits(counts: Counts) -> float:
@@ -70,7 +70,7 @@ def entropy_bits(counts: Counts) -> float:
 
 
 def huffman_bits(counts: Counts) -> float:
-    """Bits per symbol of a Huffman code for these counts: the code is built, its words are at least one bit long."""
+    """Bits per symbol of a Huffman code for these counts; its words have at least one bit."""
     heap = [int(count) for count in counts if count]
     if len(heap) == 1:
         return 1.0
@@ -78,18 +78,18 @@ def huffman_bits(counts: Counts) -> float:
     bits = 0
     while len(heap) > 1:
         merged = heapq.heappop(heap) + heapq.heappop(heap)
-        bits += merged  # every symbol below gets one bit longer
+        bits += merged  # the code of every symbol below gets one bit longer
         heapq.heappush(heap, merged)
     return bits / int(counts.sum())
 
 
 def exponent_counts(words: Tensor) -> Counts:
-    """bfloat16 weights -> how often each of the 256 exponents occurs."""
+    """bfloat16 weights -> count of each of the 256 exponents."""
     return np.bincount(words.contiguous().view(torch.uint16).numpy().reshape(-1) >> 7 & 255, minlength=256)
 
 
 def experts_of(model: str | None) -> tuple[RecordLayout, list[Tensor]]:
-    """(the layout of the model's first geometry, the records of all experts that have it)."""
+    """(layout of the model's first geometry, records of all experts of that geometry)."""
     from vismoe.engine.engine import demo_model
     from vismoe.models.load.locate import locate_experts
     from vismoe.models.load.preview import describe
@@ -116,7 +116,7 @@ def gaussian_experts(raw: RecordLayout, experts: int) -> list[Tensor]:
 
 
 def sizes_of(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[Tensor]) -> LosslessSizes:
-    """Beside packed sections, the rest (biases in float32) counts in full everywhere."""
+    """Unpacked sections (biases in float32) count completely in all shares."""
     raw_bytes = len(records) * codec.raw.payload_bytes
     huffman = entropy = 0.0
     for record in records:
@@ -135,7 +135,7 @@ def sizes_of(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[T
 
 
 def verify(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[Tensor]) -> None:
-    """Every record, bit for bit, with every instruction set."""
+    """Compares every record bit for bit, with every instruction set."""
     for isa in available():
         decoder, slab = FastLossless(codec.raw, isa), torch.empty(codec.slab.record_bytes, dtype=torch.uint8)
         for number, (record, each) in enumerate(zip(records, encoded)):
@@ -146,7 +146,7 @@ def verify(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[Ten
 
 
 def speeds_of(codec: FastLossless, records: Sequence[Tensor], encoded: Sequence[Tensor], threads: int) -> Speeds:
-    """Records are repeated until their decoded bytes make up the working set."""
+    """Speeds over the records, repeated until their decoded bytes fill the working set."""
     number = max(2, math.ceil(WORKING_SET_BYTES / codec.raw.payload_bytes))
     slabs = [torch.zeros(codec.slab.record_bytes, dtype=torch.uint8) for _ in range(number)]
     sources = [each.clone() for each in itertools.islice(itertools.cycle(encoded), number)]
@@ -217,7 +217,7 @@ def main() -> None:
     parser = SuggestingParser(description=__doc__.partition(":")[0])
     parser.add_argument("model", nargs="?", help="a checkpoint in bfloat16; default: the demo model")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # a copy, too, is of one core
+    torch.set_num_threads(1)  # so that the copy also uses one core
     threads = len(os.sched_getaffinity(0))
     subjects = {arguments.model or "demo model": experts_of(arguments.model)}
     subjects["Gaussian, 30B geometry"] = (GEOMETRY_30B, gaussian_experts(GEOMETRY_30B, GAUSSIAN_EXPERTS))

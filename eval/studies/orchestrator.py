@@ -1,11 +1,11 @@
-"""Eviction orders, lookaheads, the pinned prefix and the prefetch cap, compared: `python -m vismoe.eval.studies.orchestrator`.
+"""Compares eviction orders, lookaheads, the pinned prefix and the prefetch limit: `python -m vismoe.eval.studies.orchestrator`.
 
-Routing of the bundled model is recorded on held-out questions, once with each lookahead (the routing is the same, the scores are
-not), and replayed in virtual time at several cache sizes and link rates; prefill and decode apart. `--trace NAME=FOLDER` replays
-recorded traces of any model instead. `--timed` confirms on the real engine over an emulated link, taking turns. Tables go to the
-terminal, figures to --figures, and the last line is one JSON object.
+The routing of the bundled model is recorded on held-out questions, once with each lookahead (the routing is the same, the scores
+differ), and replayed in virtual time at several cache sizes and link rates, prefill and decode separately. `--trace NAME=FOLDER`
+replays recorded traces of any model instead. `--timed` checks the results on the real engine over an emulated link, in
+alternating turns. Tables go to the terminal, plots to --figures, and the last line is one JSON object.
 
-Virtual seconds are exact for a link of that rate and layers that compute for as long as is given; nothing in them was timed.
+Virtual seconds are exact for a link of that rate and layers with the given compute time; they include no measurement.
 """
 
 import argparse
@@ -38,14 +38,14 @@ __all__ = ["main"]
 SHARES = ("12.5%", "25%", "50%", "75%")
 ORDERS: tuple[Order, ...] = ("lru", "lfu")
 LINKS_BYTES_PER_S = (15e6, 60e6, 240e6)  # an expert of the bundled model takes 4.9, 1.2 and 0.3 ms
-LAYER_S, TOKEN_S = 6e-4, 2e-5  # of one decoder layer of the bundled model, and what each token of a prompt adds
-ASKING_S = 5e-5  # the model's thread, for the lookahead's snapshot
+LAYER_S, TOKEN_S = 6e-4, 2e-5  # compute time of one decoder layer of the bundled model, and its increase per prompt token
+ASKING_S = 5e-5  # time of the model's thread for the lookahead's snapshot
 PHASES = (Phase.PREFILL, Phase.DECODE)
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One replay; a lookahead of `none` prefetches nothing."""
+    """One replay; the lookahead `none` prefetches nothing."""
 
     trace: str
     share: str
@@ -66,7 +66,8 @@ class Combination:
 def combinations(
     traces: dict[str, dict[str, Demands]], shares: Sequence[str], links: Sequence[float], **layer: Any
 ) -> list[Combination]:
-    """Every order with every lookahead at every size and rate; the oracle without one. traces: name -> lookahead -> demands."""
+    """Every order with every lookahead at every size and rate, and the oracle without lookahead. traces: name -> lookahead ->
+    demands."""
     wanted = []
     for name, by_lookahead in traces.items():
         anyone = next(iter(by_lookahead.values()))
@@ -92,7 +93,7 @@ def _wasted(result: ReplayResult) -> int:
 
 
 def combination_tables(found: Sequence[Combination]) -> Iterator[str]:
-    """A table per trace and link rate: a line per order and lookahead, and for each share seconds of decode and prefill."""
+    """A table per trace and link rate, with a line per order and lookahead; for each share, seconds of decode and prefill."""
     for name, link in dict.fromkeys((c.trace, c.link_bytes_per_s) for c in found):
         here = [c for c in found if (c.trace, c.link_bytes_per_s) == (name, link)]
         shares = list(dict.fromkeys(c.share for c in here))
@@ -108,7 +109,7 @@ def combination_tables(found: Sequence[Combination]) -> Iterator[str]:
 
 
 def winners(found: Sequence[Combination]) -> dict[str, float]:
-    """For each order with each lookahead, its time over the best one's of the same replays, on average."""
+    """For each order with each lookahead, its time divided by the best one's in the same replays, on average."""
     ratios: dict[str, list[float]] = {}
     for place in dict.fromkeys((c.trace, c.share, c.link_bytes_per_s) for c in found):
         here = [c for c in found if (c.trace, c.share, c.link_bytes_per_s) == place and c.order != "oracle"]
@@ -120,7 +121,7 @@ def winners(found: Sequence[Combination]) -> dict[str, float]:
 
 # -- the pinned prefix
 def prefix(demands: Demands, shares: Sequence[str], link: float, **layer: Any) -> dict[str, list[PinnedPoint]]:
-    """Figure 12: a point for every depth that each share of the experts allows."""
+    """Figure 12: a point for every number of pinned layers that each share of the experts allows."""
     options = dict(link_bytes_per_s=link, prefetch=demands.have_scores, lookahead_s=ASKING_S, **layer)
     return {share: pinned_curve(demands, share, **options) for share in shares}
 
@@ -128,7 +129,7 @@ def prefix(demands: Demands, shares: Sequence[str], link: float, **layer: Any) -
 def draw(
     folder: Path, found: Sequence[Combination], curves: dict[str, list[PinnedPoint]], timed: dict[int, float], share: str
 ) -> None:
-    """orchestrator-combinations.png and pinned-layers.png."""
+    """Draws orchestrator-combinations.png and pinned-layers.png."""
     trace = found[0].trace
     panels = []
     for link in dict.fromkeys(c.link_bytes_per_s for c in found):
@@ -175,7 +176,7 @@ def recorded(
 
 
 def lookaheads_of_bundled() -> list[str]:
-    """`learned` where a predictor ships with the model."""
+    """`learned` if a predictor is bundled with the model."""
     found = Calibration.read(demo_model() / FOLDER)
     return ["gate", "learned"] if found is not None and found.has_predictor else ["gate"]
 
@@ -183,7 +184,7 @@ def lookaheads_of_bundled() -> list[str]:
 def timed_runs(
     arguments: argparse.Namespace, lookaheads: Sequence[str], depths: int
 ) -> tuple[dict[str, list[Run]], dict[int, list[Run]]]:
-    """(orders and lookaheads, numbers of pinned layers), each on the real engine over an emulated link."""
+    """(orders and lookaheads, numbers of pinned layers), each run on the real engine over an emulated link."""
     common: dict[str, Any] = dict(
         memory=arguments.timed_share, kernels="fast", misses="wait", emulated_link_bytes_per_s=arguments.timed_link
     )
@@ -209,7 +210,7 @@ def timed_table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything, printed, and as JSON."""
+    """Runs and prints everything; returns JSON."""
     layer = dict(compute_s_per_layer=arguments.layer_seconds, compute_s_per_token=arguments.token_seconds)
     lookaheads = arguments.lookaheads or lookaheads_of_bundled()
     if arguments.trace:
@@ -259,32 +260,45 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _named(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not equals:
-        raise InputError(f"--trace {text}: a name and a folder are needed. Fix: --trace NAME=FOLDER")
+        raise InputError(f"--trace {text}: not NAME=FOLDER. Fix: --trace NAME=FOLDER")
     return name, path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     parser = SuggestingParser(
         prog="vismoe eval orchestrator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", nargs="+", metavar="NAME=FOLDER", help="replay these instead of recording the bundled model")
-    parser.add_argument("--shares", nargs="+", default=list(SHARES), metavar="SHARE", help="of the experts in memory")
+    parser.add_argument("--shares", nargs="+", default=list(SHARES), metavar="SHARE", help="shares of the experts in memory")
     parser.add_argument(
-        "--links", nargs="+", type=parse_bytes, default=list(LINKS_BYTES_PER_S), metavar="SIZE", help="bytes per second"
+        "--links",
+        nargs="+",
+        type=parse_bytes,
+        default=list(LINKS_BYTES_PER_S),
+        metavar="SIZE",
+        help="bytes per second of the links",
     )
-    parser.add_argument("--lookaheads", nargs="+", choices=("gate", "learned"), help="default: those the bundled model has")
-    parser.add_argument("--keeps", nargs="+", type=float, default=[1.0, 0.5], metavar="SHARE", help="of the visual tokens")
-    parser.add_argument("--layer-seconds", type=float, default=LAYER_S, metavar="S", help="computation of one decoder layer")
-    parser.add_argument("--token-seconds", type=float, default=TOKEN_S, metavar="S", help="what each token adds to it")
-    parser.add_argument("--questions", type=int, default=36, help="asked of the bundled model (default: 36)")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: 24)")
+    parser.add_argument(
+        "--lookaheads", nargs="+", choices=("gate", "learned"), help="lookaheads to compare (default: those of the bundled model)"
+    )
+    parser.add_argument(
+        "--keeps", nargs="+", type=float, default=[1.0, 0.5], metavar="SHARE", help="shares of the visual tokens to keep"
+    )
+    parser.add_argument("--layer-seconds", type=float, default=LAYER_S, metavar="S", help="compute time of one decoder layer")
+    parser.add_argument("--token-seconds", type=float, default=TOKEN_S, metavar="S", help="further compute time per token")
+    parser.add_argument("--questions", type=int, default=36, help="questions to the bundled model (default: 36)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer (default: 24)")
     parser.add_argument("--timed", type=int, default=0, metavar="ROUNDS", help="turns of the real engine (default: none)")
-    parser.add_argument("--timed-share", default="25%", help="of the experts in memory, when timed (default: 25%%)")
+    parser.add_argument("--timed-share", default="25%", help="share of the experts in memory for --timed (default: 25%%)")
     parser.add_argument(
-        "--timed-link", type=parse_bytes, default=LINKS_BYTES_PER_S[1], metavar="SIZE", help="emulated, when timed"
+        "--timed-link",
+        type=parse_bytes,
+        default=LINKS_BYTES_PER_S[1],
+        metavar="SIZE",
+        help="rate of the emulated link for --timed",
     )
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the plots there, e.g. assets/figures")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="folder for the plots, e.g. assets/figures")
     arguments = parser.parse_args(argv)
     with folder_of(None) as folder:
         return told(lambda: study(arguments, folder))

@@ -1,6 +1,6 @@
-"""What ways to choose formats cost: contestants on the same conversations, beside 16 bit; and orders of experts to demote by.
+"""The quality of rules that choose formats: contestants on the same conversations, compared with 16 bit; and orders of demotion.
 
-Divergences and probabilities are float64 sums over the tokens of true answers, of float32 passes.
+Divergences and probabilities are float64 sums over the tokens of true answers, from float32 passes.
 """
 
 import random
@@ -26,14 +26,14 @@ __all__ = ["COUNTS", "HOTNESS", "RANDOM", "JudgedAnswer", "judged", "orders_of"]
 
 HOTNESS, COUNTS, RANDOM = "hotness", "counts", "random"
 SIXTEEN_BIT = Everywhere(Format.RAW)
-MORE_TOKENS = 8  # than the longest true answer of its batch: where an answer is cut off
+MORE_TOKENS = 8  # beyond the longest true answer of the batch, an answer is cut off
 
 
 @dataclass(frozen=True)
 class JudgedAnswer:
     """One contestant's answer to one question: sums over the tokens of the true answer, and the score of its own answer.
 
-    `prompt` and `decoded`: shares of the expert computations in each format, of the prompt and of the true answer's tokens.
+    `prompt` and `decoded`: shares of the expert computations in each format, for the prompt and for the true answer's tokens.
     """
 
     tokens: int
@@ -53,9 +53,9 @@ def judged(
     facts: RuleInputs,
     answered: bool,
 ) -> Iterator[tuple[PrecisionContestant, list[JudgedAnswer]]]:
-    """Outcomes of the conversations; without `answered` none is generated, and `answer` and `score` are None.
+    """Results of the conversations; without `answered`, no answer is generated, and `answer` and `score` are None.
 
-    Greedy decoding says the true answer where every token of it is the likeliest; only other answers are generated.
+    Greedy decoding gives the true answer if every token of it is the likeliest, so only other answers are generated.
     """
     inputs, targets = with_answers(processor, talks)
     lengths = [len(target) for target in targets]
@@ -88,7 +88,7 @@ def judged(
 
 
 def _shares(counts: np.ndarray, formats: Sequence[Format]) -> list[dict[str, float]]:
-    """By row, of int64 [B, formats + 1], SKIP last; formats that were not used are left out."""
+    """One per row of int64 [B, formats + 1], SKIP last; unused formats are left out."""
     names = [*map(str, formats), "skip"]
     shares = (counts / counts.sum(axis=1, keepdims=True)).tolist()
     return [{name: share for name, share in zip(names, row) if share} for row in shares]
@@ -115,10 +115,10 @@ def _said(
 def orders_of(
     experts: MixedExperts, processor: Any, seed: int, per_kind: int, draws: Sequence[int]
 ) -> dict[tuple[str, int], Any]:
-    """Scores [L, E] by (order, seed), the lowest are demoted first: hotness and counts of other questions than those of `seed`.
+    """Scores [L, E] by (order, seed), the lowest are demoted first: hotness and counts from other questions than those of `seed`.
 
-    The questions are seen one after the other, kinds mixed: the prompt as one step, then the answer token by token, with the
-    routing of 16 bit. Chance has a draw for each of `draws`.
+    The questions come one after another with mixed kinds: the prompt as one step, then the answer token by token, with the
+    routing of 16 bit. The random order has one draw for each of `draws`.
     """
     hotness = Hotness(experts.experts, Settings().hotness_decay, Settings().hotness_period)
     counts = np.zeros_like(hotness.scores)
@@ -136,7 +136,7 @@ Step = list[tuple[np.ndarray, np.ndarray]]  # by layer: routing [T, K] and weigh
 
 
 def calibration(experts: MixedExperts, processor: Any, seed: int, per_kind: int) -> list[list[Step]]:
-    """Of each calibration question the steps, prefill first; questions in an order drawn once."""
+    """The steps of each calibration question, prefill first; the order of questions is drawn once."""
     facts, seen = RuleInputs(experts.formats, {}), []
     for kind in KINDS:
         talks = questions(kind, range(per_kind), seed + 1)

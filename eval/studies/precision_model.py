@@ -1,9 +1,9 @@
-"""A model whose routed experts exist in several formats at once; a rule says which of them serves each choice of each token.
+"""A model whose routed experts exist in several formats at once; a rule chooses the format for each choice of each token.
 
-Plain transformers in float32, with restored weights: no pager, no kernels and no controller of ours, so what the engine does can
-be compared with it. One forward over a prompt and its true answer decides exactly as prefill and decode would: the tokens of the
-prompt among themselves, each of the answer's tokens by itself. Padding is not computed.
-Skipping wants eager experts that know an id which no expert has: those of transformers 5.17 do not yet.
+Plain transformers in float32 with restored weights, without pager, CPU kernels and controllers, as a reference for the engine.
+One forward over a prompt and its true answer decides exactly as prefill and decode would: the prompt's tokens together, each of
+the answer's tokens alone. Padding is not computed. Skipping requires eager experts that accept an id without an expert; those of
+transformers 5.17 do not yet.
 """
 
 import hashlib
@@ -24,28 +24,28 @@ from vismoe.types import Format
 __all__ = ["LISTENERS", "SKIP", "LayerCall", "MixedExperts", "Rule", "Served", "attention_received"]
 
 SKIP = -1  # the format of a choice that is not computed
-LISTENERS = 64  # a prompt's last tokens, whose attention makes heavy hitters
+LISTENERS = 64  # a prompt's last tokens, whose attention defines heavy hitters
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a rule sees of one MoE layer: T real tokens of one phase, K choices each, of one or more sequences."""
+    """The input of a rule at one MoE layer: T real tokens of one phase, K choices each, of one or more sequences."""
 
     layer: int
     layers: int
     experts: int
-    decoding: bool  # tokens of answers, each a step of its own; otherwise whole prompts
+    decoding: bool  # tokens of answers, each as a separate step; otherwise whole prompts
     routing: np.ndarray  # int64 [T, K]
     weights: np.ndarray  # float32 [T, K]
     sequence: np.ndarray  # int64 [T]: the sequence's row in the batch
     position: np.ndarray  # int64 [T]: the token's place in its sequence
-    prompts: Sequence[int]  # by row: a number made of the prompt's tokens, for chance that does not depend on company
+    prompts: Sequence[int]  # by row: a number from the prompt's tokens, so that random draws do not depend on the batch
     received: Callable[[], np.ndarray]  # () -> float32 [T]: attention received, of prompts
 
 
 @dataclass(frozen=True)
 class Served:
-    """A rule's decision: which format serves each choice, as an index into the formats or SKIP, and with what weight."""
+    """A rule's decision: the format of each choice, as an index into the formats or SKIP, and its weight."""
 
     formats: np.ndarray  # int64 [T, K]
     weights: np.ndarray  # float32 [T, K]
@@ -56,12 +56,12 @@ Rule = Callable[[LayerCall], Served]
 
 @dataclass
 class _Pass:
-    """The forward that is running: which of its tokens are real, and which of them are answers'. B rows, N tokens each."""
+    """The running forward: which of its tokens are real, and which belong to answers. B rows, N tokens each."""
 
     prompt: Tensor  # bool [B, N]
     answer: Tensor  # bool [B, N]
     position: Tensor  # int64 [B, N]
-    attention: Tensor | None = None  # [B, heads, N, keys], of the layer that is running
+    attention: Tensor | None = None  # [B, heads, N, keys], of the running layer
 
 
 @dataclass
@@ -75,9 +75,9 @@ class _Asked:
 
 
 class MixedExperts:
-    """The routed experts of `model`, in every format of `formats`; the model computes in float32 from then on.
+    """The routed experts of `model`, in every format of `formats`; from then on the model computes in float32.
 
-    The model must have eager experts and eager attention. Outside `ruled` it cannot be called.
+    The model must have eager experts and eager attention. It can only be called within `ruled`.
     """
 
     def __init__(self, model: Any, formats: Sequence[Format]):
@@ -105,9 +105,9 @@ class MixedExperts:
 
     @contextmanager
     def ruled(self, rule: Rule, answer_tokens: Sequence[int] | None = None) -> Iterator[dict[bool, np.ndarray]]:
-        """While inside, `rule` decides. `answer_tokens` of each row's last tokens are its true answer; None: generate() answers.
+        """Within it, `rule` decides. The last `answer_tokens` tokens of each row are its true answer; None: generate() answers.
 
-        Yields the expert computations of each row per format, SKIP last, of prompts (False) and answers (True):
+        Yields the expert computations of each row per format, SKIP last, for prompts (False) and answers (True):
         int64 [B, formats + 1].
         """
         self._asked = _Asked(rule, answer_tokens)
@@ -117,7 +117,7 @@ class MixedExperts:
             self._asked = self._pass = None
 
     def _begin(self, _: nn.Module, __: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        assert self._asked is not None, "somebody has to say which format serves: `with experts.ruled(...)`"
+        assert self._asked is not None, "no rule chooses formats: use `with experts.ruled(...)`"
         ids, cache = inputs["input_ids"], inputs.get("past_key_values")
         rows, tokens = ids.shape
         before = cache.get_seq_length() if cache is not None else 0
@@ -138,7 +138,7 @@ class MixedExperts:
         self._pass.attention = output[1]
 
     def _route(self, layer: int, hidden: Tensor, routing: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same call with expert ids of the stacks of all formats, the sentinel where nothing is computed."""
+        """The same call with expert ids in the stacks of all formats, and the sentinel for skipped choices."""
         assert self._pass is not None
         served, scaled = torch.full_like(routing, self.experts[layer] * len(self.formats)), weights.clone()
         for decoding, chosen in ((False, self._pass.prompt), (True, self._pass.answer)):
@@ -174,12 +174,12 @@ class MixedExperts:
         self._asked.counts[decoding] = self._asked.counts.get(decoding, 0) + counted
 
     def digest(self, formats: Sequence[Format]) -> str:
-        """Of the experts in these formats, and of all else that the model is."""
+        """Digest of the experts in these formats, and of the rest of the model."""
         return hashlib.sha256("".join(self.digests[format] for format in formats).encode()).hexdigest()
 
 
 def _attention_beside(model: nn.Module, path: str) -> nn.Module:
-    """The self-attention of the layer that holds the experts at `path`."""
+    """The self-attention of the layer that contains the experts at `path`."""
     while not hasattr(model.get_submodule(path), "self_attn"):
         path = path.rpartition(".")[0]
     return model.get_submodule(f"{path}.self_attn")
@@ -188,8 +188,8 @@ def _attention_beside(model: nn.Module, path: str) -> nn.Module:
 def attention_received(attention: Tensor, prompt: Tensor) -> Tensor:
     """float32 [B, N]: attention that each token of a prompt receives, from [B, heads, N, N] and bool [B, N]; 0 elsewhere.
 
-    The mean over heads, summed over the prompt's last LISTENERS tokens and divided by how many of those could see the token
-    (equation 1 of DyMoE, as a mean over queries).
+    The mean over heads, summed over the prompt's last LISTENERS tokens and divided by the number of these that could see the
+    token (equation 1 of DyMoE, as a mean over queries).
     """
     place = torch.arange(prompt.shape[1])
     last = torch.where(prompt, place, -1).amax(1, keepdim=True)

@@ -1,17 +1,17 @@
-"""What it costs to choose experts' precision while a model runs: `python -m vismoe.eval.studies.precision_quality`.
+"""The quality of choosing experts' precision while a model runs: `python -m vismoe.eval.studies.precision_quality`.
 
 On one model (the bundled demo model unless another is named), with plain transformers and only the routed experts replaced; the
 decisions are those of `vismoe.precision`, the computation is not the engine's. `--study`:
 
-ppl        the share of each layer's experts that are in the low format, demoted coldest first, at random, or all alike (DynaExq,
+ppl        the share of each layer's experts that are in the low format, demoted coldest first, at random, or uniformly (DynaExq,
            figure 4): divergence from 16 bit and perplexity over the tokens of true answers
 retention  the share of critical experts, chosen by importance or at random, by depth or equal in all layers (DyMoE, table 2,
            figures 3 and 11): also accuracy
-hitters    which share of a prompt's tokens are heavy hitters, at the least retention
+hitters    the share of a prompt's tokens that are heavy hitters, at the least retention
 layers     one layer's experts in int2, or skipped, all others in 16 bit (DyMoE, figure 5)
 
-Answers are kept in a folder, one file per contestant and a line per question, so that an interrupted run goes on where it was.
-Prints tables, then one JSON object on the last line.
+Answers are kept in a folder, one file per contestant and a line per question, so that an interrupted run continues. Prints
+tables, then one JSON object on the last line.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from vismoe.precision.importance import HEAVY_SHARE
 from vismoe.types import Format
 
 BATCH = 50  # questions answered together
-CALIBRATION = 20  # questions of each kind by which experts are ordered
+CALIBRATION = 20  # questions of each kind that define the orders of experts
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 RETENTIONS = (0.5, 0.6, 0.75, 0.9)
 HITTERS = (0.05, 0.1, HEAVY_SHARE, 0.4, 1.0)
@@ -66,15 +66,15 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class QualityStudy:
-    """What is compared: the lines of a pair of formats in a model of so many MoE layers, and which stand against which."""
+    """What is compared: the lines of a pair of formats in a model of so many MoE layers, and their comparisons."""
 
     lines: Callable[[FormatPair, int], list[TableLine]]
     comparisons: Sequence[Comparison]
     axis: str
-    formats: str  # pairs, unless others are named
+    formats: str  # pairs, unless the user names others
     questions: int
     answered: bool = True  # whether answers are generated, for accuracy
-    trends: bool = False  # whether it is asked how lines grow or fall
+    trends: bool = False  # whether the trend of lines is computed
 
 
 def named(pair: FormatPair) -> str:
@@ -145,7 +145,7 @@ STUDIES = {
 
 
 def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
-    """All figures, as the object that is printed last."""
+    """All results, as the object that is printed last."""
     chosen = STUDIES[study]
     model = AutoModelForImageTextToText.from_pretrained(
         model_path, dtype="auto", experts_implementation="eager", attn_implementation="eager"
@@ -187,14 +187,14 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
 
 
 def digest_of_demoted(contestant: PrecisionContestant, facts: RuleInputs) -> str | None:
-    """Of which experts are in the low format, for a contestant that follows an order of theirs."""
+    """Digest of which experts are in the low format, for a contestant that follows an order."""
     if not isinstance(contestant, Demoted) or contestant.order == ALIKE:
         return None
     return hashlib.sha256(contestant.demotes(facts).tobytes()).hexdigest()
 
 
 def contestants_of(lines: Sequence[tuple[TableLine, Everywhere]]) -> Iterator[PrecisionContestant]:
-    """Those of the lines, and what they stand beside."""
+    """The contestants of the lines, and those with which they are compared."""
     for line, base in lines:
         yield base
         for contestants in line.points.values():
@@ -208,18 +208,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
-    parser.add_argument("--study", choices=STUDIES, default="retention", help="what is compared (default: retention)")
-    parser.add_argument("--formats", metavar="PAIRS", help="comma-separated, such as 4/2,4/0 (default: the study's own)")
-    parser.add_argument("--questions", type=int, metavar="N", help="in all (default: the study's own number)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
-    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"where answers are kept (default: {FOLDER})")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw into this folder")
-    parser.add_argument("--json", action="store_true", help="only the JSON object")
+    parser.add_argument("--study", choices=STUDIES, default="retention", help="what to compare (default: retention)")
+    parser.add_argument("--formats", metavar="PAIRS", help="comma-separated pairs, such as 4/2,4/0 (default: the study's own)")
+    parser.add_argument("--questions", type=int, metavar="N", help="questions in all (default: the study's own number)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
+    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"folder for answers (default: {FOLDER})")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="folder for the plots")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
     chosen = parser.parse_args(arguments)
     study = STUDIES[chosen.study]
     asked = study.questions if chosen.questions is None else chosen.questions
     if asked < 1:
-        parser.error("questions are at least 1")
+        parser.error("--questions must be at least 1")
     try:
         pairs = [parse_formats(text) for text in (chosen.formats or study.formats).split(",")]
         per_kind = -(-asked // len(KINDS))

@@ -1,11 +1,11 @@
-"""The numbers of the precision policies, chosen by replay: `python -m vismoe.eval.studies.precision_replay`.
+"""Chooses the numbers of the precision policies by replay: `python -m vismoe.eval.studies.precision_replay`.
 
-Requests to the bundled model are recorded once (in --work, where an interrupted recording goes on) and replayed as streams:
+Requests to the bundled model are recorded once (in --work, where an interrupted recording continues) and replayed as streams:
 mixed, with a shift half-way, in turns, and one long synthetic answer. Studies: `decay` (alpha and T of hotness), `hysteresis`
 (and the threshold), `shift` (how soon hot sets follow), `pools` (how importance divides its memory). Shares are of expert
-computations in the better format, prompts and decoding apart; bytes are those of experts of 2048 x 768, as a share of what the
-experts of a token weigh. Nothing is timed: the same trace gives the same figures. Tables go to the terminal, figures to
---figures, and the last line is one JSON object.
+computations in the better format, prompts and decoding separately; bytes are those of experts of 2048 x 768, as a share of the
+size of a token's experts. Nothing is timed: the same trace gives the same results. Tables go to the terminal, plots to --figures,
+and the last line is one JSON object.
 """
 
 import argparse
@@ -40,15 +40,15 @@ __all__ = ["STUDIES", "main"]
 
 FOLDER = Path("precision-replay")
 STUDIES = ("decay", "hysteresis", "shift", "pools")
-QUOTAS = (0.125, 0.25, 0.5)  # of the experts may be hot
+QUOTAS = (0.125, 0.25, 0.5)  # shares of the experts that may be hot
 DECAYS = (0.98, 0.99, 0.995, 0.998)
 PERIODS = (8, 16, 32, 64)
 HYSTERESES = (1.0, 1.1, 1.25, 1.5, 2.0)
-MOST_BYTES = 0.0025  # of what a token's experts weigh: 5% of the time of a link 20 times slower than memory
-NEARLY = 0.0025  # shares that close are the same: then fewer updates count, which take the controller's time
+MOST_BYTES = 0.0025  # share of the bytes of a token's experts: 5% of the time of a link 20 times slower than memory
+NEARLY = 0.0025  # shares this close count as equal; then fewer updates decide, which save the controller's time
 LARGE: dict[str, tuple[int, ...]] = {"gate_up_proj": (2 * 768, 2048), "down_proj": (2048, 768)}  # an expert of Qwen3-VL-30B-A3B
 POOL_REQUESTS = 12
-BUDGETS = (0.125, 0.25, 0.5, 0.75)  # of all experts in the better format
+BUDGETS = (0.125, 0.25, 0.5, 0.75)  # shares of all experts in the better format
 SPLITS = (0.25, 0.5, 0.625, 0.75, 0.875, 1.0)
 WINDOW_TOKENS = 250
 SHOWN_TOKENS = (-1000, 3000)  # of a shift, in the figure
@@ -57,7 +57,7 @@ FOLLOWED = 0.95
 
 @dataclass(frozen=True)
 class World:
-    """What is replayed: streams, and the experts that their routing is about."""
+    """The replayed streams, and the experts of their routing."""
 
     inventory: ExpertInventory
     streams: Sequence[Stream]
@@ -67,7 +67,7 @@ class World:
         return max(layer.num_experts for layer in self.inventory.layers)
 
     def sized(self, pair_settings: Settings) -> ExpertInventory:
-        """With records as large as those of a large model."""
+        """The inventory with records as large as those of a large model."""
         assert pair_settings.pair is not None
         raw = RecordLayout.of(LARGE, dict.fromkeys(LARGE, torch.bfloat16))
         large = dataclasses.replace(self.inventory, layouts=(raw,) * len(self.inventory.layouts))
@@ -77,7 +77,7 @@ class World:
         return np.array([round(share * layer.num_experts) for layer in self.inventory.layers])
 
     def token_bytes(self, inventory: ExpertInventory) -> int:
-        """What the experts of a token weigh in the better format."""
+        """Bytes of a token's experts in the better format."""
         return sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
 
 
@@ -86,7 +86,7 @@ HOTNESS = Settings(policy="hotness", formats="4/2")
 
 @dataclass(frozen=True)
 class Point:
-    """One replay. Shares of expert computations in the better format; bytes of what a token's experts weigh."""
+    """One replay. Shares of expert computations in the better format; bytes as shares of those of a token's experts."""
 
     stream: str
     quota: float
@@ -95,11 +95,11 @@ class Point:
     oracle_prompts: float
     oracle_decoding: float
     swaps: float  # per 1000 tokens
-    moved: float  # by swaps
+    moved: float  # bytes moved by swaps
 
     @property
     def mean(self) -> float:
-        """Of both phases; a stream without prompts has one."""
+        """The mean of both phases; a stream without prompts has one phase."""
         return self.decoding if not self.oracle_prompts else (self.prompts + self.decoding) / 2
 
 
@@ -114,13 +114,13 @@ class Variant:
     points: list[Point]
 
     def average(self, figure: str, stream: str | None = None) -> float:
-        """Over quotas and streams, or one of these; of prompts where there are any."""
+        """The mean over quotas and streams, or one of these; for prompts, over streams that have any."""
         its = [point for point in self.points if stream in (None, point.stream)]
         return float(np.mean([getattr(point, figure) for point in its if point.oracle_prompts or "prompts" not in figure]))
 
 
 def variant(world: World, policy: Policy, name: str = "", controller: type[Precision] = Precision) -> Variant:
-    """Every stream at every quota."""
+    """Replays every stream at every quota."""
     inventory, points = world.sized(HOTNESS), []
     swap = (inventory.layouts[0].record_bytes + inventory.low_layouts[0].record_bytes) / 1000 / world.token_bytes(inventory)
     for stream in world.streams:
@@ -133,7 +133,8 @@ def variant(world: World, policy: Policy, name: str = "", controller: type[Preci
 
 
 def chosen(variants: Sequence[Variant]) -> Variant:
-    """The highest mean share of prompts and decoding among those that move little enough; of near equals the rarest updates."""
+    """The highest mean share of prompts and decoding among variants that move little enough; of nearly equal ones the one with
+    the rarest updates."""
     still = [each for each in variants if each.average("moved") <= MOST_BYTES]
     best = max(each.average("mean") for each in still)
     near = [each for each in still if each.average("mean") >= best - NEARLY]
@@ -150,7 +151,7 @@ def decay_study(world: World, policy: Policy) -> list[Variant]:
 
 # -- hysteresis and threshold
 class PaperThreshold(Precision):
-    """With the threshold of DynaExq 3.5: the score of the last expert that fits, after the warm-up, for good."""
+    """With the threshold of DynaExq 3.5: the score of the last expert that fits, after the warm-up, never changed."""
 
     def _update(self, hotness: Hotness) -> Schedule:
         if self._threshold is None:
@@ -160,7 +161,7 @@ class PaperThreshold(Precision):
 
 
 class NoThreshold(Precision):
-    """Whoever is among the hottest, however cold."""
+    """The hottest experts are hot, however cold they are."""
 
     def _update(self, hotness: Hotness) -> Schedule:
         self._threshold = np.zeros(len(hotness.scores))
@@ -198,7 +199,7 @@ def print_variants(console: Console, title: str, variants: Sequence[Variant], be
 
 # -- shift
 def shift_study(world: World, policy: Policy) -> list[dict[str, Any]]:
-    """How the share goes on after a shift: of hot sets that follow, of those that stay as they were, and of the best ones."""
+    """The share after a shift: with hot sets that follow, with those from before, and with the best ones."""
     found = []
     for stream in world.streams:
         if len(stream.segments) != 2:
@@ -239,7 +240,7 @@ def windowed(result: HotnessReplay, at: int) -> tuple[list[int], list[float]]:
 
 
 def stayed(stream: Stream, result: HotnessReplay, updates: int, quotas: np.ndarray, most: int) -> float:
-    """Share after the shift of the hot sets that there were before it."""
+    """Share after the shift, with the hot sets from before it."""
     hot = np.arange(most) < quotas[:, None]
     if updates:
         hot[:] = False
@@ -254,7 +255,7 @@ def stayed(stream: Stream, result: HotnessReplay, updates: int, quotas: np.ndarr
 
 # -- pools of importance
 def pools_study(world: World) -> list[dict[str, Any]]:
-    """Bytes loaded per token for every split of a budget between the formats, beside the planner's own."""
+    """Bytes loaded per token for every split of a budget between the formats, and for the planner's own split."""
     requests = list(dict.fromkeys(each.request for each in world.streams[0].passes))[:POOL_REQUESTS]
     passes = [each for each in world.streams[0].passes if each.request in requests]
     rows = []
@@ -294,7 +295,8 @@ def pools_row(
 
 
 def slabs_of(split: float, memory_bytes: int, inventory: ExpertInventory) -> tuple[int, int]:
-    """Slabs of the formats of one geometry, split : 1 - split by number, at most one for each expert and two of each format."""
+    """Slabs of the formats of one geometry, split : 1 - split by number, at most one per expert and at least two of each
+    format."""
     experts = sum(layer.num_experts for layer in inventory.layers)
     high_bytes, low_bytes = inventory.layouts[0].record_bytes, inventory.low_layouts[0].record_bytes
     slabs = min(experts, int(memory_bytes / (split * high_bytes + (1 - split) * low_bytes)))
@@ -333,7 +335,7 @@ def print_pools(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def study(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The studies asked for, printed, and as JSON."""
+    """Runs and prints the requested studies; returns JSON."""
     trace = record(arguments.work, arguments.questions)
     recorded = streams(read(trace))
     layer = trace.inventory.layers[0]
@@ -403,15 +405,19 @@ def shift_panel(shifts: Sequence[dict[str, Any]]) -> Panel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     parser = SuggestingParser(
         prog="vismoe eval precision-replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES), help="which (default: all)")
-    parser.add_argument("--questions", type=int, default=8, metavar="N", help="of each kind and half of the icons (default: 8)")
-    parser.add_argument("--answer", type=int, default=1000, metavar="TOKENS", help="of the synthetic answer (default: 1000)")
-    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"where the trace is kept (default: {FOLDER})")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the plots there, e.g. assets/figures")
+    parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES), help="studies to run (default: all)")
+    parser.add_argument(
+        "--questions", type=int, default=8, metavar="N", help="questions of each kind and half of the icons (default: 8)"
+    )
+    parser.add_argument(
+        "--answer", type=int, default=1000, metavar="TOKENS", help="length of the synthetic answer (default: 1000)"
+    )
+    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"folder for the trace (default: {FOLDER})")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="folder for the plots, e.g. assets/figures")
     arguments = parser.parse_args(argv)
     return told(lambda: study(arguments, Console()))
 

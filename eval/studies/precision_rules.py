@@ -1,6 +1,7 @@
-"""Rules that say in which format each choice of a token is computed: those of DynaExq and DyMoE, and what they are compared with.
+"""Rules that choose the format of each choice of a token: those of DynaExq and DyMoE, and those with which they are compared.
 
-Contestants are plain values that decide. Chance depends on the seed, the prompt, the layer and the place, never on company.
+Contestants are plain values that decide. Random draws depend on the seed, the prompt, the layer and the position, never on the
+batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +18,12 @@ from vismoe.types import Format
 
 __all__ = ["ALIKE", "Demoted", "Everywhere", "InOneLayer", "PrecisionContestant", "Retained", "RuleInputs", "coldest"]
 
-ALIKE = "alike"  # each computation is as likely as any other to be in the low format, whichever its expert
+ALIKE = "alike"  # each computation has the same probability of the low format, whatever its expert
 
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What contestants decide from, beside the call: the formats that there are, and orders of experts."""
+    """Inputs of contestants beside the call: the available formats, and orders of experts."""
 
     formats: Sequence[Format]
     orders: Mapping[tuple[str, int], np.ndarray]  # by (order, seed): scores [L, E], the lowest are demoted first
@@ -31,18 +32,18 @@ class RuleInputs:
         return SKIP if format is None else self.formats.index(format)
 
     def serve(self, call: LayerCall, high: np.ndarray, pair: FormatPair) -> Served:
-        """The better format of `pair` where `high` [T, K] says so."""
+        """The better format of `pair` where `high` [T, K] is true."""
         return Served(np.where(high, self.place(pair.high), self.place(pair.low)), call.weights)
 
 
 class PrecisionContestant(Protocol):
-    """A way to choose formats, a dataclass of plain values. Its text names it in tables and files."""
+    """A way to choose formats, a dataclass of plain values. Its text is its name in tables and files."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def used(self) -> tuple[Format, ...]:
-        """The formats it chooses from."""
+        """The formats from which it chooses."""
 
     def serve(self, call: LayerCall, facts: RuleInputs) -> Served: ...
 
@@ -66,7 +67,7 @@ class Everywhere:
 
 @dataclass(frozen=True)
 class InOneLayer:
-    """All experts of one layer in the low format, those of all others in the high one (figure 5 of DyMoE)."""
+    """All experts of one layer in the low format, those of other layers in the high one (figure 5 of DyMoE)."""
 
     layer: int
     pair: FormatPair
@@ -84,11 +85,11 @@ class InOneLayer:
 
 @dataclass(frozen=True)
 class Demoted:
-    """The share `low` of each layer's experts in the low format, the first of an order (figure 4 of DynaExq)."""
+    """The share `low` of each layer's experts is in the low format, the first ones of an order (figure 4 of DynaExq)."""
 
     pair: FormatPair
     low: float
-    order: str  # one of the facts' orders, or ALIKE
+    order: str  # one of the orders in RuleInputs, or ALIKE
     seed: int = 0
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class Demoted:
         return self.pair.resident
 
     def demotes(self, facts: RuleInputs) -> np.ndarray:
-        """bool [L, E]: who is in the low format, where that depends on who it is."""
+        """bool [L, E]: experts in the low format, if the order depends on the expert."""
         return coldest(facts.orders[self.order, self.seed], self.low)
 
     def serve(self, call: LayerCall, facts: RuleInputs) -> Served:
@@ -113,13 +114,13 @@ class Demoted:
 
 @dataclass(frozen=True)
 class Retained:
-    """The share `retention` of the experts that a prompt or a token demands is critical, the others are in the low format."""
+    """The share `retention` of the experts that a prompt or a token demands is critical; the others are in the low format."""
 
     pair: FormatPair
     retention: float
     ranking: Literal["importance", "random"] = "importance"
     schedule: Literal["cosine", "equal"] = "cosine"
-    renormalise: bool = True  # the weights that are left where the others are skipped
+    renormalise: bool = True  # scale the remaining weights if others are skipped
     hitters: float = HEAVY_SHARE
 
     def __str__(self) -> str:
@@ -158,7 +159,7 @@ def coldest(scores: np.ndarray, share: float) -> np.ndarray:
 
 
 def drawn(call: LayerCall, ratio: float) -> np.ndarray:
-    """bool [T, K]: as many critical experts as importance has, drawn from those that the prompt, or the token, demands."""
+    """bool [T, K]: as many critical experts as under importance, drawn from those that the prompt, or the token, demands."""
     critical = np.zeros(call.routing.shape, bool)
     for rows, chance in units(call):
         critical[rows] = by_chance(call.routing[rows], call.experts, ratio, chance)
@@ -166,7 +167,7 @@ def drawn(call: LayerCall, ratio: float) -> np.ndarray:
 
 
 def units(call: LayerCall, seed: int = 0) -> Iterator[tuple[np.ndarray, np.random.Generator]]:
-    """Tokens that are decided together (a prompt's, or one of an answer), and chance of their own."""
+    """Groups of tokens that are decided together (a prompt's, or one of an answer), each with its own random generator."""
     unit = np.arange(len(call.routing)) if call.decoding else call.sequence
     for one in np.unique(unit):
         rows = np.flatnonzero(unit == one)

@@ -1,15 +1,16 @@
 """Hot experts when the workload changes half-way (DynaExq): `python -m vismoe.eval.studies.precision_shift`.
 
-A stream of requests to the bundled model: first pictures of the first half of its icons, then something else (`icons`: the other
-half; `kinds`: printed words and two pictures; `text`: no picture at all). Policy hotness, in memory that holds a quarter of the
-experts in the better format. Request by request it is told how many of an oracle's choice are there: those that equation 2
-without forgetting ranks first in the half's own routing, which is recorded beforehand with exact experts. Hot sets have followed
-where that share reaches 90% of its final level, or more strictly where it has come 90% of the way there.
+A stream of requests to the bundled model: first pictures with the first half of its icons, then something else (`icons`: the
+other half; `kinds`: printed words and two pictures; `text`: no picture). Policy hotness, in memory for a quarter of the experts
+in the better format. After every request the study records how many experts of an oracle's choice are in the better format: the
+oracle ranks experts by equation 2 without forgetting, on the half's own routing, which is recorded beforehand with exact experts.
+Hot sets have followed when that share reaches 90% of its final level, or, more strictly, when it has changed by 90% of the
+difference.
 
 Rivals on the same requests: all experts in the lower format (`all low`), all in the better one within the same memory (`all high,
-paged`) and with room for all (`all high`); hotness beginning with the state of an earlier run (`warm`). `--storms` times decoding
-while experts move as fast as the link lets them against the same sets standing still. Links are emulated. With --keep-in a run
-that was interrupted goes on where it was. The last line is one JSON object.
+paged`) and with room for all (`all high`); hotness that begins with the state of an earlier run (`warm`). `--storms` times
+decoding while experts move as fast as the link allows, against the same sets without moves. Links are emulated. With --keep-in an
+interrupted run continues. The last line is one JSON object.
 """
 
 import argparse
@@ -49,20 +50,20 @@ REACHED = 0.9
 SPLIT: Split = "held-out"
 FIRST_KINDS = ("exists", "what", "where", "count", "describe")
 SHIFTS = {"icons": "other icons", "kinds": "printed words, two pictures", "text": "no pictures"}
-AFTER = 8  # requests that are through the shift
+AFTER = 8  # number of requests that count as the shift
 STILL, USUAL, STORM = "standing still", "as usual", "storm"
 NEVER_TOKENS = 10**9  # a period that does not end
-STORM_DECAY = 0.05  # the last token alone says who is hot
+STORM_DECAY = 0.05  # the last token alone decides which experts are hot
 SUMMED = ("tokens", "promotions", "copied_bytes", "prefill_s", "decode_s", "stall_s")
-LINK_BYTES_PER_S = 60e6  # a promotion takes 1.2 ms, about what a layer computes
+LINK_BYTES_PER_S = 60e6  # a promotion takes 1.2 ms, about the compute time of a layer
 
 Asked = list[dict[str, Any]]  # the messages of one request
 Turn = dict[str, Any]
 
 
-# -- what is asked
+# -- the requests
 def stream(shift: str, requests: int) -> tuple[list[Asked], list[Asked]]:
-    """The first half and the second, `requests` each; the same for the same arguments."""
+    """The first half and the second, `requests` each; deterministic."""
     first = _pictures(FIRST_KINDS, NOUNS[: len(NOUNS) // 2])
     second = {
         "icons": lambda: _pictures(FIRST_KINDS, NOUNS[len(NOUNS) // 2 :]),
@@ -93,7 +94,7 @@ def _texts() -> Iterator[Asked]:
 
 # -- one run over a stream
 def run(settings: Mapping[str, Any], asked: Sequence[Asked], most_tokens: int, state: Path | None = None) -> Turn:
-    """Ask everything once: figures by request. `state`: a file that hotness begins with, left as it is."""
+    """Sends every request once; returns results by request. `state`: a file with which hotness begins, which is not changed."""
     with tempfile.TemporaryDirectory() as folder:
         begun = {}
         if state is not None:
@@ -145,7 +146,7 @@ def _unpacked(high: str, shape: tuple[int, int]) -> np.ndarray:
 
 # -- the oracle
 def oracle(settings: Mapping[str, Any], asked: Sequence[Asked], most_tokens: int) -> Turn:
-    """How hot every expert is over all of these requests, with exact experts: `{"scores": [L][E]}`."""
+    """The hotness of every expert over all these requests, with exact experts: `{"scores": [L][E]}`."""
     with tempfile.TemporaryDirectory() as folder, load(**settings) as engine:
         with engine.record(Path(folder) / "trace"):
             for one in asked:
@@ -155,7 +156,7 @@ def oracle(settings: Mapping[str, Any], asked: Sequence[Asked], most_tokens: int
 
 
 def scores_of(trace: Any, inventory: ExpertInventory) -> np.ndarray:
-    """float64 `[L, E]`: equation 2 without forgetting. A pass counts as at most PERIOD_TOKENS tokens, as hotness counts it."""
+    """float64 `[L, E]`: equation 2 without forgetting. As in hotness, a pass counts as at most PERIOD_TOKENS tokens."""
     scores = np.zeros((len(inventory.layers), max(layer.num_experts for layer in inventory.layers)))
     for step in trace:
         for routing in step.layers:
@@ -168,17 +169,18 @@ def scores_of(trace: Any, inventory: ExpertInventory) -> np.ndarray:
 
 
 def hottest(scores: np.ndarray, quotas: Sequence[int]) -> np.ndarray:
-    """bool `[L, E]`: the first of each layer, as many as its quota."""
+    """bool `[L, E]`: the hottest of each layer, as many as its quota."""
     found = np.zeros(scores.shape, bool)
     for layer, quota in enumerate(quotas):
         found[layer, np.argsort(-scores[layer], kind="stable")[:quota]] = True
     return found
 
 
-# -- what a run shows
+# -- the results of a run
 @dataclass(frozen=True)
 class Followed:
-    """How hot sets came to what a half needs. Levels are shares of the oracle's choice, tokens count from its beginning."""
+    """How hot sets follow the demand of a half. Levels are shares of the oracle's choice, tokens count from the half's
+    beginning."""
 
     before: float  # when the half begins
     final: float  # mean of its last third
@@ -193,7 +195,7 @@ def followed(levels: Sequence[float], tokens: Sequence[int], counted: Sequence[i
     final = mean(after[-max(1, len(after) // 3) :])
 
     def reached(level: float) -> int | None:
-        """How many requests it takes."""
+        """The number of requests until the level is reached."""
         return next((number for number, found in enumerate(levels) if found >= level), None)
 
     simply, way = reached(REACHED * final), reached(before + REACHED * (final - before))
@@ -207,17 +209,17 @@ def followed(levels: Sequence[float], tokens: Sequence[int], counted: Sequence[i
 
 
 def overlap(row: str, wanted: np.ndarray) -> float:
-    """The share of `wanted` that is there in the better format."""
+    """The share of `wanted` that is in the better format."""
     return float((_unpacked(row, wanted.shape) & wanted).sum() / wanted.sum())
 
 
 def levels_of(rows: Sequence[Turn], wanted: np.ndarray) -> list[float]:
-    """Before the first request and after each."""
+    """The levels before the first request and after each."""
     return [overlap(rows[0]["high_before"], wanted), *(overlap(row["high"], wanted) for row in rows)]
 
 
 def tokens_per_s(rows: Sequence[Turn]) -> float:
-    """Tokens of answers over seconds of prefill and decode."""
+    """Tokens of answers divided by seconds of prefill and decode."""
     return sum(row["answer_tokens"] for row in rows) / sum(row["prefill_s"] + row["decode_s"] for row in rows)
 
 
@@ -228,7 +230,7 @@ def decode_tokens_per_s(rows: Sequence[Turn]) -> float:
 # -- shifts
 @dataclass(frozen=True)
 class Setup:
-    """What is common to everything: settings of every engine, the pair, tokens of an answer, requests of a half."""
+    """Common to all runs: settings of every engine, the pair, tokens of an answer, requests of a half."""
 
     common: dict[str, Any]
     formats: str
@@ -252,7 +254,7 @@ class Setup:
 
 
 def shift_study(shift: str, setup: Setup, memory: str, rounds: int, kept: KeptTurns) -> dict[str, Any]:
-    """One change of workload: followed, timed, printed, and as JSON."""
+    """Runs, times and prints one change of workload; returns JSON."""
     halves = stream(shift, setup.requests)
     found = kept.take(
         {
@@ -304,7 +306,8 @@ def _follow(rows: Sequence[Turn], wanted: np.ndarray) -> Followed:
 
 
 def _throughput(turns: Mapping[str, Sequence[Turn]], requests: int) -> dict[str, Any]:
-    """Of each rival, medians: tokens per second overall and through the shift; of all low, medians of ratios within rounds."""
+    """For each rival, medians: tokens per second overall and through the shift; relative to all low, medians of ratios within
+    rounds."""
     parts = {"overall": slice(None), "through the shift": slice(requests, requests + AFTER)}
     rates = {
         name: {part: [tokens_per_s(turn["rows"][where]) for turn in each] for part, where in parts.items()}
@@ -327,7 +330,7 @@ def _throughput(turns: Mapping[str, Sequence[Turn]], requests: int) -> dict[str,
 
 
 def _series(rows: Sequence[Turn], wanted: Sequence[np.ndarray], requests: int) -> dict[str, list[float]]:
-    """Of one run, after each request: tokens from the shift, shares of both oracles' choices, of computations."""
+    """For one run, after each request: tokens from the shift, shares of both oracles' choices, and of computations."""
     ends = np.cumsum([row["tokens"] for row in rows])
     return {
         "tokens": (ends - ends[requests - 1]).tolist(),
@@ -372,7 +375,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 # -- warm and cold
 def start_study(setup: Setup, memory: str, rounds: int, kept: KeptTurns, folder: Path) -> dict[str, Any]:
-    """The first half from nothing, and from the state that an earlier run over other requests of its kind has left."""
+    """The first half from a cold start, and from the state that an earlier run over similar requests has left."""
     asked, _ = stream("icons", setup.requests)
     state = _state(setup, memory, folder)
     oracle_of = (setup.identity("icons", "first"), partial(oracle, setup.exact, asked, setup.most_tokens))
@@ -406,7 +409,7 @@ def _start(turns: Sequence[Turn], wanted: np.ndarray) -> dict[str, Any]:
 
 
 def _state(setup: Setup, memory: str, folder: Path) -> Path:
-    """What hotness has learned from requests like those of the first half, none of which is asked again."""
+    """The file of hotness after requests like those of the first half, none of which is repeated."""
     file = folder / f"state-{setup.formats.replace('/', '-')}"
     if not file.exists():
         pictures = _pictures(FIRST_KINDS, NOUNS[: len(NOUNS) // 2])
@@ -483,7 +486,7 @@ def memory_of(formats: str, share: float) -> str:
 
 
 def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything, printed, and as JSON."""
+    """Runs and prints everything; returns JSON."""
     store, kept = folder / "demo-store", KeptTurns(arguments.keep_in and folder / "shift-turns.jsonl")
     pack_experts(None, store, [Format.INT4, Format.INT2])
     shifts, starts, storms = [], [], []
@@ -504,7 +507,7 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def draw(shifts: Sequence[dict[str, Any]], file: Path) -> None:
-    """For each change of workload a panel of what hot sets hold, over tokens from the change."""
+    """For each change of workload, a panel of what hot sets contain, over tokens from the change."""
     names = {
         "first": "of the first half's hottest",
         "second": "of the second half's hottest",
@@ -519,7 +522,7 @@ def draw(shifts: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     parser = SuggestingParser(
         prog="vismoe eval precision-shift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -527,13 +530,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", default=["16/4", "16/2"], metavar="PAIR", help="default: 16/4 and 16/2")
     parser.add_argument("--hot", type=float, default=HOT_SHARE, help="share of the experts in the better format (default: 0.25)")
     parser.add_argument("--link", type=parse_bytes, default=LINK_BYTES_PER_S, metavar="SIZE", help="bytes per second, emulated")
-    parser.add_argument("--requests", type=int, default=24, help="of each half (default: 24)")
-    parser.add_argument("--tokens", type=int, default=48, help="of an answer at most (default: 48)")
+    parser.add_argument("--requests", type=int, default=24, help="requests of each half (default: 24)")
+    parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer (default: 48)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each rival (default: 3)")
-    parser.add_argument("--starts", action="store_true", help="a cold start beside one from a kept state")
-    parser.add_argument("--storms", action="store_true", help="the time of a token while experts move all the time")
-    parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="stores and turns stay there, and are not made again")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the plot there, e.g. assets/figures")
+    parser.add_argument("--starts", action="store_true", help="compare a cold start with one from a stored state")
+    parser.add_argument("--storms", action="store_true", help="measure the time of a token while experts move all the time")
+    parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="folder that keeps stores and turns for later runs")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="folder for the plot, e.g. assets/figures")
     arguments = parser.parse_args(argv)
     with folder_of(arguments.keep_in) as folder:
         return told(lambda: study(arguments, folder))

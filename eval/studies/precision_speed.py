@@ -1,14 +1,14 @@
-"""What each part of dynamic precision is worth in time (DyMoE, table 3): `python -m vismoe.eval.studies.precision_speed`.
+"""The time that each part of dynamic precision saves (DyMoE, table 3): `python -m vismoe.eval.studies.precision_speed`.
 
-Rows: `load on demand` has as many slabs as a token's experts of one layer, so nothing lasts until the next layer; `cache` has the
-budget, waits for every miss and guesses nothing; `+ prefetch` asks the next routers ahead (`gate`); these three keep all experts
-in the better format. `+ dynamic` lets importance choose between two formats, without guesses; `all` guesses the critical ones;
-`all, skip` leaves the others out. `everything there` has room for all experts: what computing alone takes.
+Rows: `load on demand` has as many slabs as a token's experts of one layer, so nothing stays until the next layer; `cache` has the
+budget, waits for every miss and predicts nothing; `+ prefetch` runs the next routers ahead (`gate`); these three keep all experts
+in the better format. `+ dynamic` lets importance choose between two formats, without predictions; `all` predicts the critical
+experts; `all, skip` skips the others. `everything there` has room for all experts: the time of computing alone.
 
-Two places. `demo`: the bundled model in 16 and 4 bits, on held-out questions (its records of int4 and int2 are equally large, so
+Two setups. `demo`: the bundled model in 16 and 4 bits, on held-out questions (its records of int4 and int2 have the same size, so
 that pair would move no fewer bytes). `generated`: a checkpoint of larger experts in 4 and 2 bits with random weights. Links are
-emulated: a copy ends as late as one over a link of that rate would. Figures are medians of turns, each with a freshly loaded
-model. With --keep-in a run that was interrupted goes on where it was. The last line is one JSON object.
+emulated: a copy ends as late as over a link of that rate. Results are medians of turns, each with a freshly loaded model. With
+--keep-in an interrupted run continues. The last line is one JSON object.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from vismoe.types import Format, Phase
 __all__ = ["KeptTurns", "main", "pack_experts", "sizes"]
 
 RETENTION = 0.75
-BUDGETS = (0.5, 0.85)  # of all experts in the better format: what 16 and 24 GB hold of Mixtral-8x7B's experts in 4 bits
+BUDGETS = (0.5, 0.85)  # shares of all experts in the better format: those of Mixtral-8x7B in 4 bits that fit 16 and 24 GB
 GEOMETRY, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = "qwen3-vl-30b-a3b", 6, 64, 8, 1024, 512
 VOCABULARY, SKEW = 8192, 1.0
 ALONE, CACHE, PREFETCH, DYNAMIC, ALL, SKIP = "load on demand", "cache", "+ prefetch", "+ dynamic", "all", "all, skip"
@@ -59,25 +59,25 @@ Turn = dict[str, Any]
 
 @dataclass(frozen=True)
 class SpeedSetup:
-    """Where the rows are compared. Bytes are of one expert; `ask` runs one turn with these settings."""
+    """A setup in which the rows are compared. Bytes are of one expert; `ask` runs one turn with the given settings."""
 
     name: str
     formats: str  # the pair
     links_bytes_per_s: tuple[float, ...]
     settings: dict[str, Any]  # of every row
     ask: Callable[[Mapping[str, Any]], Run]
-    asked: list[Any]  # tells what is asked from what else might be
+    asked: list[Any]  # identifies the requests
     requests: int
     experts: int
     top_k: int
     raw_bytes: int
     high_bytes: int
     low_bytes: int
-    uniform: str  # the setting `format` of the better one
-    judge: Callable[[Mapping[str, Any], int], float] | None = None  # share of so many questions per kind answered right
+    uniform: str  # the setting `format` for the better format
+    judge: Callable[[Mapping[str, Any], int], float] | None = None  # the share of correct answers, for so many questions per kind
 
     def memory(self, slabs: float) -> str:
-        """The setting that holds so many experts in the better format."""
+        """The memory setting that holds so many experts in the better format."""
         return f"{100 * slabs * self.high_bytes / self.raw_bytes / self.experts:.6f}%"
 
 
@@ -97,7 +97,7 @@ def rows(place: SpeedSetup, budget: float) -> dict[str, dict[str, Any]]:
 
 
 def variants(place: SpeedSetup, link: float, budgets: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """Settings of everything that is timed over one link, by name; `@` tells the budget."""
+    """Settings of all variants that are timed over one link, by name; `@` precedes the budget."""
     fixed = {"format": place.uniform, "lookahead": "none"}
     found = {ALONE: fixed | {"memory": place.memory(place.top_k + 0.5)}}
     for budget in budgets:
@@ -108,7 +108,7 @@ def variants(place: SpeedSetup, link: float, budgets: Sequence[float]) -> dict[s
 
 
 def turn_of(run: Run, requests: int) -> Turn:
-    """Figures of one turn: seconds and bytes per request (prefill) and per token (decode), shares by precision."""
+    """Results of one turn: seconds and bytes per request (prefill) and per token (decode), shares by precision."""
     total, tokens = run.counters.total, run.decode_tokens
     return {
         "first_token_s": run.prefill_s / requests,
@@ -124,13 +124,13 @@ def turn_of(run: Run, requests: int) -> Turn:
 
 
 def shares(run: Run, phase: Phase) -> dict[str, float]:
-    """Of expert computations, in the better format, in the other, and skipped."""
+    """Shares of expert computations in the better format, in the other, and skipped."""
     counts = run.counters.computed_in(("high", "low"), phase)
     return {name: counts.get(name, 0) / sum(counts.values()) for name in ("high", "low", "skip")}
 
 
 class KeptTurns:
-    """Measured turns, a line of JSON for each in a file as they are done; None: they are kept nowhere."""
+    """Measured turns, one line of JSON each in a file, written as they finish; None: no file."""
 
     def __init__(self, file: Path | None):
         self._file, self._turns = file, dict[str, Turn]()
@@ -140,8 +140,8 @@ class KeptTurns:
                 self._turns[json.dumps(kept["of"], sort_keys=True)] = kept["turn"]
 
     def take(self, jobs: Mapping[str, tuple[Any, Callable[[], Turn]]], rounds: int) -> dict[str, list[Turn]]:
-        """Every job once per round, in an order that is reversed every other round; jobs: name -> (what identifies it, how it is
-        done). Progress goes to stderr."""
+        """Runs every job once per round, in an order that is reversed every other round; jobs: name -> (identity, function).
+        Shows progress on stderr."""
         found: dict[str, list[Turn]] = {name: [] for name in jobs}
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("turns", total=rounds * len(jobs))
@@ -164,7 +164,7 @@ class KeptTurns:
 
 
 def medians_of(turns: Sequence[Turn]) -> Turn:
-    """Of each figure; shares by name."""
+    """The median of each number; shares by name."""
     found: Turn = {}
     for name, first in turns[0].items():
         if isinstance(first, dict):
@@ -175,7 +175,7 @@ def medians_of(turns: Sequence[Turn]) -> Turn:
 
 
 def compare(place: SpeedSetup, link: float, budgets: Sequence[float], rounds: int, kept: KeptTurns) -> dict[str, Any]:
-    """Everything over one link, measured, printed, and as JSON."""
+    """Measures and prints everything over one link; returns JSON."""
     jobs = {
         name: ([place.asked, settings], lambda settings=settings: turn_of(place.ask(settings), place.requests))
         for name, settings in variants(place, link, budgets).items()
@@ -186,7 +186,7 @@ def compare(place: SpeedSetup, link: float, budgets: Sequence[float], rounds: in
     bound_s, alone = found[BOUND]["token_s"], found[ALONE]
     ratio = alone["token_bytes"] / link / bound_s
     print(f"\n{place.name}, {place.formats}, emulated link of {link / 1e6:g} MB/s, medians of {rounds} turns; without a cache a")
-    print(f"token's experts take the link {ratio:.1f} times as long as computing takes ({1e3 * bound_s:.2f} ms)")
+    print(f"token's experts occupy the link {ratio:.1f} times as long as computing takes ({1e3 * bound_s:.2f} ms)")
     print(table(found, link))
     return {
         "place": place.name,
@@ -199,7 +199,7 @@ def compare(place: SpeedSetup, link: float, budgets: Sequence[float], rounds: in
 
 
 def table(found: Mapping[str, Turn], link: float) -> str:
-    """A line per row; times as how often they go into those of loading on demand."""
+    """A line per row; times relative to those of loading on demand."""
     lines = [
         ["", "first token s", "times", "token ms", "times", "MiB/prompt", "MiB/token", "hits", "in decode", "of the link"]
         + ["prompt in high, low, skip", "decode in high, low, skip"]
@@ -218,7 +218,7 @@ def table(found: Mapping[str, Turn], link: float) -> str:
 
 
 def judged(place: SpeedSetup, budgets: Sequence[float], per_kind: int, kept: KeptTurns) -> dict[str, float]:
-    """The share of questions that the rows which differ in what they compute answer right; printed."""
+    """The share of correct answers, for the rows that differ in their computations; printed."""
     if place.judge is None:
         return {}
     judge, jobs = place.judge, {}
@@ -238,9 +238,9 @@ def judged(place: SpeedSetup, budgets: Sequence[float], per_kind: int, kept: Kep
     return found
 
 
-# -- the places
+# -- the setups
 def pack_experts(model: str | None, folder: Path, formats: Sequence[Format]) -> None:
-    """A store of these formats in `folder`; what is there already is kept."""
+    """A store of these formats in `folder`; formats that it has are kept."""
     source, transposed = experts_in_place(model or demo_model())
     with closing(source):
         for each in formats:
@@ -248,7 +248,7 @@ def pack_experts(model: str | None, folder: Path, formats: Sequence[Format]) -> 
 
 
 class ExpertSizes(TypedDict):
-    """The fields of SpeedSetup that say how large experts are."""
+    """The fields of SpeedSetup with the sizes of experts."""
 
     experts: int
     top_k: int
@@ -258,7 +258,7 @@ class ExpertSizes(TypedDict):
 
 
 def sizes(model: str | None, formats: str) -> ExpertSizes:
-    """Of the model's experts in 16 bits, and in the two formats of a pair."""
+    """Sizes of the model's experts in 16 bits, and in the two formats of a pair."""
     source, transposed = experts_in_place(model or demo_model())
     with closing(source):
         inventory = paired(source.inventory, parse_formats(formats), transposed)
@@ -291,7 +291,7 @@ def demo(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
 
 
 def share_right(settings: Mapping[str, Any], per_kind: int) -> float:
-    """Of `per_kind` held-out questions of every kind, asked one by one."""
+    """The share of correct answers to `per_kind` held-out questions of every kind, one by one."""
     talks = [talk for kind in KINDS for talk in questions(kind, range(per_kind), ACCURACY_SEED)]
     with load(**settings) as engine:
         said = ["".join(engine.chat(messages(talk), max_tokens=ACCURACY_TOKENS)) for talk in talks]
@@ -334,7 +334,7 @@ PLACES = {"demo": demo, "generated": generated}
 
 
 def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything, printed, and as JSON."""
+    """Runs and prints everything; returns JSON."""
     kept, found, accuracies = KeptTurns(arguments.keep_in and folder / "turns.jsonl"), [], {}
     for name in arguments.places:
         place = PLACES[name](arguments, folder)
@@ -349,7 +349,7 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def draw(found: Sequence[dict[str, Any]], budgets: Sequence[float], file: Path) -> None:
-    """For each place and link a panel of the first token's time, and below it one of the others'."""
+    """For each setup and link, a panel of the first token's time, and below it one of later tokens."""
     names = [CACHE, PREFETCH, DYNAMIC, ALL, SKIP]
     labels = [name.removeprefix("+ ") for name in names]
 
@@ -369,13 +369,18 @@ def draw(found: Sequence[dict[str, Any]], budgets: Sequence[float], file: Path) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     parser = SuggestingParser(
         prog="vismoe eval precision-speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
     parser.add_argument(
-        "--budgets", nargs="+", type=float, default=list(BUDGETS), metavar="SHARE", help="of all experts in the better format"
+        "--budgets",
+        nargs="+",
+        type=float,
+        default=list(BUDGETS),
+        metavar="SHARE",
+        help="shares of all experts in the better format",
     )
     parser.add_argument(
         "--demo-links", nargs="+", type=parse_bytes, default=[60e6, 240e6], metavar="SIZE", help="bytes per second"
@@ -384,11 +389,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--generated-links", nargs="+", type=parse_bytes, default=[4e8, 1.6e9], metavar="SIZE", help="bytes per second"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each row (default: 3)")
-    parser.add_argument("--questions", type=int, default=9, help="asked of the bundled model in each turn (default: 9)")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: 24)")
-    parser.add_argument("--per-kind", type=int, default=20, help="questions per kind whose answers are judged (default: 20)")
-    parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="stores and turns stay there, and are not made again")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the plot there, e.g. assets/figures")
+    parser.add_argument("--questions", type=int, default=9, help="questions to the bundled model in each turn (default: 9)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer (default: 24)")
+    parser.add_argument("--per-kind", type=int, default=20, help="questions per kind for accuracy (default: 20)")
+    parser.add_argument("--keep-in", type=Path, metavar="FOLDER", help="folder that keeps stores and turns for later runs")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="folder for the plot, e.g. assets/figures")
     arguments = parser.parse_args(argv)
     with folder_of(arguments.keep_in) as folder:
         return told(lambda: study(arguments, folder))

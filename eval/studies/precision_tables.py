@@ -1,4 +1,4 @@
-"""Lines of contestants over what a study sweeps: figures with intervals over questions, which line is better, tables, plots."""
+"""Lines of contestants over a swept setting: results with intervals over questions, comparisons of lines, tables, plots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class TableLine:
-    """One line of one panel: at each x the contestants whose mean it shows, several where chance was drawn several times."""
+    """One line of one panel: at each x, the contestants whose mean it shows, several if there were several random draws."""
 
     panel: str
     name: str
@@ -42,12 +42,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Column:
-    """What contestants made of the same questions, their mean where there are several; arrays over questions."""
+    """Results of contestants on the same questions, the mean if there are several contestants; arrays over questions."""
 
     tokens: np.ndarray
     divergence: np.ndarray
     surprise: np.ndarray
-    score: np.ndarray | None  # None: nobody answered
+    score: np.ndarray | None  # None: no answers were generated
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[JudgedAnswer]]) -> "Column":
@@ -57,12 +57,12 @@ class Column:
         return cls(mean("tokens"), mean("divergence"), mean("surprise"), None if rows[0][0].score is None else mean("score"))
 
     def among(self, chosen: np.ndarray) -> "Column":
-        """Of some questions: bool [questions]."""
+        """The column for some questions: bool [questions]."""
         score = None if self.score is None else self.score[chosen]
         return Column(self.tokens[chosen], self.divergence[chosen], self.surprise[chosen], score)
 
     def figures(self, base: "Column") -> dict[str, Any]:
-        """With accuracy beside that of `base`."""
+        """Its numbers, with accuracy compared with that of `base`."""
         surprise = ratio_of_sums(self.surprise, self.tokens)
         found = {
             "divergence": asdict(ratio_of_sums(self.divergence, self.tokens)),
@@ -83,7 +83,7 @@ class Column:
 
 
 class Summary:
-    """Figures of what contestants made of the questions whose kinds are `kinds`, as plain values."""
+    """Summarises contestants' results on questions whose kinds are `kinds`, as plain values."""
 
     def __init__(self, table: Mapping[PrecisionContestant, Sequence[JudgedAnswer]], kinds: Sequence[str]):
         self._table = table
@@ -94,7 +94,7 @@ class Summary:
         return Column.of([self._table[contestant] for contestant in contestants])
 
     def line(self, line: TableLine, base: Everywhere) -> dict[str, Any]:
-        """Each point's figures of all questions and per kind, accuracies beside those of `base`."""
+        """The results at each point for all questions and per kind, with accuracies compared with those of `base`."""
         its = [{"x": x, **self._point(contestants, base)} for x, contestants in line.points.items()]
         own = {"name": str(base), **self._point([base], base)}
         return {"panel": line.panel, "name": line.name, "base": own, "points": its}
@@ -111,7 +111,7 @@ class Summary:
         }
 
     def compared(self, own: TableLine, rival: TableLine) -> dict[str, Any]:
-        """At each x where both lines have contestants of their own, and over all of these together."""
+        """The comparison at each x where both lines have different contestants, and over all of these together."""
         shared = [x for x in own.points if x in rival.points and own.points[x] != rival.points[x]]
         first, second = (self._column([one for x in shared for one in line.points[x]]) for line in (own, rival))
         pairs = [(x, self._column(own.points[x]), self._column(rival.points[x])) for x in shared]
@@ -124,14 +124,15 @@ class Summary:
         }
 
     def trend(self, line: TableLine) -> dict[str, Any]:
-        """Whether the divergence grows (1) or falls (-1) along a line, of all questions and per kind."""
+        """Whether the divergence grows (1) or falls (-1) along a line, for all questions and per kind."""
         losses = np.array([self._column(contestants).divergence for contestants in line.points.values()])
         its = {group: asdict(rank_correlation(losses[:, chosen])) for group, chosen in self._groups.items()}
         return {"panel": line.panel, "name": line.name, **its}
 
 
 def rank_correlation(losses: np.ndarray) -> Interval:
-    """Spearman's, of places along a line and what `losses` [places, questions] sum to at each; bootstrap over questions."""
+    """Spearman's correlation between positions on a line and the sums of `losses` [places, questions]; bootstrap over
+    questions."""
     places, count = losses.shape
     chosen = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     sums = np.concatenate([losses.sum(axis=1)[None], losses[:, chosen].sum(axis=2).T])
@@ -148,7 +149,7 @@ def summary(
     table: Mapping[PrecisionContestant, Sequence[JudgedAnswer]],
     kinds: Sequence[str],
 ) -> dict[str, Any]:
-    """Lines, each with what its accuracies stand beside; comparisons of them; with `trends` how they grow or fall."""
+    """Lines, each with the base of its accuracies; comparisons of lines; with `trends` their growth."""
     found = Summary(table, kinds)
     drawn = [line for line, _ in lines]
     return {
@@ -246,7 +247,7 @@ def _panel(result: dict[str, Any], panel: str, figure: str, label: str, limits: 
 
 
 def _series(line: dict[str, Any], figure: str) -> Series:
-    """With intervals of accuracies, and between the extremes of chance's draws."""
+    """A plotted line, with intervals of accuracies, and between the extremes of random draws."""
     x, found = [point["x"] for point in line["points"]], [point[ALL][figure] for point in line["points"]]
     if figure == "accuracy":
         return Series(line["name"], x, *([each[end] for each in found] for end in ("mean", "low", "high")))

@@ -1,7 +1,7 @@
-"""What replays of precision policies are shown: requests to the bundled model, recorded once, and streams composed of them.
+"""Workloads for replays of precision policies: requests to the bundled model, recorded once, and streams composed of them.
 
-Requests ask about pictures with icons of the first or of the second half of the nouns, or have no picture at all. The routing of
-a request does not depend on others, so any order of recorded requests is a stream that could have been served.
+Requests ask about pictures with icons of the first or of the second half of the nouns, or have no picture. The routing of a
+request does not depend on others, so any order of recorded requests is a possible stream.
 """
 
 import itertools
@@ -23,15 +23,15 @@ from vismoe.trace.synthetic import skewed_trace
 
 __all__ = ["Stream", "prompts", "record", "streams", "synthetic"]
 
-FIRST_SCENE = 8_000_000  # other scenes than those of `vismoe eval --scenes` and of training
+FIRST_SCENE = 8_000_000  # so that scenes differ from those of `vismoe eval --scenes` and of training
 TEXTS = 72
-IN_TURN = 4  # requests of one sort before those of the other
+IN_TURN = 4  # requests of one sort before the sort changes
 GROUPS = ("first icons", "second icons", "text only")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Passes in order, in segments of one sort of request each."""
+    """Passes in order, in segments with one sort of requests each."""
 
     name: str
     segments: Sequence[Sequence[Pass]]
@@ -46,7 +46,7 @@ class Stream:
         return len(self.segments[0])
 
     def oracle(self, quotas: np.ndarray, most: int) -> tuple[float, float]:
-        """Shares in prompts and in decoding with the best set of experts of each segment, chosen after the fact."""
+        """Shares in prompts and in decoding with the best set of experts for each segment, chosen afterwards."""
         found = [best_static(segment, quotas, most) for segment in self.segments]
         high, computed = (sum(part) for part in zip(*found, strict=True))
         prompts, decoding = (high / np.maximum(computed, 1)).tolist()
@@ -79,7 +79,7 @@ def _about_either_half(kind: str, count: int) -> list[CalibrationPrompt]:
 
 
 def record(folder: Path, of_a_kind: int) -> Trace:
-    """The trace of all prompts; what is in the folder already is not asked again."""
+    """The trace of all prompts; those in the folder are not recorded again."""
     asked = prompts(of_a_kind)
     with load(None, memory="100%", calibration="none", lookahead="none") as engine, progress_bar() as bar:
         task = bar.add_task("recording", total=None)
@@ -87,7 +87,7 @@ def record(folder: Path, of_a_kind: int) -> Trace:
 
 
 def streams(passes: Sequence[Pass], seed: int = 0) -> list[Stream]:
-    """Mixed questions; a shift to other icons, and one to text only, half-way; sorts that take turns."""
+    """Mixed questions; a shift to other icons half-way, and one to text only; sorts that alternate."""
     by_request: dict[str, list[Pass]] = {}
     for each in passes:
         by_request.setdefault(each.request, []).append(each)

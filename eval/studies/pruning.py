@@ -1,12 +1,12 @@
-"""What dropping visual tokens costs in quality: `python -m vismoe.eval.studies.pruning`.
+"""The quality after dropping visual tokens: `python -m vismoe.eval.studies.pruning`.
 
 On one model (the bundled demo model unless another is named), with `deterministic=True` and every expert in memory: accuracy per
-kind of held-out question, printed text apart, of each way to select tokens at each share kept, paired with keeping all on the
-same questions. Beside it stand the coverage of the salient core and the mean expansion (equation 2 of VisMMoE). `--study` sweeps
-one setting instead. Answers are decoded greedily; `random` draws anew for every batch of questions.
+kind of held-out question, printed text separately, of each selection of tokens at each share kept, paired with keeping all on the
+same questions; also the coverage of the salient core and the mean expansion (equation 2 of VisMMoE). `--study` sweeps one setting
+instead. Answers are decoded greedily; `random` draws anew for every batch of questions.
 
-Answers are kept in a folder, one file per contestant and a line per question, so that an interrupted run goes on where it was.
-Prints a table, then one JSON object on the last line.
+Answers are kept in a folder, one file per contestant and a line per question, so that an interrupted run continues. Prints a
+table, then one JSON object on the last line.
 """
 
 import json
@@ -32,14 +32,14 @@ from vismoe.eval.pruned_answers import draw_of
 from vismoe.eval.questions import KINDS
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.flags import SuggestingParser
-from vismoe.models.load.quantizer import runtime_of
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.vision.selection import KeptImage, Pruning
 
 QUESTIONS = 900
 WIDTH = 170  # of tables in a file, columns
 BATCH = 25  # questions answered together
-CONTEXT_TOKENS = 1024  # planned for each of them
+CONTEXT_TOKENS = 1024  # planned for each question
 KEEPS = (0.7, 0.5, 0.3)
 SELECTIONS = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-pruning"
@@ -49,14 +49,14 @@ ENDS = ("mean", "low", "high")
 
 @dataclass(frozen=True)
 class PruningContestant:
-    """How visual tokens are treated."""
+    """A treatment of visual tokens."""
 
     pruning: Pruning
     prune_layer: int
-    visual_top_k: int | None = None  # experts of a visual token in prefill; None: as many as the model says
+    visual_top_k: int | None = None  # experts of a visual token in prefill; None: as many as the model uses
 
     def __str__(self) -> str:
-        """Alpha and lambda only where they are not the defaults."""
+        """Shows alpha and lambda only if they differ from the defaults."""
         parts = (
             [ALL]
             if self.pruning.keep == 1
@@ -72,12 +72,12 @@ class PruningContestant:
 
 
 def labelled(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The contestants of a result by shorter names for tables: the layer only where it is not the model's own."""
+    """The contestants of a result under shorter names for tables: the layer only if it differs from the model's default."""
     return {name.replace(f", layer {result['prune_layer']}", ""): row for name, row in result["contestants"].items()}
 
 
 def program_of(contestant: PruningContestant) -> str:
-    """The digest of the code that a contestant's answers come from."""
+    """The digest of the code that produces a contestant's answers."""
     return program_digest(
         [*pruned_answers.PROGRAM, *(pruned_answers.FEWER_EXPERTS if contestant.visual_top_k is not None else ())]
     )
@@ -103,7 +103,7 @@ def _pruner_of(engine: Engine) -> VisualPruner:
 
 
 class Engines:
-    """One engine for each way in which contestants need the model loaded; all experts resident, no lookahead."""
+    """One engine for each loading that contestants need; all experts resident, no lookahead."""
 
     def __init__(self, model_path: str):
         self._path = model_path
@@ -126,8 +126,8 @@ class Engines:
             visual_top_k=visual_top_k,
         )
         if not engine.can_prune:
-            raise ConfigError(f"{self._path}: {engine.backends['visual tokens']}. Fix: name a model whose visual tokens can be")
-        assert runtime_of(engine.model).visual_top_k == visual_top_k, "the setting is in force"
+            raise ConfigError(f"{self._path}: {engine.backends['visual tokens']}. Fix: name a model that allows it")
+        assert runtime_of(engine.model).context.visual_top_k == visual_top_k, "the setting is in force"
         return engine
 
     def of(self, contestant: PruningContestant) -> Engine:
@@ -140,7 +140,7 @@ class Engines:
     def answers(
         self, contestant: PruningContestant, inputs: Any, seed: int, most_tokens: int = accuracy.MAX_ANSWER_TOKENS
     ) -> tuple[list[str], list[KeptImage]]:
-        """Greedy answers to a batch of prompts, and what was kept of their images; `seed` is that of `random`."""
+        """Greedy answers to a batch of prompts, and the kept tokens of their images; `seed` is for `random`."""
         engine = self.of(contestant)
         pruner = _pruner_of(engine)
         pruner.begin_request()
@@ -154,7 +154,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class PruningStudy:
-    """Contestants beside keeping all tokens, for a model whose pruning begins at a given layer; and how they are drawn."""
+    """Contestants beside keeping all tokens, for a model whose pruning begins at a given layer; and how to plot them."""
 
     contestants: Callable[[int], list[PruningContestant]]
     axis: str
@@ -199,7 +199,7 @@ STUDIES = {
 
 
 def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path) -> dict[str, Any]:
-    """All figures, as the object that is printed last."""
+    """All results, as the object that is printed last."""
     engines = Engines(model_path)
     try:
         everything = PruningContestant(Pruning(), engines.prune_layer)
@@ -225,7 +225,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
 def answer_batch(
     engines: Engines, keys: Sequence[Key], seed: int, contestants: Sequence[PruningContestant]
 ) -> Iterator[tuple[PruningContestant, dict[Key, PrunedAnswer]]]:
-    """Ask every contestant the same batch; prompts and pictures are made once."""
+    """Every contestant on the same batch; prompts and pictures are prepared once."""
     talks = questions(keys[0][0], [number for _, number in keys], seed)
     inputs = accuracy.prompts(engines.processor, talks)
     image_token = engines.of(contestants[0]).model.config.image_token_id
@@ -240,7 +240,7 @@ def answer_batch(
 
 
 def answered(text: str, score: float, visual_tokens: int, images: Sequence[KeptImage]) -> PrunedAnswer:
-    """An answer with what was kept of its images; no images: nothing was dropped."""
+    """An answer with the kept tokens of its images; without images nothing was dropped."""
     dropped = sum(image.tokens - len(image.selection.kept) for image in images)
     selections = [image.selection for image in images]
     return PrunedAnswer(
@@ -255,16 +255,16 @@ def answered(text: str, score: float, visual_tokens: int, images: Sequence[KeptI
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None where none is."""
+    """The mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def summary(table: dict[PruningContestant, list[PrunedAnswer]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Figures per contestant; `kinds` names the kind of each question.
+    """Results per contestant; `kinds` gives the kind of each question.
 
-    Differences are against keeping all tokens, and for other selections than `saliency` against that one with the same share kept
-    at the same layer, where it is in the table.
+    Differences are from keeping all tokens, and for other selections than `saliency` from that one with the same share kept at
+    the same layer, if the table has it.
     """
     everything = next(rows for contestant, rows in table.items() if str(contestant) == ALL)
     out = {}
@@ -315,7 +315,7 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
-    """Accuracy over what the study sweeps, printed text apart."""
+    """Accuracy over the swept setting, printed text separately."""
     study = STUDIES[result["study"]]
     everything, *others = (
         (PruningContestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"]), row["accuracy"])
@@ -350,18 +350,24 @@ def run(
     draw: Callable[[dict[str, Any], Path], None],
     print_summary: Callable[[Console, dict[str, Any]], None],
 ) -> int:
-    """The command line of a study: measure, draw, print; -> exit status."""
+    """The command line of a study: measure, plot, print; -> exit status."""
     parser = SuggestingParser(prog=f"python -m vismoe.eval.{program}", description=about.splitlines()[0])
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
-    parser.add_argument("--study", choices=STUDIES, default="selection", help="what is compared (default: selection)")
-    parser.add_argument("--questions", type=int, default=asked, metavar="N", help=f"in all (default: {asked})")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which held-out scenes (default: 0)")
-    parser.add_argument("--work", type=Path, default=folder, metavar="DIR", help=f"what is kept for going on (default: {folder})")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw into this folder")
-    parser.add_argument("--json", action="store_true", help="only the JSON object")
+    parser.add_argument("--study", choices=STUDIES, default="selection", help="what to compare (default: selection)")
+    parser.add_argument("--questions", type=int, default=asked, metavar="N", help=f"questions in all (default: {asked})")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=folder,
+        metavar="DIR",
+        help=f"folder for answers, from which a run continues (default: {folder})",
+    )
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="folder for the plots")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
     chosen = parser.parse_args(arguments)
     if chosen.questions < 1:
-        parser.error("questions are at least 1")
+        parser.error("--questions must be at least 1")
     per_kind = -(-chosen.questions // len(KINDS))
     try:
         result = measure(str(chosen.model or demo_model()), chosen.study, per_kind, chosen.seed, chosen.work)

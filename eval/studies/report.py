@@ -1,4 +1,4 @@
-"""How a study ends: its result as one JSON object on the last line of stdout, or an error on stderr."""
+"""The end of a study: its result as one JSON object on the last line of stdout, or an error on stderr."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ __all__ = ["folder_of", "told"]
 
 
 def told(study: Callable[[], dict[str, Any]]) -> int:
-    """The exit code of a command that prints what `study` returns."""
+    """Prints the result of `study`; returns the exit code of the command."""
     try:
         print(json.dumps(study()))
     except VisMoEError as error:
@@ -25,7 +25,7 @@ def told(study: Callable[[], dict[str, Any]]) -> int:
 
 @contextmanager
 def folder_of(kept: Path | None) -> Iterator[Path]:
-    """`kept`, made where it is not there; without it a folder that is gone afterwards."""
+    """`kept`, created if missing; without it, a temporary folder."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
         yield kept

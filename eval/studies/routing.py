@@ -1,8 +1,8 @@
-"""How the tokens of one prompt ask for experts, as pure statistics: how many, how concentrated, how alike from layer to layer.
+"""Statistics of the experts that one prompt's tokens choose: how many, how concentrated, how similar from layer to layer. Pure.
 
-T tokens, K choices of a token, E experts of a layer. Experts of different layers have nothing in common but their number, so
-likeness of layers is measured in ways that do not depend on how experts are numbered; the index-wise cosine, which does, stands
-beside them because it is the nearest to what VisMMoE's figure 4 draws.
+T tokens, K choices of a token, E experts of a layer. Experts of different layers have only their numbers in common, so the
+similarity of layers is measured in ways that do not depend on numbering. The index-wise cosine, which does, is included because
+it is closest to VisMMoE's figure 4.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ __all__ = [
 class LayerLoad:
     """The routing of one prompt at one MoE layer."""
 
-    experts: np.ndarray  # [T, K] int: what the tokens that reached the layer chose; E and above: no expert
-    tokens: np.ndarray  # [T] int, ascending: which tokens of the prompt they are
+    experts: np.ndarray  # [T, K] int: the choices of the tokens that reached the layer; E and above: no expert
+    tokens: np.ndarray  # [T] int, ascending: their indices in the prompt
     visual: np.ndarray  # [T] bool
     pruned: bool  # tokens were dropped before this layer
 
@@ -42,7 +42,7 @@ class LayerLoad:
 
 
 def prompt_layers(step: TraceStep) -> list[LayerLoad]:
-    """A recorded prefill of one sequence, layer by layer, padding left out."""
+    """A recorded prefill of one sequence, layer by layer, without padding."""
     assert len(step.kinds) == 1, f"{len(step.kinds)} sequences in one step: statistics are of single prompts"
     kinds = step.kinds[0]
     layers = []
@@ -54,7 +54,7 @@ def prompt_layers(step: TraceStep) -> list[LayerLoad]:
 
 
 def load(layer: LayerLoad, num_experts: int) -> np.ndarray:
-    """[E]: how many tokens chose each expert."""
+    """[E]: the number of tokens that chose each expert."""
     return np.bincount(layer.experts[layer.experts < num_experts], minlength=num_experts)
 
 
@@ -81,8 +81,8 @@ def index_similarity(here: np.ndarray, next_one: np.ndarray) -> float:
 def structure_similarity(here: LayerLoad, next_one: LayerLoad, num_experts: int) -> float:
     """Do tokens that share experts at one layer share them at the next? Correlation over pairs of tokens, -1 to 1.
 
-    Of each pair the number of experts that both chose is counted at either layer, over the tokens that reached the second one;
-    a token with itself is no pair, so few tokens do not raise it. 0 where one of the layers tells no pairs apart.
+    For each pair of tokens that reached the second layer, the number of experts that both chose is counted at either layer. A
+    token is not paired with itself, so few tokens do not raise the result. 0 if all pairs are equal at one of the layers.
     """
     shared = []
     for layer in (here.only(np.isin(here.tokens, next_one.tokens)), next_one):
@@ -94,12 +94,12 @@ def structure_similarity(here: LayerLoad, next_one: LayerLoad, num_experts: int)
 
 
 class LoadTransitions:
-    """What the load of one layer says about that of the next, learned from other prompts: E x E counts, plus one each."""
+    """Predicts the load of the next layer from that of one layer, learned from other prompts: E x E counts, plus one each."""
 
     def __init__(self, prompts: Sequence[tuple[LayerLoad, LayerLoad]], num_experts: int):
-        """`prompts`: the two layers, of every prompt to learn from."""
+        """`prompts`: the two layers of every prompt to learn from."""
         self._from = np.ones((num_experts, num_experts))
-        self.popular = np.zeros(num_experts)  # the next layer's load over all of them
+        self.popular = np.zeros(num_experts)  # the next layer's load over all prompts
         for here, next_one in prompts:
             here = here.only(np.isin(here.tokens, next_one.tokens))
             self._from += _choices(here, num_experts).T @ _choices(next_one, num_experts)
@@ -107,17 +107,17 @@ class LoadTransitions:
         self._from /= self._from.sum(axis=1, keepdims=True)
 
     def expected(self, loads: np.ndarray) -> np.ndarray:
-        """[E]: the next layer's load, as far as this one's tells."""
+        """[E]: the next layer's load, predicted from this layer's."""
         return loads @ self._from
 
 
 def _choices(layer: LayerLoad, num_experts: int) -> np.ndarray:
-    """int [T, E]: 1 where a token chose an expert. Products of integers stay on one thread, which is faster for so few."""
+    """int [T, E]: 1 where a token chose an expert. Integer products stay on one thread, which is faster at this size."""
     chose = np.zeros((len(layer.tokens), num_experts + 1), np.int64)
     np.put_along_axis(chose, np.minimum(layer.experts, num_experts).astype(np.int64), 1, axis=1)
     return chose[:, :num_experts]
 
 
 def most(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest; of equals the first."""
+    """Indices of the `count` largest values; of equal ones the first."""
     return np.argsort(-values, kind="stable")[:count]

@@ -1,9 +1,9 @@
-"""Does the server keep what it has? `vismoe eval soak --clients 32 --minutes 3` (or `python -m vismoe.eval.studies.soak`).
+"""Does the server leak? `vismoe eval soak --clients 32 --minutes 3` (or `python -m vismoe.eval.studies.soak`).
 
-A server with the bundled model, and clients in another process that ask, stream, hang up and send nonsense (`soak_clients`).
-Meanwhile memory, open files, threads and the engine's load are sampled, and /metrics is read. At the end nobody may be served any
-more, the pager's books must be right, no counter may ever have gone down, and memory must have been flat once caches were full.
-Prints a table, and as the last line one JSON object; the exit code is 1 where a check failed.
+Runs a server with the bundled model, and clients in another process that ask, stream, hang up and send nonsense (`soak_clients`).
+Meanwhile it samples memory, open files, threads and the engine's load, and reads /metrics. At the end no request may be running
+or waiting, the pager's state must be consistent, no counter may ever have decreased, and memory must be flat after the caches
+were full. Prints a table, and one JSON object as the last line; the exit code is 1 if a check failed.
 """
 
 import argparse
@@ -35,9 +35,9 @@ __all__ = ["Sample", "growth_bytes", "main"]
 
 SAMPLE_S = 1.0
 SCRAPE_SAMPLES = 5  # /metrics is read at every fifth sample
-SETTLE_S = 60.0  # for what runs at the end
-WARM_SAMPLES = 60  # of a run whose growth says something
-GROWTH_BYTES = 32 * 2**20  # between the second and the last third; a leak of one prompt's cache per request would be far more
+SETTLE_S = 60.0  # time for the last requests to end
+WARM_SAMPLES = 60  # least samples of a run for a check of growth
+GROWTH_BYTES = 32 * 2**20  # limit between the second and the last third; leaking one prompt's cache per request would be far more
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Sample:
 
 
 def growth_bytes(samples: Sequence[Sample]) -> float:
-    """How much more memory the last third of the run took than the second; caches and arenas fill in the first."""
+    """How much more memory the last third of the run used than the second; caches and arenas fill in the first."""
     third = max(1, len(samples) // 3)
     later = [sample.memory_bytes for sample in samples]
     return median(later[-third:]) - median(later[third : 2 * third] or later[:1])
@@ -62,7 +62,7 @@ def growth_bytes(samples: Sequence[Sample]) -> float:
 
 @contextlib.contextmanager
 def serving(engine: Engine) -> Iterator[tuple[Any, str]]:
-    """(the application, its address) of a server in a thread of its own."""
+    """(the application, its address) of a server in its own thread."""
     from vismoe.app.api import create_app
     from vismoe.app.serving import Server, listening
 
@@ -80,7 +80,7 @@ def serving(engine: Engine) -> Iterator[tuple[Any, str]]:
 
 
 def study(clients: int, minutes: float, seed: int, **settings: Any) -> dict[str, Any]:
-    """Figures of a soak: what clients were told, samples, and `failures`, a sentence for each check that failed."""
+    """Results of a soak: counts of the clients, samples, and `failures`, a sentence for each failed check."""
     with load(**settings) as engine, serving(engine) as (app, url):
         before = _sample(engine, 0.0)
         asking = [sys.executable, "-m", "vismoe.eval.studies.soak_clients", url, "--clients", str(clients), "--seed", str(seed)]
@@ -132,7 +132,7 @@ def _sample(engine: Engine, at_s: float) -> Sample:
 
 
 def _scrape(url: str) -> dict[str, float]:
-    """Every counter that /metrics has, by name and labels."""
+    """Every counter in /metrics, by name and labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     with urllib.request.urlopen(f"{url}/metrics") as answer:
@@ -142,22 +142,22 @@ def _scrape(url: str) -> dict[str, float]:
 
 
 def _settle(engine: Engine, app: Any) -> float:
-    """Seconds until nobody is served any more; after SETTLE_S somebody is lost."""
+    """Seconds until no request is running or waiting; after SETTLE_S a request counts as lost."""
     began_s = time.monotonic()
     while time.monotonic() < began_s + SETTLE_S and (len(app.state.callers) or engine.load.running or engine.load.waiting):
         time.sleep(0.01)
     return time.monotonic() - began_s
 
 
-# -- the checks: a sentence for each that failed
+# -- the checks: a sentence for each failed one
 def _of_clients(told: dict[str, Any] | None) -> Iterator[str]:
     if told is None:
-        yield "the clients' process failed"
+        yield "the process of the clients failed"
         return
     if told["wrong"]:
         yield f"{told['wrong']} answers were wrong, the first: {told['first_wrong'][0]}"
     if not min(told[kind] for kind in ("answered", "cancelled", "refused")):
-        yield f"not every kind of request came about: {told}"
+        yield f"not every kind of request occurred: {told}"
 
 
 def _of_server(before: Sample, samples: Sequence[Sample], after: Sample) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _of_server(before: Sample, samples: Sequence[Sample], after: Sample) -> Iter
         yield f"{after.running} requests run and {after.waiting} wait at the end, with {after.context_tokens} tokens of context"
     if len(samples) >= WARM_SAMPLES and growth_bytes(samples) > GROWTH_BYTES:
         yield f"memory grew by {format_bytes(int(growth_bytes(samples)))} between the second and the last third"
-    for what, allowed in (("files", 24), ("threads", 24)):  # kept connections, pools of threads that fill once
+    for what, allowed in (("files", 24), ("threads", 24)):  # open connections and thread pools that fill once
         if getattr(after, what) > getattr(before, what) + allowed:
             yield f"{getattr(before, what)} {what} before, {getattr(after, what)} after"
 
@@ -181,7 +181,7 @@ def _of_books(engine: Engine) -> Iterator[str]:
     try:
         engine.check_integrity()
     except AssertionError as error:
-        yield f"the books are wrong: {error}"
+        yield f"the pager's state is inconsistent: {error}"
 
 
 def print_table(figures: dict[str, Any]) -> None:
@@ -203,12 +203,12 @@ def print_table(figures: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     parser = SuggestingParser(prog="vismoe eval soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=32, help="at the same time (default: 32)")
+    parser.add_argument("--clients", type=int, default=32, help="clients at the same time (default: 32)")
     parser.add_argument("--minutes", type=float, default=3.0, help="(default: 3)")
-    parser.add_argument("--memory", default="25%", help="of the engine (default: 25%%)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that clients choose (default: 0)")
+    parser.add_argument("--memory", default="25%", help="memory of the engine (default: 25%%)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all choices of the clients (default: 0)")
     parser.add_argument("--json", action="store_true", help="no table")
     chosen = parser.parse_args(argv)
     try:

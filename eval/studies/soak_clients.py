@@ -1,10 +1,10 @@
-"""The clients of a soak, in a process of their own.
+"""The clients of a soak, in a separate process.
 
 `python -m vismoe.eval.studies.soak_clients URL --clients 32 --seconds 180 --seed 0`
 
-Each of them asks, asks on about the same image, streams or waits, hangs up in the middle, and sends what cannot be answered, as
-its own random numbers say. What the server answers is judged here: a good request gets an answer of the right form, a bad one a
-4xx in OpenAI's form. The last line is one JSON object: counts, times and what went wrong.
+Each client asks, asks again about the same image, streams or waits, hangs up early, and sends invalid requests, as its own random
+numbers decide. The clients also check the server's answers: a good request must get an answer of the right form, a bad one a 4xx
+in OpenAI's form. The last line is one JSON object: counts, times and errors.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from vismoe.flags import SuggestingParser
 
 __all__ = ["Told", "main"]
 
-PATIENCE_S = 300  # for one answer: more than that is a server that hangs
-SCENES = 12  # few, so that images come back
+PATIENCE_S = 300  # for one answer; a longer wait means that the server hangs
+SCENES = 12  # few, so that images repeat
 MOST_TOKENS = 48
-CANCELLED = 0.45  # of the good requests; some of these are answered before
-BAD = 0.1  # of all
+CANCELLED = 0.45  # share of the good requests; some of these are answered earlier
+BAD = 0.1  # share of all requests
 GREETINGS = ("Hello!", "What can you see?", "Thanks.")
-SHOWN = 10  # of what went wrong
+SHOWN = 10  # most errors in the report
 
 
 @dataclass
 class Told:
-    """What became of the requests of all clients."""
+    """The outcome of the requests of all clients."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)  # of answers that were waited for
+    seconds: list[float] = field(default_factory=list)  # of completed answers
     wrong: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Told:
 
 
 def talks(seed: int) -> list[list[dict[str, Any]]]:
-    """Conversations of one to a few turns, the first with an image or without: messages, the user's only."""
+    """Conversations of one to a few turns, with or without an image: only the user's messages."""
     made, kinds = [], sorted(KINDS)
     for number in range(SCENES):
         talk = conversation(kinds[number % len(kinds)], "held-out", 1000 * seed + number)
@@ -88,7 +88,7 @@ BAD_REQUESTS: tuple[dict[str, Any], ...] = (
 
 
 class Client:
-    """One client, which does one thing after another until it is told to stop."""
+    """One client, which does one thing after another until it is stopped."""
 
     def __init__(self, api: openai.AsyncOpenAI, model: str, rng: random.Random, conversations: list, told: Told):
         self._api, self._model, self._rng, self._talks, self._told = api, model, rng, conversations, told
@@ -113,10 +113,10 @@ class Client:
             if error.body and error.body.get("message"):  # type: ignore[attr-defined]  # the `error` object of the body
                 self._told.counts["refused"] += 1
                 return
-        self._told.wrong.append("a bad request was not refused as one")
+        self._told.wrong.append("a bad request was not refused")
 
     async def _talk(self) -> None:
-        """A conversation; it ends where this client hangs up."""
+        """A conversation; it ends if this client hangs up."""
         messages: list[dict[str, Any]] = []
         for turn in self._rng.choice(self._talks)[: self._rng.randint(1, 3)]:
             messages.append(turn)
@@ -136,7 +136,7 @@ class Client:
         return {**chosen, "model": self._model, "extra_body": {"vismoe": {"keep": keep}} if keep else None}
 
     async def _wait(self, options: dict[str, Any]) -> str | None:
-        """A whole answer, or None when this client did not wait for it."""
+        """A whole answer, or None if this client hung up."""
         began_s = time.monotonic()
         patience_s = self._rng.expovariate(1.0) if self._rng.random() < CANCELLED else PATIENCE_S
         try:
@@ -172,7 +172,7 @@ class Client:
 
 
 async def soak(url: str, clients: int, seconds: float, seed: int) -> Told:
-    """All clients at the same time, for so long."""
+    """Runs all clients at the same time for the given seconds."""
     told, conversations, until_s = Told(), talks(seed), time.monotonic() + seconds
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=2 * PATIENCE_S) as api:
         model = (await api.models.list()).data[0].id

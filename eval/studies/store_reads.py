@@ -1,9 +1,9 @@
-"""How near a packed store's reads come to what the disk gives: `python -m vismoe.eval.studies.store_reads DIR`.
+"""How close a packed store's reads come to the disk's rate: `python -m vismoe.eval.studies.store_reads DIR`.
 
-In turns, within one run: random records through PackedStore (read, verified, decoded where the format wants it, as a miss would),
-and plain sequential O_DIRECT reads of the same request size over the same files, by one thread and by as many as ours. Everything
-goes past the page cache. The share is ours over the better of the plain ones, in bytes on disk; the goal is 90%. The last line is
-one JSON object.
+In alternating rounds: random records through PackedStore (read, verified, decoded if the format needs it, as for a miss), and
+plain sequential O_DIRECT reads of the same request size over the same files, with one thread and with as many as the store. All
+reads bypass the page cache. The share is the store's rate over the better plain rate, in bytes on disk; the goal is 90%. The last
+line is one JSON object.
 """
 
 import argparse
@@ -34,11 +34,11 @@ GOAL = 0.9
 
 def main() -> int:
     parser = SuggestingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a store that vismoe pack made; larger than memory says most")
-    parser.add_argument("--format", type=Format, choices=list(Format), help="default: the first that is there")
-    parser.add_argument("--threads", type=int, help="default: as many as serving would take")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a store from vismoe pack, preferably larger than memory")
+    parser.add_argument("--format", type=Format, choices=list(Format), help="format to read (default: the first in the store)")
+    parser.add_argument("--threads", type=int, help="threads (default: as many as serving would use)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each measurement")
     arguments = parser.parse_args()
     try:
         return measure(arguments)
@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace) -> int:
     format = arguments.format or next(iter(formats_in(arguments.folder)), Format.RAW)
     store = PackedStore(arguments.folder, read_index(arguments.folder, format))
     if refused := store.read_past_cache():
-        raise ConfigError(f"{refused}: nothing would be measured but memory. Fix: a store on another disk")
+        raise ConfigError(f"{refused}: this would only measure memory. Fix: use a store on another disk")
     threads = arguments.threads or planned_threads(store)
     reads = {
         "store": (threads, random_records(store)),
@@ -75,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def planned_threads(store: PackedStore) -> int:
-    """As for a model whose experts do not fit the page cache."""
+    """The number of threads for a model whose experts do not fit the page cache."""
     return choose(
         load_profile(),
         expert_bytes=store.stretch_bytes,
@@ -88,7 +88,7 @@ def planned_threads(store: PackedStore) -> int:
 
 
 def random_records(store: PackedStore) -> Callable[[], Callable[[], int]]:
-    """Each thread gets a function that reads one more record into slabs of its own; none comes twice before all were read."""
+    """Gives each thread a function that reads one more record into its own slabs; no record repeats before all were read."""
     experts = list(store.contents.experts)
     random.Random(0).shuffle(experts)
     order = itertools.cycle(experts)
@@ -106,7 +106,7 @@ def random_records(store: PackedStore) -> Callable[[], Callable[[], int]]:
 
 
 def sequential_reads(store: PackedStore) -> Callable[[], Callable[[], int]]:
-    """Each thread gets a function that reads the next request of the files, one after another."""
+    """Gives each thread a function that reads the next request of the files, in order."""
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in store.paths]
     nbytes = store.stretch_bytes
     places = [(each, at) for each in descriptors for at in range(0, os.fstat(each).st_size - nbytes + 1, nbytes)]
@@ -125,7 +125,7 @@ def sequential_reads(store: PackedStore) -> Callable[[], Callable[[], int]]:
 
 
 def bytes_per_s(reader: Callable[[], Callable[[], int]], threads: int, seconds: float) -> float:
-    """What `threads` readers get together; memory is touched before the clock runs."""
+    """The rate of `threads` readers together; memory is touched before the measurement."""
     reads = [reader() for _ in range(threads)]
     for read in reads:
         read()

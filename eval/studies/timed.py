@@ -1,6 +1,6 @@
 """Timed runs of the real engine: the same requests under several settings that take turns within one process.
 
-Every turn loads the model anew, asks one request that is not counted, and then the counted ones; the figures of a variant are
+Every turn loads the model anew, sends one request that is not counted, and then the counted ones; the results of a variant are
 medians over its turns. With an emulated link, bytes are those over the link; otherwise those from the disk.
 """
 
@@ -20,8 +20,8 @@ from transformers import AutoModelForImageTextToText
 from vismoe.engine.engine import Engine, load
 from vismoe.engine.generate import Figures
 from vismoe.metrics import Snapshot
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
-from vismoe.models.moe.experts import ExpertRuntime
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import Runtime, runtime_of
 from vismoe.predictor_training.prompts import CalibrationPrompt, scene_prompts
 from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
@@ -35,7 +35,7 @@ FIGURES = ("prefill_s", "decode_s", "prefill_bytes", "decode_bytes", "prefill_hi
 class Run:
     """All counted requests of one turn together."""
 
-    prefill_s: float  # until the first tokens, without encoding pictures
+    prefill_s: float  # until the first tokens, without the encoding of pictures
     decode_s: float
     decode_tokens: int
     counters: Snapshot
@@ -50,13 +50,13 @@ class Run:
 
 
 def medians(runs: Sequence[Run]) -> dict[str, float]:
-    """The median of each figure; `seconds` is that of prefill and decode together."""
+    """The median of each number; `seconds` is that of prefill and decode together."""
     each = [run.figures() | {"seconds": run.prefill_s + run.decode_s} for run in runs]
     return {name: median(figures[name] for figures in each) for name in each[0]}
 
 
 def take_turns(variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
-    """Every variant once per round, in an order that is reversed every other round; progress goes to stderr."""
+    """Runs every variant once per round, in an order that is reversed every other round; shows progress on stderr."""
     runs: dict[str, list[Run]] = {name: [] for name in variants}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("turns", total=rounds * len(variants))
@@ -69,7 +69,7 @@ def take_turns(variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[s
 
 # -- the bundled model, asked about scenes
 def held_out(count: int) -> list[CalibrationPrompt]:
-    """Questions of every kind about scenes that nothing was trained on."""
+    """Questions of every kind about scenes that were not used in training."""
     return [prompt for prompt in scene_prompts(0, count) if prompt.group == "held-out"][:count]
 
 
@@ -80,7 +80,7 @@ def ask_scenes(
     model: str | None = None,
     trace: Path | None = None,
 ) -> Run:
-    """One turn of an engine with these settings; with `trace` the routing is recorded there, which costs time."""
+    """One turn of an engine with these settings; with `trace` it also records the routing, which costs time."""
     with load(model, **settings) as engine:
         _answer(engine, prompts[0], max_tokens)
         before = engine.metrics.snapshot()
@@ -104,7 +104,7 @@ def _answer(engine: Engine, prompt: CalibrationPrompt, max_tokens: int) -> Figur
 # -- a generated checkpoint without a tokenizer: random pictures between random tokens
 @dataclass(frozen=True)
 class TokenRequests:
-    """`count` requests of one square picture of `side` pixels and `text_tokens` of text, answered by `new_tokens` tokens."""
+    """`count` requests with one square picture of `side` pixels and `text_tokens` of text, answered by `new_tokens` tokens."""
 
     count: int = 2
     side: int = 512
@@ -112,7 +112,7 @@ class TokenRequests:
     new_tokens: int = 32
 
     def inputs(self, config: Any) -> list[dict[str, torch.Tensor]]:
-        """For a Qwen3-VL-MoE configuration; the same for the same fields."""
+        """Inputs for a Qwen3-VL-MoE configuration; equal for equal fields."""
         vision, random = config.vision_config, torch.Generator().manual_seed(0)
         patches = self.side // vision.patch_size
         grid = torch.tensor([[1, patches, patches]])
@@ -131,7 +131,7 @@ class TokenRequests:
 
 
 class _Clock:
-    """A streamer that notes when the prompt went in and tokens came out."""
+    """A streamer that records the times of the prompt and of tokens."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -161,19 +161,20 @@ def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequest
 
 
 @contextmanager
-def _recorded(runtime: ExpertRuntime, trace: Path | None) -> Iterator[None]:
+def _recorded(runtime: Runtime, trace: Path | None) -> Iterator[None]:
     if trace is None:
         yield
         return
     try:
-        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as runtime.recorder:
+        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as writer:
+            runtime.context.record_to(writer)
             yield
     finally:
-        runtime.recorder = None
+        runtime.context.record_to(None)
 
 
 def _generate(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:
-    """(seconds until the first token, seconds of the others)."""
+    """(seconds until the first token, seconds of the other tokens)."""
     clock = _Clock()
     with torch.inference_mode():
         model.generate(

@@ -1,1 +1,1 @@
-"""Tasks of lmms-eval on the demo world: a YAML file each, and the documents and scores behind them."""
+"""Tasks of lmms-eval on the demo world: a YAML file each, and code for their documents and scores."""

@@ -1,9 +1,9 @@
 """Documents and scores of the scenes tasks: the held-out questions of `vismoe eval --scenes`, in the schemas of known benchmarks.
 
-A task's data is one line, `held_out.json`: which scenes (`seed`) and how many documents. `process_docs` makes the documents from
-it; pictures are painted when they are asked for. Question `number` of a kind is the one that `vismoe eval --scenes --seed SEED`
-asks under that number, in the same words: a model knows the forms of questions that it was trained on, so nothing is added to
-them, and answers are brought into the form that a benchmark's own scoring code expects.
+A task's data is one line, `held_out.json`: the `seed` of the scenes and the number of documents. `process_docs` makes the
+documents from it; pictures are drawn on demand. Question `number` of a kind is the one that `vismoe eval --scenes --seed SEED`
+asks under that number, in the same words: a model knows the forms of questions on which it was trained, so nothing is added to
+them, and answers are converted to the form that a benchmark's own scoring code expects.
 """
 
 import random
@@ -37,17 +37,17 @@ WHICH = ("Which of these is in the image?", "Which object is in the picture?", "
 
 
 def talk(seed: int, kind: str, number: int) -> Conversation:
-    """Question `number` of a kind, as the evaluation with this seed asks it."""
+    """Question `number` of a kind, as in the evaluation with this seed."""
     return conversation(kind, "held-out", seed * 1_000_000 + number)
 
 
 def pictures(document: Document) -> list[Image.Image]:
-    """Painted now; the same ones every time."""
+    """Draws the pictures; the same ones every time."""
     return [compose(scene) for scene in talk(document["seed"], document["kind"], document["number"]).scenes]
 
 
 def _documents(data: Any, make: Callable[[int, int], Iterator[Document]]) -> Any:
-    """A dataset of the documents that `make(seed, number)` gives for number 0, 1, ..., as many as `data` says."""
+    """A dataset of the documents from `make(seed, number)` for number 0, 1, ..., as many as `data` says."""
     from datasets import Dataset
 
     (row,) = data
@@ -70,7 +70,7 @@ def _pope(seed: int, number: int) -> Iterator[Document]:
 
 
 def pope_results(document: Document, results: list[str]) -> dict[str, Any]:
-    """POPE asks for a single word and compares all of the answer; the demo model says a sentence that begins with it."""
+    """POPE expects a single word and compares the whole answer; the demo model gives a sentence that begins with it."""
     from lmms_eval.tasks.pope.utils import pope_process_results
 
     return pope_process_results(document, [yes_or_no(results[0])])
@@ -81,7 +81,7 @@ def yes_or_no(answer: str) -> str:
     return next(iter(words(answer)), "")
 
 
-# -- scenes_mmbench: one of four options, MMBench's own way to find the letter in an answer
+# -- scenes_mmbench: one of four options, with MMBench's own way to find the letter in an answer
 def mmbench_docs(data: Any) -> Any:
     return _documents(data, _mmbench)
 
@@ -100,14 +100,14 @@ def _subject(question: str) -> str:
 
 
 def mmbench_results(document: Document, results: list[str]) -> dict[str, Any]:
-    """A row of MMBench's table; `score` is of this answer alone."""
+    """A row of MMBench's table; `score` is for this answer alone."""
     row = {name: document[name] for name in ("index", "question", "answer", "category", *OPTION_LETTERS)}
     score = float(option(results[0]) == document["answer"])
     return {"mmbench_accuracy": {**row, "prediction": results[0].strip(), "score": score}}
 
 
 def mmbench_accuracy(results: list[dict[str, Any]]) -> float:
-    """In percent, as MMBench gives it; without the language model that it asks about answers it cannot read."""
+    """In percent, as in MMBench, but without the language model that MMBench uses for answers that it cannot read."""
     from lmms_eval.tasks.mmbench.mmbench_evals import MMBench_Evaluator
 
     overall, _, _ = MMBench_Evaluator().eval_result(results, eval_method="static")
@@ -132,7 +132,7 @@ def ocr_results(document: Document, results: list[str]) -> dict[str, float]:
     return {"ocr_accuracy": held, "ocr_characters": character_accuracy(document["answer"], printed(results[0]))}
 
 
-# -- scenes_mme: pairs about one image, one to be answered yes and one no; MME's own scores
+# -- scenes_mme: pairs about one image, one with the answer yes and one with no; MME's own scores
 def mme_docs(data: Any) -> Any:
     return _documents(data, _mme)
 
@@ -151,7 +151,7 @@ def _mme(seed: int, number: int) -> Iterator[Document]:
 
 
 def _opposite(held_out: Conversation, rng: random.Random) -> QuestionTurn:
-    """A question about the same images that has the other answer: another noun, which may be in the other image only."""
+    """A question about the same images with the other answer: about another noun, which may be only in the other image."""
     present = yes_or_no(held_out.turns[-1].answer) == "no"
     which = rng.randrange(len(held_out.scenes))
     scene = held_out.scenes[which]
@@ -172,14 +172,15 @@ def mme_results(document: Document, results: list[str]) -> dict[str, Any]:
 
 
 def mme_score(results: list[dict[str, Any]]) -> float:
-    """Of 200 per category: share of right answers and of pairs that are right twice. Raises InputError where a pair was cut."""
+    """Out of 200 per category: shares of right answers and of pairs that are both right. Raises InputError for an incomplete
+    pair."""
     from lmms_eval.tasks.mme.utils import mme_aggregate_results
 
     if len(results) % 2:
-        raise InputError(f"{len(results)} documents are no pairs. Fix: an even --limit and --offset")
+        raise InputError(f"{len(results)} documents are not whole pairs. Fix: use an even --limit and --offset")
     return mme_aggregate_results(results)
 
 
 def _document(seed: int, kind: str, number: int, turn: QuestionTurn, **columns: Any) -> Document:
-    """What every document has, and the columns of its benchmark."""
+    """The fields of every document, and the columns of its benchmark."""
     return {"seed": seed, "kind": kind, "number": number, "question": turn.question, "answer": turn.answer, **columns}

@@ -1,1 +1,1 @@
-"""Benchmarks: checkpoints of any published geometry with random weights, as safetensors and as GGUF."""
+"""Benchmarks, with checkpoints of published geometries and random weights, as safetensors and as GGUF."""

@@ -1,4 +1,4 @@
-"""One benchmark from its order to its report: prepare the weights, refuse what is unfair, run the workers, gather the figures."""
+"""One benchmark from its options to its report: prepare the weights, refuse what is unfair, run the workers, collect results."""
 
 import dataclasses
 import os
@@ -12,9 +12,9 @@ from typing import Any
 
 from vismoe.bench.control import measure_control
 from vismoe.bench.environment import ceilings_of, commit
-from vismoe.bench.fairness import IMPORTS_BYTES, Entry, FairConditions, does_not_fit, labels, refusals
+from vismoe.bench.fairness import Entry, FairConditions, does_not_fit, labels, refusals
 from vismoe.bench.job import IN_PLACE, OURS, Contestant, Job, contestants_of
-from vismoe.bench.limits import Groups
+from vismoe.bench.limits import Groups, imports_bytes
 from vismoe.bench.prompt import picture_tokens, random_ids
 from vismoe.bench.report import Work, ceilings_json, observed, summary, warnings
 from vismoe.bench.run import run_all
@@ -51,7 +51,7 @@ BASELINE_PACKAGES = ("accelerate", "llama_cpp_python", "gguf")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     model: str | None  # None: the geometry, or the demo model
     geometry: str | None
@@ -66,8 +66,8 @@ class BenchOptions:
     repeats: int
     warm: int
     baselines: tuple[str, ...]
-    formats: tuple[str, ...]  # of ours, each a contestant; none: what the engine takes by itself
-    kernels: tuple[str, ...]  # of ours, each a contestant; none: the engine's default
+    formats: tuple[str, ...]  # VisMoE's formats, each a contestant; empty: the engine's default
+    kernels: tuple[str, ...]  # VisMoE's kernels, each a contestant; empty: the engine's default
     limit: int | None
     warm_cache: bool
     gguf: str | None
@@ -78,7 +78,7 @@ class BenchOptions:
     dtype: str | None
     revision: str | None
     device: str | None
-    settings: dict[str, Any]  # but format and kernels
+    settings: dict[str, Any]  # other settings than format and kernels
     command: tuple[str, ...]
     quiet: bool
 
@@ -89,9 +89,9 @@ def run(
     say: Callable[[str], None],
     progress: Callable[[int], AbstractContextManager[Callable[[str], None]]],
 ) -> dict[str, Any]:
-    """The report, the object of `--json`. Whatever can be refused is refused before a gigabyte is written.
+    """Returns the report, the object of `--json`. All checks come before a gigabyte is written.
 
-    Raises ConfigError for an unfair comparison, with every reason, and for what cannot be measured here.
+    Raises ConfigError for an unfair comparison, with every reason, and for a measurement that is impossible here.
     """
     several = order.kernels if len(order.kernels) > 1 else ()
     contestants = contestants_of(order.baselines, order.formats or (IN_PLACE,), several)
@@ -138,7 +138,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Task:
-    """An order that was found possible and fair."""
+    """A benchmark that is possible and fair."""
 
     job: Job
     entries: tuple[Entry, ...]
@@ -146,29 +146,29 @@ class _Task:
 
 
 def _refuse_impossible(order: BenchOptions, contestants: Sequence[Contestant]) -> None:
-    """Raise for what no model could change."""
+    """Raises for options that are impossible with any model."""
     if order.threads and order.threads > cores():
         raise ConfigError(f"--threads {order.threads}: this process may use {cores()} cores. Fix: --threads {cores()} or fewer")
     if order.trace and not Path(order.trace).absolute().parent.is_dir():
-        raise InputError(f"--trace {order.trace}: there is no folder {Path(order.trace).absolute().parent}. Fix: make it first")
+        raise InputError(f"--trace {order.trace}: the folder {Path(order.trace).absolute().parent} is missing. Fix: create it")
     if order.gguf and not _gguf_types(contestants):
-        raise ConfigError("--gguf is read by llama.cpp alone. Fix: --baseline llama.cpp, or leave it out")
+        raise ConfigError("Only llama.cpp reads --gguf. Fix: add: --baseline llama.cpp, or leave it out")
     if order.gguf and _gguf_types(contestants) != ["bf16"]:
         raise ConfigError(
-            "--gguf names one file, and a lossy format is held against another with quantised experts, which are made of "
-            "generated checkpoints only. Fix: --formats raw, lossless or both"
+            "--gguf names one file, but a lossy format is compared with another file of quantised experts, which VisMoE only "
+            "makes from generated checkpoints. Fix: --formats raw, lossless or both"
         )
     if any(one.way == "accelerate" for one in contestants):
         refuse_unusable(order.folder)
 
 
 def _gguf_types(contestants: Sequence[Contestant]) -> list[str]:
-    """Types of experts that llama.cpp runs with, if it takes part."""
+    """The types of experts with which llama.cpp runs, if it takes part."""
     return list(dict.fromkeys(one.expert_type for one in contestants if one.package == "llama_cpp"))
 
 
 def _subject(order: BenchOptions, contestants: Sequence[Contestant], say: Callable[[str], None]) -> tuple[Subject, list[Store]]:
-    """(the model, what was packed of it). A generated one is written after all that its configuration tells was checked."""
+    """(the model, its packed stores). A generated model is written only after its configuration passed all checks."""
     twins = _gguf_types(contestants) if order.gguf is None else []
     if order.geometry is None:
         subject = subject_of(order.model or str(demo_model()), order.revision, order.dtype)
@@ -183,37 +183,37 @@ def _subject(order: BenchOptions, contestants: Sequence[Contestant], say: Callab
     subject = generate(
         order.folder, order.geometry, order.layers, order.skew, order.seed, gguf=twins, formats=wanted, quiet=order.quiet
     )
-    say(f"{subject.name}: {format_bytes(subject.weights_bytes)}, kept for next time (vismoe bench --clean deletes it)")
+    say(f"{subject.name}: {format_bytes(subject.weights_bytes)}, kept for later benchmarks (vismoe bench --clean deletes it)")
     return subject, packed(subject, wanted, quiet=order.quiet)
 
 
 def _task(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant]) -> _Task:
-    """What is to be done; raises for what is impossible with this model, or unfair."""
+    """The benchmark to run; raises if it is impossible with this model, or unfair."""
     for experts in _gguf_types(contestants) if order.gguf is None else ():
         gguf_file(subject, experts)
     job, plans = _job(order, subject, contestants)
     entries, conditions = _entries(contestants, subject, job, order.gguf), _conditions(order, plans)
     if unfair := refusals(entries, conditions):
-        raise ConfigError("unfair, and not measured: " + "\n".join(unfair))
+        raise ConfigError("the comparison would be unfair and was not measured: " + "\n".join(unfair))
     return _Task(job, tuple(entries), conditions)
 
 
 def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant]) -> tuple[Job, list[Plan]]:
-    """What the workers share, and the plans of ours."""
+    """The options that the workers share, and VisMoE's plans."""
     ids = _prompt_ids(order, subject)
     longest = len(ids) + picture_tokens(subject.config, order.picture) + order.new_tokens
     positions = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
     if positions and longest > positions:
         fewer = ["fewer --new-tokens", "a shorter --prompt" if order.prompt else "fewer --prompt-tokens"]
         fewer += ["a smaller --image"] if order.picture else []
-        message = f"prompt and answer have {longest} tokens, the model {positions} positions. Fix: {', or '.join(fewer)}"
+        message = f"prompt and answer have {longest} tokens, but the model has {positions} positions. Fix: {', or '.join(fewer)}"
         raise ConfigError(message)
     settings = {"context": longest, **order.settings}
     if settings["context"] < longest:
         raise ConfigError(f"--context {settings['context']}: prompt and answer have {longest} tokens. Fix: --context {longest}")
     device = str(torch_device(order.device))
     if settings.get("memory", "auto") == "auto" and order.limit is not None and device == "cpu":
-        settings["memory"] = max(1, order.limit - IMPORTS_BYTES)
+        settings["memory"] = max(1, order.limit - imports_bytes())
     plans = [_plan(order, subject, _settings(one, settings, order, subject), device) for one in contestants if one.is_ours]
     job = Job(
         way=OURS,
@@ -235,14 +235,14 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
 
 
 def _settings(one: Contestant, settings: dict[str, Any], order: BenchOptions, subject: Subject) -> dict[str, Any]:
-    """Of one of ours. Packed experts of a generated checkpoint lie where only those find them who are told."""
+    """The settings of a VisMoE contestant. Packed experts of a generated checkpoint are in a folder that settings must name."""
     kernels = one.kernels or next(iter(order.kernels), None)
     found = {**settings, **({"kernels": kernels} if kernels else {}), **({"format": one.setting} if order.formats else {})}
     return {**found, "store": str(store_folder(subject))} if _is_packed(one, order) else found
 
 
 def _is_packed(one: Contestant, order: BenchOptions) -> bool:
-    """Whether it is one of ours that runs from the store which benchmarks make."""
+    """Whether it is a VisMoE contestant that reads the store which benchmarks create."""
     return one.is_ours and one.format != IN_PLACE and order.geometry is not None and "store" not in order.settings
 
 
@@ -254,15 +254,15 @@ def _plan(order: BenchOptions, subject: Subject, settings: dict[str, Any], devic
         needed = re.fullmatch(r"--memory (\S+)", error.fix)
         if order.limit is None or "memory" in order.settings or needed is None:
             raise
-        least = size_up(parse_bytes(needed[1]) + IMPORTS_BYTES)
+        least = size_up(parse_bytes(needed[1]) + imports_bytes())
         raise ConfigError(
             f"--limit {format_bytes(order.limit)} is too small: VisMoE needs {needed[1]} for this model, and "
-            f"{format_bytes(IMPORTS_BYTES)} are for the process itself. Fix: --limit {least} or more"
+            f"{format_bytes(imports_bytes())} are needed by the process itself. Fix: --limit {least} or more"
         ) from error
 
 
 def _held_bytes(subject: Subject, plan: Plan) -> int:
-    """Bytes of weights that VisMoE holds in memory."""
+    """Bytes of weights that VisMoE keeps in memory."""
     experts = sum(part.bytes for part in plan.parts if part.name.startswith(("pinned prefix", "expert pool")))
     return experts + sum(nbytes for _, nbytes in subject.backbone)
 
@@ -275,7 +275,7 @@ def _prompt_ids(order: BenchOptions, subject: Subject) -> tuple[int, ...]:
 
 
 def _job_of(one: Contestant, job: Job, order: BenchOptions, subject: Subject) -> Job:
-    """The job of one contestant: only its own files are dropped, only ours have settings."""
+    """The job of one contestant: it drops only its own files, and only VisMoE has settings."""
     if one.package == "llama_cpp":
         gguf = order.gguf or str(gguf_file(subject, one.expert_type))
         return replace(job, way=one.way, settings={}, files=(gguf,), gguf=gguf)
@@ -287,7 +287,7 @@ def _job_of(one: Contestant, job: Job, order: BenchOptions, subject: Subject) ->
 
 
 def _store_files(subject: Subject, settings: dict[str, Any]) -> list[str]:
-    """Packed experts that may be read with these settings."""
+    """Files of packed experts that VisMoE may read with these settings."""
     folder = Path(settings["store"]) if "store" in settings else find_store(subject.files[0].parent)
     if folder is None:
         return []
@@ -300,10 +300,10 @@ def _store_files(subject: Subject, settings: dict[str, Any]) -> list[str]:
 
 
 def _entries(contestants: Sequence[Contestant], subject: Subject, job: Job, gguf: str | None) -> list[Entry]:
-    """`gguf` is the file that was named; one that we make has the weights of the subject."""
+    """`gguf` is the file that the user named; a GGUF file from a benchmark has the weights of the subject."""
     theirs = GgufFile.read(Path(gguf), subject.dtype) if gguf else None
     if theirs and (reason := theirs.difference(subject)):
-        raise ConfigError(f"--gguf {gguf} is another model ({reason}). Fix: a file with the weights of this one")
+        raise ConfigError(f"--gguf {gguf} is another model ({reason}). Fix: name a file with the weights of this model")
     entries = []
     for one in contestants:
         llama = one.package == "llama_cpp"
@@ -317,6 +317,7 @@ def _entries(contestants: Sequence[Contestant], subject: Subject, job: Job, gguf
 def _conditions(order: BenchOptions, plans: Sequence[Plan]) -> FairConditions:
     return FairConditions(
         memory_bytes=max(plan.budget_bytes if plan.device == "cpu" else plan.host_bytes for plan in plans),
+        imports_bytes=imports_bytes() if order.limit is not None or order.baselines else 0,
         limit_bytes=order.limit,
         ram_bytes=host_memory()[1],
         warm_cache=order.warm_cache,
@@ -346,7 +347,7 @@ def _conditions_json(order: BenchOptions, job: Job, conditions: FairConditions, 
 
 
 def _routing_label(order: BenchOptions) -> list[str]:
-    """Random ids and weights do not behave like words and trained ones."""
+    """Notes for random ids and weights, which do not route like words and trained weights."""
     if order.prompt is not None:
         return []
     if order.geometry is not None:
@@ -354,7 +355,7 @@ def _routing_label(order: BenchOptions) -> list[str]:
         return [
             f"random weights: routing is {routing} (--skew), and equally likely tokens let answers in half precision part early"
         ]
-    return ["random ids: routing is not that of real text. Fix: --prompt TEXT"]
+    return ["random ids: routing differs from that of real text. Fix: --prompt TEXT"]
 
 
 def _control(subject: Subject) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A checkpoint of any geometry with random bfloat16 weights, streamed to disk in the hub's layout.
 
-Promises: at most 64 MiB of memory beside the model's description, whatever the checkpoint's size; the same arguments make the
-same bytes; a folder of the final name is complete; a folder that holds the same checkpoint already is used as it is.
-There is no tokenizer: benchmarks drive token ids.
+Promises: at most 64 MiB of memory beside the model's description, whatever the checkpoint's size; the same arguments give the
+same bytes; a folder with the final name is complete; a folder that already holds the same checkpoint is reused. There is no
+tokenizer: benchmarks use token ids.
 """
 
 import copy
@@ -26,10 +26,10 @@ from vismoe.errors import ConfigError
 
 __all__ = ["MANIFEST", "Written", "refuse_small_disk", "write_checkpoint"]
 
-FORMAT = 1  # of the weights: raise it when the same arguments make other bytes
+FORMAT = 1  # version of the weights: raise it when the same arguments give other bytes
 MANIFEST = "vismoe-bench.json"
 SHARD_BYTES = 5 * 10**9
-SPARE_BYTES = 2**28  # of the disk, left to others
+SPARE_BYTES = 2**28  # disk space left free for other programs
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Written:
 
     folder: Path
     total_bytes: int  # of all tensors
-    expert_bytes: int  # of them routed experts
-    reused: bool  # it was there already
+    expert_bytes: int  # of routed experts
+    reused: bool  # it existed already
 
 
 def write_checkpoint(
@@ -52,27 +52,27 @@ def write_checkpoint(
     progress: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Written:
-    """Write a random model of `config` into `folder`, or reuse what is there; `skew` is Zipf's exponent, see `weights.py`.
+    """Write a random model of `config` into `folder`, or reuse the one there; `skew` is Zipf's exponent, see `weights.py`.
 
-    Tied embeddings make greedy decoding repeat one token. Raises ConfigError for a skew that cannot be, a folder that holds
-    something else, or a disk that is too small.
+    Tied embeddings make greedy decoding repeat one token. Raises ConfigError for an invalid skew, a folder with other content, or
+    a disk that is too small.
     """
     if not (math.isfinite(skew) and skew >= 0):
-        raise ConfigError(f"skew={skew}: Zipf's exponent is a number from 0 (uniform) upwards. Fix: 0, or 1 for a strong skew")
+        raise ConfigError(f"skew={skew}: Zipf's exponent must be at least 0 (uniform). Fix: 0, or 1 for a strong skew")
     folder = Path(folder)
     identity = _identity(config, model_class, skew, seed)
     manifest = _complete_manifest(folder)
     if manifest is not None and all(manifest.get(key) == value for key, value in identity.items()):
         return Written(folder, manifest["total_bytes"], manifest["expert_bytes"], reused=True)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} holds something else than this checkpoint. Fix: name another folder, or delete this one")
+        raise ConfigError(f"{folder} holds other files than this checkpoint. Fix: name another folder, or delete this one")
     config = copy.deepcopy(config)
     config.architectures, config.dtype = [model_class.__name__], torch.bfloat16
     weights = weights_of(config, model_class, skew=skew, seed=seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     refuse_small_disk(folder.parent, weights.total_bytes)
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir()
     try:
         files = _write_shards(partial, weights, seed, shard_bytes, progress)
@@ -87,7 +87,7 @@ def write_checkpoint(
 
 
 def _identity(config: PreTrainedConfig, model_class: type, skew: float, seed: int) -> dict[str, Any]:
-    """What two equal checkpoints have in common."""
+    """The properties that equal checkpoints share."""
     volatile = ("transformers_version", "architectures", "dtype")
     values = {key: value for key, value in config.to_dict().items() if key not in volatile}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -95,7 +95,7 @@ def _identity(config: PreTrainedConfig, model_class: type, skew: float, seed: in
 
 
 def _complete_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder whose files all have the size that it says; None otherwise."""
+    """The manifest of a folder if all its files have the recorded sizes; otherwise None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
@@ -105,12 +105,12 @@ def _complete_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_small_disk(folder: Path, total_bytes: int) -> None:
-    """Raises ConfigError unless `total_bytes` and a little more are free where `folder` lies."""
+    """Raises ConfigError unless the disk of `folder` has `total_bytes` and a little more free."""
     free_bytes, needed_bytes = shutil.disk_usage(folder).free, total_bytes + SPARE_BYTES
     if needed_bytes > free_bytes:
         raise ConfigError(
-            f"{format_bytes(total_bytes)} are to be written, {folder} has {format_bytes(free_bytes)} free and "
-            f"{format_bytes(SPARE_BYTES)} stay free. Fix: fewer layers, a folder on a larger disk, or free "
+            f"{format_bytes(total_bytes)} must be written, {folder} has {format_bytes(free_bytes)} free, and "
+            f"{format_bytes(SPARE_BYTES)} must remain free. Fix: fewer layers, a folder on a larger disk, or free "
             f"{format_bytes(needed_bytes - free_bytes)}"
         )
 
@@ -131,7 +131,7 @@ def _write_shards(folder: Path, weights: Weights, seed: int, shard_bytes: int, p
 
 
 def _split(recipes: dict[str, WeightRecipe], shard_bytes: int) -> Iterator[dict[str, WeightRecipe]]:
-    """Consecutive tensors of at most `shard_bytes` together; a larger tensor has a shard of its own."""
+    """Groups of consecutive tensors of at most `shard_bytes`; a larger tensor gets its own shard."""
     shard: dict[str, WeightRecipe] = {}
     size = 0
     for name, recipe in recipes.items():

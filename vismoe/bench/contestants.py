@@ -1,7 +1,7 @@
 """How each contestant on transformers loads a model and answers one prompt, with the times of encode, prefill and decode.
 
-All share one loop: `generate()` with a streamer that looks at the clock, so that only what is compared differs. Lives in a
-worker. llama.cpp has a file of its own, which imports neither torch nor transformers.
+All share one loop: `generate()` with a streamer that records times, so that only the compared parts differ. This module runs in a
+worker. llama.cpp has its own file, which imports neither torch nor transformers.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.inputs.prompts import VISION_TOWERS
 from vismoe.models.load.preview import model_class, read_config, torch_dtype
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 from vismoe.timeline import Timeline
 
 __all__ = ["LOADERS", "Runner", "VisMoERunner"]
@@ -33,10 +34,10 @@ class Runner(Protocol):
     """A loaded contestant."""
 
     notes: dict[str, Any]
-    logits: tuple[float, ...]  # of the first new token, LOGITS of them at most; empty before the first request
+    logits: tuple[float, ...]  # of the first new token, at most LOGITS of them; empty before the first request
 
     def request(self, state: str) -> BenchRequest:
-        """The job's prompt and `new_tokens` greedy tokens after it."""
+        """Answers the job's prompt with `new_tokens` greedy tokens."""
 
     def moe_s(self) -> dict[str, float]:
         """Seconds in the routed experts of all MoE layers during one more request, by phase, without the router."""
@@ -44,7 +45,7 @@ class Runner(Protocol):
 
 @dataclass
 class Stamps:
-    """A streamer for generate(): notes when tokens arrive, and what was read until the first one."""
+    """A streamer for generate(): records when tokens arrive, and the bytes read until the first one."""
 
     token_ids: list[int] = field(default_factory=list)
     first_s: float = 0.0
@@ -65,13 +66,13 @@ class Stamps:
 
 
 class TransformersRunner:
-    """A model of transformers, ours included."""
+    """A model of transformers, with or without VisMoE."""
 
     def __init__(self, job: Job, model: Any, notes: dict[str, Any]):
         self.model, self.notes, self._job = model.eval(), notes, job
         self.logits: tuple[float, ...] = ()
         self._inputs = {name: value.to(job.device) for name, value in model_inputs(model, job.token_ids, job.picture).items()}
-        model.generation_config = GenerationConfig(  # exactly that many: nothing ends the answer early
+        model.generation_config = GenerationConfig(  # exactly this number: no token ends the answer early
             do_sample=False, min_new_tokens=job.new_tokens, max_new_tokens=job.new_tokens, pad_token_id=0
         )
         self._encode_s = self.began_s = 0.0
@@ -105,12 +106,12 @@ class TransformersRunner:
         )
 
     def _look(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Keep some of the first logits `[1, vocabulary]`; a logits processor that changes none."""
+        """Keep some of the first logits `[1, vocabulary]`; a logits processor that changes nothing."""
         self.logits = self.logits or tuple(logits[0, :: -(-logits.shape[1] // LOGITS)].float().tolist())
         return logits
 
     def moe_s(self) -> dict[str, float]:
-        spans: list[tuple[int, float]] = []  # (tokens, when) of entering and leaving, in turn
+        spans: list[tuple[int, float]] = []  # (tokens, time) of entering and leaving, alternating
 
         def note(module: Any, args: tuple[Any, ...], *output: Any) -> None:
             spans.append((len(args[0]), time.perf_counter()))
@@ -129,7 +130,7 @@ class TransformersRunner:
 
 
 class VisMoERunner(TransformersRunner):
-    """Ours: the same loop, with the pager's counters, and a timeline on demand."""
+    """VisMoE: the same loop, with the pager's counters, and optionally a timeline."""
 
     def request(self, state: str) -> BenchRequest:
         pager = runtime_of(self.model).pager
@@ -139,7 +140,7 @@ class VisMoERunner(TransformersRunner):
         return dataclasses.replace(request, counters=(pager.metrics.snapshot() - before).to_json()["per_phase"])
 
     def trace(self, path: str) -> None:
-        """Write the timeline of one more request."""
+        """Write the timeline of a further request."""
         pager = runtime_of(self.model).pager
         pager.timeline = timeline = Timeline()
         request = self.request(WARM)
@@ -158,7 +159,7 @@ def _loaded(job: Job, **options: Any) -> Any:
 
 
 def load_vismoe(job: Job) -> VisMoERunner:
-    """Ours, with the settings of the job."""
+    """VisMoE, with the settings of the job."""
     settings = {**ENGINE_DEFAULTS, **job.settings}
     place = job.device if job.device != "cpu" else None
     model = _loaded(job, device_map=place, quantization_config=VisMoEConfig(**settings))
@@ -168,14 +169,14 @@ def load_vismoe(job: Job) -> VisMoERunner:
 
 
 def load_transformers(job: Job, experts: str | None = None) -> TransformersRunner:
-    """Everything on the device. `experts` None leaves the implementation to transformers."""
+    """All weights on the device. `experts` None leaves the implementation to transformers."""
     options = {} if experts is None else {"experts_implementation": experts}
     place = job.device if job.device != "cpu" else None
     return _transformers_runner(job, _loaded(job, device_map=place, **options))
 
 
 def load_accelerate(job: Job) -> TransformersRunner:
-    """As many weights in memory as VisMoE's plan holds, the rest in `offload_folder`; on a GPU free RAM comes between."""
+    """As many weights in memory as VisMoE's plan has, the rest in `offload_folder`; beside a GPU, free RAM comes in between."""
     place = torch.device(job.device)
     memory = {"cpu": job.held_bytes} if place.type == "cpu" else {place.index or 0: job.held_bytes, "cpu": host_memory()[0]}
     model = _loaded(job, device_map="auto", max_memory=memory, offload_folder=job.offload_folder)

@@ -1,7 +1,7 @@
-"""What the control path costs: Python and dispatch per MoE layer and token, with every expert resident and synthetic routing.
+"""Times the control path: Python and dispatch per MoE layer and token, with all experts resident and synthetic routing.
 
-The experts are a few kilobytes each, so that arithmetic costs next to nothing and what is timed is everything else. The same
-arithmetic, written as plainly as torch allows, is timed beside it: what remains is ours.
+The experts have a few kilobytes each, so their arithmetic costs almost nothing and the time is that of everything else. The same
+arithmetic, written as plainly as torch allows, is timed alongside; the difference is VisMoE's cost.
 """
 
 import statistics
@@ -17,12 +17,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from vismoe.formats.raw import Raw
 from vismoe.models.moe.compute import TorchExperts
-from vismoe.models.moe.experts import ExpertBackends, ExpertRuntime, Step
+from vismoe.models.moe.experts import PagedLayer
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
+from vismoe.models.moe.step_context import ExpertService, Step, StepContext
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DiskMover
 from vismoe.pools.pool import SlabPool
-from vismoe.types import ExpertId, ExpertInventory, Format, MoELayer, Phase, RecordLayout
+from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
 __all__ = ["ControlTime", "measure_control"]
 
@@ -38,11 +39,11 @@ class ControlTime:
     experts: int
     top_k: int
     us_per_layer: float  # the whole experts function, its tiny arithmetic included
-    parts: dict[str, float]  # where it goes; they add up to `us_per_layer`
+    parts: dict[str, float]  # the parts of the time; they add up to `us_per_layer`
 
     @property
     def control_us_per_layer(self) -> float:
-        """Without the arithmetic that any implementation would dispatch."""
+        """The time without the arithmetic that any implementation would dispatch."""
         return self.us_per_layer - self.parts["arithmetic"]
 
     def to_json(self) -> dict[str, Any]:
@@ -86,17 +87,17 @@ def measure_control(layers: int = 48, experts: int = 128, top_k: int = 8, steps:
                     pass
         backend = TorchExperts(inventory, ((Raw(layout),),), torch.device("cpu"))
         nothing_asks_for_a_plan: Any = None
-        nobody_asks = LookaheadInputs(pager, None, None, inline=True)
-        serving = ExpertBackends(pager, backend, nothing_asks_for_a_plan, store, (Format.RAW,))
-        runtime = ExpertRuntime(serving, torch.device("cpu"), nobody_asks, {})
-        return _measure(runtime, module, steps)
+        context = StepContext(torch.device("cpu"), LookaheadInputs(inventory, pager.window, None, None, inline=True))
+        context.serve(ExpertService(pager, backend, nothing_asks_for_a_plan))
+        return _measure(context, module, steps)
     finally:
         pager.close()
 
 
 @torch.inference_mode()
-def _measure(runtime: ExpertRuntime, module: Any, steps: int) -> ControlTime:
-    pager, layers = runtime.pager, runtime.pager.inventory.layers
+def _measure(context: StepContext, module: Any, steps: int) -> ControlTime:
+    pager, layers = context.serving.pager, context.serving.pager.inventory.layers
+    paged = [PagedLayer(context, layer) for layer in range(len(layers))]
     generator = torch.Generator().manual_seed(0)
     shape = (steps, len(layers), layers[0].num_experts)
     routing = torch.rand(shape, generator=generator).topk(layers[0].top_k).indices[:, :, None]  # [steps, L, 1, K]
@@ -107,11 +108,11 @@ def _measure(runtime: ExpertRuntime, module: Any, steps: int) -> ControlTime:
     weights_of = [[pool.weights(slab) for slab in slab_of[b : b + layers[0].num_experts]] for b in pager.tables[0].base.values()]
 
     def us_per_layer(act: Callable[[int, torch.Tensor], Any]) -> float:
-        """Of `act(layer, index)` over all steps and layers."""
+        """Microseconds of `act(layer, index)` per call, over all steps and layers."""
         began_s = time.perf_counter()
         for step in routing:
             pager.begin_step(Phase.DECODE)
-            runtime.step = Step(Phase.DECODE, batch=1, tokens=1, thread=threading.get_ident())
+            context.begin(Step(Phase.DECODE, batch=1, tokens=1, thread=threading.get_ident()))
             for layer, index in enumerate(step):
                 act(layer, index)
         return 1e6 * (time.perf_counter() - began_s) / (steps * len(layers))
@@ -132,17 +133,17 @@ def _measure(runtime: ExpertRuntime, module: Any, steps: int) -> ControlTime:
             out += torch.nn.functional.linear(module._apply_gate(up), weights["down_proj"]) * factor
         return out
 
-    runtime.step = Step(Phase.DECODE, batch=1, tokens=1, thread=threading.get_ident())
+    context.begin(Step(Phase.DECODE, batch=1, tokens=1, thread=threading.get_ident()))
     for layer, index in enumerate(routing[0]):
-        assert torch.equal(runtime.run(layer, module, hidden, index, factors), compute(layer, index)), "not the same arithmetic"
+        assert torch.equal(paged[layer].run(module, hidden, index, factors), compute(layer, index)), "the arithmetic differs"
     acts = {
         "loop": lambda layer, index: None,
-        "whole": lambda layer, index: runtime.run(layer, module, hidden, index, factors),
+        "whole": lambda layer, index: paged[layer].run(module, hidden, index, factors),
         "arithmetic": compute,
         "paging": page,
         "reading": read,
     }
-    rounds = [{name: us_per_layer(act) for name, act in acts.items()} for _ in range(ROUNDS)]  # side by side, for noise hits all
+    rounds = [{name: us_per_layer(act) for name, act in acts.items()} for _ in range(ROUNDS)]  # in turn, so noise affects all
     loop, whole, backend, paging, reading = (statistics.median(each[name] for each in rounds) for name in acts)
     parts = {
         "arithmetic": backend - reading,

@@ -1,4 +1,4 @@
-"""Where figures come from: versions, commit, and the ceilings that the machine profile knows."""
+"""The origin of results: versions, commit, and the ceilings from the machine profile."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ __all__ = ["ceilings_of", "commit"]
 
 
 def commit() -> str | None:
-    """The commit of the checkout this package runs from, `+changes` where files differ from it; None outside of one."""
+    """The commit of this package's checkout, with `+changes` if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
@@ -34,19 +34,19 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def ceilings_of(path: Path, device: str, settings: Settings, progress: bool) -> Ceilings:
-    """Ceilings for weights at `path` on `device`: the machine profile (`vismoe doctor`), or measured now and kept."""
+    """Ceilings for weights at `path` on `device`: from the machine profile (`vismoe doctor`), or measured now and stored."""
     profile, how, doubts = _profile_of(path, progress)
     link = profile.link(device)
     memory = link.device_read_bytes_per_s if link else profile.dram_bytes_per_s
     over_link = settings.emulated_link_bytes_per_s or (link.best_bytes_per_s(page_locked=True) if link else None)
     load, usable = profile.facts.load_average, profile.facts.usable_cores
     if load is not None and load > usable:
-        doubts += (f"ceilings were measured on a busy machine (load {load:.1f} on {usable} cores): they may be too low",)
+        doubts += (f"ceilings were measured on a busy machine (load {load:.1f} on {usable} cores), so they may be too low",)
     return Ceilings(memory, profile.best_disk_bytes_per_s(path), over_link, how, doubts)
 
 
 def _profile_of(path: Path, progress: bool) -> tuple[Profile, str, tuple[str, ...]]:
-    """(the profile, how it was come by, what is missing in it and why)."""
+    """(the profile, where it comes from, what it lacks and why)."""
     kept = load_profile()
     if kept is not None and kept.best_disk_bytes_per_s(path):
         return kept, f"machine profile, measured {_age(time.time() - kept.measured_unix_s)} ago", ()
@@ -62,7 +62,7 @@ def _profile_of(path: Path, progress: bool) -> tuple[Profile, str, tuple[str, ..
     try:
         save_profile(profile)
     except OSError as error:
-        return profile, how, (f"the ceilings are not kept: {error.strerror}",)
+        return profile, how, (f"the ceilings could not be stored: {error.strerror}",)
     return profile, how, ()
 
 

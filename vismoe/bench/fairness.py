@@ -1,38 +1,31 @@
-"""Which comparisons are refused as unfair, who cannot take part, and what must be said beside the figures. Pure.
+"""Which comparisons are refused as unfair, which contestants cannot run, and which notes the report needs. Pure.
 
-Fair means: the same weights at the same precision on the same device, and the same memory, page cache included; a rate is only
-ever set against another one of the same state (cold or warm). Threads and tokens are equal because all jobs are copies of one.
-Precisions are the same where experts keep every bit, and where they are in one of our formats and in its partner among
-llama.cpp's types; what is no expert has the same type for everybody.
+Fair means: the same weights at the same precision on the same device, with the same memory, page cache included; a rate is only
+compared with another of the same state (cold or warm). Threads and tokens are equal because all jobs are copies of one.
+Precisions are equal if experts keep every bit, or if VisMoE uses one of its formats and llama.cpp the partner type; other tensors
+have the same type in all contestants.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from vismoe.bench.job import BITS_PER_WEIGHT, EXACT, PARTNERS, PROGRAMS, Contestant, ModelProgram
 from vismoe.config import format_bytes
 from vismoe.planning.sizes import size_up
 
-__all__ = ["IMPORTS_BYTES", "Entry", "FairConditions", "does_not_fit", "labels", "refusals"]
+__all__ = ["Entry", "FairConditions", "does_not_fit", "labels", "refusals"]
 
-# What a limit must leave beside VisMoE's budget: a worker that imported torch and transformers holds 261 to 302 MiB when it
-# plans (302 with torchvision, which transformers imports where it is installed), and
-# the engine refuses a budget above what is free then. Most of it comes back: a plan lies above the real growth (with one of
-# 2.70 GB the whole process ended with 2.67 GB of its own, and 0.11 GB of mapped libraries).
-IMPORTS_BYTES = (480 if torch.version.cuda else 320) * 2**20  # a CUDA build maps 120 MiB more, measured without a GPU
-NOTEWORTHY = 0.1  # of a limit
-CACHE_SIZED_BYTES = 2**28  # weights that a processor's last cache may hold, or much of them
+NOTEWORTHY = 0.1  # share of a limit
+CACHE_SIZED_BYTES = 2**28  # weights that may fit wholly or largely in a processor's last-level cache
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one contestant would run with."""
+    """The weights and the device with which one contestant would run."""
 
     contestant: Contestant
-    dtype: str  # of all weights but its quantised experts: bfloat16, ...
-    weights_bytes: int  # of everything it loads, experts as they lie in memory
+    dtype: str  # of all weights except quantised experts: bfloat16, ...
+    weights_bytes: int  # of all that it loads, experts in their format in memory
     device: str
 
     @property
@@ -46,9 +39,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class FairConditions:
-    """What holds for all of them."""
+    """Conditions that all contestants share."""
 
-    memory_bytes: int  # of the host, that VisMoE may use: its budget on a CPU, the host tier beside a GPU
+    memory_bytes: int  # of the host, usable by VisMoE: its budget on a CPU, the host tier beside a GPU
+    imports_bytes: int  # of the process itself, which a limit must leave beside memory_bytes
     limit_bytes: int | None  # of each worker's control group, page cache included
     ram_bytes: int
     warm_cache: bool  # the user wants a comparison without a limit
@@ -57,16 +51,16 @@ class FairConditions:
 
     @property
     def least_limit_bytes(self) -> int:
-        return self.memory_bytes + IMPORTS_BYTES
+        return self.memory_bytes + self.imports_bytes
 
     @property
     def unused_share(self) -> float:
-        """Of the limit: what VisMoE's budget leaves to nobody."""
+        """The share of the limit that is neither VisMoE's budget nor needed by its process."""
         return 1 - self.least_limit_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
 
 def refusals(entries: Sequence[Entry], conditions: FairConditions) -> list[str]:
-    """Why these must not be set side by side, each with its fix; empty when the comparison is fair."""
+    """Why these must not be compared, with fixes; empty if the comparison is fair."""
     ours = _ours(entries)
     rivals = [entry for entry in entries if not entry.contestant.is_ours]
     found = [reason for rival in rivals for reason in _differences(ours, rival)]
@@ -80,22 +74,22 @@ def refusals(entries: Sequence[Entry], conditions: FairConditions) -> list[str]:
     if limit is not None and limit < conditions.least_limit_bytes:
         found.append(
             f"--limit {format_bytes(limit)} is less than VisMoE's budget of {format_bytes(conditions.memory_bytes)} and the "
-            f"{format_bytes(IMPORTS_BYTES)} of an idle process. "
+            f"{format_bytes(conditions.imports_bytes)} of an idle process together. "
             f"Fix: --limit {size_up(conditions.least_limit_bytes)}, or a smaller --memory"
         )
     if rivals and conditions.emulated_link:
         found.append("an emulated link slows VisMoE alone. Fix: leave out --emulated-link-bytes-per-s, or --baseline")
     if rivals and limit is None and not conditions.warm_cache and conditions.memory_bytes < ours.weights_bytes:
         found.append(
-            f"VisMoE would stay within {format_bytes(conditions.memory_bytes)} of memory while the page cache may hold all "
-            f"{format_bytes(ours.weights_bytes)} of weights for everyone. Fix: --limit {size_up(conditions.least_limit_bytes)}, "
-            "or --warm-cache to say that this is what you want to see"
+            f"VisMoE would stay within {format_bytes(conditions.memory_bytes)} of memory, but the page cache could hold all "
+            f"{format_bytes(ours.weights_bytes)} of weights for others. Fix: --limit {size_up(conditions.least_limit_bytes)}, "
+            "or --warm-cache to allow this comparison"
         )
     return found
 
 
 def _ours(entries: Sequence[Entry]) -> Entry:
-    """The largest of ours: what it may do, the others may."""
+    """The largest of VisMoE's entries: the others may use as much memory."""
     return max((entry for entry in entries if entry.contestant.is_ours), key=lambda entry: entry.weights_bytes)
 
 
@@ -104,7 +98,7 @@ def _differences(ours: Entry, rival: Entry) -> list[str]:
     if rival.dtype != ours.dtype:
         found.append(
             f"{rival.name} has {rival.dtype} weights, vismoe {ours.dtype}. "
-            f"Fix: --gguf with {ours.dtype} weights, or the same --dtype"
+            f"Fix: use --gguf with {ours.dtype} weights, or the same --dtype"
         )
     if rival.device != ours.device:
         found.append(f"{rival.name} runs on {rival.device}, vismoe on {ours.device}. Fix: --device {rival.device}")
@@ -112,10 +106,11 @@ def _differences(ours: Entry, rival: Entry) -> list[str]:
 
 
 def _without_partner(entries: Sequence[Entry]) -> list[str]:
-    """Rivals whose experts lose bits that none of ours loses. One that keeps them all may stand beside any of ours."""
+    """Rivals with lossy experts for which no VisMoE entry has a partner. A rival that keeps every bit may be compared with
+    any."""
     ours = {entry.contestant.precision for entry in entries if entry.contestant.is_ours} | {EXACT}
     return [
-        f"{entry.name} has {entry.contestant.expert_type} experts, and vismoe runs without {entry.contestant.precision}. "
+        f"{entry.name} has {entry.contestant.expert_type} experts, but no vismoe contestant has {entry.contestant.precision}. "
         f"Fix: --formats {entry.contestant.precision}"
         for entry in entries
         if entry.contestant.precision not in ours
@@ -123,40 +118,40 @@ def _without_partner(entries: Sequence[Entry]) -> list[str]:
 
 
 def does_not_fit(entry: Entry, conditions: FairConditions) -> str | None:
-    """Why a contestant is not started: without a limit it would take the machine down. Under a limit its group decides."""
+    """Why a contestant is not started: without a limit it would exhaust the RAM. Under a limit, its control group decides."""
     if not entry.way.needs_all or entry.device != "cpu" or conditions.limit_bytes or entry.weights_bytes <= conditions.ram_bytes:
         return None
     return f"does not fit the RAM: {format_bytes(entry.weights_bytes)} of weights, {format_bytes(conditions.ram_bytes)} of RAM"
 
 
 def labels(entries: Sequence[Entry], conditions: FairConditions) -> list[str]:
-    """What has to be read with the figures."""
+    """Notes that a reader of the results needs."""
     found, ours = [], _ours(entries)
     alone = all(entry.contestant.is_ours for entry in entries)
     if conditions.limit_bytes is None:
-        found.append("no memory limit: after the cold request the page cache serves everyone; not a memory-limited comparison")
+        found.append("no memory limit: after the cold request the page cache serves all; not a memory-limited comparison")
     if not alone and conditions.unused_share > NOTEWORTHY:
         found.append(
-            f"VisMoE keeps to its budget of {format_bytes(conditions.memory_bytes)}, the others may use all of the limit of "
+            f"VisMoE keeps within its budget of {format_bytes(conditions.memory_bytes)}, the others may use the whole limit of "
             f"{format_bytes(conditions.limit_bytes or 0)}, page cache included; without --memory the budget follows the limit"
         )
     if ours.weights_bytes < CACHE_SIZED_BYTES:
-        found.append(f"{format_bytes(ours.weights_bytes)} of weights: processor caches serve them; shares of DRAM say little")
+        found.append(f"{format_bytes(ours.weights_bytes)} of weights may fit processor caches: shares of DRAM say little")
     if conditions.emulated_link:
-        found.append("emulated link: figures are those of a link that this machine does not have")
+        found.append("emulated link: results are for a link that this machine does not have")
     blind = [entry.name for entry in entries if not entry.way.sees_images]
     if conditions.picture and blind:
-        found.append(f"{', '.join(blind)}: text of the prompt only, without the picture; prefill is not comparable")
+        found.append(f"{', '.join(blind)}: only the text of the prompt, without the picture, so prefill is not comparable")
     lossy = dict.fromkeys(entry.contestant.precision for entry in entries if entry.contestant.precision != EXACT)
     return found + [_precision_label(precision, entries) for precision in lossy if not alone]
 
 
 def _precision_label(precision: str, entries: Sequence[Entry]) -> str:
-    """What a format is held against."""
+    """A note on what a format is compared with."""
     spent = f"{precision} ({BITS_PER_WEIGHT[precision]:g} bits per expert weight)"
     partners = {entry.contestant.expert_type for entry in entries if entry.contestant.precision == precision} - {precision}
     if not partners:
-        why = "" if precision in PARTNERS else "; llama.cpp's types of two bits are built otherwise"
-        return f"{spent} has no rival of its precision{why}: what is said about others is information"
+        why = "" if precision in PARTNERS else ", because llama.cpp's two-bit types are built differently"
+        return f"{spent} has no rival of equal precision{why}; comparisons with others are only information"
     partner = partners.pop()
-    return f"{spent} is held against {partner} ({BITS_PER_WEIGHT[partner]:g}); all but the routed experts is the same in both"
+    return f"{spent} is compared with {partner} ({BITS_PER_WEIGHT[partner]:g}); all but the routed experts is the same in both"

@@ -1,8 +1,8 @@
-"""The table of published geometries: what a benchmark needs of a model when its weights do not matter.
+"""The table of published geometries: the configuration that a benchmark needs when the values of weights do not matter.
 
-Each row holds the values of the model card's config.json that shape the computation, in the words of transformers'
-configuration class. `geometry_config` makes a configuration of them with fewer layers; everything else stays as published.
-The table itself needs no transformers: `vismoe bench --help` names its rows.
+Each row holds the values of the model's config.json that shape the computation, under the names of transformers' configuration
+class. `geometry_config` makes a configuration from them, optionally with fewer layers; everything else stays as published. The
+table itself does not need transformers: `vismoe bench --help` prints its names.
 """
 
 import copy
@@ -27,8 +27,8 @@ class ModelGeometry:
     source: str  # the repository on the hub whose config.json the values are from
     config_class: str
     model_class: str
-    values: Mapping[str, Any]  # arguments of config_class; decoder layers are counted in text_config where there is one
-    least_layers: int = 1  # the fewest decoder layers that hold one layer of every kind
+    values: Mapping[str, Any]  # arguments of config_class; the number of decoder layers is in text_config if there is one
+    least_layers: int = 1  # the fewest decoder layers with one layer of every kind
 
     @property
     def layers(self) -> int:
@@ -37,17 +37,17 @@ class ModelGeometry:
 
 
 def geometry_config(name: str, layers: int | None = None) -> "PreTrainedConfig":
-    """The configuration of a published geometry with `layers` decoder layers, all of them when None.
+    """The configuration of a published geometry with `layers` decoder layers (None: all).
 
-    Dense layers at the beginning (deepseek, glm-4.5) count and stay: deepseek-v2-lite with 4 layers has one dense and three MoE
-    layers. Raises ConfigError for an unknown name or a number of layers that the model cannot have.
+    Dense layers at the beginning (deepseek, glm-4.5) count and remain: deepseek-v2-lite with 4 layers has one dense and three MoE
+    layers. Raises ConfigError for an unknown name or an impossible number of layers.
     """
     geometry = _geometry(name)
     layers = geometry.layers if layers is None else layers
     if not geometry.least_layers <= layers <= geometry.layers:
         raise ConfigError(
-            f"layers={layers}: {name} has {geometry.layers} decoder layers as published, and fewer than {geometry.least_layers} "
-            f"leave out a kind of layer. Fix: a number from {geometry.least_layers} to {geometry.layers}"
+            f"layers={layers}: {name} has {geometry.layers} decoder layers as published; with fewer than {geometry.least_layers} "
+            f"a kind of layer would be missing. Fix: a number from {geometry.least_layers} to {geometry.layers}"
         )
     import transformers
 
@@ -68,7 +68,7 @@ def model_class_of(name: str) -> "type[PreTrainedModel]":
 def _geometry(name: str) -> ModelGeometry:
     if name not in GEOMETRIES:
         near = difflib.get_close_matches(name, GEOMETRIES, n=3, cutoff=0.4)
-        raise ConfigError(f"no geometry is called {name!r}. Fix: {', '.join(near) or 'one of ' + ', '.join(GEOMETRIES)}")
+        raise ConfigError(f"no such geometry: {name!r}. Fix: {', '.join(near) or 'one of ' + ', '.join(GEOMETRIES)}")
     return GEOMETRIES[name]
 
 
@@ -357,7 +357,7 @@ _ROWS = (
             topk_group=1,
             norm_topk_prob=True,
             routed_scaling_factor=1.0,
-            num_mtp_layers=0,  # published with one; transformers leaves its weights out
+            num_mtp_layers=0,  # published with one; transformers omits its weights
             max_position_embeddings=131072,
             rms_norm_eps=1e-5,
             rope_parameters=_rope(1e6, partial_rotary_factor=0.5),
@@ -392,7 +392,7 @@ _ROWS = (
     ),
     ModelGeometry(
         "tiny",
-        "ours: for tests and quick tries, about 26 MB",
+        "not a published model: for tests and quick tries, about 26 MB",
         "Qwen3VLMoeConfig",
         "Qwen3VLMoeForConditionalGeneration",
         dict(

@@ -1,9 +1,9 @@
-"""The weights of a bf16 checkpoint as a GGUF file for llama.cpp: matrices in BF16, vectors and routers in F32.
+"""Writes the weights of a bf16 checkpoint as a GGUF file for llama.cpp: matrices in BF16, vectors and routers in F32.
 
-The routed experts' matrices, and they alone, may be quantised: all else is the same in every file of a model, as it is in ours.
-Experts are read one at a time through our own store and written to their place in llama.cpp's stacked tensors, everything else
-tensor by tensor; memory is bounded by two experts or the largest tensor that is rearranged. A vision tower is left out: llama.cpp
-keeps it in another file. The tokenizer inside is a dummy of the right size, since benchmarks drive token ids.
+Only the routed experts' matrices may be quantised; all other tensors are the same in every file of a model, as in VisMoE. Experts
+are read one at a time through VisMoE's own store and written to their place in llama.cpp's stacked tensors, other weights tensor
+by tensor; memory is bounded by two experts or the largest rearranged tensor. Vision towers are left out, because llama.cpp stores
+them in another file. The tokenizer inside is a dummy of the right size, since benchmarks use token ids.
 """
 
 import math
@@ -29,7 +29,7 @@ from vismoe.types import ExpertId, MoELayer
 
 __all__ = ["gguf_refusal", "is_float32", "write_gguf"]
 
-ROUTERS_AND_CONVOLUTIONS = re.compile(r"ffn_gate_inp|ssm_conv1d")  # matrices that llama.cpp wants in F32
+ROUTERS_AND_CONVOLUTIONS = re.compile(r"ffn_gate_inp|ssm_conv1d")  # matrices that llama.cpp needs in F32
 EXPERTS = re.compile(r"_exps\.weight$")
 PIECE_BYTES = 2**23
 BYTE_TOKENS = 256  # after <unk>, <s> and </s>
@@ -39,41 +39,40 @@ def gguf_refusal(config: PreTrainedConfig) -> str | None:
     """Why the model of this configuration cannot be written for llama.cpp; None if it can."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
-        return f"{config.model_type} has no row here (there are {', '.join(sorted(ARCHITECTURES))})"
+        return f"{config.model_type} is not supported (supported: {', '.join(sorted(ARCHITECTURES))})"
     text = config.get_text_config()
     for name, wanted in architecture.requires.items():
         value = getattr(text, name, wanted)
         if value != wanted:
-            return f"llama.cpp's {architecture.name} takes {name}={wanted!r} for granted, and this model has {value!r}"
+            return f"llama.cpp's {architecture.name} assumes {name}={wanted!r}, but this model has {value!r}"
     values = [getattr(text, name) for name in architecture.equal]
     if len(set(values)) > 1:
         return (
-            f"llama.cpp's {architecture.name} takes {' = '.join(architecture.equal)} for granted, "
-            f"and this model has {' and '.join(map(str, values))}"
+            f"llama.cpp's {architecture.name} assumes {' = '.join(architecture.equal)}, "
+            f"but this model has {' and '.join(map(str, values))}"
         )
     deepstack = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     if deepstack and text.num_hidden_layers <= deepstack:
         return (
-            f"llama.cpp's {architecture.name} needs more layers than the {deepstack} that take visual features, and this has "
+            f"llama.cpp's {architecture.name} needs more layers than the {deepstack} with visual features, but this model has "
             f"{text.num_hidden_layers}"
         )
     if text.rope_parameters["rope_type"] not in ("default", "yarn"):
-        return f"its positions are encoded with {text.rope_parameters['rope_type']!r}; default and yarn are written here"
+        return f"its positions are encoded with {text.rope_parameters['rope_type']!r}; only default and yarn can be written"
     return None
 
 
 def is_float32(name: str, dimensions: int) -> bool:
-    """Whether llama.cpp keeps a tensor of this name in F32, whatever type the weights have."""
+    """Whether llama.cpp stores a tensor of this name in F32, whatever the type of the weights."""
     return dimensions == 1 or name.endswith("bias") or bool(ROUTERS_AND_CONVOLUTIONS.search(name))
 
 
 def write_gguf(folder: str | Path, file: str | Path, *, experts: str = "bf16", progress: bool = True) -> None:
-    """Write the bf16 checkpoint in `folder` as the GGUF file `file`, replaced only when the new one is complete; `experts` is the
-    type of the routed experts' matrices: bf16, q8_0 or q4_0.
+    """Write the bf16 checkpoint in `folder` as the GGUF file `file`, which is replaced only when the new one is complete.
+    `experts` is the type of the routed experts' matrices: bf16, q8_0 or q4_0.
 
-    Raises ConfigError without the package gguf, UnsupportedModelError for a model that `gguf_refusal` refuses or whose rows are
-    not whole blocks, CheckpointError for a checkpoint that cannot be read or is not in bf16. ConfigError, too, for a disk that is
-    too small.
+    Raises ConfigError without the package gguf or if the disk is too small, UnsupportedModelError for a model that `gguf_refusal`
+    refuses or whose rows are not whole blocks, CheckpointError for a checkpoint that cannot be read or is not in bf16.
     """
     try:
         import gguf
@@ -97,7 +96,7 @@ def write_gguf(folder: str | Path, file: str | Path, *, experts: str = "bf16", p
 
 
 class _Conversion:
-    """One checkpoint on its way into one file: first all names and shapes, then the bytes, each to its place."""
+    """The conversion of one checkpoint into one file: first all names and shapes, then the bytes, each at its place."""
 
     def __init__(self, model: Any, store: CheckpointStore, files: list[Path], gguf: Any, writer: Any, experts: str):
         self.model, self.store, self.gguf, self.writer = model, store, gguf, writer
@@ -127,7 +126,7 @@ class _Conversion:
     def _declare(self) -> None:
         for _, name, entry in self.backbone:
             if entry.dtype is not torch.bfloat16:
-                raise CheckpointError(f"{name} is stored as {entry.dtype}, not in bf16. Fix: a bf16 checkpoint")
+                raise CheckpointError(f"{name} is stored as {entry.dtype}, not in bf16. Fix: use a bf16 checkpoint")
             for target, tensor in self._converted(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")):
                 self.shapes[target] = tuple(tensor.shape)
         for layer in self.store.inventory.layers:
@@ -143,12 +142,12 @@ class _Conversion:
         block = self.gguf.GGML_QUANT_SIZES[self._kind(name)][0]
         if (width := self.shapes[name][-1]) % block:
             raise UnsupportedModelError(
-                f"{name} has rows of {width} weights, and {self.experts.name.lower()} comes in blocks of {block}. "
+                f"{name} has rows of {width} weights, but {self.experts.name.lower()} needs blocks of {block}. "
                 "Instead: bf16, or a geometry with wider experts"
             )
 
     def _open(self) -> None:
-        """Write everything that comes before the tensors and note where each of them begins."""
+        """Write everything before the tensors, and note where each tensor begins."""
         first = self.store.inventory.layers[0]
         down = next(section for section in self.store.inventory.layouts[0].sections if section.name == "down_proj")
         width = math.prod(down.shape) // self.text.hidden_size
@@ -185,7 +184,7 @@ class _Conversion:
         self.writer.add_add_bos_token(False)
 
     def _write_backbone(self, file: Path, name: str, entry: TensorEntry, bar: tqdm) -> None:
-        """Copy a tensor that is the same in both files piece by piece; convert any other one as a whole."""
+        """Copy a tensor that is the same in both files piece by piece; convert any other tensor as a whole."""
         meta = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         (target, same), *_ = self._converted(name, meta)
         with file.open("rb") as source:
@@ -221,7 +220,7 @@ class _Conversion:
         bar.update(values.nbytes)
 
     def _converted(self, name: str, tensor: torch.Tensor) -> Tensors:
-        """(llama.cpp's name, tensor) of what one tensor of the checkpoint becomes."""
+        """(llama.cpp's name, tensor) for each result of one tensor of the checkpoint."""
         for hub, value in self.architecture.convert(name.replace("language_model.", ""), tensor, self.text):
             found = self.names.get_name(hub, try_suffixes=(".weight", ".bias"))
             if found is None:
@@ -258,7 +257,7 @@ class _Conversion:
 
 
 def _split(name: str, tensor: torch.Tensor, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gate and up apart: halves of the output, or every other row."""
+    """Separates gate and up: halves of the output, or alternate rows."""
     if name.startswith("down_proj"):
         yield "down", tensor
     else:

@@ -1,8 +1,8 @@
-"""Who can run, what one worker is asked to do, and what it answers: plain data, JSON both ways. Imports nothing heavy.
+"""The programs that can run, the job of one worker, and its answer: plain data, JSON in both directions. Imports nothing heavy.
 
-A *way* is a program that runs a model, a *contestant* is a way with the experts in one format. A *job* is one worker process:
-load, one cold request, some warm ones. *Cold* is the first request after loading, with the page cache of all weight files
-dropped; *warm* is every later one of the same process.
+A *way* is a program that runs a model, a *contestant* is a way with experts in one format. A *job* is one worker process: load,
+one cold request, some warm ones. *Cold* is the first request after loading, with the page cache of all weight files dropped;
+*warm* is every later request of the same process.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ __all__ = [
 
 COLD, WARM = "cold", "warm"
 OURS = "vismoe"
-LOGITS = 4096  # most logits that a contestant reports of its first new token, evenly spread over the vocabulary
+LOGITS = 4096  # most logits of its first new token that a contestant reports, spread evenly over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class ModelProgram:
     """A program that runs a model."""
 
     name: str
-    baseline: str  # the word of --baseline that asks for it
+    baseline: str  # its name in --baseline
     package: str
-    needs_all: bool  # of the weights in memory: it cannot run where they exceed the RAM
+    needs_all: bool  # it needs all weights in memory, so it cannot run if they exceed the RAM
     sees_images: bool
     what: str
 
 
-MAPPED = "loaded as transformers loads them (weights that it does not convert stay mapped)"
+MAPPED = "loaded by transformers (weights that it does not convert stay mapped)"
 PROGRAMS = {
     way.name: way
     for way in (
         ModelProgram(OURS, "", "vismoe", False, True, "experts paged in under the memory budget"),
         ModelProgram("transformers", "transformers", "transformers", True, True, MAPPED),
-        ModelProgram("transformers-eager", "transformers", "transformers", True, True, "the same with eager experts"),
+        ModelProgram("transformers-eager", "transformers", "transformers", True, True, "the same, with eager experts"),
         ModelProgram("accelerate", "accelerate", "accelerate", False, True, "device_map='auto', the rest in a disk folder"),
         ModelProgram("llama.cpp-mmap", "llama.cpp", "llama_cpp", False, False, "weights mapped from the GGUF file"),
         ModelProgram("llama.cpp-resident", "llama.cpp", "llama_cpp", True, False, "weights read into memory"),
@@ -67,7 +67,7 @@ BASELINES = tuple(dict.fromkeys(way.baseline for way in PROGRAMS.values() if way
 INSTALL = {"llama_cpp": "llama-cpp-python"}
 EXACT = "exact"  # the precision of formats that keep every bit
 IN_PLACE, PACKED = "raw", "packed"  # raw from the checkpoint, and from a store
-PARTNERS = {"raw": "bf16", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's types; its two-bit ones are too different for int2
+PARTNERS = {"raw": "bf16", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's types; its two-bit types differ too much from int2
 BITS_PER_WEIGHT = {"int8": 8.25, "int4": 4.25, "int2": 2.5, "q8_0": 8.5, "q4_0": 4.5}  # scales included
 
 
@@ -76,8 +76,8 @@ class Contestant:
     """One row of a comparison."""
 
     way: str
-    format: str = IN_PLACE  # of the experts, or PACKED; llama.cpp's are in the partner's type
-    kernels: str | None = None  # of ours, where several are compared
+    format: str = IN_PLACE  # of the experts, or PACKED; llama.cpp uses the partner type
+    kernels: str | None = None  # VisMoE's kernels, if several are compared
 
     @property
     def name(self) -> str:
@@ -94,25 +94,25 @@ class Contestant:
 
     @property
     def precision(self) -> str:
-        """Contestants of the same one are compared."""
+        """Contestants of equal precision are compared."""
         return EXACT if self.format in (IN_PLACE, PACKED, "lossless") else self.format
 
     @property
     def setting(self) -> str:
-        """What the engine calls our format."""
+        """The engine's name of the format."""
         return "raw" if self.format == PACKED else self.format
 
     @property
     def expert_type(self) -> str:
-        """How the experts lie in memory: our format, or llama.cpp's type."""
+        """The format of experts in memory: VisMoE's, or llama.cpp's type."""
         return PARTNERS[self.format] if self.package == "llama_cpp" else self.format
 
 
 def contestants_of(
     words: Iterable[str], formats: Sequence[str] = (IN_PLACE,), kernels: Sequence[str] = ()
 ) -> tuple[Contestant, ...]:
-    """Ours in every format and with each of the kernels first, then those that the words of --baseline ask for: a baseline, or
-    one way by its own name. llama.cpp runs in the partners of the formats, everybody else in the checkpoint's own type.
+    """VisMoE in every format and with each of the kernels first, then the words of --baseline: a baseline, or the name of one
+    way. llama.cpp runs with the partners of the formats, all others with the checkpoint's own type.
 
     Raises ConfigError for an unknown word, or a package that is not installed.
     """
@@ -130,7 +130,7 @@ def contestants_of(
         theirs = [format for format in partnered if format in PARTNERS] if package == "llama_cpp" else [IN_PLACE]
         if not theirs:
             raise ConfigError(
-                f"--baseline {word} has no type like {', '.join(formats)}. Fix: --formats with {', '.join(PARTNERS)}"
+                f"--baseline {word} has no type comparable to {', '.join(formats)}. Fix: --formats with {', '.join(PARTNERS)}"
             )
         chosen |= {Contestant(way.name, format): None for way in found for format in theirs}
     return tuple(chosen)
@@ -138,25 +138,25 @@ def contestants_of(
 
 @dataclass(frozen=True)
 class Job:
-    """Everything one worker needs to know."""
+    """Everything that one worker needs to know."""
 
     way: str
     model: str  # folder or hub name
     dtype: str
     device: str
-    token_ids: tuple[int, ...]  # the text of the prompt
+    token_ids: tuple[int, ...]  # the prompt without its picture
     new_tokens: int
     warm_requests: int
     threads: int
-    held_bytes: int  # of weights that accelerate may hold in memory: as many as VisMoE's plan holds
+    held_bytes: int  # weights that accelerate may hold in memory: as many as VisMoE's plan holds
     settings: dict[str, Any] = field(default_factory=dict)  # of VisMoE
     revision: str | None = None
     picture: tuple[int, int] | None = None  # width and height in pixels, before the text
     files: tuple[str, ...] = ()  # weights; dropped from the page cache before loading, and before the cold request
     gguf: str | None = None
     offload_folder: str | None = None  # accelerate's
-    trace: str | None = None  # VisMoE's timeline, of one more request that is not counted
-    moe_time: bool = False  # time the routed experts alone, in one more request that is not counted
+    trace: str | None = None  # file for VisMoE's timeline of a further request, which is not counted
+    moe_time: bool = False  # time the routed experts alone in a further request, which is not counted
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -181,20 +181,20 @@ class BenchRequest:
     decode_s: float
     decode_tokens: int  # forward passes after prefill, which gives the first new token
     token_ids: tuple[int, ...]  # the new tokens
-    prefill_disk_bytes: int | None  # read from storage meanwhile, encode included; None where the system does not count it
+    prefill_disk_bytes: int | None  # read from storage during prefill and encode; None if the system does not count it
     decode_disk_bytes: int | None
-    counters: dict[str, dict[str, float]] | None = None  # VisMoE's, by phase
+    counters: dict[str, dict[str, float]] | None = None  # of VisMoE, by phase
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker found."""
+    """The results of a worker."""
 
     load_s: float
     requests: tuple[BenchRequest, ...]
     peak_rss_bytes: int
-    cached_bytes: int  # of the weight files, in the page cache when the cold request began: they could not be dropped
+    cached_bytes: int  # of the weight files that remained in the page cache when the cold request began
     files_bytes: int  # of the weight files
-    notes: dict[str, Any]  # what was chosen and why, e.g. the experts' implementation
-    logits: tuple[float, ...] = ()  # of the first new token, LOGITS of them at most
-    moe_s: dict[str, float] | None = None  # in all MoE layers' routed experts of one more request, by phase
+    notes: dict[str, Any]  # choices with reasons, e.g. the experts' implementation
+    logits: tuple[float, ...] = ()  # of the first new token, at most LOGITS of them
+    moe_s: dict[str, float] | None = None  # seconds in the routed experts of all MoE layers in a further request, by phase

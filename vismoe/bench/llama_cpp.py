@@ -1,7 +1,7 @@
-"""What llama.cpp wants of each architecture: its name, its metadata keys, and how a tensor differs from transformers' own.
+"""llama.cpp's form of each architecture: its name, its metadata keys, and how tensors differ from those of transformers.
 
-One row per family. Checked against the loaders of the llama.cpp in llama-cpp-python 0.3.36; a test compares logits of both.
-Conversions are pure, so they run on the meta device to learn shapes and on the weights to write them.
+One row per family, checked against the loaders of the llama.cpp in llama-cpp-python 0.3.36; a test compares logits of both.
+Conversions are pure: they run on the meta device to find shapes and on the weights to write them.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,19 +27,19 @@ def _nothing(config: Any, text: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One family as llama.cpp sees it; `text` is the configuration of the language model."""
+    """One family in llama.cpp's form; `text` is the configuration of the language model."""
 
     name: str
-    requires: dict[str, Any] = field(default_factory=dict)  # values that llama.cpp takes for granted
-    equal: tuple[str, ...] = ()  # two values that it takes for the same
-    keys: Callable[[Any, Any], dict[str, Any]] = _nothing  # (config, text) -> metadata beside the common one
+    requires: dict[str, Any] = field(default_factory=dict)  # values that llama.cpp assumes
+    equal: tuple[str, ...] = ()  # two values that llama.cpp assumes to be equal
+    keys: Callable[[Any, Any], dict[str, Any]] = _nothing  # (config, text) -> metadata beside the common keys
     convert: Callable[[str, torch.Tensor, Any], Tensors] = _unchanged  # (name on the hub, tensor, text) -> what to write
 
 
 def metadata(
     architecture: Architecture, config: PreTrainedConfig, *, experts: int, top_k: int, expert_width: int
 ) -> dict[str, Any]:
-    """All metadata of the model without the architecture's prefix; `expert_width` is an expert's intermediate size."""
+    """All metadata of the model, without the architecture's prefix; `expert_width` is an expert's intermediate size."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rope = text.rope_parameters
@@ -93,7 +93,7 @@ def _shared_gate(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
 
 
 def _llama_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
-    """llama.cpp rotates neighbouring pairs of a head, transformers its halves: rows of queries and keys change places."""
+    """llama.cpp rotates neighbouring pairs of a head, transformers its halves, so rows of queries and keys are permuted."""
     for part, heads in (("q_proj.weight", text.num_attention_heads), ("k_proj.weight", text.num_key_value_heads)):
         if name.endswith(part):
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
@@ -101,7 +101,7 @@ def _llama_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
 
 
 def _deepseek2_keys(config: Any, text: Any) -> dict[str, Any]:
-    """Latent attention is run as one key-value head of the latent's width."""
+    """llama.cpp runs latent attention as one key-value head of the latent's width."""
     return {
         "attention.head_count_kv": 1,
         "attention.q_lora_rank": text.q_lora_rank or 0,
@@ -167,7 +167,7 @@ def _qwen3_5_keys(config: Any, text: Any) -> dict[str, Any]:
 
 
 def _linear_attention_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
-    """qwen3_next: norms without their implied one, decay as a factor, and q, k, v apart from the gate z in one projection."""
+    """qwen3_next: norms without their implied one, decay as a factor, and q, k, v separated from the gate z of one projection."""
     if name.endswith("A_log"):
         tensor = -tensor.float().exp()
     elif name.endswith("dt_bias"):
@@ -187,7 +187,7 @@ def _linear_attention_convert(name: str, tensor: torch.Tensor, text: Any) -> Ten
 
 
 def _qwen3_5_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
-    """qwen3_5 keeps value heads beside the key head they belong to; llama.cpp goes round the key heads instead."""
+    """qwen3_5 stores value heads next to their key head; llama.cpp alternates over the key heads instead."""
     keys, dim = 2 * text.linear_num_key_heads * text.linear_key_head_dim, text.linear_value_head_dim
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
         tensor = torch.cat((tensor[:keys], _round_robin(tensor[keys:], 0, dim, text)))

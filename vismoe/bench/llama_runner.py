@@ -1,4 +1,4 @@
-"""llama.cpp on the CPU, text only, driven by token ids. Imports neither torch nor transformers: a worker must not carry them."""
+"""llama.cpp on the CPU, text only, by token ids. Imports neither torch nor transformers, which its worker must not load."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 512  # llama.cpp's own defaults
 
 
 class LlamaRunner:
-    """The same ids through llama.cpp's own evaluation, logits of the last token only."""
+    """Evaluates the same ids in llama.cpp, with logits of the last token only."""
 
     def __init__(self, job: Job, use_mmap: bool):
         import llama_cpp
@@ -63,7 +63,7 @@ class LlamaRunner:
         )
 
     def _next(self, token_ids: Sequence[int]) -> int:
-        """The greedy token after these."""
+        """The greedy token after `token_ids`."""
         self._model.eval(token_ids)
         logits = self._llama.llama_get_logits_ith(self._model.ctx, -1)
         values = np.ctypeslib.as_array(logits, shape=(self._model.n_vocab(),))
@@ -73,7 +73,7 @@ class LlamaRunner:
     def moe_s(self) -> dict[str, float]:
         """Seconds in the routed experts of all layers for the prompt and the last answer, by phase; see ExpertsClock.
 
-        In a context of its own, so that other requests are not stopped; the second of two passes counts.
+        Uses a separate context, so that other requests are not interrupted; the second of two passes counts.
         """
         llama, prompt = self._llama, self._job.token_ids
         clock, options = ExpertsClock(llama), self._model.context_params
@@ -94,7 +94,7 @@ class LlamaRunner:
 
 
 def _leave_as_mapped(llama: Any) -> None:
-    """Do not let llama.cpp copy weights into a layout of its own (q4_0): then the file is not what is computed with."""
+    """Keep llama.cpp from copying weights into its own layout (q4_0), so that it computes from the mapped file."""
     defaults = llama.llama_model_default_params
 
     def mapped() -> Any:
@@ -106,10 +106,10 @@ def _leave_as_mapped(llama: Any) -> None:
 
 
 class ExpertsClock:
-    """Adds up what llama.cpp takes for the routed experts: their products, activation, weighing and sum, without the router.
+    """Adds up the time that llama.cpp takes for the routed experts: products, activation, weighting and sum, without the router.
 
-    llama.cpp asks a callback about every tensor before it computes it, and stops after those that the callback wants to see. Ours
-    stops it after the routing weights and after the experts' sum, and so times what lies between.
+    llama.cpp calls a callback for every tensor before computing it, and pauses after those that the callback requests. This
+    callback pauses it after the routing weights and after the experts' sum, and so times the interval.
     """
 
     def __init__(self, llama: Any):
@@ -123,7 +123,7 @@ class ExpertsClock:
     def _look(self, tensor: int, ask: bool, data: int) -> bool:
         name = self._name_of(tensor)
         if ask:
-            self._began_s = time.perf_counter()  # what is computed next ends with this tensor, or a later one
+            self._began_s = time.perf_counter()  # the next interval ends with this tensor, or a later one
             return name.startswith((b"ffn_moe_weights", b"ffn_moe_out-"))
         if name.startswith(b"ffn_moe_out-"):
             self.total_s += time.perf_counter() - self._began_s

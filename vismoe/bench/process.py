@@ -1,6 +1,6 @@
-"""What a worker knows about its own process: bytes read from storage, the most memory it held, files it has mapped.
+"""Facts about a worker's own process: bytes read from storage, the most memory it held, files that it has mapped.
 
-Linux tells it in /proc; where there is none, figures are None or the nearest that the system has. Imports nothing heavy.
+Linux reports them in /proc; elsewhere, values are None or the nearest that the system has. Imports nothing heavy.
 """
 
 import ctypes
@@ -21,13 +21,13 @@ MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+\s+(/.*)")  # firs
 
 
 def die_with_parent() -> None:
-    """From now on this process is killed when its parent ends, however that ends. Linux only."""
+    """Make the kernel kill this process when its parent ends, however that ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def disk_bytes() -> int | None:
-    """Bytes this process had read from storage so far, page faults in mapped files included; None where that is not counted."""
+    """Bytes that this process has read from storage so far, including page faults in mapped files; None if not counted."""
     if not (PROC / "io").exists():
         return None
     return int(dict(line.split(": ") for line in (PROC / "io").read_text().splitlines())["read_bytes"])
@@ -38,7 +38,7 @@ def difference(later: int | None, earlier: int | None) -> int | None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this program held at once. getrusage also counts what the process was before it became this program."""
+    """The most memory this program held at once. getrusage would include memory from before the process executed this program."""
     if (PROC / "status").exists():
         line = next(line for line in (PROC / "status").read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
@@ -46,9 +46,9 @@ def peak_rss_bytes() -> int:
 
 
 def release_mapped(paths: Iterable[str | Path]) -> None:
-    """Let go of the pages of these files that mappings of this process hold: only then can they leave the page cache.
+    """Release the pages of these files that mappings of this process hold, so that they can leave the page cache.
 
-    A mapping without private copies reads its file again when it is touched; one with copies keeps those.
+    A mapping without private copies reads its file again when it is accessed; one with copies keeps those.
     """
     wanted = {os.path.realpath(path) for path in paths}
     libc = ctypes.CDLL(None)
@@ -59,7 +59,7 @@ def release_mapped(paths: Iterable[str | Path]) -> None:
 
 
 def _mappings() -> Iterator[tuple[int, int, str, bool]]:
-    """(start, end, path, whether pages were written to and so are no longer the file's) of every mapped file."""
+    """(start, end, path, whether pages were written and so differ from the file) of every mapped file."""
     lines = (PROC / "smaps").read_text().splitlines() if (PROC / "smaps").exists() else []
     mapping = None
     for line in lines:

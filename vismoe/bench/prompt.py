@@ -1,7 +1,7 @@
-"""Prompts of a benchmark: seeded random token ids or somebody's words, and a synthetic picture. All pure but the pixels.
+"""Prompts of a benchmark: seeded random token ids or a user's text, and a synthetic picture. All pure except the pixels.
 
-A generated checkpoint has no tokenizer, so ids are what is passed around. A picture is random pixels: what a vision tower
-takes does not depend on what is seen.
+A generated checkpoint has no tokenizer, so prompts are token ids. A picture has random pixels, because the time of a vision tower
+does not depend on the content.
 """
 
 import math
@@ -27,12 +27,12 @@ def random_ids(config: Any, count: int, seed: int) -> tuple[int, ...]:
 def picture_grid(config: Any, picture: tuple[int, int]) -> tuple[int, int]:
     """(rows, columns) of patches of a picture of `picture` = (width, height) pixels.
 
-    Raises InputError for a model that sees no pictures, or takes them in another form than packed patches and a grid.
+    Raises InputError for a model without pictures, or with another form of input than packed patches and a grid.
     """
     vision: Any = getattr(config, "vision_config", None)
     merge = getattr(vision, "spatial_merge_size", None)
     if not merge or getattr(config, "image_token_id", None) is None:
-        kind = "sees no pictures" if vision is None else "takes pictures in a form that is not generated here"
+        kind = "cannot see pictures" if vision is None else "needs pictures in a form that vismoe bench cannot generate"
         raise InputError(f"--image: {config.model_type} {kind}. Fix: leave out --image, or a model such as qwen3-vl-30b-a3b")
     side = vision.patch_size * merge
     width, height = picture
@@ -40,7 +40,7 @@ def picture_grid(config: Any, picture: tuple[int, int]) -> tuple[int, int]:
 
 
 def picture_tokens(config: Any, picture: tuple[int, int] | None) -> int:
-    """Tokens that a picture adds to the prompt, its two marks included; 0 without one."""
+    """Tokens that a picture adds to the prompt, including its start and end marks; 0 without one."""
     if picture is None:
         return 0
     visual = math.prod(picture_grid(config, picture)) // config.vision_config.spatial_merge_size**2
@@ -63,7 +63,7 @@ def model_inputs(model: Any, token_ids: tuple[int, ...], picture: tuple[int, int
     visual = [config.image_token_id] * (rows * columns // config.vision_config.spatial_merge_size**2)
     ids = torch.tensor([[*_mark(config, "start"), *visual, *_mark(config, "end"), *token_ids]])
     patch_embed = next(module for name, module in model.named_modules() if name.endswith("patch_embed"))
-    width = math.prod(next(patch_embed.parameters()).shape[1:])  # numbers of one patch, whatever its layers are
+    width = math.prod(next(patch_embed.parameters()).shape[1:])  # values of one patch, whatever its layers are
     pixels = torch.randn(rows * columns, width, generator=torch.Generator().manual_seed(0)).to(model.dtype)
     kinds = (ids == config.image_token_id).int()
     return {

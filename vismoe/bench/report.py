@@ -1,6 +1,6 @@
-"""From raw runs to figures: medians with extremes, cold and warm apart, shares of the ceilings, agreement of the answers. Pure.
+"""From raw runs to results: medians with extremes, cold and warm separate, shares of the ceilings, agreement of answers. Pure.
 
-Runs are those of `run.Outcome`. Rates are tokens per second, sizes bytes, times seconds; what is not known is None.
+Runs are those of `run.BenchOutcome`. Rates are tokens per second, sizes bytes, times seconds; unknown values are None.
 """
 
 import dataclasses
@@ -17,33 +17,33 @@ from vismoe.models.family.components import decode_read_bytes
 __all__ = ["Ceilings", "Work", "agreement", "measures", "observed", "spread", "summary", "warnings"]
 
 STATES = (COLD, WARM)
-REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the first that ran is what the others are held against
-LEAST_CORRELATION = {EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2}  # of logits with the reference's: another model has none
+REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the others are compared with the first that ran
+LEAST_CORRELATION = {EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2}  # with the reference's logits; another model has none
 PHASES = ("prefill", "decode")
 PRECISIONS = (EXACT, "int8", "int4", "int2")  # in the order of a report
-MOST_CACHED_SHARE = 0.05  # of the weight files, in the page cache when a cold request begins
-LEAST_READ_SHARE = 0.5  # of the weights that the prompt needs, read from storage in a cold request
+MOST_CACHED_SHARE = 0.05  # most share of the weight files that may be in the page cache when a cold request begins
+LEAST_READ_SHARE = 0.5  # least share of the prompt's weights that a cold request must read from storage
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine could do at best, and how that is known."""
+    """The greatest possible speeds of the machine, and their source."""
 
-    memory_bytes_per_s: float | None  # of the memory next to what computes
+    memory_bytes_per_s: float | None  # of the memory next to the computing device
     disk_bytes_per_s: float | None
-    link_bytes_per_s: float | None  # between the tiers, None without a device or an emulated one
+    link_bytes_per_s: float | None  # between the tiers; None without a real or emulated device
     how: str
-    doubts: tuple[str, ...] = ()  # why one of them is unknown, or may be wrong
+    doubts: tuple[str, ...] = ()  # reasons why a ceiling is unknown or may be wrong
 
 
 @dataclass(frozen=True)
 class Work:
-    """Weights that each phase must touch at least, in bytes: the whole prompt, and a token of decoding."""
+    """The least bytes of weights that each phase must read: the whole prompt, and one decoded token."""
 
-    prefill_bytes: float | None  # None: routing is not uniform, and nobody counted
+    prefill_bytes: float | None  # None: routing is not uniform and was not counted
     decode_bytes: float
-    backbone_bytes: float  # of both
-    expert_bytes: float  # of one routed expert; the mean where they differ
+    backbone_bytes: float  # of both phases
+    expert_bytes: float  # of one routed expert; the mean if they differ
 
     @classmethod
     def of(cls, backbone: Sequence[tuple[str, int]], inventory: Any, prompt_tokens: int, uniform: bool) -> "Work":
@@ -53,7 +53,7 @@ class Work:
         return cls(prefill, fixed + expert_read_bytes(inventory, 1), fixed, inventory.total_bytes / experts)
 
     def with_experts_of(self, share: float) -> "Work":
-        """The same with experts of `share` of their bytes."""
+        """The same work, if experts have `share` of their bytes."""
 
         def smaller(nbytes: float) -> float:
             return self.backbone_bytes + share * (nbytes - self.backbone_bytes)
@@ -63,7 +63,8 @@ class Work:
 
 
 def observed(work: Work, runs: Sequence[Mapping[str, Any]]) -> Work:
-    """`work` with the experts that the prompt demanded where VisMoE ran and counted them: everybody computes the same routing."""
+    """`work` with the number of experts that VisMoE counted for the prompt, if it ran: routing is the same for all
+    contestants."""
     counters = [request["counters"]["prefill"] for run in runs for request in run.get("requests", ()) if request["counters"]]
     if not counters:
         return work
@@ -72,7 +73,7 @@ def observed(work: Work, runs: Sequence[Mapping[str, Any]]) -> Work:
 
 
 def measures(request: Mapping[str, Any], work: Work, ceilings: Ceilings) -> dict[str, float | None]:
-    """The figures of one request."""
+    """The results of one request."""
     tokens = {"prefill": request["prompt_tokens"], "decode": request["decode_tokens"]}
     needed = {"prefill": work.prefill_bytes, "decode": work.decode_bytes * tokens["decode"]}
     found: dict[str, float | None] = {"encode_s": request["encode_s"] or None, "prefill_s": request["prefill_s"]}
@@ -99,7 +100,7 @@ def measures(request: Mapping[str, Any], work: Work, ceilings: Ceilings) -> dict
 
 
 def _control_s(counters: Mapping[str, float]) -> float:
-    """Of the experts function: neither waiting nor arithmetic."""
+    """Seconds of the experts function without waiting and arithmetic."""
     return counters["layer_seconds"] - counters["stall_seconds"] - counters["compute_seconds"]
 
 
@@ -109,7 +110,7 @@ def _hit_rate(counters: Mapping[str, float]) -> float | None:
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """`{"median", "min", "max", "n"}` of what is known; None where nothing is."""
+    """`{"median", "min", "max", "n"}` of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -123,12 +124,12 @@ def summary(
     ceilings: Ceilings,
     moe_layers: int,
 ) -> dict[str, dict[str, Any]]:
-    """Per contestant that ran, precision by precision and ours first: a row with the same keys for each.
+    """One row with the same keys per contestant that ran, ordered by precision, VisMoE first.
 
-    `cold` and `warm` hold the spread over processes of every measure (empty where nothing was measured), `first_answer_s` is
-    loading and the cold request's first token, `moe_us` the routed experts' time per MoE layer and token by phase (None where it
-    was not asked for), `failed` the reason or None, `not_cold` why no cold ratio is given. Ours have `times_as_fast_as`: how many
-    times as fast they are as every rival of the same precision or of full precision, by its name.
+    `cold` and `warm` hold the spread of every measure over processes (empty if nothing was measured), `first_answer_s` the time
+    of loading and the cold request's first token, `moe_us` the routed experts' time per MoE layer and token by phase (None if it
+    was not requested), `failed` the reason or None, `not_cold` the reason if no cold ratio is given. VisMoE rows have
+    `times_as_fast_as`: the ratio of their speed to each rival of equal or full precision, by the rival's name.
     """
     ran = {run["contestant"] for run in runs}
     ordered = sorted((one for one in contestants if one.name in ran), key=lambda one: PRECISIONS.index(one.precision))
@@ -149,19 +150,19 @@ def summary(
 
 
 def warnings(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What must make a reader doubt the figures of `summary`."""
+    """Reasons to doubt the results in `summary`."""
     found = []
     for name, row in figures.items():
         same = row["agreement"]
         if same and same["equal_tokens"] == 0 and same["correlation"] is None:
             found.append(
-                f"warning: {name} has not one new token in common with {same['with']}: another model, or a near tie at the start"
+                f"warning: {name} has no new token in common with {same['with']}: another model, or a near tie at the start"
             )
         least = LEAST_CORRELATION[row["precision"]]
         if same and same["correlation"] is not None and same["correlation"] < least:
             found.append(
                 f"warning: the first logits of {name} correlate with those of {same['with']} by {same['correlation']:.3f}, and "
-                f"{least:g} is the least to expect: another model, or a wrong answer"
+                f"at least {least:g} is expected: another model, or a wrong answer"
             )
         if same and not same["same_every_time"]:
             found.append(f"warning: {name} did not give the same tokens every time")
@@ -204,13 +205,13 @@ def _colds(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _medians(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """One process: each measure over its requests."""
+    """Each measure of one process: the median over its requests."""
     spreads = {name: spread(one.get(name) for one in figures) for name in dict.fromkeys(name for one in figures for name in one)}
     return {name: found["median"] if found else None for name, found in spreads.items()}
 
 
 def _not_cold(run: Mapping[str, Any], work: Work) -> str | None:
-    """Why the cold request of a process is not held against others: memory served it."""
+    """Why the cold request of a process is not compared with others: memory served part of it."""
     if run["cached_bytes"] > MOST_CACHED_SHARE * run["files_bytes"]:
         return f"{format_bytes(run['cached_bytes'])} of {format_bytes(run['files_bytes'])} of weights stayed in the page cache"
     for cold in _colds(run):
@@ -218,13 +219,13 @@ def _not_cold(run: Mapping[str, Any], work: Work) -> str | None:
             return "bytes read from storage are not counted here"
         read = cold["prefill_disk_bytes"] + cold["decode_disk_bytes"]
         if work.prefill_bytes is not None and read < LEAST_READ_SHARE * work.prefill_bytes:
-            needs = f"the {format_bytes(work.prefill_bytes)} of weights that it needs"
-            return f"its cold request read {format_bytes(read)} of {needs} from storage, the rest was in memory after loading"
+            needs = f"the {format_bytes(work.prefill_bytes)} of weights that the request needs"
+            return f"its cold request read {format_bytes(read)} of {needs} from storage; the rest was in memory after loading"
     return None
 
 
 def _moe_us(runs: Sequence[Mapping[str, Any]], moe_layers: int) -> dict[str, dict[str, float] | None] | None:
-    """Per MoE layer and token, by phase."""
+    """Microseconds per MoE layer and token, by phase."""
     timed = [run for run in runs if run["moe_s"]]
     if not timed:
         return None
@@ -233,8 +234,8 @@ def _moe_us(runs: Sequence[Mapping[str, Any]], moe_layers: int) -> dict[str, dic
 
 
 def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """How many times as fast we are, by state and phase, and in the routed experts alone; None where one did not run, or was not
-    really cold."""
+    """How many times as fast VisMoE is, by state and phase, and for the routed experts alone; None if one contestant did not run,
+    or was not really cold."""
 
     def ratio(state: str, phase: str) -> float | None:
         mine, other = (row[state].get(f"{phase}_tokens_per_s") for row in (ours, theirs))
@@ -252,10 +253,10 @@ def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, A
 
 
 def agreement(runs: Sequence[Mapping[str, Any]], contestants: Sequence[Contestant]) -> dict[str, dict[str, Any]]:
-    """Did they compute the same model? How many new tokens, from the first on, each contestant has in common with the reference,
-    and how its first logits correlate with the reference's; None where it had another prompt.
+    """Whether the contestants computed the same model: how many new tokens, from the first on, each has in common with the
+    reference, and how its first logits correlate with those of the reference; None if it had another prompt.
 
-    Bit-identity is held elsewhere; half-precision sums in another order part two greedy answers sooner or later.
+    Bit-identity is tested elsewhere; half-precision sums in another order make two greedy answers differ sooner or later.
     """
     answers: dict[str, list[tuple[int, Any]]] = {}
     for run in runs:
@@ -291,7 +292,7 @@ def _correlation(ours: Sequence[float] | None, theirs: Sequence[float] | None) -
 
 
 def ceilings_json(ceilings: Ceilings, work: Work) -> dict[str, Any]:
-    """The ceilings, and the rates that they allow at most."""
+    """The ceilings, and the highest rates that they allow."""
     rate = ceilings.memory_bytes_per_s
     return {
         **dataclasses.asdict(ceilings),

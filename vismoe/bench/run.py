@@ -1,7 +1,7 @@
 """Runs jobs in turn: every repeat of every contestant in a fresh process, inside a fresh control group, with cold files.
 
-The order rotates from repeat to repeat, so that nobody is always first. Ctrl-C ends the worker under way and keeps what was
-measured.
+The order rotates from repeat to repeat, so that no contestant is always first. Ctrl-C ends the running worker and keeps earlier
+results.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from vismoe.threads import without_us
 __all__ = ["BenchOutcome", "run_all", "run_job", "schedule"]
 
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
-LOG_LINES = 12  # of a worker that failed
+LOG_LINES = 12  # log lines kept of a failed worker
 
 
 @dataclass(frozen=True)
 class BenchOutcome:
-    """What was measured: one row per worker, `{"contestant", "repeat"}` and either the answer's fields or `failed`."""
+    """The results: one row per worker, `{"contestant", "repeat"}` and either the answer's fields or `failed`."""
 
     runs: tuple[dict[str, Any], ...]
     interrupted: bool
@@ -49,10 +49,10 @@ def run_all(
     progress: Callable[[str], None] = lambda doing: None,
     worker: Sequence[str] = WORKER,
 ) -> BenchOutcome:
-    """Run every job `repeats` times; a contestant that failed once is not tried again. `progress` is told what begins."""
+    """Run every job `repeats` times; a contestant that failed once does not run again. `progress` receives the next step."""
     runs: list[dict[str, Any]] = []
     failed: set[str] = set()
-    files = {file for job in jobs.values() for file in job.files}  # also those of the others: they would fill the RAM
+    files = {file for job in jobs.values() for file in job.files}  # also files of other contestants, which would fill the RAM
     try:
         for repeat, name in schedule(list(jobs), repeats):
             if name in failed:
@@ -69,8 +69,8 @@ def run_all(
 
 
 def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
-    """One worker from cold files to its answer: the fields of Answer or `failed` with the reason, and `peak_bytes` of its group;
-    `trace_failed` where only the timeline after the answer did not work."""
+    """Runs one worker from cold files to its answer. Returns the fields of Answer, or `failed` with the reason, and `peak_bytes`
+    of its group; `trace_failed` if only the timeline after the answer failed."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
         if job.offload_folder:
@@ -89,11 +89,11 @@ def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[st
 
 
 def _supervise(argv: Sequence[str], job: Job, folder: Path) -> tuple[int, dict[str, Any], str]:
-    """(exit code, result or {}, the last lines it printed); the worker never outlives this call."""
+    """(exit code, result or {}, the last printed lines); the worker never outlives this call."""
     (folder / "job").write_text(job.to_json())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
     usual = dict(os.environ) if job.way == OURS else without_us(os.environ)
-    environment = {**usual, **threads, "GGML_NO_BACKTRACE": "1"}  # a trace would be all that the log ends with
+    environment = {**usual, **threads, "GGML_NO_BACKTRACE": "1"}  # otherwise a backtrace would fill the end of the log
     with (folder / "job").open() as order, (folder / "log").open("w") as log:
         process = subprocess.Popen(
             argv, stdin=order, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -1,5 +1,5 @@
-"""The model of a benchmark: a checkpoint that is there or is generated, what is made of a generated one (GGUF twins, a store of
-packed experts), and what is known without its weights.
+"""The model of a benchmark: an existing or generated checkpoint, files derived from a generated one (GGUF twins, a store of
+packed experts), and facts that do not need its weights.
 """
 
 import contextlib
@@ -53,17 +53,17 @@ __all__ = [
 ]
 
 GGUF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-ENCODERS = ("vision tower", "audio tower")  # llama.cpp keeps them in another file
-SAME_SIZE = 0.02  # by how much the bytes of two files with the same weights differ: vectors and routers are F32 in GGUF
+ENCODERS = ("vision tower", "audio tower")  # llama.cpp stores them in another file
+SAME_SIZE = 0.02  # tolerance for the sizes of files with the same weights: vectors and routers are F32 in GGUF
 GENERATED = re.compile(
     rf"({'|'.join(map(re.escape, GEOMETRIES))})-\d+-layers-skew-.+-seed--?\d+(\.store|(\.q\d_0)?\.gguf)?(\.partial)?"
 )
-OFFLOAD = re.compile(r"offload-(\d+)")  # of a benchmark with this process number
+OFFLOAD = re.compile(r"offload-(\d+)")  # left by a benchmark with this process number
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that can be measured."""
+    """A model to measure."""
 
     name: str  # folder or hub name
     revision: str | None
@@ -72,11 +72,11 @@ class Subject:
     files: tuple[Path, ...]  # its safetensors files
     inventory: ExpertInventory
     backbone: tuple[tuple[str, int], ...]  # (component, bytes) in this dtype
-    random_weights: dict[str, Any] | None  # geometry, layers, skew and seed of a generated one
+    random_weights: dict[str, Any] | None  # geometry, layers, skew and seed of a generated model
 
     @property
     def language_bytes(self) -> int:
-        """Of everything but vision and audio towers."""
+        """Bytes without vision and audio towers."""
         return self.weights_bytes - sum(nbytes for name, nbytes in self.backbone if name in ENCODERS)
 
     @property
@@ -85,11 +85,11 @@ class Subject:
 
     @property
     def expert_bytes(self) -> int:
-        """Of the routed experts in this dtype, without gaps."""
+        """Bytes of the routed experts in this dtype, without gaps."""
         return sum(layer.num_experts * self.inventory.layout(layer.index).payload_bytes for layer in self.inventory.layers)
 
     def expert_share(self, expert_type: str) -> float:
-        """Bytes of an expert in one of our formats or llama.cpp's types, as it lies in memory, over those in this dtype."""
+        """Bytes of an expert in a VisMoE format or llama.cpp type in memory, divided by its bytes in this dtype."""
         return BITS_PER_WEIGHT.get(expert_type, self.weight_bits) / self.weight_bits
 
     @property
@@ -111,7 +111,7 @@ class Subject:
 
 
 def bench_folder() -> Path:
-    """Where generated checkpoints are kept: beside the machine profile."""
+    """The default folder of generated checkpoints, beside the machine profile."""
     return profile_file("any").parent / "bench"
 
 
@@ -126,8 +126,8 @@ def generate(
     formats: Sequence[str] = (),
     quiet: bool = False,
 ) -> Subject:
-    """A published geometry with random weights, its GGUF twins with experts of the types `gguf`, and room for `formats` to be
-    packed; written unless they are there.
+    """A published geometry with random weights, and its GGUF twins with experts of the types `gguf`; written unless they exist.
+    Checks that the disk also has room to pack `formats`.
 
     Raises InputError for a folder that cannot be used, ConfigError for a disk that cannot hold all of it.
     """
@@ -146,34 +146,33 @@ def generate(
     try:
         written = write_checkpoint(config, model_class_of(geometry), target, skew=skew, seed=seed, progress=not quiet)
         if not written.reused:
-            shutil.rmtree(_store(target), ignore_errors=True)  # of files that are gone
+            shutil.rmtree(_store(target), ignore_errors=True)  # made from files that no longer exist
         subject = subject_of(str(target), None, None, {**made, "total_bytes": written.total_bytes})
         for experts in gguf:
             gguf_of(subject, experts, quiet=quiet)
     except OSError as error:
-        raise InputError(f"{target}: {error.strerror or error}. Fix: --folder DIR names another place") from error
+        raise InputError(f"{target}: {error.strerror or error}. Fix: name another folder with --folder DIR") from error
     return subject
 
 
 @dataclass(frozen=True)
 class Store:
-    """One format of the packed experts of a generated subject."""
+    """The packed experts of a generated subject in one format."""
 
     format: str
     stored_bytes: int
     bits_per_weight: float
-    packed_s: float | None  # None: it was there
+    packed_s: float | None  # None: it existed already
 
 
 def store_folder(subject: Subject) -> Path:
-    """Where the packed experts of a generated subject lie, or will: not in its folder, where everybody would use them."""
+    """The folder for packed experts of a generated subject: not its own folder, where every contestant would find them."""
     return _store(Path(subject.name))
 
 
 def packed(subject: Subject, formats: Sequence[str], *, quiet: bool = False) -> list[Store]:
-    """Pack the experts of a generated subject in `formats`, unless they are. Integer formats are rounded to nearest: that is many
-    times as fast as fitting them, as many bytes, and random weights have no quality to lose.
-    """
+    """Pack the experts of a generated subject in `formats`, unless they are packed. Integer formats are rounded to nearest: that
+    is many times as fast as fitting, gives as many bytes, and random weights have no quality to lose."""
     model, files = describe(subject.name)
     source, found = locate_experts(model, files, model.dtype), []
     try:
@@ -182,7 +181,7 @@ def packed(subject: Subject, formats: Sequence[str], *, quiet: bool = False) -> 
             began_s = time.perf_counter()
             with tqdm(total=subject.inventory.total_bytes, unit="B", unit_scale=True, desc=format, disable=quiet) as bar:
                 contents = contents_of(source, Format(format), transposed)
-                vars(contents)["codecs"] = tuple(map(_to_nearest, contents.codecs))  # in place of what is cached there
+                vars(contents)["codecs"] = tuple(map(_to_nearest, contents.codecs))  # replaces the cached property
                 made = pack(source, store_folder(subject), contents, on_bytes=lambda done: bar.update(done - bar.n))
             bits = subject.weight_bits * made.stored_bytes / subject.expert_bytes
             seconds = None if made.resumed_records else time.perf_counter() - began_s
@@ -193,25 +192,25 @@ def packed(subject: Subject, formats: Sequence[str], *, quiet: bool = False) -> 
 
 
 def refuse_unusable(folder: Path) -> None:
-    """Raises InputError unless files can be made in `folder`, which is made if it is not there."""
+    """Raises InputError unless files can be created in `folder`, which is created if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise InputError(f"--folder {folder} cannot be used: {error.strerror}. Fix: name one that can be written") from error
+        raise InputError(f"--folder {folder} cannot be used: {error.strerror}. Fix: name a writable folder") from error
 
 
 @contextlib.contextmanager
 def sketch(geometry: str, layers: int | None) -> Iterator[Subject]:
-    """A generated subject as it will be, in a folder that holds nothing but its configuration."""
+    """A generated subject before it is written, in a folder that has only its configuration."""
     with tempfile.TemporaryDirectory(prefix="vismoe-bench-") as folder:
         geometry_config(geometry, layers).save_pretrained(folder)
         yield _subject(folder, None, None, {"geometry": geometry, "layers": layers})
 
 
 def subject_of(name: str, revision: str | None, dtype: str | None, made: dict[str, Any] | None = None) -> Subject:
-    """What there is to know before loading. Raises InputError for a hub model whose weights are not on this machine."""
+    """The facts known before loading. Raises InputError for a hub model whose weights are not on this machine."""
     subject = _subject(name, revision, dtype, made)
     if not subject.files:
         raise InputError(f"{name}: the weights are not on this machine. Fix: download the model first (hf download {name})")
@@ -238,21 +237,21 @@ def _store(folder: Path) -> Path:
 
 
 def gguf_file(subject: Subject, experts: str = "bf16") -> Path:
-    """Where the GGUF twin of a generated subject with experts of this type lies, or will.
+    """The file for the GGUF twin of a generated subject with experts of this type.
 
-    Raises ConfigError for anything else (converting somebody's model is theirs to decide), and for what cannot be converted.
+    Raises ConfigError for other models, which their users must convert, and for models that cannot be converted.
     """
     if subject.random_weights is None and not (Path(subject.name) / MANIFEST).exists():
         raise ConfigError(f"llama.cpp needs the weights of {subject.name} as GGUF. Fix: --gguf FILE, in {subject.dtype}")
     if reason := gguf_refusal(subject.config):
         raise ConfigError(f"llama.cpp cannot run {subject.config.model_type}: {reason}. Fix: leave it out of --baseline")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("llama.cpp as a baseline needs the package gguf. Fix: pip install 'vismoe[bench]'")
+        raise ConfigError("the baseline llama.cpp needs the package gguf. Fix: pip install 'vismoe[bench]'")
     return _twin(Path(subject.name), experts)
 
 
 def gguf_of(subject: Subject, experts: str = "bf16", *, quiet: bool = False) -> Path:
-    """The GGUF twin of a generated subject, written unless it is there and as new as the weights."""
+    """The GGUF twin of a generated subject; written unless it exists and is as new as the weights."""
     file, manifest = gguf_file(subject, experts), Path(subject.name) / MANIFEST
     if not file.exists() or file.stat().st_mtime < manifest.stat().st_mtime:
         write_gguf(subject.name, file, experts=experts, progress=not quiet)
@@ -261,9 +260,9 @@ def gguf_of(subject: Subject, experts: str = "bf16", *, quiet: bool = False) -> 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file says of its model."""
+    """What a GGUF file says about its model."""
 
-    precision: str  # of its matrices, in torch's words where torch has one; where they differ, of the smallest of its types
+    precision: str  # of its matrices, under torch's name if it has one; if types differ, the smallest
     tensor_bytes: int
     blocks: int
     experts: int
@@ -271,7 +270,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, file: Path, dtype: str) -> "GgufFile":
-        """`precision` is `dtype` only where every matrix has it. Raises InputError for a file that is no GGUF file."""
+        """`precision` is `dtype` only if every matrix has it. Raises InputError for a file that is not a GGUF file."""
         try:
             from gguf import GGUFReader
         except ImportError as error:
@@ -284,7 +283,7 @@ class GgufFile:
         except (OSError, ValueError, KeyError, StopIteration) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
             raise InputError(
-                f"{file} is no GGUF file of a mixture of experts that can be read: {why}. Fix: name another one by --gguf"
+                f"{file} is not a readable GGUF file of a mixture of experts: {why}. Fix: name another file with --gguf"
             ) from error
         matrices = [tensor for tensor in reader.tensors if not is_float32(tensor.name, len(tensor.shape))]
         kinds = {GGUF_NAMES.get(tensor.tensor_type.name, tensor.tensor_type.name.lower()) for tensor in matrices}
@@ -293,22 +292,22 @@ class GgufFile:
         return cls(" and ".join(others) or dtype, tensor_bytes, blocks, experts, vocabulary)
 
     def difference(self, subject: Subject) -> str | None:
-        """Why this is not the subject's model; None if it may be. Types are held against each other elsewhere."""
+        """Why the file is not the subject's model; None if it may be. Types are compared elsewhere."""
         text, layers = subject.config.get_text_config(), subject.inventory.layers
         wanted = {"blocks": text.num_hidden_layers, "experts": layers[0].num_experts, "vocabulary": text.vocab_size}
         for name, value in wanted.items():
             if getattr(self, name) != value:
-                return f"{name}: {getattr(self, name)}, and the model has {value}"
+                return f"{name}: {getattr(self, name)}, but the model has {value}"
         if self.precision == subject.dtype and abs(self.tensor_bytes / subject.language_bytes - 1) > SAME_SIZE:
             wanted_bytes = format_bytes(subject.language_bytes)
-            return f"{format_bytes(self.tensor_bytes)} of tensors, and the model has {wanted_bytes} without its encoders"
+            return f"{format_bytes(self.tensor_bytes)} of tensors, but the model has {wanted_bytes} without its encoders"
         return None
 
 
 def clean(folder: Path) -> tuple[list[Path], int]:
-    """Delete what benchmarks left in `folder`, and nothing else; returns (what was deleted, bytes).
+    """Delete the files of benchmarks in `folder`, and nothing else; returns (deleted paths, bytes).
 
-    That is generated checkpoints, their GGUF files, either one unfinished, and offload folders of processes that have ended.
+    These are generated checkpoints and their GGUF files, finished or not, and offload folders of processes that have ended.
     """
     doomed = [path for path in sorted(folder.glob("*")) if _is_ours(path)]
     nbytes = sum(file.stat().st_size for path in doomed for file in ([path] if path.is_file() else path.rglob("*")))

@@ -1,4 +1,4 @@
-"""The report of a benchmark as tables for people. Input is the object of `--json`."""
+"""Prints the report of a benchmark as tables. The input is the object of `--json`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ __all__ = ["print_report"]
 NOTHING = "-"
 SPEED_LEGEND = """
 medians, in brackets the extremes over processes.
-first answer: loading and the cold prefill; files are dropped in between, so what loading left in the page cache is read again"""
+first answer: loading and the cold prefill; files are dropped in between, so pages cached by loading are read again"""
 SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill tokens/s", "decode tokens/s", "experts/layer")
 EXPERTS_LEGEND = "experts/layer: the routed experts alone, per MoE layer and token, in prefill, decode; without the router"
-RATIO_LEGEND = "\nhow many times as fast ours are in prefill, decode; in brackets: the other one keeps every bit, ours do not"
+RATIO_LEGEND = "\nhow many times as fast VisMoE is in prefill, decode; in brackets: only the other keeps every bit"
 RATIO_COLUMNS = ("ours", "against", "cold", "warm", "experts alone")
 TRAFFIC_COLUMNS = (
     "contestant",
@@ -35,7 +35,7 @@ TRAFFIC_COLUMNS = (
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """Conditions, speeds, where the bytes came from, whether all computed the same, and what must be said."""
+    """Prints conditions, speeds, sources of bytes, whether all contestants computed the same, and notes."""
     for line in _head(report):
         console.print(Text(line), soft_wrap=True, highlight=False)
     console.print(SPEED_LEGEND, soft_wrap=True)
@@ -47,14 +47,14 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(RATIO_LEGEND, soft_wrap=True)
         console.print(_ratios(report, timed))
     console.print(
-        "\nshares of the ceilings; bytes from storage and of experts fetched, per token; Python's control path, per MoE layer",
+        "\nshares of the ceilings; bytes from storage and of copied experts, per token; Python's control path, per MoE layer",
         soft_wrap=True,
     )
     console.print(_traffic(report))
     console.print()
     if report["control"]:
         control = report["control"]
-        ours = f"{control['control_us_per_layer']:.0f} us of it control (synthetic: all resident, tiny experts)"
+        ours = f"{control['control_us_per_layer']:.0f} us of this for control (synthetic: all experts resident and tiny)"
         console.print(f"Python: {control['us_per_layer']:.0f} us per MoE layer and token, {ours}", highlight=False)
         for part, us in control["parts"].items():
             console.print(f"  {part}: {us:.0f} us", highlight=False)
@@ -173,7 +173,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
             lines[-1] += f": {row['failed']}"
         same = row["agreement"]
         if same and same["with"] != name and same["equal_tokens"] is not None:
-            lines[-1] += f"; the first {same['equal_tokens']} of {same['tokens']} new tokens are those of {same['with']}"
+            lines[-1] += f"; the first {same['equal_tokens']} of {same['tokens']} new tokens equal those of {same['with']}"
             if same["correlation"] is not None:
                 lines[-1] += f", its first logits correlate by {same['correlation']:.4f}"
         if row["cached_bytes"]:
@@ -184,6 +184,6 @@ def _notes(report: dict[str, Any]) -> list[str]:
         took = f"packed in {store['packed_s']:.0f} s" if store["packed_s"] else "packed before"
         took += ", rounded to nearest" if store["format"] in BITS_PER_WEIGHT else ""
         size = f"{format_bytes(store['stored_bytes'])}, {store['bits_per_weight']:.2f} bits per expert weight on disk"
-        lines.append(f"{store['format']}: {size}, {took}; no part of what is timed")
+        lines.append(f"{store['format']}: {size}, {took}; packing is not part of any time")
     lines += [label if label.startswith("warning: ") else f"note: {label}" for label in report["labels"]]
-    return [*lines, "interrupted: not all was measured"] if report["interrupted"] else lines
+    return [*lines, "interrupted: some measurements are missing"] if report["interrupted"] else lines

@@ -1,14 +1,14 @@
-"""Random weights that behave: what each tensor of a benchmark's checkpoint is made of.
+"""Random weights with sensible statistics: how each tensor of a benchmark's checkpoint is generated.
 
-A forward pass has sane activations: embeddings have unit variance, and all layers together add about as much again to the
-residual stream, so that successive tokens stay as different as they are at the input. Routers are written for a *skew* s: the
-share of an expert follows Zipf's law, p ~ rank ** -s, the ranks dealt out anew in every layer; s = 0 is uniform.
+Activations stay sensible: embeddings have unit variance, and all layers together add about as much again to the residual stream,
+so that successive tokens remain as different as at the input. Routers are generated for a *skew* s: the share of an expert
+follows Zipf's law, p ~ rank ** -s, with ranks shuffled in every layer; s = 0 is uniform.
 
-How a skew gets into weights: hidden coordinate 0 of every text embedding is a constant, attention and the output head do not
-see it (their norms' weight there is zero), and a router reads log p from it. The rest of a router's row is noise: the top k of
-log p + Gumbel noise are k draws from p without replacement. The noise of a logit over tokens is Gaussian here, with a Gumbel
+The skew enters the weights as follows. Hidden coordinate 0 of every text embedding is a constant; attention and the output head
+do not see it (their norms' weight there is zero), and a router reads log p from it. The rest of a router's row is noise: the top
+k of log p + Gumbel noise are k draws from p without replacement. Here the noise of a logit over tokens is Gaussian with a Gumbel
 variable's standard deviation, and log p is scaled so that both have the same tail where the top k begin. Visual tokens do not
-carry the constant: they are routed uniformly.
+have the constant, so their routing is uniform.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ from vismoe.models.family.families import ROUTERS, expert_modules, expert_parame
 
 __all__ = ["LAYER", "Noise", "WeightRecipe", "Weights", "weights_of"]
 
-BLOCK_VALUES = 2**24 - 3  # 32 MiB, drawn once. An odd number: rows of a long matrix never meet the same stretch again
+BLOCK_VALUES = 2**24 - 3  # 32 MiB, drawn once; odd, so that rows of a long matrix never repeat the same stretch
 PIECE_VALUES = 2**20
 GUMBEL_STD = math.pi / math.sqrt(6)
 GROWTH = 1.0  # variance that all feed-forward layers together add to the residual stream's one
 CONSTANT = 0.5  # coordinate 0 of an embedding, in units of sqrt(H)
 GATED_VARIANCE = 0.36  # of silu(a) * b for standard normal a and b
 BIAS_STD = 0.02
-WRITERS = re.compile(r"(o_proj|out_proj|down_proj|w2)\.weight$")  # matrices whose output is added to the residual stream
+WRITERS = re.compile(r"(o_proj|out_proj|down_proj|w2)\.weight$")  # matrices whose output joins the residual stream
 FEED_FORWARD = re.compile(r"(down_proj|w2)\.weight$")
 BLIND_NORMS = re.compile(r"(input_layernorm|(^|model\.)norm)\.weight$")  # before attention and before the output head
 LAYER = re.compile(r"layers\.(\d+)\.")  # number of the decoder layer in a module's path
@@ -43,7 +43,7 @@ LAYER = re.compile(r"layers\.(\d+)\.")  # number of the decoder layer in a modul
 
 @dataclass(frozen=True)
 class WeightRecipe:
-    """One tensor of the checkpoint: `values` as they are, otherwise noise times `std`, with column 0 replaced by `column`."""
+    """How to generate one tensor: `values` as they are, otherwise noise times `std`, with column 0 replaced by `column`."""
 
     shape: tuple[int, ...]
     std: float = 0.0
@@ -58,10 +58,10 @@ class WeightRecipe:
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a checkpoint by the names that they have on the hub."""
+    """All tensors of a checkpoint, under their names on the hub."""
 
     recipes: dict[str, WeightRecipe]
-    expert_bytes: int  # of them routed experts
+    expert_bytes: int  # of routed experts
 
     @property
     def total_bytes(self) -> int:
@@ -69,14 +69,14 @@ class Weights:
 
 
 class Noise:
-    """Standard normal bfloat16 values, the same for the same seed and tensor name, in pieces of at most 2 MiB."""
+    """Standard normal bfloat16 values, equal for equal seed and tensor name, in pieces of at most 2 MiB."""
 
     def __init__(self, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self._block = torch.randn(BLOCK_VALUES, generator=generator, dtype=torch.bfloat16)
 
     def pieces(self, name: str, recipe: WeightRecipe) -> Iterator[torch.Tensor]:
-        """The tensor in order, flat. Two tensors begin at different places of one block, so no two are equal."""
+        """The tensor's values in order, flat. Tensors begin at different places of one block, so no two are equal."""
         if recipe.values is not None:
             yield recipe.values.bfloat16().flatten()
             return
@@ -91,7 +91,7 @@ class Noise:
 
 
 def _replace_column(piece: torch.Tensor, done: int, recipe: WeightRecipe) -> None:
-    """Column 0 of those rows whose beginning lies in `piece`, the values from `done` on of a matrix."""
+    """Replaces column 0 in the rows that begin in `piece`, which holds a matrix's values from `done` on."""
     width = recipe.shape[-1]
     row = -(-done // width)
     first = piece[row * width - done :: width]
@@ -99,16 +99,16 @@ def _replace_column(piece: torch.Tensor, done: int, recipe: WeightRecipe) -> Non
 
 
 def weights_of(config: PreTrainedConfig, model_class: type[PreTrainedModel], *, skew: float, seed: int) -> Weights:
-    """Every tensor of the model under its name on the hub, with what it is made of; no memory of their size is used.
+    """Every tensor of the model under its name on the hub, with its recipe; uses no memory of the tensors' size.
 
-    Raises UnsupportedModelError for a model whose experts cannot be paged, ConfigError when a skew is asked of one whose
-    routers are not found.
+    Raises UnsupportedModelError for a model whose experts cannot be paged, ConfigError for a skew if the model's routers are not
+    found.
     """
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=torch.bfloat16)
     refuse_unsupported(model)
     _make_vectors(model, seed)
-    tied = model.all_tied_weights_keys.keys()  # stored once, under the other name
+    tied = model.all_tied_weights_keys.keys()  # stored once, under another name
     experts = {f"{path}.{n}": p for path, module in expert_modules(model) for n, p in expert_parameters(module).items()}
     experts = {name: p for name, p in experts.items() if name not in tied}
     down = {name: p for name, p in experts.items() if name.rpartition(".")[2].startswith("down_proj")}
@@ -119,7 +119,7 @@ def weights_of(config: PreTrainedConfig, model_class: type[PreTrainedModel], *, 
     special = _routers(model, scales, seed) | _embedding(model, scales)
     names = {id(tensor): name for name, tensor in rest.items()}
 
-    def backbone(name: str, tensor: torch.Tensor) -> WeightRecipe:  # renaming keeps the tensor, so its own name is known
+    def backbone(name: str, tensor: torch.Tensor) -> WeightRecipe:  # renaming keeps the tensor, so its model name is known
         return special.get(id(tensor)) or _backbone(names.get(id(tensor), name), tensor, scales)
 
     recipes = _stored(model, inner, lambda name, tensor: _expert(name, tensor, scales.hidden**-0.5))
@@ -131,12 +131,12 @@ def weights_of(config: PreTrainedConfig, model_class: type[PreTrainedModel], *, 
 def _stored(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], recipe: Callable[[str, torch.Tensor], WeightRecipe]
 ) -> dict[str, WeightRecipe]:
-    """transformers' own save conversion says which tensors the hub has for these."""
+    """The tensors as the hub stores them, from transformers' own save conversion."""
     return {name: recipe(name, tensor) for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 class _Scales:
-    """Standard deviations that keep the residual stream's variance at 1 + GROWTH * depth, and what a router sees of it."""
+    """Standard deviations that keep the residual stream's variance at 1 + GROWTH * depth, and the weights of routers."""
 
     def __init__(self, model: PreTrainedModel, skew: float, has_shared_experts: bool):
         text = model.config.get_text_config()
@@ -152,18 +152,18 @@ class _Scales:
         self.weight_variance = _weight_variance(self.log_odds(experts, 0), self.top_k, normalised)
 
     def log_odds(self, experts: int, seed: int) -> torch.Tensor:
-        """Zipf's log p by expert `[E]`, centred, scaled to Gaussian noise of GUMBEL_STD, ranks dealt out by `seed`."""
+        """Zipf's log p by expert `[E]`, centred, scaled to Gaussian noise of GUMBEL_STD, with ranks shuffled by `seed`."""
         ranks = torch.randperm(experts, generator=torch.Generator().manual_seed(seed))
         log_p = -self.skew * torch.log1p(ranks)
         return (log_p - log_p.mean()) / _tail_ratio(self.top_k / experts)
 
     def down_std(self, tensor: torch.Tensor) -> float:
-        """Of the last matrix of a routed expert, stored `[H, I]` or `[I, H]`, stacked or not."""
+        """Standard deviation of the last matrix of a routed expert, stored `[H, I]` or `[I, H]`, stacked or not."""
         intermediate = math.prod(tensor.shape[-2:]) // self.hidden
         return self._feed_forward_std(intermediate * self.weight_variance) * math.sqrt(self.shared)
 
     def writer_std(self, name: str, tensor: torch.Tensor) -> float:
-        """Of a matrix `[H, in]` that adds to the residual stream."""
+        """Standard deviation of a matrix `[H, in]` that adds to the residual stream."""
         fan_in = math.prod(tensor.shape[1:])
         if not FEED_FORWARD.search(name):
             return math.sqrt(GROWTH / self.layers / fan_in)
@@ -182,7 +182,7 @@ class _Scales:
 
 
 def _tail_ratio(share: float) -> float:
-    """How much faster a Gaussian of GUMBEL_STD falls off than a Gumbel variable where `share` lies above: their hazards."""
+    """Ratio of hazards: how much faster a Gaussian of GUMBEL_STD falls than a Gumbel variable, where `share` lies above."""
     normal, share = NormalDist(), min(share, 0.5)
     gaussian = normal.pdf(normal.inv_cdf(1 - share)) / share / GUMBEL_STD
     gumbel = -math.log1p(-share) * (1 - share) / share
@@ -190,7 +190,7 @@ def _tail_ratio(share: float) -> float:
 
 
 def _weight_variance(log_odds: torch.Tensor, top_k: int, normalised: bool) -> float:
-    """Mean sum of squared routing weights of a token: what remains of an expert's variance in the sum over a token's experts."""
+    """Mean sum of squared routing weights of a token: the factor of an expert's variance in the sum over a token's experts."""
     noise = torch.randn(1024, len(log_odds), generator=torch.Generator().manual_seed(0))
     weights = (log_odds + GUMBEL_STD * noise).softmax(-1).topk(top_k).values
     weights = weights / weights.sum(-1, keepdim=True) if normalised else weights
@@ -215,7 +215,7 @@ def _routers(model: PreTrainedModel, scales: _Scales, seed: int) -> dict[int, We
         elif scales.skew:
             raise ConfigError(
                 f"skew={scales.skew}: {path} has {len(rows)} router matrices of {module.num_experts} x {scales.hidden}, "
-                "one is needed. Fix: skew=0, or another model"
+                "but needs one. Fix: skew=0, or another model"
             )
     return found
 
@@ -228,12 +228,12 @@ def _embedding(model: PreTrainedModel, scales: _Scales) -> dict[int, WeightRecip
 
 
 def _backbone(name: str, tensor: torch.Tensor, scales: _Scales) -> WeightRecipe:
-    """A tensor that is no routed expert, by the model's name for it."""
+    """The recipe of a tensor that is not a routed expert, by the model's name for it."""
     shape = tuple(tensor.shape)
     if not tensor.is_meta:
         values = tensor.detach().clone()
         if scales.skew and BLIND_NORMS.search(name) and shape == (scales.hidden,):
-            values[0] -= 1  # to zero, also where the family multiplies by 1 + weight
+            values[0] -= 1  # gives a factor of zero, also in families that multiply by 1 + weight
         return WeightRecipe(shape, values=values)
     if WRITERS.search(name) and shape[0] == scales.hidden:
         return WeightRecipe(shape, scales.writer_std(name, tensor))
@@ -245,7 +245,7 @@ def _expert(name: str, tensor: torch.Tensor, std: float) -> WeightRecipe:
 
 
 def _make_vectors(model: PreTrainedModel, seed: int) -> None:
-    """Give every vector of a model on the meta device the values of its family's own initialisation; biases are noise."""
+    """Give all vectors of a model on the meta device the values of its family's initialisation; biases are noise."""
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(seed)
         owners = {module: part for part in model.modules() if isinstance(part, PreTrainedModel) for module in part.modules()}

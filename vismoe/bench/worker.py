@@ -1,7 +1,7 @@
-"""One worker process: `python -m vismoe.bench.worker RESULT` reads a job from stdin and leaves its answer in the file RESULT.
+"""One worker process: `python -m vismoe.bench.worker RESULT` reads a job from stdin and writes its answer to the file RESULT.
 
-The file appears complete or not at all, so a worker that was killed leaves none. What libraries print goes where the parent says.
-Nothing heavy is imported before the contestant is known, so each carries only what it runs on.
+The file appears complete or not at all, so a killed worker leaves none. The parent redirects the output of libraries. Nothing
+heavy is imported before the contestant is known, so each worker loads only what it needs.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ __all__ = ["answer", "main"]
 
 
 def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
-    """(what was measured, the runner): load, drop what loading left in the page cache, time the cold and the warm requests."""
+    """(the answer, the runner): load, drop the pages that loading cached, time the cold and the warm requests."""
     began_s = time.perf_counter()
     runner = load(job)
     load_s = time.perf_counter() - began_s
@@ -59,12 +59,12 @@ def _leave(file: Path, result: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Exit codes: 0; 1 for an error, which is then in the result as `{"error": ...}`. A timeline is written after the result."""
+    """Exit codes: 0; 1 for an error, which the result contains as `{"error": ...}`. A timeline is written after the result."""
     die_with_parent()
     job = Job.from_json(sys.stdin.read())
     try:
         found, runner = answer(job, _loader_of(job))
-    except Exception as error:  # the process boundary: the parent reports it
+    except Exception as error:  # the process boundary; the parent reports the error
         _leave(Path(argv[0]), {"error": f"{type(error).__name__}: {error}"})
         return 1
     _leave(Path(argv[0]), dataclasses.asdict(found))

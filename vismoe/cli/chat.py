@@ -15,25 +15,25 @@ from vismoe.cli.conversation import (
     open_messages,
     save_kept_maps,
     say,
-    start_reply,
 )
-from vismoe.config import ANSWERS, SERVING_DEFAULTS
+from vismoe.config import SERVING_DEFAULTS
 from vismoe.errors import InputError
 from vismoe.flags import (
     INTERRUPTED,
     Command,
-    add_answer_flags,
     add_model_flags,
     add_one_model,
+    add_request_options,
     add_settings,
+    given_options,
     given_settings,
     load_engine,
     model_and_question,
     one_model,
     print_json,
-    reader,
 )
 from vismoe.models.inputs.message_files import user_message
+from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
@@ -57,9 +57,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
     )
-    add_answer_flags(parser)
-    parser.add_argument("--sample", action="store_true", help="sample as the model's generation config says (default: greedy)")
-    parser.add_argument("--seed", type=reader(ANSWERS["seed"]), metavar="S", help="makes --sample repeatable")
+    add_request_options(parser, "max_tokens", "image_tokens", "sample", "seed")
     parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
     parser.add_argument(
         "--kept-map", metavar="FOLDER", help="save the images, with the visual tokens that --keep dropped in grey"
@@ -75,7 +73,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
 def ui_arguments(parser: ArgumentParser) -> None:
     add_one_model(parser)
     parser.add_argument("--port", type=int, default=7860, help="on 127.0.0.1 (default: 7860)")
-    add_answer_flags(parser)
+    add_request_options(parser, "max_tokens", "image_tokens")
     add_model_flags(parser)
     add_settings(parser, SERVING_DEFAULTS)
 
@@ -89,7 +87,7 @@ def run_ui(arguments: Namespace) -> int:
 
     port = free_port(arguments.port)
     with load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
-        return serve(engine, port, max_tokens=arguments.max_tokens, image_tokens=arguments.image_tokens)
+        return serve(engine, port, RequestOptions(reuse=True, **given_options(arguments)))
 
 
 def run_chat(arguments: Namespace) -> int:
@@ -99,23 +97,26 @@ def run_chat(arguments: Namespace) -> int:
     if arguments.messages and (question is not None or arguments.image):
         raise InputError("--messages gives a whole conversation. Fix: put the question and its images into the file")
     if arguments.json and not asked:
-        raise InputError('--json needs a question. Fix: vismoe chat --json "What is in the picture?" --image PICTURE')
+        raise InputError(
+            '--json answers one question, not a conversation. Fix: vismoe chat --json "What is in the picture?" --image PICTURE'
+        )
     given_settings(arguments)
+    options = RequestOptions(reuse=True, **given_options(arguments))
     if arguments.kept_map and not asked:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
     images = open_images(arguments.image)  # before the model is loaded, so that a wrong path is reported at once
     messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", images)]
     with load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
         if asked:
-            return _answer_once(engine, arguments, messages)
-        return ChatSession(engine, arguments, images).run()
+            return _answer_once(engine, arguments, messages, options)
+        return ChatSession(engine, arguments, images, options).run()
 
 
 def _recording(engine: "Engine", path: str | None) -> contextlib.AbstractContextManager[Any]:
     return engine.record(path) if path else contextlib.nullcontext()
 
 
-def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]]) -> int:
+def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str, Any]], options: RequestOptions) -> int:
     from rich.console import Console
 
     from vismoe.cli.print import print_figures
@@ -123,7 +124,7 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
     console = Console(stderr=True)
     if not arguments.json:
         introduce(console, engine, arguments.verbose)
-    reply = start_reply(engine, arguments, messages)
+    reply = engine.chat(messages, options)
     with ctrl_c_cancels(reply) as stop:
         for piece in reply:
             if not arguments.json:

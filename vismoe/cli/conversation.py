@@ -9,7 +9,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from vismoe.cli.lines import next_input, with_line_editing
 from vismoe.errors import ClosedError, InputError, VisMoEError
 from vismoe.flags import did_you_mean
 from vismoe.models.inputs.message_files import read_messages, user_message, with_images
+from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,7 +34,6 @@ __all__ = [
     "open_messages",
     "save_kept_maps",
     "say",
-    "start_reply",
 ]
 
 HELP = """\
@@ -47,7 +47,6 @@ HELP = """\
 /figures      all statistics of the last answer, layer by layer
 /help         show this list
 /quit         end the conversation (as does Ctrl-D); Ctrl-C stops an answer"""
-LEAST_RETENTION = 0.5
 
 
 def say(text: str) -> None:
@@ -67,26 +66,6 @@ def open_messages(file: str) -> list[dict[str, Any]]:
     from vismoe.models.inputs.images import fetch_image
 
     return with_images(read_messages(file), fetch_image)
-
-
-def start_reply(
-    engine: "Engine",
-    arguments: Namespace,
-    messages: list[dict[str, Any]],
-    keep: float | None = None,
-    retention: float | None = None,
-) -> "Reply":
-    """`keep` and `retention` are those that the user set during the conversation; None: the engine's."""
-    return engine.chat(
-        messages,
-        max_tokens=arguments.max_tokens,
-        sample=arguments.sample,
-        seed=arguments.seed,
-        image_tokens=arguments.image_tokens,
-        keep=keep,
-        retention=retention,
-        reuse=True,
-    )
 
 
 def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
@@ -150,10 +129,9 @@ class ChatSession:
     engine: "Engine"
     arguments: Namespace
     waiting: list["Image.Image"]
+    options: RequestOptions  # from here on
     messages: list[dict[str, Any]] = field(default_factory=list)
     last: "Figures | None" = None
-    keep: float | None = None  # set by /keep
-    retention: float | None = None  # set by /retention
 
     def run(self) -> int:
         from rich.console import Console
@@ -211,14 +189,17 @@ class ChatSession:
             say(f"attached, {image.width} x {image.height} pixels; ask about it")
 
     def set_keep(self, text: str) -> None:
-        try:
-            share = float(text)
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise InputError(f"/keep {text}: not a share above 0 and up to 1, e.g. /keep 0.5")
-        self.keep = share
+        share = self._share("keep", text, "not a share above 0 and up to 1, e.g. /keep 0.5")
         say("every visual token is kept" if share == 1 else f"{share:.0%} of the visual tokens are kept")
+
+    def _share(self, name: str, text: str, words: str) -> float:
+        """An option of all further questions."""
+        try:
+            given: dict[str, Any] = {name: float(text)}
+            self.options = replace(self.options, **given)
+        except (ValueError, InputError) as error:  # a ConfigError is one too
+            raise InputError(f"/{name} {text}: {words}") from error
+        return float(text)
 
     def set_policy(self, policy: str) -> None:
         self.change(policy=policy or None)
@@ -235,13 +216,7 @@ class ChatSession:
         say(precision_words(self.engine.precision))
 
     def set_retention(self, text: str) -> None:
-        try:
-            share = float(text)
-        except ValueError:
-            share = 0.0
-        if not LEAST_RETENTION <= share <= 1:
-            raise InputError(f"/retention {text}: not a share from {LEAST_RETENTION} to 1, e.g. /retention 0.8")
-        self.retention = share
+        share = self._share("retention", text, "not a share from 0.5 to 1, e.g. /retention 0.8")
         running = self.engine.precision
         waits = "" if running and "importance" in running.policy else "; takes effect with /policy importance"
         say(f"{share:.0%} of the demanded experts get the better format{waits}")
@@ -269,7 +244,7 @@ class ChatSession:
         from vismoe.cli.print import print_figures
 
         message = user_message(question, self.waiting)
-        reply = start_reply(self.engine, self.arguments, [*self.messages, message], self.keep, self.retention)
+        reply = self.engine.chat([*self.messages, message], self.options)
         with ctrl_c_cancels(reply) as stop:
             for piece in reply:
                 print(piece, end="", flush=True)

@@ -69,7 +69,7 @@ def settled(arguments: Namespace) -> str:
     for name in dict.fromkeys(name for flags in FLAGS.values() for name in flags):
         if name in arguments and name not in own:
             others = " and ".join(f"--{other}" for other, flags in FLAGS.items() if name in flags)
-            raise InputError(f"--{name.replace('_', '-')} is a flag of {others}, not of --{asked}. Fix: leave it out")
+            raise InputError(f"--{name.replace('_', '-')} goes with {others}, not with --{asked}. Fix: leave it out")
     if asked == "compare" and (arguments.words or arguments.model or model_options(arguments) or given_settings(arguments)):
         raise InputError("--compare reads two saved results and runs no model. Fix: leave out the model and its settings")
     for name, value in own.items():

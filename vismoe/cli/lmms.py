@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vismoe.cli.print import experts_did, experts_line
-from vismoe.config import ANSWERS
 from vismoe.errors import InputError
-from vismoe.flags import at_least_one, given_settings, load_engine, one_model, print_json, reader
+from vismoe.flags import add_request_options, at_least_one, given_settings, load_engine, one_model, print_json
 
 __all__ = ["LMMS_FLAGS", "add_lmms_arguments", "run_lmms"]
 
@@ -24,8 +23,7 @@ def add_lmms_arguments(parser: ArgumentParser) -> None:
     none = argparse.SUPPRESS
     group.add_argument("--limit", type=at_least_one, default=none, metavar="N", help="only the first N documents of each task")
     group.add_argument("--offset", type=int, default=none, metavar="N", help="skip the first N documents (default: 0)")
-    length = "most tokens of an answer, if a task does not say (default: to the end of the planned context)"
-    group.add_argument("--max-tokens", type=reader(ANSWERS["max_tokens"]), default=none, metavar="N", help=length)
+    add_request_options(group, "max_tokens")
 
 
 def run_lmms(arguments: Namespace) -> int:

@@ -15,10 +15,11 @@ from vismoe.config import SERVER_DEFAULTS, format_bytes, parse_bytes
 from vismoe.errors import ConfigError
 from vismoe.flags import (
     Command,
-    add_answer_flags,
     add_model_flags,
     add_one_model,
+    add_request_options,
     add_settings,
+    given_options,
     given_settings,
     load_engine,
     one_model,
@@ -96,7 +97,7 @@ def serve_arguments(parser: ArgumentParser) -> None:
         if field.name in MEANINGS:
             _add_flag(group, field)
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info logs a line per request (default: info)")
-    add_answer_flags(parser)
+    add_request_options(parser, "max_tokens", "image_tokens")
     add_model_flags(parser)
     add_settings(parser, SERVER_DEFAULTS)
     add_ray_flags(parser)
@@ -123,8 +124,7 @@ def serve_options(arguments: Namespace) -> ServeOptions:
     given = {name: getattr(arguments, name) for name in MEANINGS if name in arguments}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     keys = (*arguments.api_key, *(_keys_in(arguments.api_key_file) if arguments.api_key_file else ()))
-    answers = {"max_tokens": arguments.max_tokens, "image_tokens": arguments.image_tokens}
-    return ServeOptions(api_keys=keys, **{**given, **lists, **answers})
+    return ServeOptions(api_keys=keys, **{**given, **lists, **given_options(arguments)})
 
 
 def _keys_in(file: Path) -> list[str]:

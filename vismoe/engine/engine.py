@@ -1,7 +1,11 @@
-"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns. `load` builds it, `chat`
-uses it.
+"""The engine: a model with paged experts, its processor, and one thread that runs requests by turns.
 
-Owns the lifetime of everything below it; `close()` (or leaving the `with`) stops copies in flight and gives the files back.
+A request's way: `chat` makes a prompt of the messages and a `Request` of the prompt, and queues it (`Scheduler.ask`). The
+scheduler's loop (`Scheduler._run`) lets it enter when its tokens fit, and calls `Request.step` in turn with the other requests.
+A step is one forward pass (`TokenLoop.step`), in which every MoE layer calls `paged_experts` (models/moe/experts.py).
+The token becomes text in the `Reply`, which the caller iterates; `Request.finish` adds the figures.
+
+`close()` (or leaving the `with`) stops copies in flight and gives the files back.
 """
 
 import contextlib
@@ -17,10 +21,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from vismoe.config import ENGINE_DEFAULTS, Settings, check_answer
+from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.engine.generate import Reply, refuse_own_loop
-from vismoe.engine.reconfigure import Plans, precision_of
-from vismoe.engine.request import Asked, Request, Shared
+from vismoe.engine.reconfigure import PlanChanges
+from vismoe.engine.request import Request, SharedModel
 from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.stats import PrecisionInfo
 from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
@@ -31,9 +35,11 @@ from vismoe.models.family.families import refuse_prequantized
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
-from vismoe.models.load.quantizer import VisMoEConfig, runtime_of
+from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.image_cache import ImageCache
 from vismoe.models.visual.settings import pruning_of
+from vismoe.options import OF_IMAGES, OPTIONS, RequestOptions, by_name
 from vismoe.paging.pager import Pager
 from vismoe.planning.plan import Plan
 from vismoe.trace.files import TraceWriter
@@ -104,9 +110,9 @@ class Engine:
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
         images = ImageCache.of(model, settings.image_cache_bytes, listening)
-        self._shared = Shared(model, self._runtime, prompts, images)
-        self._scheduler = Scheduler(self._runtime.plan.context, alone=lambda: self._runtime.recorder is not None)
-        self._plans = Plans(model, self._shared, self._scheduler, settings)
+        self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention)
+        self._scheduler = Scheduler(self._runtime.plan.context, alone=lambda: self._runtime.context.recorder is not None)
+        self._changes = PlanChanges(self._shared, self._scheduler, settings)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
             self._hooks = (
@@ -117,11 +123,11 @@ class Engine:
     @property
     def settings(self) -> Settings:
         """Of requests that ask for nothing else."""
-        return self._plans.settings
+        return self._changes.settings
 
     @property
     def plan(self) -> Plan:
-        return self._plans.opened.plan
+        return self._runtime.plan
 
     @property
     def processor(self) -> Any:
@@ -144,7 +150,7 @@ class Engine:
 
     @property
     def metrics(self) -> Metrics:
-        return self._shared.metrics
+        return self._runtime.metrics
 
     @property
     def load(self) -> Load:
@@ -162,13 +168,13 @@ class Engine:
 
     @property
     def precision(self) -> PrecisionInfo | None:
-        """Who chooses formats for requests that ask for nothing else; None: nobody, all experts are in one format (exact)."""
-        return precision_of(self.settings)
+        """How formats are chosen for requests that ask for nothing else; None: all experts are in one format (exact)."""
+        return PrecisionInfo.of(self.settings)
 
     @property
     def format_names(self) -> tuple[str, ...]:
         """The formats that slabs hold now, by precision."""
-        return tuple(map(str, self._plans.opened.experts.formats))
+        return self._runtime.format_names
 
     def formats(self) -> np.ndarray:
         """uint8 `[L, E]`: 0 absent, otherwise the place in `format_names`, from 1, of the format that an expert is resident in;
@@ -181,7 +187,7 @@ class Engine:
         return self._found(Pager.residency)
 
     def _found(self, look: Callable[[Pager], np.ndarray]) -> np.ndarray:
-        serving = self._runtime.now_serving
+        serving = self._runtime.context.now_serving
         return look(serving.pager) if serving is not None else np.zeros(self.metrics.demanded.shape, np.uint8)
 
     def heat(self) -> tuple[np.ndarray, np.ndarray]:
@@ -189,82 +195,35 @@ class Engine:
         missed = self.metrics.missed.copy()
         return self.metrics.demanded - missed, missed
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        max_tokens: int | None = None,
-        sample: bool = False,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        image_tokens: tuple[int, int] | None = None,
-        keep: float | None = None,
-        selection: str | None = None,
-        reuse: bool = False,
-        policy: str | None = None,
-        formats: str | None = None,
-        retention: float | None = None,
-    ) -> Reply:
+    @by_name(OPTIONS)
+    def chat(self, messages: Messages, options: RequestOptions | None = None, **given: Any) -> Reply:
         """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
         with a path, file:// or http(s) URL (of a public server), bytes, data URI or PIL image; for Qwen's models also with
-        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them. max_tokens: of the
-        answer; None: to the end of the planned context, of which it holds a part at a time, so that others run beside it.
-        Decoding is greedy unless `sample`, which takes the model's generation config, with `temperature` and `top_p` in its place
-        where given, and is repeatable with a `seed`. stop: the answer ends before the first of these strings. image_tokens: least
-        and most visual tokens of an image whose part says nothing of its size. keep: share of the visual tokens that deeper
-        layers see, and selection: which ones, both as loaded unless given; they hold for all images of the conversation.
-        reuse: take over the keys and values of an earlier request with `reuse` that began the same way, and leave this one's.
-        policy, formats, retention: as in `change`, for this request only; another policy or pair waits until nothing else runs.
+        `min_pixels` and `max_pixels`, or `resized_height` and `resized_width`, as qwen-vl-utils takes them; image_tokens is for
+        images whose part says nothing of its size. keep and selection hold for all images of the conversation. An answer without
+        max_tokens holds a part of the context at a time, so that others run beside it. policy, formats, retention: as in
+        `change`, for this request only; another policy or pair waits until nothing else runs.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
-        check_answer(
-            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
-        )
-        check_answer(image_tokens=image_tokens, keep=keep, selection=selection)
-        pruning = self._pruning(keep, selection)
-        settings = self._plans.asked_for_once(policy, formats, retention)
-        prompt = self.prompts.build(messages, fetch_image, image_tokens, self.plan.context)
-        choice = _choice(sample, temperature, top_p)
-        return self._ask(prompt, pruning if prompt.images else None, max_tokens, choice, seed, stop, reuse, settings)
+        options = dataclasses.replace(options or RequestOptions(), **given)
+        pruning = self._pruning(options.keep, options.selection)
+        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
+        prompt = self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context)
+        return self._ask(prompt, options, pruning if prompt.images else None, settings)
 
-    def complete(
-        self,
-        text: str,
-        *,
-        max_tokens: int | None = None,
-        sample: bool = False,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        reuse: bool = False,
-        policy: str | None = None,
-        formats: str | None = None,
-        retention: float | None = None,
-    ) -> Reply:
-        """Go on from `text` as it is, without a chat template; otherwise like `chat`."""
-        check_answer(
-            max_tokens=max_tokens, sample=sample, temperature=temperature, top_p=top_p, seed=seed, stop=stop, reuse=reuse
-        )
-        settings = self._plans.asked_for_once(policy, formats, retention)
-        prompt = self.prompts.build_text(text)
-        return self._ask(prompt, None, max_tokens, _choice(sample, temperature, top_p), seed, stop, reuse, settings)
+    @by_name(OPTIONS.keys() - OF_IMAGES)
+    def complete(self, text: str, options: RequestOptions | None = None, **given: Any) -> Reply:
+        """Go on from `text` as it is, without a chat template; otherwise like `chat`, without the options of images."""
+        options = dataclasses.replace(options or RequestOptions(), **given)
+        for name in OF_IMAGES:
+            if (value := getattr(options, name)) is not None:
+                raise InputError(f"{name}={value!r}: a text to go on from has no images. Fix: leave it out")
+        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
+        return self._ask(self.prompts.build_text(text), options, None, settings)
 
-    def _ask(
-        self,
-        prompt: Prompt,
-        pruning: Pruning | None,
-        max_tokens: int | None,
-        choice: dict[str, Any],
-        seed: int | None,
-        stop: str | Sequence[str],
-        reuse: bool,
-        settings: Settings,
-    ) -> Reply:
+    def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             visual = f" ({prompt.visual_tokens} of them visual)" if prompt.visual_tokens else ""
@@ -272,26 +231,16 @@ class Engine:
             raise ContextError(
                 f"the conversation has {prompt.tokens} tokens{visual}, the {whose} {longest}. Fix: {more}{less}, or start anew"
             )
-        most = longest - prompt.tokens if max_tokens is None else min(max_tokens, longest - prompt.tokens)
-        asked = Asked(
-            prompt,
-            {"max_new_tokens": most, **choice},
-            most,
-            seed,
-            pruning,
-            (stop,) if isinstance(stop, str) else tuple(stop),
-            reuse,
-            precision_of(settings),
-            grows=max_tokens is None,
-        )
+        most_tokens = min(options.max_tokens or longest, longest - prompt.tokens)
         reply = Reply()
 
         def ask() -> None:
             busy = self._scheduler.running or self._scheduler.waiting
-            first = dataclasses.replace(asked, prompt=prompt.light()) if busy else asked  # no two hold pixels
-            self._scheduler.ask(Request(first, reply, self._shared, self._others))
+            first = prompt.light() if busy else prompt  # no two hold pixels
+            precision = PrecisionInfo.of(settings)
+            self._scheduler.ask(Request(first, options, most_tokens, pruning, precision, reply, self._shared, self._others))
 
-        self._plans.behind(settings, ask)
+        self._changes.behind(settings, ask)
         return reply
 
     def hurry(self) -> None:
@@ -305,12 +254,12 @@ class Engine:
         requests that run, divides the same memory anew, and goes on; another retention needs no new plan. Raises ConfigError,
         CheckpointError or BudgetError, and leaves everything as it was.
         """
-        self._plans.change(self._plans.asked(policy, formats, retention))
+        self._changes.change(self._changes.asked(policy, formats, retention))
         return self.plan
 
     def why_not(self, policy: str, formats: str | None = None) -> str | None:
         """Why `change` would refuse this policy, with these formats (None: as they are); None where it would not."""
-        return self._plans.why_not(policy, formats)
+        return self._changes.why_not(policy, formats)
 
     def _longest(self, prompt: Prompt, pruning: Pruning | None) -> tuple[int, str, str]:
         """(tokens that prompt and answer can have, whose limit that is, the first thing to do about it)."""
@@ -347,7 +296,7 @@ class Engine:
             finally:
                 self._runtime.pager.end_request()
 
-        result: Result = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
+        result: Result = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
         return result
 
     def _others(self, request: Request) -> int:
@@ -363,7 +312,7 @@ class Engine:
         """Record the routing of everything that runs inside, for `vismoe replay` and predictor training."""
         store = self._runtime.store
         with TraceWriter(path, store.inventory, model=self.name, fingerprint=store.fingerprint) as writer:
-            begin = self._plans.behind(self.settings, lambda: self._scheduler.run_alone(lambda: self._record_to(writer)))
+            begin = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(lambda: self._record_to(writer)))
             begin.result()  # between requests, never in the middle of one
             try:
                 yield
@@ -372,9 +321,9 @@ class Engine:
                     self._scheduler.run_alone(lambda: self._record_to(None)).result()
 
     def _record_to(self, writer: TraceWriter | None) -> None:
-        if writer is not None and self._runtime.recorder is not None:
+        if writer is not None and self._runtime.context.recorder is not None:
             raise ConfigError("this engine records already; one trace at a time")
-        self._runtime.recorder = writer
+        self._runtime.context.record_to(writer)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books of the pager, or of what requests hold, are wrong. While nothing runs."""
@@ -390,31 +339,21 @@ class Engine:
 
     def close(self) -> None:
         """Stop copies and close the files; may be called twice. Requests that run or wait end with ClosedError."""
-        self._runtime.close()
+        self._runtime.stop()
         self._scheduler.close()
-        self._runtime.lookahead_inputs.close()
         self._shared.prefix_cache.clear()
         if self._shared.images is not None:
             self._shared.images.remove()
         for hook in self._hooks:
             hook.remove()
-        self._plans.close()
+        self._runtime.save_hotness()
+        self._runtime.close()
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _choice(sample: bool, temperature: float | None, top_p: float | None) -> dict[str, Any]:
-    """How tokens are chosen, as options of transformers' generate. Raises InputError."""
-    if not sample:
-        if temperature is not None or top_p is not None:
-            raise InputError(f"temperature={temperature}, top_p={top_p} with sample=False, which is greedy. Fix: sample=True")
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    given = {"temperature": temperature, "top_p": top_p}
-    return {"do_sample": True, **{name: float(value) for name, value in given.items() if value is not None}}
 
 
 __all__ = ["Engine", "Load", "demo_model", "load"]

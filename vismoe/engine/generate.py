@@ -1,7 +1,7 @@
-"""One answer: how its tokens come about, how they become text, and the iterator of text pieces that whoever asked gets.
+"""One answer: `TokenLoop` computes its tokens, `TextPieces` makes text of them, `Reply` hands the text to the caller.
 
-The loop over tokens is transformers' own, cut into single passes, so that one thread can run many requests by turns: everything
-before the first pass (cache, logits processors, stopping criteria, positions) is prepared by `generate()` itself.
+The loop over tokens is transformers' own, cut into single passes, so that one thread can run many requests by turns: `generate()`
+itself prepares everything before the first pass (cache, logits processors, stopping criteria, positions).
 """
 
 import queue
@@ -110,7 +110,7 @@ class TokenLoop:
             outputs = model(**inputs, return_dict=True)
         else:
             outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
-        if not self._prefilled:  # as large as the prompt's images, and nobody looks at them any more
+        if not self._prefilled:  # as large as the prompt's images, and not used again
             at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
         self._prefilled = True
         at.kwargs = model._update_model_kwargs_for_generation(outputs, at.kwargs, is_encoder_decoder=False)
@@ -184,7 +184,7 @@ class Reply:
     error: BaseException | None = None  # what ended it, once it has ended
     flag: threading.Event = field(default_factory=threading.Event)  # set: stop
     _figures: Figures | None = None
-    _ended: bool = False  # for who iterates
+    _ended: bool = False  # the iterator has seen the end
     _pieces: "queue.SimpleQueue[str | None]" = field(default_factory=queue.SimpleQueue)
     _put: Callable[[str | None], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)

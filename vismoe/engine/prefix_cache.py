@@ -14,7 +14,7 @@ from vismoe.vision.selection import KeptImage
 
 __all__ = ["Prefix", "PrefixCache"]
 
-LEAST_TOKENS = 16  # what a chat template says before anybody has said anything is not worth the books
+LEAST_TOKENS = 16  # a shorter beginning, such as that of a chat template, is not worth its place
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class PrefixCache:
     def take(self, numbers: np.ndarray, room_tokens: int) -> Prefix | None:
         """The longest beginning of a prompt that there is, at least one token shorter than it.
 
-        Leaves at most `room_tokens` in the books: what was used least recently goes first, and the prefix itself last.
+        Leaves at most `room_tokens` in the cache: what was used least recently goes first, and the prefix itself last.
         """
         best = max(self._kept, key=lambda prefix: common(prefix.numbers, numbers), default=None)
         shared = min(common(best.numbers, numbers), len(numbers) - 1) if best is not None else 0

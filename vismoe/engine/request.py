@@ -1,6 +1,6 @@
 """One request on its way from a prompt to an answer and its figures, a forward pass at a time, on the model's thread.
 
-What several requests share is `Shared`: the model with everything that lives on it and belongs to one of them at a time (rotary
+What several requests share is `SharedModel`: the model with all that lives on it and belongs to one of them at a time (rotary
 offsets, the lookahead's memory, how visual tokens are dropped), and what earlier requests left (keys and values, encoded images).
 """
 
@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,36 +21,23 @@ from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
-from vismoe.metrics import Metrics, Snapshot
+from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
-from vismoe.models.moe.experts import ExpertRuntime, Interrupted
+from vismoe.models.load.runtime import Runtime
+from vismoe.models.moe.step_context import Interrupted
 from vismoe.models.visual.cache_beginning import can_go_on
 from vismoe.models.visual.image_cache import ImageCache
+from vismoe.options import RequestOptions
 from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Plan
 from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 from vismoe.vision.selection import KeptImage, Pruning
 
-__all__ = ["Asked", "Request", "Shared"]
+__all__ = ["Request", "SharedModel"]
 
-FIRST_TOKENS = 256  # of an answer whose length nobody said, that it begins with
+FIRST_TOKENS = 256  # that an answer of unknown length begins with
 RETENTION_STEPS = 10_000  # that tell two retentions apart
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is wanted: a prompt, how tokens are chosen (`options` of transformers' generate), and where the answer ends."""
-
-    prompt: Prompt
-    options: dict[str, Any]
-    most_tokens: int  # of the answer
-    seed: int | None = None
-    pruning: Pruning | None = None  # how visual tokens are dropped; None: they are not
-    stop: tuple[str, ...] = ()
-    reuse: bool = False  # take over keys and values of an earlier request, and leave this one's to a later one
-    precision: PrecisionInfo | None = None  # who is to choose formats, and how; None: exact
-    grows: bool = False  # nobody said how long the answer gets: it holds a part of `most_tokens`, and then twice as much
 
 
 @dataclass
@@ -61,21 +48,19 @@ class Belongings:
     memory: Any = None  # of the lookahead
 
 
-class Shared:
-    """The model, lent to one request at a time."""
+class SharedModel:
+    """The model, lent to one request at a time. `retention`: of importance, of requests that ask for none."""
 
-    def __init__(self, model: Any, runtime: ExpertRuntime, prompts: PromptBuilder, images: ImageCache | None):
-        self.model, self.runtime, self.prompts, self.images = model, runtime, prompts, images
+    def __init__(
+        self, model: Any, runtime: Runtime, prompts: PromptBuilder, images: ImageCache | None, retention: Callable[[], float]
+    ):
+        self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
-        self.metrics: Metrics = runtime.pager.metrics  # one for all plans
-        self._counted = self.metrics.snapshot()  # what passes so far have accounted for
+        self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._holder: Request | None = None
         self._numbers = itertools.count()
-        self.running: PrecisionInfo | None = None  # what experts are served by now
-        self.refused = ""  # why the last change of that was not made, until another one was
-        self.retention = 1.0  # of whoever asks for none
 
     @property
     def plan(self) -> Plan:
@@ -87,22 +72,20 @@ class Shared:
         return self._holder.clock if self._holder is not None else None
 
     def lend(self, request: "Request | None") -> None:
-        """From now on the model is this request's; None: nobody's."""
-        if self._holder is request:
+        """From now on the model is this request's; None: no request's."""
+        before, self._holder = self._holder, request
+        if before is request:
             return
-        if self._holder is not None:
-            rope_deltas = [module.rope_deltas for module in self._rotating]
-            self._holder.belongings = Belongings(rope_deltas, self.runtime.lookahead_inputs.memory)
-        self._holder = request
-        belongings = request.belongings if request is not None else Belongings()
+        left = Belongings([module.rope_deltas for module in self._rotating])
+        belongings, precision, cancelled = Belongings(), None, lambda: False
+        if request is not None:
+            belongings, precision, cancelled = request.belongings, request.precision, request.reply.flag.is_set
         for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
             module.rope_deltas = deltas
-        self.runtime.lookahead_inputs.memory = belongings.memory
-        serving = self.runtime.now_serving
-        if serving is not None and serving.chooser is not None:
-            asked = request.asked.precision if request is not None else None
-            serving.chooser.precision.retention = asked.retention if asked is not None else self.retention
-        self.runtime.cancelled = request.reply.flag.is_set if request is not None else lambda: False
+        retention = precision.retention if precision is not None else self._retention()
+        left.memory = self.runtime.context.switch(belongings.memory, retention, cancelled)
+        if before is not None:
+            before.belongings = left
 
     def forget(self, request: "Request") -> None:
         """It has left in the middle of its answer."""
@@ -112,39 +95,58 @@ class Shared:
     def forget_what_experts_made(self) -> None:
         """Other formats: what requests have left was computed in those of before."""
         self.prefix_cache.clear()
-        if self.images is not None and self.runtime.encodes_with_experts:
+        if self.images is not None and self.runtime.context.encodes_with_experts:
             self.images.clear()
 
     def refuse_other(self, asked: PrecisionInfo | None) -> None:
         """Raises ConfigError where experts are not served as a request asks: the change that it waited for was not made."""
-        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, self.running))
+        served = PrecisionInfo.of(self.runtime.configuration.settings)
+        wanted, running = ((one.policy, one.formats) if one is not None else None for one in (asked, served))
         if wanted != running:
-            raise ConfigError(f"policy and formats could not be changed: {self.refused or 'another change came between'}")
+            why = self.runtime.refused or "another change came between"
+            raise ConfigError(f"policy and formats could not be changed: {why}")
 
     def begin_request(self, alone: bool) -> None:
-        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran is nobody's."""
+        """A request begins with its first pass; `alone`: no other one runs. What happened while none ran counts for none."""
         if alone:
             self.count()
-        if isinstance(self.runtime.recorder, TraceWriter):
-            self.runtime.recorder.request(str(next(self._numbers)))
+        if isinstance(self.runtime.context.recorder, TraceWriter):
+            self.runtime.context.recorder.request(str(next(self._numbers)))
 
     def count(self) -> Snapshot:
         """What happened since it was last asked."""
-        now = self.metrics.snapshot()
+        now = self.runtime.metrics.snapshot()
         happened, self._counted = now - self._counted, now
         return happened
 
 
 class Request:
-    """Made in any thread; `step`, `finish` and `fail` run on the model's. `others`: tokens of the other requests that run."""
+    """Made in any thread; `step`, `finish` and `fail` run on the model's.
 
-    def __init__(self, asked: Asked, reply: Reply, shared: Shared, others: Callable[["Request"], int]):
-        self.asked, self.reply, self._shared, self._others = asked, reply, shared, others
-        self.tokens = asked.prompt.tokens + (min(FIRST_TOKENS, asked.most_tokens) if asked.grows else asked.most_tokens)
+    most_tokens: of the answer. pruning: how visual tokens are dropped; None: they are not. precision: what chooses formats; None:
+    exact. others: tokens of the other requests that run. An answer whose length was not said holds places for a part of
+    `most_tokens`, and then for twice as many.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        options: RequestOptions,
+        most_tokens: int,
+        pruning: Pruning | None,
+        precision: PrecisionInfo | None,
+        reply: Reply,
+        shared: SharedModel,
+        others: Callable[["Request"], int],
+    ):
+        self.prompt, self.options, self.most_tokens = prompt, options, most_tokens
+        self.pruning, self.precision = pruning, precision
+        self.reply, self._shared, self._others = reply, shared, others
+        self.tokens = prompt.tokens + (min(FIRST_TOKENS, most_tokens) if self.may_give_up else most_tokens)
         self._said: list[int] = []  # tokens of the answer
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
-        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, asked.stop)
+        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
         self._loop: TokenLoop | None = None
         self._numbers: np.ndarray | None = None
         self._counters: Snapshot | None = None
@@ -154,7 +156,7 @@ class Request:
 
     @property
     def unwanted(self) -> bool:
-        """Nobody waits for it any more."""
+        """Whether its reader has cancelled it."""
         return self.reply.flag.is_set()
 
     @property
@@ -165,16 +167,16 @@ class Request:
     @property
     def grows(self) -> int:
         """Tokens that it asks for before the next pass: as many again as its answer has had."""
-        return 0 if self.left else min(self._room, self.asked.most_tokens - self._room)
+        return 0 if self.left else min(self._room, self.most_tokens - self._room)
 
     @property
     def may_give_up(self) -> bool:
-        return self.asked.grows
+        return self.options.max_tokens is None
 
     @property
     def _room(self) -> int:
         """Tokens of the answer that it holds places for."""
-        return self.tokens - self.asked.prompt.tokens
+        return self.tokens - self.prompt.tokens
 
     @property
     def _computed(self) -> int:
@@ -196,10 +198,10 @@ class Request:
         self._shared.lend(self)
         began_s, prefilling = time.perf_counter(), self._loop is None
         if prefilling:
-            self._shared.refuse_other(self.asked.precision)
+            self._shared.refuse_other(self.precision)
             self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = self.clock.began_s or began_s
-        if self.asked.grows:  # what waits for others gives way
+        if self.may_give_up:  # what waits for others gives way
             self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
         going_on = False
         try:
@@ -208,7 +210,7 @@ class Request:
         finally:
             happened = self._shared.count()
             self._counters = happened if self._counters is None else self._counters + happened
-            tokens = self.asked.prompt.tokens - self._reused_tokens if prefilling else 1
+            tokens = self.prompt.tokens - self._reused_tokens if prefilling else 1
             self.clock.passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, happened)
         return going_on
 
@@ -236,18 +238,18 @@ class Request:
 
     def _prefill(self) -> tuple[int, bool]:
         """The first token, and whether it is the last one."""
-        asked, model, prompt = self.asked, self._shared.model, self.asked.prompt
+        model, prompt, seed = self._shared.model, self.prompt, self.options.seed
         prefix, images, behind = self._beginning()
         inputs = (prompt.whole() if prefix is None else without_pixels(prompt.inputs)).to(model.device)
-        generator = torch.Generator(model.device).manual_seed(asked.seed) if asked.seed is not None else None
+        generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
         with self._images_prepared(images):
-            loop = TokenLoop(model, inputs, asked.options, generator)
+            loop = TokenLoop(model, inputs, self.options.for_generate(self.most_tokens), generator)
             if prefix is not None:  # generate() had the sizes of all images, for the positions of their tokens, and no pixels
                 loop.take_over(prefix.cache, dict(behind.to(model.device)), prompt.image_input_names)
                 self._kept, self._reused_tokens = prefix.kept, prefix.tokens
             first = loop.step(self._repeated)
         self._loop = loop
-        self.asked = replace(asked, prompt=prompt.light())
+        self.prompt = prompt.light()
         return first
 
     def _beginning(self) -> tuple[Prefix | None, list[int], BatchFeature]:
@@ -255,7 +257,7 @@ class Request:
 
         Nothing, where not all that the model gets of some images can be told from what it gets of the others.
         """
-        prompt, prefix = self.asked.prompt, self._prefix()
+        prompt, prefix = self.prompt, self._prefix()
         if self._again and not self._reused_tokens:  # it had none the first time
             prefix = None
         images = prompt.images_behind(prefix.tokens) if prefix is not None else None
@@ -266,15 +268,15 @@ class Request:
         return None, list(range(prompt.images)), BatchFeature()
 
     def _prefix(self) -> Prefix | None:
-        """The longest beginning of the prompt that an earlier request has left, and room in the books for this one."""
-        asked, shared, prompt = self.asked, self._shared, self.asked.prompt
+        """The longest beginning of the prompt that an earlier request has left, and room in the planned context for this one."""
+        shared, prompt = self._shared, self.prompt
         room_tokens = shared.plan.context - self.tokens - self._others(self)  # that may stay for others
-        if not asked.reuse or shared.runtime.recorder is not None:  # a trace is of whole prompts
+        if not self.options.reuse or shared.runtime.context.recorder is not None:  # a trace is of whole prompts
             shared.prefix_cache.shrink(room_tokens)
             return None
-        self._numbers = prompt.numbers(shared.prompts.image_token_id, asked.pruning)
-        if asked.precision is not None and len(self._numbers):  # other formats, other keys and values
-            self._numbers[0] += (1 + round(RETENTION_STEPS * asked.precision.retention)) << 32
+        self._numbers = prompt.numbers(shared.prompts.image_token_id, self.pruning)
+        if self.precision is not None and len(self._numbers):  # other formats, other keys and values
+            self._numbers[0] += (1 + round(RETENTION_STEPS * self.precision.retention)) << 32
         prefix = shared.prefix_cache.take(self._numbers, room_tokens)
         if prefix is None:
             return None
@@ -284,23 +286,22 @@ class Request:
     @contextlib.contextmanager
     def _images_prepared(self, images: list[int]) -> Iterator[None]:
         """Within, these images of the prompt are encoded, unless they are still there, and their tokens dropped as was asked."""
-        prompt, cache, pruner = self.asked.prompt, self._shared.images, self._shared.runtime.pruner
+        prompt, cache, pruner = self.prompt, self._shared.images, self._shared.runtime.pruner
         usual = pruner.pruning if pruner is not None else None
         if pruner is not None:
-            pruner.pruning = self.asked.pruning if prompt.images else None
+            pruner.pruning = self.pruning if prompt.images else None
             pruner.begin_request()
         encoded = cache.encoded if cache is not None else 0
         if cache is not None and images:
             names = [prompt.image_names[number] for number in images]
             cache.expect(names, lambda numbers: prompt.image_inputs([images[number] for number in numbers]))
-        self._shared.runtime.reading_prompt = True
         try:
-            yield
+            with self._shared.runtime.context.reading_prompt():
+                yield
             self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
-            if pruner is not None and self.asked.pruning is not None:
+            if pruner is not None and self.pruning is not None:
                 self._kept += tuple(pruner.kept)
         finally:
-            self._shared.runtime.reading_prompt = False
             if cache is not None:
                 cache.forget()
             if pruner is not None:
@@ -334,7 +335,7 @@ class Request:
         self._shared.prefix_cache.keep(Prefix(numbers, cache, self._kept))
 
     def _figures(self) -> Figures:
-        shared, clock, prompt, pager = self._shared, self.clock, self.asked.prompt, self._shared.runtime.pager
+        shared, clock, prompt, pager = self._shared, self.clock, self.prompt, self._shared.runtime.pager
         if not self._others(self):
             pager.end_request()
         happened = shared.count()
@@ -360,9 +361,9 @@ class Request:
             },
             backends=shared.runtime.backends,
             counters=counters,
-            formats=counters.shares(shared.runtime.serving.names),
-            precision=self.asked.precision,
-            pruning=self.asked.pruning,
+            formats=counters.shares(shared.runtime.format_names),
+            precision=self.precision,
+            pruning=self.pruning,
             kept=self._kept,
             pictures=prompt.pictures,
             answer_tokens=clock.tokens,

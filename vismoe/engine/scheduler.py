@@ -1,22 +1,20 @@
-"""Whose turn it is: one thread runs many requests, a step of each in turn, and tasks that want the model for themselves.
+"""One thread runs many requests, a step of each in turn, and tasks that want the model for themselves.
 
-A request enters when its tokens fit beside those of the requests that run, in the order of arrival: nobody is overtaken, so none
-starves. One request enters per round, since its first step is a whole prompt and the others wait for it.
+A request enters when its tokens fit beside those of the requests that run. Requests enter in the order of arrival and none is
+overtaken, so none starves. One request enters per round: its first step is a whole prompt, and the others wait for it.
 
-Who cannot say how long it gets holds a part of what it may need, and asks for more (`grows`). Where there is no more, those who
-grow and came later give up their places, the latest first, and wait in front of everybody to begin again; where only such
-are left as hold all that they need, it waits for them. So the earliest always goes on, and nobody waits for ever.
+A request whose length is not known holds a part of what it may need, and asks for more (`grows`). Where there is no more,
+requests that grow and came later give up their places, the latest first, and wait in front of all others to begin again; where
+the others hold all that they need, it waits for them. So the earliest request always goes on, and none waits for ever.
 
-In a hurry (`hurry`) turns are no longer equal: only the request that is nearest to its end takes steps, so that as many as
-possible end in whatever time is left.
+In a hurry (`hurry`) only the request that is nearest to its end takes steps, so that as many as possible end in the time left.
 """
 
-import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +26,7 @@ __all__ = ["Scheduler", "Steps"]
 
 
 class Steps(Protocol):
-    """A request, seen by who gives out turns."""
+    """A request, as the scheduler sees it."""
 
     tokens: int  # of the context that it holds
 
@@ -42,14 +40,14 @@ class Steps(Protocol):
 
     @property
     def may_give_up(self) -> bool:
-        """Whether it is one that grows, and so may be asked to begin again."""
+        """Whether it is one that grows, and so may be told to begin again."""
 
     def give_up(self) -> None:
         """Leave; it takes the steps that it has done once more when it begins again."""
 
     @property
     def unwanted(self) -> bool:
-        """Nobody waits for it any more."""
+        """Whether its answer was cancelled."""
 
     def step(self) -> bool:
         """Does the next step; False when there is none left."""
@@ -70,19 +68,20 @@ class Task:
 
 
 class Scheduler:
-    """`context_tokens` bounds the tokens of all requests that run; `alone` says whether only one may, at this moment."""
+    """`context_tokens` bounds the tokens of all requests that run; `alone` says whether only one may, at this moment.
+
+    The thread lives while there is work; the next request or task starts another one.
+    """
 
     def __init__(self, context_tokens: int, alone: Callable[[], bool] = lambda: False):
         self.context_tokens, self._alone = context_tokens, alone
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vismoe-model")  # its queue holds the turns to come
         self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None  # None: there is no work
         self._waiting: deque[Steps | Task] = deque()
-        self._running: list[Steps] = []
+        self._running: list[Steps] = []  # in the order of arrival
         self._task: Task | None = None  # that runs
-        self._in_turn: deque[Steps] = deque()  # who runs, next one first; the model's thread's own
-        self._admitting = self._closed = self._hurried = False
-        self._short: list[Steps] = []  # who ask for more than there is: nobody enters before them
-        self._spare_turns = 0  # queued for requests that were put back
+        self._short: list[Steps] = []  # requests that ask for more than there is: none enters before them
+        self._closed = self._stopped = self._hurried = False
 
     @property
     def running(self) -> tuple[Steps, ...]:
@@ -93,6 +92,7 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    # -- in any thread
     def ask(self, request: Steps) -> None:
         """Queue a request. Raises ClosedError."""
         self._enqueue(request)
@@ -103,8 +103,17 @@ class Scheduler:
         self._enqueue(queued)
         return queued.result
 
+    def _enqueue(self, work: Steps | Task) -> None:
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the engine is closed; load the model again to go on")
+            self._waiting.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="vismoe-model")
+                self._thread.start()
+
     def hurry(self) -> None:
-        """From now on whoever is nearest to its end goes first, alone."""
+        """From now on the request that is nearest to its end goes first, alone."""
         self._hurried = True
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -116,56 +125,49 @@ class Scheduler:
             return self._changed.wait_for(lambda: not (self._running or self._waiting or self._task), timeout_s)
 
     def close(self) -> None:
-        """Ends the thread; requests that still run do their next step first, and those that wait fail."""
+        """End the thread when the round is over; requests that run or wait then fail."""
         with self._changed:
-            self._closed = True
-        self._thread.shutdown(wait=True)
+            self._closed = self._stopped = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
         with self._changed:
             left, self._running, self._waiting = (*self._running, *self._waiting), [], deque()
             self._changed.notify_all()
-        for request in left:
-            self._refuse(request)
-
-    # -- in any thread
-    def _enqueue(self, what: Steps | Task) -> None:
-        with self._changed:
-            if self._closed:
-                raise ClosedError("the engine is closed; load the model again to go on")
-            self._waiting.append(what)
-        self._open_door()
-
-    def _open_door(self) -> None:
-        """Somebody who waits may be able to enter."""
-        with self._changed:
-            if self._admitting or not self._waiting:
-                return
-            self._admitting = True
-        with contextlib.suppress(RuntimeError):  # shut down: `close` refuses who is left
-            self._thread.submit(self._admit)
+        error = ClosedError("the engine was closed before the request ended")
+        for work in left:
+            work.result.set_exception(error) if isinstance(work, Task) else work.fail(error)
 
     # -- on the model's thread
+    def _run(self) -> None:
+        """The loop: one request enters, then every request that runs takes a step."""
+        while self._has_work():
+            self._admit()
+            for request in self._round():
+                self._step(request)
+                del request  # the traceback of an error holds this frame
+
+    def _has_work(self) -> bool:
+        """Whether the thread goes on. It does not when the program ends around it."""
+        with self._changed:
+            if (self._running or self._waiting) and not self._stopped and threading.main_thread().is_alive():
+                return True
+            self._thread = None
+            return False
+
     def _admit(self) -> None:
-        entered = self._next()
-        while (
-            self._hurried and entered is not None and not isinstance(entered, Task)
-        ):  # all who fit, so that the nearest to its end is found among them
-            self._go_on(entered)
-            entered = self._next()
-        if entered is None:
-            return
-        if isinstance(entered, Task):
-            self._run(entered)
-        else:
-            self._go_on(entered)
-        with contextlib.suppress(RuntimeError):
-            self._thread.submit(self._admit)
+        """The first in line enters if it fits; in a hurry all that fit, so that the one nearest to its end is among them."""
+        while (entered := self._next()) is not None:
+            if isinstance(entered, Task):
+                self._run_task(entered)
+            if not self._hurried:
+                return
 
     def _next(self) -> Steps | Task | None:
-        """Who enters now."""
+        """What enters now."""
         with self._changed:
             first = self._waiting[0] if self._waiting else None
             if first is None or (self._running and not self._fits(first)):
-                self._admitting = False
                 return None
             self._waiting.popleft()
             if isinstance(first, Task):
@@ -185,89 +187,82 @@ class Scheduler:
         """Tokens that no request holds."""
         return self.context_tokens - sum(request.tokens for request in self._running)
 
-    def _run(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
         try:
             task.result.set_result(task.run())
-        except BaseException as error:  # whoever asked gets it
+        except BaseException as error:  # the future's reader gets it
             task.result.set_exception(error)
         with self._changed:
             self._task = None
             self._changed.notify_all()
 
-    def _turn(self) -> None:
-        if self._spare_turns:
-            self._spare_turns -= 1
-            return
-        self._send_home()
-        request = self._next_in_turn()  # no argument: the executor's frame would hold it
+    def _round(self) -> Iterator[Steps]:
+        """The requests that take a step before the next one enters: all that run, or in a hurry the one nearest to its end."""
+        for request in tuple(self._running):
+            self._drop_unwanted()
+            if self._hurried:
+                break
+            if request in self._running:  # and was not put back since
+                yield request
+        if self._hurried and self._running:
+            able = [request for request in self._running if request not in self._short] or self._running
+            yield min(able, key=lambda request: 0 if request.unwanted else request.left)  # the first of equal ones
+
+    def _step(self, request: Steps) -> None:
         failed = None
         try:
             if not request.unwanted and not self._has_room(request):
-                self._go_on(request)
                 return
             if request.step():
-                self._go_on(request)
                 return
-        except BaseException as error:  # the request's boundary: whoever reads its reply gets it
+        except BaseException as error:  # the request's boundary: the reader of its reply gets it
             failed = error
         with self._changed:
             self._running.remove(request)
             self._changed.notify_all()
-        self._is_short(request, False)
+        self._note_short(request, False)
         self._end(request, failed)
         del request, failed  # the error's traceback holds this frame
-        self._open_door()
-
-    def _next_in_turn(self) -> Steps:
-        if not self._hurried:
-            return self._in_turn.popleft()
-        able = [request for request in self._in_turn if request not in self._short] or list(self._in_turn)
-        nearest = min(able, key=lambda request: 0 if request.unwanted else request.left)  # the first of equal ones
-        self._in_turn.remove(nearest)
-        return nearest
 
     def _has_room(self, request: Steps) -> bool:
-        """Whether it has what its next step needs, if need be from those who came later."""
+        """Whether it has what its next step needs, if need be from requests that came later."""
         more = request.grows
         while more > self._free and (later := self._latest_behind(request)) is not None:
             self._put_back(later)
         enough = more <= self._free
         if enough:
             request.tokens += more
-        self._is_short(request, not enough)
+        self._note_short(request, not enough)
         return enough
 
-    def _is_short(self, request: Steps, short: bool) -> None:
+    def _note_short(self, request: Steps, short: bool) -> None:
         """Note whether it waits for more than there is."""
         self._short = [other for other in self._short if other is not request] + ([request] if short else [])
 
     def _latest_behind(self, request: Steps) -> Steps | None:
-        """Of those who run and may begin again, the one that came last, after this one."""
+        """Of the running requests that may begin again, the one that came last, after this one."""
         behind = self._running[self._running.index(request) + 1 :]
         return next((later for later in reversed(behind) if later.may_give_up), None)
 
     def _put_back(self, request: Steps) -> None:
-        """Out of its turn, and in front of all who wait."""
+        """It stops, and waits in front of all others."""
         request.give_up()
-        self._in_turn.remove(request)
-        self._spare_turns += 1
-        self._is_short(request, False)
+        self._note_short(request, False)
         with self._changed:
             self._running.remove(request)
             self._waiting.appendleft(request)
 
-    def _send_home(self) -> None:
-        """Those who wait and whom nobody waits for leave the queue."""
+    def _drop_unwanted(self) -> None:
+        """Requests that were cancelled while they waited leave the queue."""
         with self._changed:
-            gone = [left for left in self._waiting if not isinstance(left, Task) and left.unwanted]
-            for left in gone:
-                self._waiting.remove(left)
-        for left in gone:
-            self._end(left, None)
+            gone = [work for work in self._waiting if not isinstance(work, Task) and work.unwanted]
+            for request in gone:
+                self._waiting.remove(request)
+        for request in gone:
+            self._end(request, None)
         if gone:
             with self._changed:
                 self._changed.notify_all()
-            self._open_door()  # who stood behind them may fit
 
     @staticmethod
     def _end(request: Steps, failed: BaseException | None) -> None:
@@ -279,18 +274,5 @@ class Scheduler:
         try:
             if failed is not None:
                 request.fail(failed)
-        except BaseException:  # of who is told its end; the others go on
+        except BaseException:  # of a reader that is told the end; the other requests go on
             logger.exception("a request's end could not be told")
-
-    def _go_on(self, request: Steps) -> None:
-        with contextlib.suppress(RuntimeError):  # shut down: `close` refuses who is left
-            self._in_turn.append(request)
-            self._thread.submit(self._turn)
-
-    @staticmethod
-    def _refuse(left: Steps | Task) -> None:
-        error = ClosedError("the engine was closed before the request ended")
-        if isinstance(left, Task):
-            left.result.set_exception(error)
-        else:
-            left.fail(error)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from vismoe.config import Settings
 from vismoe.metrics import Snapshot
 from vismoe.planning.plan import Plan
 from vismoe.types import Phase
@@ -14,7 +15,9 @@ from vismoe.vision.selection import KeptImage, Pruning
 
 __all__ = ["Clock", "Figures", "Finish", "PassFigures"]
 
-Finish = Literal["stop", "length", "cancelled"]  # the model's own end or a stop string; as long as it may be; nobody wants more
+Finish = Literal[
+    "stop", "length", "cancelled"
+]  # the model's own end or a stop string; as long as it may be; cancelled by its reader
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,17 @@ class Figures:
 
 @dataclass(frozen=True)
 class PrecisionInfo:
-    """Who chooses formats while the model runs, and which."""
+    """The policy that chooses formats while the model runs, and between which."""
 
     policy: str
     formats: str  # the pair, e.g. int4/int2
     retention: float  # of importance
+
+    @classmethod
+    def of(cls, settings: Settings) -> "PrecisionInfo | None":
+        """None: exact, experts are in one format."""
+        pair = settings.pair
+        return None if pair is None else cls(settings.policy, str(pair), settings.retention)
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Where a lookahead is evaluated: off the critical path, in one worker thread beside the model, or in line where asked.
+"""Where a lookahead is evaluated: off the critical path in a worker thread, or inline if requested.
 
-The model's thread hands over a snapshot and goes on; only the newest snapshot is evaluated, and a result that comes after the
-next layer was demanded is dropped. With `inline` (deterministic runs, recordings) the result is there before the layer is
-computed. An error in the worker is raised on the model's thread at the next layer: guesses may be wrong, but never silently
+The model's thread passes a snapshot and continues; the worker evaluates only the newest snapshot, and a result that arrives after
+the next layer was demanded is dropped. With `inline` (deterministic runs, recordings) the result is ready before the layer is
+computed. An error in the worker is raised on the model's thread at the next layer: predictions may be wrong, but never silently
 missing.
 """
 
@@ -26,30 +26,30 @@ Tell = Callable[[int, int, np.ndarray], None]  # (tick of the demand, MoE layer,
 
 
 class BackgroundLookahead:
-    """Asks a lookahead for the model's thread; `tell` is called with what it says, in whatever thread found it out.
+    """Evaluates a lookahead for the model's thread; calls `tell` with the result, in the thread that computed it.
 
-    `charge` is told how many seconds of a core each evaluation of the worker took.
+    `charge` is called with the seconds of a core that each evaluation of the worker took.
     """
 
     def __init__(self, lookahead: Lookahead, tell: Tell, inline: bool, charge: Callable[[float], None] = lambda core_s: None):
         self._lookahead, self._tell, self.inline, self._charge = lookahead, tell, inline, charge
         self._waiting: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
         self._request = 0
-        self._failed: tuple[int, Exception] | None = None  # in which request
+        self._failed: tuple[int, Exception] | None = None  # (request, error)
         self._worker: threading.Thread | None = None
         self._closed = False
 
     def begin_request(self) -> None:
-        """What fails late from here on belongs to a request that is over."""
+        """From now on, late errors of earlier evaluations belong to a finished request."""
         self._request += 1
 
     def ask(self, seen: Seen, tick: int) -> None:
-        """Scores of the layers after `seen`, told at once or by the worker."""
+        """Scores of the layers after `seen`, computed now or by the worker."""
         if self._failed is not None:
             (request, failed), self._failed = self._failed, None
             if request == self._request:
-                raise RuntimeError(f"the lookahead failed beside the model: {failed}") from failed
-            logger.warning("the lookahead failed beside a request that had ended: %s", failed)
+                raise RuntimeError(f"the lookahead failed in its worker thread: {failed}") from failed
+            logger.warning("the lookahead failed for a request that had already ended: %s", failed)
         if self._closed:
             return
         snapshot = self._lookahead.snapshot(seen)
@@ -60,19 +60,19 @@ class BackgroundLookahead:
             if scores is not None:
                 self._tell(tick, seen.layer, scores)
             return
-        if self._worker is None:  # started by the first miss; a model that fits never has one
+        if self._worker is None:  # started by the first miss; a model that fits in memory never has one
             worker = threading.Thread(target=self._work, name="vismoe-lookahead", daemon=True)
             worker.start()
             self._worker = worker
         self._waiting.put((tick, seen.layer, (self._request, snapshot)))
 
     def close(self) -> None:
-        """Ends the worker; may be called twice."""
+        """Ends the worker thread; may be called twice."""
         self._closed = True
         worker, self._worker = self._worker, None
         if worker is not None:
             self._waiting.put(None)
-            if worker is not threading.current_thread():  # which may be the one that frees the model
+            if worker is not threading.current_thread():  # this thread may be the worker, if it frees the model
                 worker.join()
 
     def _work(self) -> None:
@@ -85,12 +85,12 @@ class BackgroundLookahead:
                 if scores is not None:
                     self._tell(tick, layer, scores)
                 self._charge(time.thread_time() - began_s)
-            except Exception as error:  # the worker's boundary: the model's thread raises it
+            except Exception as error:  # the worker's boundary; the model's thread raises the error
                 self._failed = request, error
-        self._waiting.put(None)  # for another worker, should an interrupt or a second thread have started one
+        self._waiting.put(None)  # ends another worker, in case an interrupt or a second thread started one
 
     def _newest(self) -> tuple[int, int, Any] | None:
-        """The snapshot handed over last; None to end."""
+        """The latest snapshot; None to end."""
         newest = self._waiting.get()
         while newest is not None and not self._waiting.empty():
             newest = self._waiting.get()
@@ -98,9 +98,9 @@ class BackgroundLookahead:
 
 
 def _torch_alone_here() -> None:
-    """Torch's products in this thread start no workers of their own, which would fight the model's for the cores.
+    """Makes torch's products in this thread start no workers, which would compete with the model's for cores.
 
-    `set_num_threads` also sets what threads that have not used torch yet will take; a thread that ends puts that back.
+    `set_num_threads` also affects threads that have not used torch yet; the end of this thread restores that.
     """
     others = torch.get_num_threads()
     torch.set_num_threads(1)

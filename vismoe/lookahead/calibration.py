@@ -1,9 +1,10 @@
-"""What `vismoe calibrate` found out about one model, in a folder `vismoe-calibration` beside its checkpoint.
+"""The result of `vismoe calibrate` for one model, in a folder `vismoe-calibration` beside its checkpoint.
 
-`calibration.json` names the model by its shape and by a digest of its routers' weights, says from which layer on visual tokens
-can be dropped and which are best kept, how many layers are worth pinning, and which lookahead won; `predictor.safetensors`
-(network.py) is the trained one. A calibration of another model, or of other weights, is refused. Files are replaced as a whole,
-the JSON last; it names the predictor's content, so that of two runs the one's JSON is never read with the other's predictor.
+`calibration.json` identifies the model by its shape and a digest of its routers' weights; it says from which layer on visual
+tokens can be dropped and which are best kept, how many layers are worth pinning, and which lookahead was best.
+`predictor.safetensors` (network.py) is the trained lookahead. A calibration of another model, or of other weights, is refused.
+Files are replaced as a whole, the JSON last; it names the predictor's content, so that the JSON of one run is never used with the
+predictor of another.
 """
 
 import hashlib
@@ -36,34 +37,34 @@ class RoutingShape:
     """The shape of a model's routing."""
 
     layers: int
-    experts: int  # of the layer that has most
+    experts: int  # of the largest layer
     top_k: int
     hidden: int
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The content of `calibration.json`; `folder` is where it lies."""
+    """The content of `calibration.json`; `folder` contains it."""
 
     folder: Path
     model: str
-    routers: str  # digest of their weights
+    routers: str  # digest of the routers' weights
     geometry: RoutingShape
-    lookahead: Winner  # which one won in virtual time
+    lookahead: Winner  # the best one in virtual time
     prune_layer: int | None = None  # None: visual tokens cannot be dropped
-    selection: str | None = None  # of kept visual tokens, that costs answers least; None: not measured
-    pinned_layers: dict[str, int] = field(default_factory=dict)  # best number by the share of the experts in memory
-    least_probability: float = 0.0  # of an expert that the learned lookahead names in decode
+    selection: str | None = None  # the selection of kept visual tokens that costs answers least; None: not measured
+    pinned_layers: dict[str, int] = field(default_factory=dict)  # best number, by the share of the experts in memory
+    least_probability: float = 0.0  # least probability of an expert that the learned lookahead predicts in decode
     gamma: float = 0.8
     has_predictor: bool = False
     predictor: str | None = None  # SHA-256 of its file
-    figures: dict[str, Any] = field(default_factory=dict)  # what was measured, for people
+    figures: dict[str, Any] = field(default_factory=dict)  # measured values, for people
 
     @classmethod
     def find(cls, checkpoint: str | Path, settings: Settings) -> Self | None:
-        """The calibration that the settings mean for a checkpoint's folder, None where there is none or none is wanted.
+        """The calibration that the settings select for a checkpoint's folder; None if there is none or none is wanted.
 
-        Raises ConfigError where one was named and is not there, or was not found and `lookahead="learned"` needs it.
+        Raises ConfigError if the named one does not exist, or if there is none and `lookahead="learned"` needs it.
         """
         if settings.calibration == NO_CALIBRATION:
             found = None
@@ -71,21 +72,21 @@ class Calibration:
             found = cls.read(Path(settings.calibration).expanduser())
             if found is None:
                 raise ConfigError(
-                    f"calibration={settings.calibration!r}: no {JSON} is there. Fix: vismoe calibrate MODEL "
+                    f"calibration={settings.calibration!r}: that folder has no {JSON}. Fix: vismoe calibrate MODEL "
                     f"--out {settings.calibration}, another folder, or calibration={NO_CALIBRATION!r}"
                 )
         else:
             found = cls.read(Path(checkpoint) / FOLDER)
         if settings.lookahead == "learned" and (found is None or not found.has_predictor):
             raise ConfigError(
-                "lookahead='learned' needs a predictor, and this model has none. "
+                "lookahead='learned' needs a predictor, but this model has none. "
                 "Fix: vismoe calibrate MODEL --data FOLDER, or lookahead='gate'"
             )
         return found
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The calibration in a folder, None where there is none; raises CheckpointError for a damaged or newer one."""
+        """The calibration in a folder; None if there is none. Raises CheckpointError for a damaged or newer one."""
         path = folder / JSON
         if not path.exists():
             return None
@@ -94,14 +95,14 @@ class Calibration:
             if said.pop("format") != FORMAT:
                 raise ValueError(f"not marked {FORMAT}")
             if (version := said.pop("version")) > VERSION:
-                raise CheckpointError(f"{path} has version {version}, this program reads up to {VERSION}. Fix: update vismoe")
+                raise CheckpointError(f"{path} has version {version}, but this vismoe reads up to {VERSION}. Fix: update vismoe")
             _refuse_wrong(found := cls(folder, **{**said, "geometry": RoutingShape(**said["geometry"])}))
             return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}). Fix: run vismoe calibrate again, or delete {folder}") from error
 
     def save(self, networks: dict[str, Folded]) -> None:
-        """Writes both files into `folder`; raises ConfigError where that cannot be."""
+        """Writes both files into `folder`; raises ConfigError if that fails."""
         said = {name: value for name, value in asdict(self).items() if name != "folder"}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,12 +113,13 @@ class Calibration:
             write_whole(self.folder / JSON, json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1).encode() + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"{self.folder} cannot be written: {error.strerror}. Fix: make room, or name another folder "
+                f"{self.folder} cannot be written: {error.strerror}. Fix: free some space, or name another folder "
                 "with --out and load with --calibration FOLDER"
             ) from error
 
     def networks(self) -> dict[str, Folded]:
-        """The predictor's; raises CheckpointError where its file is gone, damaged, or not the one that this was saved with."""
+        """The predictor's networks; raises CheckpointError if its file is missing, damaged, or not the one saved with this
+        JSON."""
         path = self.folder / PREDICTOR
         try:
             found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -131,7 +133,7 @@ class Calibration:
         return load(path)
 
     def refuse_others(self, model: nn.Module, inventory: ExpertInventory, hidden: int) -> None:
-        """Raises ConfigError where this was made for another model."""
+        """Raises ConfigError if this calibration was made for another model."""
         geometry = geometry_of(inventory, hidden)
         again = f"Fix: vismoe calibrate again, or load with calibration={NO_CALIBRATION!r} (--calibration {NO_CALIBRATION})"
         if geometry != self.geometry:
@@ -141,19 +143,19 @@ class Calibration:
         if router_digest(model, inventory) != self.routers:
             raise ConfigError(
                 f"the calibration in {self.folder} was made for {self.model} with other router weights: "
-                f"its predictions mean nothing here. {again}"
+                f"its predictions are not valid here. {again}"
             )
 
 
 def predictor_memory_bytes(calibration: Calibration | None, settings: Settings) -> int:
-    """Memory of the predictor that these settings will load, from its header alone; part of the plan."""
+    """Memory of the predictor that these settings load, from its header alone; part of the plan."""
     if calibration is None or not calibration.has_predictor or chosen_lookahead(calibration, settings) != "learned":
         return 0
     return predictor_bytes(calibration.folder / PREDICTOR)
 
 
 def chosen_lookahead(calibration: Calibration | None, settings: Settings) -> Literal["none", "gate", "learned"]:
-    """Which lookahead `auto` means: the one that won when the model was calibrated, `gate` where nobody has."""
+    """The lookahead that `auto` selects: the one that was best in calibration, or `gate` without a calibration."""
     if settings.lookahead != "auto":
         return settings.lookahead
     return "gate" if calibration is None else calibration.lookahead
@@ -165,9 +167,9 @@ def geometry_of(inventory: ExpertInventory, hidden: int) -> RoutingShape:
 
 
 def router_digest(model: nn.Module, inventory: ExpertInventory) -> str:
-    """SHA-256 over what routes: in each MoE block every parameter and buffer with a dimension of the number of experts, beside
-    the experts themselves, so that it is the same in whatever dtype the model was loaded: rounded to bfloat16, and 0 below
-    float16's normal numbers, which float16 rounds.
+    """SHA-256 over the routing weights: in each MoE block, every parameter and buffer with a dimension of the number of experts,
+    except the experts themselves. The digest does not depend on the dtype of the loaded model: values are rounded to bfloat16,
+    and set to 0 below float16's normal numbers, which float16 rounds.
     """
     digest = hashlib.sha256()
     for layer in inventory.layers:
@@ -199,7 +201,7 @@ def _refuse_wrong(said: Calibration) -> None:
         "predictor": isinstance(said.predictor, str | None),
     }
     if wrong := [name for name, is_right in right.items() if not is_right]:
-        raise ValueError(f"no calibration has such a value: {', '.join(f'{name}={getattr(said, name)!r}' for name in wrong)}")
+        raise ValueError(f"invalid values: {', '.join(f'{name}={getattr(said, name)!r}' for name in wrong)}")
 
 
 def _whole(value: Any) -> bool:

@@ -1,10 +1,10 @@
-"""What the learned lookahead looks at, as plain arrays: the same code makes it from a recorded trace and in a running model.
+"""The inputs of the learned lookahead, as plain arrays: the same code makes them from a recorded trace and in a running model.
 
-At MoE layer l (VisMMoE, section 3.3.1): the routing history (which experts the tokens of this layer chose, and the decayed use
-of the next W layers' experts in this request), the residual stream after attention, pooled (prefill: over the kept visual
-tokens, or all real tokens where there are none; decode: the present token), a static visual summary (mean of the kept visual
-embeddings, zeros where there are none), and what the next W layers' own routers say about the present residual stream.
-Shapes: L MoE layers, E experts (of the layer that has most), W window, H hidden, T tokens, K top-k.
+At MoE layer l (VisMMoE, section 3.3.1): the routing history (which experts the tokens of this layer chose, and the decayed use of
+the next W layers' experts in this request), the residual stream after attention, pooled (prefill: over the kept visual tokens, or
+all real tokens if there are none; decode: the current token), a static visual summary (mean of the kept visual embeddings, zeros
+if there are none), and what the routers of the next W layers predict from the current residual stream. Shapes: L MoE layers, E
+experts (of the largest layer), W window, H hidden, T tokens, K top-k.
 """
 
 from collections import deque
@@ -16,49 +16,47 @@ __all__ = ["LARGEST", "FeatureSizes", "Features", "History", "half", "share_of_t
 
 STEP_DECAY = 0.8  # of an expert's use, per forward pass
 REMEMBERED = 32
-LARGEST = 6e4  # what float16 holds; single channels of a residual stream can exceed it
+LARGEST = 6e4  # limit of float16; single channels of a residual stream can exceed it
 
 
 @dataclass(frozen=True)
 class FeatureSizes:
-    """What a predictor is made for."""
+    """The sizes for which a predictor is made."""
 
     layers: int  # L
     experts: int  # E
     hidden: int  # H of the pooled hidden state
-    visual: int  # H of the visual summary, that of the embeddings
+    visual: int  # H of the visual summary, as of the embeddings
     window: int  # W
 
 
 @dataclass(frozen=True)
 class Features:
-    """The inputs at one layer, float32; those at the end of the window, past the last layer, are zeros."""
+    """The inputs at one layer, float32; rows of the window past the last layer are zeros."""
 
     present: np.ndarray  # [E] share of the tokens that chose each expert of this layer
     use: np.ndarray  # [W, E] decayed use of the next layers' experts in this request
     hidden: np.ndarray  # [H]
     visual: np.ndarray  # [H]
-    expected: np.ndarray | None  # [2, W, E]: share of the tokens whose router would choose it now, mean probability
+    expected: np.ndarray | None  # [2, W, E]: share of tokens for which the router would choose the expert now, mean probability
 
 
 def half(array: np.ndarray) -> np.ndarray:
-    """As float16, the largest values cut to what it holds."""
+    """As float16, with values clipped to its range."""
     return np.clip(array, -LARGEST, LARGEST).astype(np.float16)
 
 
 def share_of_tokens(chosen: np.ndarray, experts: int) -> np.ndarray:
-    """Share of the tokens that chose each expert, float32 `[E]`, from the choices `[T, K]`; sentinels (ids from E up) count
-    nowhere.
-    """
+    """Share of the tokens that chose each expert, float32 `[E]`, from the choices `[T, K]`, without sentinels (ids from E up)."""
     counts = np.bincount(chosen.ravel(), minlength=experts)[:experts]
     return counts.astype(np.float32) / max(1, len(chosen))
 
 
 class History:
-    """How much each expert was used in the present request: `use <- 0.8 use + 0.2 share` at every forward pass.
+    """How much each expert was used in the current request: `use <- 0.8 use + 0.2 share` at every forward pass.
 
-    `observe` runs at every layer of every token and only keeps what it is given; the arithmetic waits for somebody who asks, and
-    may run in another thread. Passes that nobody asked about are kept up to `REMEMBERED`; older ones weigh less than 0.1%.
+    `observe` runs at every layer of every token and only stores its argument; the arithmetic runs when the use is read, possibly
+    in another thread. Up to `REMEMBERED` passes are stored until then; older ones weigh less than 0.1%.
     """
 
     def __init__(self, sizes: FeatureSizes):
@@ -67,7 +65,7 @@ class History:
         self._observed = [deque[np.ndarray](maxlen=REMEMBERED) for _ in range(sizes.layers)]
 
     def observe(self, layer: int, chosen: np.ndarray) -> None:
-        """`chosen` [T, K]: the choices of the real tokens; the array must not change any more."""
+        """`chosen` [T, K]: the choices of the real tokens; the array must not change afterwards."""
         self._observed[layer].append(chosen if len(chosen) == 1 else share_of_tokens(chosen, self._sizes.experts))
 
     def of(self, layer: int) -> np.ndarray:
@@ -93,11 +91,11 @@ class History:
 
 
 def targets(shares: np.ndarray, seen: np.ndarray, layer: int, window: int, gamma: float) -> tuple[np.ndarray, np.ndarray]:
-    """Soft targets of the window after `layer` (VisMMoE eq. 9 with a row per layer in place of the maximum), and which rows
-    count.
+    """Soft targets of the window after `layer` (VisMMoE eq. 9 with one row per layer instead of the maximum), and a mask of valid
+    rows.
 
-    shares `[N, L, E]` in 0..1: in decode 1 for the experts in use, in prefill the share of the tokens that chose each;
-    seen `[N, L]`: layers that were recorded. -> (`gamma ** (d - 1) * shares[layer + d]` `[N, W, E]`, mask `[N, W]`).
+    shares `[N, L, E]` in 0..1: in decode 1 for used experts, in prefill the share of the tokens that chose each; seen `[N, L]`:
+    recorded layers. -> (`gamma ** (d - 1) * shares[layer + d]` `[N, W, E]`, mask `[N, W]`).
     """
     count, layers, experts = shares.shape
     wanted, mask = np.zeros((count, window, experts), np.float32), np.zeros((count, window), bool)

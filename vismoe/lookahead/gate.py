@@ -1,7 +1,8 @@
-"""The `gate` lookahead: ask the next layers' own routers about the present residual stream. Needs no training.
+"""The `gate` lookahead: runs the next layers' own routers on the current residual stream. Needs no training.
 
-After attention of layer l, the residual stream already resembles what layers l+1 ... l+W will route (DyMoE, equation 6, looks one
-layer ahead; we look W). Families whose decoder layers are not `norm -> router` on the residual stream have none, and say so.
+After the attention of layer l, the residual stream already resembles the one that layers l+1 ... l+W will route (DyMoE, equation
+6, looks one layer ahead; this module looks W ahead). Families whose decoder layers are not `norm -> router` on the residual
+stream have no gate lookahead; `of` returns the reason.
 """
 
 import inspect
@@ -17,7 +18,7 @@ from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.types import ExpertInventory
 
 NORMS = ("post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")  # the norm between the residual stream and the MoE block
-OTHER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # then the ones above norm something else
+OTHER_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # if these exist, the norms above serve another purpose
 ROUTERS = ("gate", "router")
 
 
@@ -34,10 +35,10 @@ class Residual:
 class RoutedLayer:
     norm: nn.Module
     router: nn.Module
-    biases: dict[str, torch.Tensor]  # what some routers take beside the hidden states, e.g. lfm2_moe's expert_bias
+    biases: dict[str, torch.Tensor]  # arguments of some routers beside the hidden states, e.g. lfm2_moe's expert_bias
     top_k: int
     num_experts: int
-    dtype: torch.dtype  # of the hidden states that the router is given: norms, routers and the residual stream may have others
+    dtype: torch.dtype  # of the router's input; norms, routers and the residual stream may have other types
 
 
 class GateLookahead:
@@ -77,7 +78,7 @@ class GateLookahead:
                 weight = next(layer.norm.parameters())
                 _predict(layer, torch.zeros(1, weight.shape[-1], dtype=layer.dtype, device=weight.device))
             except (RuntimeError, TypeError, ValueError, IndexError, StopIteration) as error:
-                return f"the router of {layer.router.__class__.__name__} cannot be asked on its own ({error})"
+                return f"the router of {layer.router.__class__.__name__} cannot run on its own ({error})"
         return cls(layers, window)
 
     def _capture(self, index: int) -> Any:
@@ -90,16 +91,16 @@ class GateLookahead:
         self._residual = None
 
     def observe(self, layer: int, chosen: np.ndarray) -> None:
-        """Nothing is remembered; the residual stream is caught by the hooks."""
+        """Stores nothing; the hooks capture the residual stream."""
 
     def residual(self, layer: int) -> torch.Tensor | None:
-        """The residual stream `[T, H]` at `layer`; None where another layer's was seen last."""
+        """The residual stream `[T, H]` at `layer`; None if the latest one is that of another layer."""
         if self._residual is None or self._residual[0] != layer:
             return None
         return self._residual[1].reshape(-1, self._residual[1].shape[-1])
 
     def forget(self) -> None:
-        """Let go of the residual stream: it is not needed any more in this layer."""
+        """Release the residual stream, which this layer no longer needs."""
         self._residual = None
 
     def snapshot(self, seen: Seen) -> Residual | None:
@@ -110,18 +111,16 @@ class GateLookahead:
 
     @torch.inference_mode()
     def evaluate(self, snapshot: Residual) -> np.ndarray:
-        """Decode: 1 + probability of the experts each router would choose now, the most over the tokens. Prefill, where nearly
-        all experts are wanted: one layer ahead only, the share of the tokens that would choose the expert.
-        """
+        """Decode: 1 + probability for the experts that each router would choose now, the maximum over tokens. Prefill, which uses
+        nearly all experts: only one layer ahead, the share of the tokens that would choose the expert."""
         chosen, probability = self._ask(snapshot.layer, snapshot.rows, self.window if snapshot.decoding else PREFILL_LAYERS)
         scores = (chosen * (1 + probability)).amax(dim=1) if snapshot.decoding else chosen.mean(dim=1)
         return scores.cpu().numpy()
 
     @torch.inference_mode()
     def expected(self, layer: int, rows: torch.Tensor, experts: int) -> np.ndarray:
-        """What the next W layers' routers say about `rows` [n, H]: `[2, W, experts]`, the share of the rows that would choose
-        each expert, and its mean probability; zeros past the last layer.
-        """
+        """What the next W layers' routers predict for `rows` [n, H]: `[2, W, experts]`, the share of the rows that would choose
+        each expert, and its mean probability; zeros past the last layer."""
         said = np.zeros((2, self.window, experts), np.float32)
         if layer + 1 == len(self._layers):
             return said
@@ -130,7 +129,7 @@ class GateLookahead:
         return said
 
     def _ask(self, layer: int, rows: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The routers of the next layers about `rows` [n, H]: (1 where one would choose an expert, its probability), both
+        """Runs the routers of the next layers on `rows` [n, H]: (1 if a router would choose the expert, its probability), both
         `[W', n, E]` float32."""
         first, last = layer + 1, min(layer + 1 + window, len(self._layers))
         if self._plain is not None:
@@ -145,15 +144,15 @@ class GateLookahead:
 
 
 class PlainRouters:
-    """All routers at once, where each is a linear layer and a softmax behind a root-mean-square norm: a tenth of the calls, which
-    matters beside a running model. Made by `of`, which compares with the modules themselves."""
+    """All routers in one call, if each is a linear layer and a softmax after a root-mean-square norm: a tenth of the calls, which
+    matters while a model runs. `of` makes it, and compares it with the modules themselves."""
 
     def __init__(self, norms: torch.Tensor, eps: float, weights: Sequence[torch.Tensor], top_k: int, dtype: torch.dtype):
         self._norms, self._eps, self._weights, self._top_k, self._dtype = norms, eps, weights, top_k, dtype
 
     @classmethod
     def of(cls, layers: list[RoutedLayer]) -> "PlainRouters | None":
-        """None for routers of another kind, and where layers differ in what they have."""
+        """None for other kinds of routers, and if layers differ in their parts."""
         norms = [list(layer.norm.parameters()) for layer in layers]
         weights = [list(layer.router.parameters()) for layer in layers]
         epsilons = {getattr(layer.norm, "variance_epsilon", getattr(layer.norm, "eps", None)) for layer in layers}
@@ -173,7 +172,7 @@ class PlainRouters:
 
     @torch.no_grad()
     def _agrees(self, layers: list[RoutedLayer]) -> bool:
-        """Whether every router says the same of some vectors as its modules do."""
+        """Whether every router gives the same result for some vectors as its modules."""
         probe = torch.randn(4, self._norms.shape[-1], generator=torch.Generator().manual_seed(0))
         probe = probe.to(self._norms.device, self._dtype)
         try:
@@ -189,7 +188,7 @@ class PlainRouters:
         return True
 
     def ask(self, first: int, last: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(1 where the routers of layers first ... last - 1 would choose an expert, its probability), `[W', n, E]` float32."""
+        """(1 if the routers of layers first ... last - 1 would choose an expert, its probability), `[W', n, E]` float32."""
         rows = nn.functional.rms_norm(rows.float(), rows.shape[-1:], eps=self._eps).to(self._dtype)
         normed = (self._norms[first:last] * rows).to(self._dtype)  # [W', n, H]
         weights = self._weights[first:last]
@@ -200,7 +199,7 @@ class PlainRouters:
 
 
 def _biases(block: nn.Module, router: nn.Module) -> dict[str, torch.Tensor]:
-    """A router's further arguments, which its block owns under the same names."""
+    """A router's further arguments, which are attributes of its block under the same names."""
     owned = {**dict(block.named_buffers(recurse=False)), **dict(block.named_parameters(recurse=False))}
     return {name: owned[name] for name in inspect.signature(router.forward).parameters if name in owned}
 
@@ -211,7 +210,9 @@ def _predict(routed: RoutedLayer, residual: torch.Tensor) -> tuple[torch.Tensor,
     Routers return logits, weights and ids in an order that differs by family; types and shapes tell them apart. The ids are the
     router's own, since some families choose by more than the logits.
     """
-    normed = type(routed.norm).forward(routed.norm, residual).to(routed.dtype)  # past the hooks: nobody else asked
+    normed = (
+        type(routed.norm).forward(routed.norm, residual).to(routed.dtype)
+    )  # bypasses the hooks, which are for the model's own calls
     result = type(routed.router).forward(routed.router, normed, **routed.biases)
     tensors = [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
     logits = next((t for t in tensors if t.is_floating_point() and t.shape[-1] == routed.num_experts), None)

@@ -1,8 +1,8 @@
-"""The `learned` lookahead (VisMMoE, section 3.3): a small network per phase on top of what the next routers say.
+"""The `learned` lookahead (VisMMoE, section 3.3): a small network per phase that refines the predictions of the next routers.
 
-`Witness` gathers its inputs in a running model; the recorder of training traces uses the same one, so that what is learned from
-is what is seen later. A family whose routers cannot be asked (see gate.py) has a predictor without those inputs; its pooled
-hidden state is then that of what the experts are given.
+`Witness` collects its inputs in a running model; the recorder of training traces uses the same class, so that training and use
+have the same inputs. The predictor of a family without a gate lookahead (see gate.py) lacks those inputs; its pooled hidden state
+is then taken from the experts' input.
 """
 
 from dataclasses import dataclass
@@ -25,31 +25,31 @@ __all__ = ["LayerSnapshot", "LearnedLookahead", "Witness"]
 
 @dataclass(frozen=True)
 class LayerSnapshot:
-    """What is copied of one layer."""
+    """The copied data of one layer."""
 
     layer: int
     decoding: bool
     hidden: torch.Tensor  # [H] pooled
-    rows: torch.Tensor | None  # [n, H] of the residual stream, for the routers; None: they cannot be asked
+    rows: torch.Tensor | None  # [n, H] of the residual stream, for the routers; None: the family has no gate lookahead
     present: np.ndarray  # [T, K] choices of the real tokens
     summary: np.ndarray | None  # [H] float32
     history: History
 
 
 class Witness:
-    """Gathers the inputs of a predictor while a model runs."""
+    """Collects the inputs of a predictor while a model runs."""
 
     def __init__(self, gate: GateLookahead | None, sizes: FeatureSizes):
         self.gate, self.sizes = gate, sizes
         self._history = History(sizes)
-        self._summary: np.ndarray | None = None  # as recorded last
+        self._summary: np.ndarray | None = None  # the one recorded last
 
     def begin_request(self) -> None:
         self._history, self._summary = History(self.sizes), None
 
     @property
     def memory(self) -> History:
-        """What was observed of the request that runs; set to None for one that begins."""
+        """Observations of the running request; set to None for a new one."""
         return self._history
 
     @memory.setter
@@ -69,7 +69,7 @@ class Witness:
         return LayerSnapshot(seen.layer, seen.decoding, pooled, asked, _real(seen), seen.summary, self._history)
 
     def features(self, snapshot: LayerSnapshot) -> Features:
-        """The inputs at the layer of a snapshot; any thread."""
+        """The inputs at the layer of a snapshot; callable in any thread."""
         sizes = self.sizes
         visual = snapshot.summary if snapshot.summary is not None else np.zeros(sizes.visual, np.float32)
         expected = None
@@ -84,7 +84,7 @@ class Witness:
         )
 
     def evidence(self, snapshot: LayerSnapshot) -> Evidence:
-        """What a training trace keeps of a layer; routing history is in the trace already."""
+        """The data that a training trace records for a layer, beside the routing history."""
         features = self.features(snapshot)
         changed = snapshot.summary is not self._summary
         self._summary = snapshot.summary
@@ -102,9 +102,9 @@ class LearnedLookahead:
 
     @classmethod
     def of(cls, model: nn.Module, inventory: ExpertInventory, calibration: Calibration) -> "LearnedLookahead":
-        """The predictor of a calibration, with a gate of its own window where its networks ask the routers.
+        """The predictor of a calibration, with a gate of the same window if its networks use the routers.
 
-        Raises ConfigError for one that was made for another model, CheckpointError for a damaged one.
+        Raises ConfigError for a predictor of another model, CheckpointError for a damaged one.
         """
         networks = calibration.networks()
         _refuse_misfits(networks, calibration)
@@ -112,7 +112,7 @@ class LearnedLookahead:
         asks = any("gate" in network.shape.parts for network in networks.values())
         gate = GateLookahead.of(model, inventory, shape.sizes.window) if asks else None
         if isinstance(gate, str):
-            raise ConfigError(f"the predictor in {calibration.folder} asks routers: {gate}. Fix: vismoe calibrate again")
+            raise ConfigError(f"the predictor in {calibration.folder} uses the routers: {gate}. Fix: vismoe calibrate again")
         return cls(Witness(gate, shape.sizes), networks, calibration.gamma, calibration.least_probability)
 
     def begin_request(self) -> None:
@@ -141,7 +141,7 @@ class LearnedLookahead:
 
 
 def _refuse_misfits(networks: dict[str, Folded], calibration: Calibration) -> None:
-    """Raises ConfigError where there is not a network per phase, each made for the model's routing and the same window."""
+    """Raises ConfigError unless there is a network per phase for the model's routing, both with the same window."""
     wanted = calibration.geometry
     found = {phase: network.shape.sizes for phase, network in networks.items()}
     fits = all((of.layers, of.experts, of.hidden) == (wanted.layers, wanted.experts, wanted.hidden) for of in found.values())
@@ -157,7 +157,7 @@ def _real(seen: Seen) -> np.ndarray:
 
 
 def _pooled(residual: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """Mean over the visual tokens of a prompt, `[H]` float32; over all real ones where none is visual."""
+    """Mean over the visual tokens of a prompt, `[H]` float32; over all real tokens if none is visual."""
     of = seen.visual if seen.visual is not None and seen.visual.any() else seen.real
     if of is None:
         return residual.mean(0, dtype=torch.float32)

@@ -1,16 +1,16 @@
-"""The learned lookahead's network: a bottleneck of two BatchNorm-ReLU-Dropout blocks per MoE layer (VisMMoE eq. 8) on top of
+"""The learned lookahead's network: a bottleneck of two BatchNorm-ReLU-Dropout blocks per MoE layer (VisMMoE eq. 8) that refines
 `gate`.
 
     x = [present; use; hidden; visual; log expected]          what features.py makes, standardised
     z = psi(W2 psi(W1 x)),  y = Wo z + a * log p + c * chosen + b
 
-psi is BatchNorm-ReLU-Dropout. `p` and `chosen` are what the next layers' routers say (`Features.expected`), a, b and c one number
-for each distance: y starts at what `gate` says, and z learns what it gets wrong. An expert's number means something else in every
-layer, so each layer has weights of its own; they are stacked, and all layers are trained at once. Output `[W, E]`: logits of
-`gamma ** (d - 1)` times the probability that layer l + d uses the expert (in prefill: times the share of its tokens).
+psi is BatchNorm-ReLU-Dropout. `p` and `chosen` are the predictions of the next layers' routers (`Features.expected`), a, b and c
+one number for each distance: y starts at the prediction of `gate`, and z learns its errors. Expert numbers have another meaning
+in every layer, so each layer has its own weights; they are stacked, and all layers are trained at once. Output `[W, E]`: logits
+of `gamma ** (d - 1)` times the probability that layer l + d uses the expert (in prefill: times the share of its tokens).
 
-`Predictor` is what is trained, in torch. `Folded` is what runs: standardisation and BatchNorm folded into the three products, in
-numpy, one thread, so that it can be evaluated beside a running model. On disk it is float16.
+`Predictor` is trained, in torch. `Folded` runs: standardisation and BatchNorm are folded into the three products, in numpy, in
+one thread, so that it can run beside a model. On disk it is float16.
 """
 
 import json
@@ -30,13 +30,13 @@ from vismoe.lookahead.features import LARGEST, Features, FeatureSizes, half
 __all__ = ["FLOOR", "PARTS", "Folded", "Predictor", "Shape", "load", "predictor_bytes", "save_folded"]
 
 PARTS = ("history", "hidden", "visual", "gate")
-FLOOR = 1e-4  # probabilities below count as this
+FLOOR = 1e-4  # smaller probabilities count as this
 FORMAT, VERSION = "vismoe-predictor", 1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a predictor, and which inputs it takes."""
+    """The sizes of a predictor, and which inputs it uses."""
 
     sizes: FeatureSizes
     parts: tuple[str, ...] = PARTS
@@ -55,17 +55,17 @@ class Shape:
 
     @property
     def deciding(self) -> int:
-        """Layers that have a next one."""
+        """Number of layers that have a next one."""
         return self.sizes.layers - 1
 
 
 def log_expected(expected: np.ndarray) -> np.ndarray:
-    """The probabilities `[..., 2, W, E]` says, as logarithms `[..., W, E]`."""
+    """Logarithms `[..., W, E]` of the probabilities in `[..., 2, W, E]`."""
     return np.log(np.maximum(expected[..., 1, :, :], FLOOR), dtype=np.float32)
 
 
 class Predictor(nn.Module):
-    """Trained on batches that hold all deciding layers: x `[D, N, inputs]`, gate `[D, N, 2, W, E]` (chosen, log p) or None."""
+    """Trained on batches with all deciding layers: x `[D, N, inputs]`, gate `[D, N, 2, W, E]` (chosen, log p) or None."""
 
     mean: torch.Tensor
     scale: torch.Tensor
@@ -153,9 +153,7 @@ class Folded:
         return np.clip(np.concatenate(parts, dtype=np.float32), -LARGEST, LARGEST)
 
     def logits(self, layer: int, features: Features) -> np.ndarray:
-        """`[W, E]` of the layers after `layer` (`[1, E]` of the merged form); einsum, since BLAS would start threads of its
-        own.
-        """
+        """`[W, E]` of the layers after `layer` (`[1, E]` of the merged form). Uses einsum, because BLAS would start threads."""
         a = self.arrays
         z = np.maximum(np.einsum("oi,i->o", a["w1"][layer], self.inputs(features)) + a["b1"][layer], 0)
         z = np.maximum(np.einsum("oi,i->o", a["w2"][layer], z) + a["b2"][layer], 0)
@@ -168,9 +166,7 @@ class Folded:
         return y
 
     def probabilities(self, layer: int, features: Features, gamma: float) -> np.ndarray:
-        """Undecayed scores `[W', E]` of the layers that there are after `layer`: the probability of use, or the share of
-        tokens.
-        """
+        """Scores `[W', E]` of the layers after `layer`, without decay: the probability of use, or the share of tokens."""
         rows = min(self.shape.sizes.window, self.shape.sizes.layers - 1 - layer)
         decayed = 1 / (1 + np.exp(-self.logits(layer, features)[:rows]))
         return np.minimum(1, decayed / gamma ** np.arange(rows, dtype=np.float32)[:, None])
@@ -184,7 +180,7 @@ def save_folded(networks: dict[str, Folded]) -> bytes:
 
 
 def load(path: str | Path) -> dict[str, Folded]:
-    """The networks of a predictor file by phase; raises CheckpointError for what is none."""
+    """The networks of a predictor file by phase; raises CheckpointError for another or a damaged file."""
     shapes = _shapes(path)
     with safe_open(path, "numpy") as file:
         names = list(file.keys())
@@ -212,24 +208,24 @@ AGAIN = "run vismoe calibrate again"
 
 
 def _shapes(path: str | Path) -> dict[str, Shape]:
-    """What the header of a predictor file says about its networks."""
+    """The network sizes in the header of a predictor file."""
     try:
         with safe_open(path, "numpy") as file:
             about: dict[str, Any] = json.loads((file.metadata() or {})[FORMAT])
             if about["version"] > VERSION:
                 raise CheckpointError(
-                    f"{path} has version {about['version']}, this program reads up to {VERSION}. Fix: update vismoe"
+                    f"{path} has version {about['version']}, but this vismoe reads up to {VERSION}. Fix: update vismoe"
                 )
             return {
                 phase: Shape(FeatureSizes(**shape["sizes"]), tuple(shape["parts"]), shape["bottleneck"], shape["merged"])
                 for phase, shape in about["shapes"].items()
             }
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is no predictor, or is damaged ({error}). Fix: {AGAIN}") from error
+        raise CheckpointError(f"{path} is not a predictor, or is damaged ({error}). Fix: {AGAIN}") from error
 
 
 def predictor_bytes(path: str | Path) -> int:
-    """Memory that a predictor file takes when it is loaded, from its header alone: float32 in memory."""
+    """Memory of a loaded predictor file (float32 in memory), from its header alone."""
     per_shape = 0
     for shape in _shapes(path).values():
         width = shape.bottleneck

@@ -1,5 +1,5 @@
-"""The static visual summary of a request: the mean of the embeddings of its visual tokens, of the kept ones once tokens were
-dropped (VisMMoE eq. 6). It stays the same throughout decode; a later prompt with images of its own replaces it.
+"""The static visual summary of a request: the mean of the embeddings of its visual tokens, only of kept ones after tokens were
+dropped (VisMMoE eq. 6). It stays the same throughout decode; a later prompt with images replaces it.
 """
 
 import numpy as np
@@ -9,16 +9,16 @@ __all__ = ["VisualSummary"]
 
 
 class VisualSummary:
-    """`value` is `[H]` float32, or None where the request has no image."""
+    """`value` is `[H]` float32, or None if the request has no image."""
 
     def __init__(self) -> None:
         self.value: np.ndarray | None = None
-        self._waiting: tuple[np.ndarray, torch.Tensor] | None = None  # visual tokens and their embeddings, until some are dropped
+        self._waiting: tuple[np.ndarray, torch.Tensor] | None = (
+            None  # visual tokens and their embeddings, until tokens are dropped
+        )
 
     def begin_step(self, embeddings: torch.Tensor | None, visual: np.ndarray | None, new_sequence: bool, dropping: bool) -> None:
-        """`embeddings` `[.., H]` and `visual` bool, of the same tokens; `dropping`: some visual tokens will be dropped on the
-        way.
-        """
+        """`embeddings` `[.., H]` and `visual` bool, of the same tokens; `dropping`: this pass will drop visual tokens."""
         self._waiting = None
         if new_sequence:
             self.value = None
@@ -31,7 +31,7 @@ class VisualSummary:
             self._waiting = tokens, found
 
     def dropped(self, kept: np.ndarray) -> None:
-        """Only the tokens `kept` (flat indices of the step) go on; called at every layer after that, acts at the first."""
+        """Only the tokens `kept` (flat indices of the step) remain. Called at every later layer, acts at the first."""
         if self._waiting is None:
             return
         (tokens, found), self._waiting = self._waiting, None

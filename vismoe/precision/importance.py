@@ -147,7 +147,6 @@ def critical_ahead(scores: np.ndarray, ratios: Sequence[float], most: Sequence[i
     scores float `[W, E]`, 0 for an expert that is not predicted; ratios `[W]` of those layers. Of M predicted experts, the
     ceil(ratio * M) with the best scores; ties by smaller id. In prefill scores are frequencies (equation 7) and `most` is None;
     in decode M is at most `most` `[W]`, the number that the tokens can choose (equation 8: top_k for one token).
-    most `most` `[W]`, as many as the tokens can choose (equation 8: top_k for one token).
     """
     expected = (scores > 0).sum(axis=1)
     counts = critical_counts(np.array(ratios), expected if most is None else np.minimum(expected, most))

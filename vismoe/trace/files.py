@@ -1,9 +1,9 @@
-"""Routing traces: which experts every token chose, recorded once and read by replay, predictor training and the simulator.
+"""Routing traces: the experts that every token chose, recorded once; replay, predictor training and the simulator read them.
 
-A trace is a folder: `trace.json` (format, version, model, inventory of experts) and `steps-NNNNNN.safetensors` shards, each
-a whole number of steps (arrays: `steps.py`). Shards and header are written under temporary names and renamed, so a crash loses
-at most the steps not yet flushed, and recording to the same folder again appends.
-Readers ignore arrays they do not know; a change that breaks them raises the version.
+A trace is a folder: `trace.json` (format, version, model, inventory of experts) and `steps-NNNNNN.safetensors` shards, each with
+a whole number of steps (arrays: `steps.py`). Shards and header are written under temporary names and renamed, so a crash loses at
+most the steps that were not flushed, and recording to the same folder again appends. Readers ignore unknown arrays; a change that
+breaks readers raises the version.
 """
 
 import json
@@ -28,11 +28,11 @@ VERSION = 1
 FORMAT = "vismoe-trace"
 HEADER = "trace.json"
 FLUSH_BYTES = 8 * 2**20  # buffered before a shard is written; one step may exceed it
-RECORD_BYTES = 400  # of Python objects around each buffered step or layer record (measured), many times its payload in decode
+RECORD_BYTES = 400  # Python objects per buffered step or layer record (measured); in decode many times the payload
 
 
 class TraceWriter:
-    """Appends routing to a trace folder, holding about `flush_bytes` of it in memory."""
+    """Appends routing to a trace folder, and buffers about `flush_bytes` of it in memory."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class TraceWriter:
         for_training: bool = False,
         settings: dict[str, Any] | None = None,
     ):
-        """Starts a trace, or goes on with the one at `path`; raises TraceError when that is of another model or other `settings`
-        (those that decide what is recorded, kept in the header), and wherever something cannot be written.
+        """Starts a trace, or continues the one at `path`; raises TraceError if that has another model or other `settings` (which
+        decide what is recorded and are stored in the header), and if files cannot be written.
 
-        for_training: a learned lookahead's evidence is recorded too, and shards hold whole requests, so that what a killed
-        recorder left can be gone on with at the next request.
+        for_training: also records a learned lookahead's evidence; shards then hold whole requests, so that after a kill recording
+        continues with the next request.
         """
         self.path, self._flush_bytes, self.for_training = Path(path), flush_bytes, for_training
         try:
@@ -68,7 +68,7 @@ class TraceWriter:
                     raise TraceError(f"{path} already holds a trace with {what}. Fix: record to another folder")
             self._id, self._shards, self._written_steps = earlier.header["id"], len(earlier.shards), len(earlier)
         elif any(self.path.iterdir()):
-            raise TraceError(f"{path} is a folder with other things in it; record to a new or empty folder")
+            raise TraceError(f"{path} is a folder with other files. Fix: record to a new or empty folder")
         else:
             self._id = secrets.token_hex(8)
         self._described, self._inventory = described, inventory
@@ -76,7 +76,7 @@ class TraceWriter:
         self._write_header(complete=False)
 
     def request(self, request: str) -> None:
-        """Steps from here on belong to `request`."""
+        """The following steps belong to `request`."""
         if self._bytes >= self._flush_bytes:
             self._flush()
         self._request = request
@@ -102,7 +102,7 @@ class TraceWriter:
         kept: np.ndarray | None = None,
         evidence: Evidence | None = None,
     ) -> None:
-        """Routing of one MoE layer in the present step: ids and weights [T, K], scores [W, E], kept [T] (see LayerRouting)."""
+        """Routing of one MoE layer in the current step: ids and weights [T, K], scores [W, E], kept [T] (see LayerRouting)."""
         assert self._steps and not self._closed, "layer() outside a step"
         tokens = self._steps[-1].kinds.size if kept is None else len(kept)
         assert expert_ids.shape == weights.shape and len(expert_ids) == tokens, (expert_ids.shape, weights.shape, tokens)
@@ -121,7 +121,7 @@ class TraceWriter:
         self._bytes += RECORD_BYTES + sum(array.nbytes for array in arrays if array is not None)
 
     def close(self) -> None:
-        """Writes what is buffered and marks the trace complete; a second call does nothing."""
+        """Writes the buffer and marks the trace complete; a second call does nothing."""
         if not self._closed:
             self._flush()
             self._write_header(complete=True)
@@ -131,7 +131,7 @@ class TraceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None and self.for_training:  # the request under way is collected again
+        if kind is not None and self.for_training:  # the unfinished request will be collected again
             self._steps = [step for step in self._steps if step.request != self._request]
         self.close()
 
@@ -156,7 +156,7 @@ class TraceWriter:
             write_whole(self.path / name, content)
         except OSError as error:
             raise TraceError(
-                f"{self.path} cannot be written: {error.strerror or error}. Fix: make room, or record to another folder"
+                f"{self.path} cannot be written: {error.strerror or error}. Fix: free some space, or record to another folder"
             ) from error
 
 
@@ -166,13 +166,13 @@ class Trace:
     def __init__(self, path: Path, header: dict[str, Any], shards: list[Path], steps: int):
         self.path, self.header, self.shards, self._steps = path, header, shards, steps
         self.model: str = header["model"]
-        self.settings: dict[str, Any] | None = header.get("settings")  # that decided what was recorded; None: not said
-        self.complete: bool = header["complete"]  # False: the recorder is still running, or did not get to close
+        self.settings: dict[str, Any] | None = header.get("settings")  # settings that decided what was recorded; None: unknown
+        self.complete: bool = header["complete"]  # False: the recorder is still running, or was stopped before closing
         self.inventory = _inventory_from_json(header["inventory"])
 
     @classmethod
     def open(cls, path: str | Path) -> "Trace":
-        """Reads and checks the header and the list of shards; raises TraceError for what is no trace we can read."""
+        """Reads and checks the header and the list of shards; raises TraceError for a folder that is not a readable trace."""
         path = Path(path)
         try:
             header = json.loads((path / HEADER).read_text())
@@ -182,7 +182,7 @@ class Trace:
         if foreign:
             raise TraceError(f"{path} is not a routing trace: {HEADER} is not marked {FORMAT}")
         if header["version"] > VERSION:
-            raise TraceError(f"{path} has version {header['version']}, this program reads up to {VERSION}; update vismoe")
+            raise TraceError(f"{path} has version {header['version']}, but this vismoe reads up to {VERSION}. Fix: update vismoe")
         shards = sorted(path.glob("steps-*.safetensors"))
         expected = header.get("shards", len(shards))
         if [shard.name for shard in shards] != [_shard_name(i) for i in range(expected)]:
@@ -218,7 +218,7 @@ def _about(shard: Path, trace_id: str) -> dict[str, Any]:
         with safe_open(shard, "numpy") as file:
             about: dict[str, Any] = json.loads((file.metadata() or {})[FORMAT])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise TraceError(f"{shard} is truncated or no shard of a trace: {error}") from error
+        raise TraceError(f"{shard} is truncated, or is not a shard of a trace: {error}") from error
     if about["id"] != trace_id:
         raise TraceError(f"{shard} belongs to another trace (id {about['id']}, this one is {trace_id})")
     return about

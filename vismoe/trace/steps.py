@@ -1,4 +1,4 @@
-"""One recorded forward pass, and how many of them lie in the flat arrays of a trace shard.
+"""One recorded forward pass, and how the flat arrays of a trace shard hold several.
 
 Arrays of a shard, version 1 (N steps, M layer records; token counts include pads):
 
@@ -7,7 +7,7 @@ Arrays of a shard, version 1 (N steps, M layer records; token counts include pad
     per layer     layer.index [M] i32, layer.tokens [M] i32, layer.top_k [M] i32, layer.scores [M, 2] i32 (W, E; 0 without),
                   layer.kept [M] u8 (1: `kept` lists which tokens reached this layer)
     flat          expert_ids i16 and weights f16 (tokens x top_k each), scores f16 (W x E each), kept i32 (tokens each)
-    training      only where a predictor is to be trained: layer.hidden [M] i32 and layer.visual [M] i32 (widths; 0 without),
+    training      only for training a predictor: layer.hidden [M] i32 and layer.visual [M] i32 (widths; 0 without),
                   layer.expected [M, 2] i32 (W, E); flat hidden f16, visual f16, expected f16 (2 x W x E each)
 """
 
@@ -29,14 +29,14 @@ NOTHING_SEEN = Evidence(np.empty(0, np.float16), None, None)
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """What the router of one MoE layer chose in one step; T here counts the tokens that reached the layer."""
+    """The choices of one MoE layer's router in one step; T here counts the tokens that reached the layer."""
 
     layer: int
     expert_ids: np.ndarray  # [T, K] int16; ids from num_experts up are sentinels (no expert)
     weights: np.ndarray  # [T, K] float16
-    scores: np.ndarray | None = None  # [W, E] float16: the lookahead's scores of layers layer + 1 .. layer + W at this point
-    kept: np.ndarray | None = None  # [T] int32: which tokens of the step these are; None: all
-    evidence: Evidence | None = None  # what a learned lookahead sees at this point, where it was recorded
+    scores: np.ndarray | None = None  # [W, E] float16: the lookahead's scores of the next W layers, at this layer
+    kept: np.ndarray | None = None  # [T] int32: indices of these tokens in the step; None: all
+    evidence: Evidence | None = None  # inputs of a learned lookahead at this layer, if recorded
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class TraceStep:
     layers: list[LayerRouting]
 
     def real(self, routing: LayerRouting) -> np.ndarray:
-        """Which of the tokens that reached a layer are no padding, bool `[T]`."""
+        """Which of the tokens that reached a layer are not padding, bool `[T]`."""
         return self.kinds.ravel()[self._tokens(routing)] != TokenKind.PAD
 
     def _tokens(self, routing: LayerRouting) -> np.ndarray:
         return np.arange(self.kinds.size) if routing.kept is None else routing.kept
 
     def demand(self, routing: LayerRouting, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the tokens of a layer need, pads left out, as ascending expert ids: (of all tokens, how many tokens chose each
-        of those, of each sequence's last token)."""
+        """Experts that the tokens of a layer need, without padding, as ascending expert ids: (of all tokens, the number of tokens
+        that chose each, of each sequence's last token)."""
         tokens = self._tokens(routing)
         real = self.real(routing)
         sequence = tokens // max(self.kinds.shape[1], 1)

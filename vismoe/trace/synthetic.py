@@ -1,4 +1,4 @@
-"""Traces nobody recorded: stationary, skewed routing with known statistics, for tests and for a feeling of the orders."""
+"""Synthetic traces: stationary, skewed routing with known statistics, for tests and for comparing eviction orders."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,11 +44,11 @@ def skewed_trace(
     score_noise: float = 0.5,
     seed: int = 0,
 ) -> SyntheticTrace:
-    """Every token draws its experts without replacement with logits that are fixed per layer: normal ones of deviation `skew`, or
+    """Every token draws its experts without replacement, with logits that are fixed per layer: normal with deviation `skew`, or
     with `zipf` those of odds `rank ** -skew` in random order.
 
-    A prompt (if any) and `tokens` decode steps of `batch` sequences per request. With a `window`, scores are the true logits
-    of the last token's coming choices, blurred by normal noise of deviation `score_noise`, as probabilities.
+    A request has an optional prompt and `tokens` decode steps of `batch` sequences. With a `window`, scores are the true logits
+    of the last token's next choices, blurred by normal noise of deviation `score_noise`, as probabilities.
     """
     random = np.random.default_rng(seed)
     taste = skew * random.standard_normal((layers, experts))
@@ -57,7 +57,7 @@ def skewed_trace(
     window = min(window, layers - 1)
 
     def step(request: int, phase: Phase, count: int) -> TraceStep:
-        logits = taste[:, None] + random.gumbel(size=(layers, count, experts))  # the top k of it: draws without replacement
+        logits = taste[:, None] + random.gumbel(size=(layers, count, experts))  # its top k are draws without replacement
         chosen = np.argsort(-logits, axis=-1)[..., :top_k].astype(np.int16)
         weights = np.full((count, top_k), 1 / top_k, np.float16)
         blurred = logits[:, -1] + score_noise * random.standard_normal((layers, experts))

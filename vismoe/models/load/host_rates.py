@@ -1,6 +1,6 @@
 """Computing misses below the device, in host memory: whether it can be done here, and at which rates it is weighed.
 
-The rates are the link's and host memory's, as `vismoe doctor` measured them, or nominal ones where nobody has; `deterministic`
+The rates are the link's and host memory's, as `vismoe doctor` measured them, or nominal ones without that; `deterministic`
 takes the nominal ones always, so that a choice depends on bytes and tokens alone.
 """
 

@@ -1,4 +1,7 @@
-"""How a model's routed experts are stored, held and computed: settled once, before anything is loaded.
+"""How a model's routed experts are stored, planned, held and computed: settled before anything is loaded.
+
+`open_model` makes a `Configuration` while the model is on the meta device. `Configuration.with_settings` plans anew with other
+settings, within the same memory, while the model runs; nothing is allocated by that.
 
 A packed store is used when one is there and belongs to the checkpoint; otherwise experts are read in place. Formats that lose
 bits are only taken when they were asked for. A policy that chooses between two formats has a store for each. Kernels are ours
@@ -17,14 +20,19 @@ from vismoe.config import NO_STORE, Settings
 from vismoe.errors import ConfigError
 from vismoe.formats.codec import Codec, codec_of
 from vismoe.kernels import cpu
-from vismoe.machine.hardware import cores
+from vismoe.lookahead.calibration import Calibration
+from vismoe.machine.hardware import cores, probe
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.forms import forms_of, transposed_sections
+from vismoe.models.load.embeddings import table_bytes, table_of
+from vismoe.models.load.footprint import footprint, with_calibration
 from vismoe.models.load.host_rates import ways_for
 from vismoe.models.load.locate import locate_experts
+from vismoe.models.load.reading import settle_reading, start_reading
 from vismoe.models.moe.compute import PAIRS_PER_CALL
 from vismoe.models.moe.heavy_hitters import hitters_bytes
 from vismoe.paging.miss import Ways
+from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.pair_split import paired
 from vismoe.planning.plan import Plan
 from vismoe.precision.hotness import profile_bytes, refuse_unwritable
@@ -35,7 +43,7 @@ from vismoe.store.packed import PackedStore, find_store, formats_in
 from vismoe.store.several import Stores
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair
 
-__all__ = ["Experts", "arrange_experts", "open_experts", "with_experts"]
+__all__ = ["Configuration", "Experts", "arrange_experts", "open_experts", "open_model", "with_experts"]
 
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
@@ -53,7 +61,7 @@ class Experts:
     ways: Ways | None  # to serve a miss there; None: it waits
     backend: str  # for people: whose, and why
     dtype: torch.dtype  # of the hidden states
-    policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of who is hot
+    policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of hot experts
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -79,6 +87,104 @@ class Experts:
         return max(cpu.workspace_bytes(k, PAIRS_PER_CALL, self.dtype, setup.threads, setup.isa) for k in kernels)
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """How a model is served: the settings, and what follows from them. The first fields are settled when the model is loaded."""
+
+    source: CheckpointStore  # open, whether or not experts are read from it
+    needs: Footprint
+    hardware: Hardware  # before loading
+    device: torch.device
+    calibration: Calibration | None
+    table_bytes: int  # of token embeddings that could stay on disk
+    embeddings_on_disk: bool
+    past_cache: bool  # experts are read past the page cache
+    settings: Settings
+    stores: Stores  # that serve the experts, open
+    experts: Experts
+    plan: Plan
+
+    def with_settings(self, model: Any, settings: Settings) -> "Configuration":
+        """The same with other settings. Raises ConfigError, CheckpointError or BudgetError; nothing more is open then."""
+        settled = dataclasses.replace(
+            settings,
+            embeddings="disk" if self.embeddings_on_disk else "memory",
+            reads="direct" if self.past_cache else "cached",
+        )
+        with torch.device("cpu"):
+            stores, experts = _open_stores(model, self.source, settled, self.device)
+        other = dataclasses.replace(self, settings=settings, stores=stores, experts=experts)
+        try:
+            plan, _, _ = _plan(self.needs, stores, experts, settled, self.hardware, self.table_bytes)
+        except BaseException:
+            other.close_stores()
+            raise
+        return dataclasses.replace(other, plan=plan)
+
+    def close_stores(self) -> None:
+        """Close the stores, but for the checkpoint itself, which other configurations may read from."""
+        for store in self.stores.by_precision:
+            if store is not self.source:
+                store.close()
+
+    def close(self) -> None:
+        """Close the stores and the checkpoint."""
+        self.stores.close()
+        self.source.close()
+
+
+def open_model(model: Any, files: Sequence[str | Path] | None, settings: Settings, device: torch.device) -> Configuration:
+    """For a model on the meta device with its experts' parameters still there.
+
+    Raises CheckpointError, ConfigError, BudgetError or UnsupportedModelError; nothing is open then.
+    """
+    with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
+        source, stores, experts = open_experts(model, files, settings, device)
+        try:
+            calibration = Calibration.find(source.paths[0].parent, settings)
+            needs = with_experts_of(footprint(model, experts.inventory, settings, device=device.type), stores, experts)
+            needs = with_calibration(needs, calibration, settings, device)
+            table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
+            plan, on_disk, past_cache = _plan(needs, stores, experts, settings, hardware, table)
+        except BaseException:
+            stores.close()
+            source.close()
+            raise
+    return Configuration(
+        source, needs, hardware, device, calibration, table, on_disk, past_cache, settings, stores, experts, plan
+    )
+
+
+def _plan(
+    needs: Footprint, stores: Stores, experts: Experts, settings: Settings, hardware: Hardware, table_bytes: int
+) -> tuple[Plan, bool, bool]:
+    """(the plan, whether embeddings stay on disk, whether experts are read past the page cache)."""
+    reading = settle_reading(
+        with_experts_of(needs, stores, experts),
+        settings,
+        hardware,
+        bounce_bytes=stores.bounce_bytes,
+        table_bytes=table_bytes,
+        files=stores.paths,
+        stored_bytes=stores.stored_bytes,
+    )
+    plan, past_cache = start_reading(stores, reading, settings)
+    return with_experts(plan, experts), reading.embeddings_on_disk, past_cache
+
+
+def with_experts_of(needs: Footprint, stores: Stores, experts: Experts) -> Footprint:
+    """The needs of a model whose experts are served like this."""
+    return dataclasses.replace(
+        needs,
+        inventory=experts.inventory,
+        transposed=experts.transposed,
+        scratch_bytes=stores.scratch_bytes,
+        by_kernels=experts.kernels is not None,
+        workspace_bytes=experts.workspace_bytes,
+        host_workspace_bytes=experts.host_workspace_bytes,
+    )
+
+
 def open_experts(
     model: Any, files: Sequence[str | Path] | None, settings: Settings, device: torch.device
 ) -> tuple[CheckpointStore, Stores, Experts]:
@@ -88,13 +194,13 @@ def open_experts(
     """
     source = locate_experts(model, files, model.dtype)
     try:
-        return source, *reopen_experts(model, source, settings, device)
+        return source, *_open_stores(model, source, settings, device)
     except BaseException:
         source.close()
         raise
 
 
-def reopen_experts(model: Any, source: CheckpointStore, settings: Settings, device: torch.device) -> tuple[Stores, Experts]:
+def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device: torch.device) -> tuple[Stores, Experts]:
     """The same for a checkpoint that is known; the model's experts' parameters may be gone."""
     if settings.hotness_state is not None:
         refuse_unwritable(Path(settings.hotness_state).expanduser())
@@ -140,7 +246,7 @@ def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozen
 
 
 def with_experts(plan: Plan, experts: Experts) -> Plan:
-    """The plan, which also says where the experts come from and who computes them."""
+    """The plan, which also says where the experts come from and what computes them."""
     return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend)
 
 

@@ -55,24 +55,25 @@ def choose_lookahead(
 
 
 class LookaheadInputs:
-    """Runs `lookahead` for a pager's next layers. `gate` also serves recordings, if the family has one.
+    """Runs `lookahead` for the next `window` layers of a pager (`serve`). `gate` also serves recordings, if the family has one.
 
     `cores_shared`: the model computes on the same cores as the lookahead, so the lookahead's time is charged to speculation.
     """
 
     def __init__(
         self,
-        pager: Pager,
+        inventory: ExpertInventory,
+        window: int,
         lookahead: Lookahead | None,
         gate: GateLookahead | None,
         inline: bool,
         cores_shared: bool = False,
     ):
-        self._told: Pager | None = pager
+        self._told: Pager | None = None
         self.lookahead = lookahead
         self._summary = VisualSummary()
-        layers = pager.inventory.layers
-        sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, pager.window)
+        layers = inventory.layers
+        sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, window)
         self._gate, self._recording = gate, Witness(gate, sizes)
         self._critical: Critical | None = None
         charge = (lambda core_s: self._pager.asked(core_s)) if cores_shared else lambda core_s: None

@@ -1,0 +1,320 @@
+"""What serves a loaded model's experts: one `Runtime` per model, made by `build`, changed by `reconfigure`, ended by `close`.
+
+Everything that is allocated here is in the plan: pools, mover, pager and, where a policy chooses formats, what it holds.
+"""
+
+import gc
+import logging
+import traceback
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from vismoe.errors import ConfigError, VisMoEError
+from vismoe.lookahead.lookahead import Lookahead
+from vismoe.machine.profile import load_profile
+from vismoe.metrics import Metrics
+from vismoe.models.family.components import is_vision
+from vismoe.models.family.families import stack_of
+from vismoe.models.load.host_rates import NOMINAL_CPU_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S, link_rate
+from vismoe.models.load.opening import Configuration, Experts
+from vismoe.models.moe.attention import group_queries
+from vismoe.models.moe.compute import ExpertBackend, FastExperts, TorchExperts
+from vismoe.models.moe.experts import bind
+from vismoe.models.moe.format_choice import FormatChooser
+from vismoe.models.moe.heavy_hitters import HeavyHitters
+from vismoe.models.moe.linears import MOST_ROWS, serve_linears
+from vismoe.models.moe.lookahead_inputs import LookaheadInputs, choose_lookahead
+from vismoe.models.moe.step_context import ExpertService, StepContext
+from vismoe.models.visual.prune import VisualPruner
+from vismoe.models.visual.settings import attach_pruner, fewer_experts
+from vismoe.paging.miss import Rates
+from vismoe.paging.pager import Pager
+from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
+from vismoe.paging.upgrades import Upgrades
+from vismoe.planning.plan import Plan
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
+from vismoe.precision.controller import Precision
+from vismoe.precision.hotness import Hotness
+from vismoe.precision.policy import Policy
+from vismoe.store.expert_store import ExpertStore
+from vismoe.threads import waiting
+from vismoe.types import HIGH
+
+__all__ = ["Runtime", "build", "runtime_of"]
+
+logger = logging.getLogger(__name__)
+
+NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached
+NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memory
+
+
+class Runtime:
+    """Owns what serves the experts of one model. `configuration`: by which plan, out of which files.
+
+    `context`: the forward pass under way, and the pager and backend that serve it; `backends`: what was chosen, and why;
+    `metrics`: one for all configurations; `refused`: why the latest `reconfigure` failed, empty where it did not.
+    """
+
+    def __init__(self, model: Any, configuration: Configuration, context: StepContext, backends: dict[str, str]):
+        self.configuration, self.context, self.backends = configuration, context, backends
+        self._learned: Hotness | None = None  # by an earlier configuration
+        self._serve(configuration, *_service(model, configuration))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.context.__deepcopy__(memo)
+
+    __reduce_ex__ = __deepcopy__
+
+    @property
+    def pager(self) -> Pager:
+        return self.context.serving.pager
+
+    @property
+    def plan(self) -> Plan:
+        return self.configuration.plan
+
+    @property
+    def store(self) -> ExpertStore:
+        """Of the more precise format, where there are two."""
+        return self.configuration.stores.by_precision[HIGH]
+
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        """The formats that slabs hold, by precision."""
+        return tuple(map(str, self.configuration.experts.formats))
+
+    @property
+    def pruner(self) -> VisualPruner | None:
+        """Drops visual tokens; None: `backends["visual tokens"]` says why they cannot be dropped."""
+        return self.context.pruner
+
+    @property
+    def lookahead(self) -> Lookahead | None:
+        return self.context.lookahead_inputs.lookahead
+
+    @property
+    def hotness(self) -> Hotness | None:
+        """What was learned about hot experts so far, also while another policy serves."""
+        serving = self.context.now_serving
+        chooser = serving.chooser if serving is not None else None
+        return (chooser.precision.hotness if chooser is not None else None) or self._learned
+
+    def reconfigure(self, model: Any, configuration: Configuration) -> None:
+        """Serve experts by another configuration (`Configuration.with_settings`), by the one before where that fails.
+
+        Between two requests, on the thread that runs the model. Raises what failed; the new configuration is closed then.
+        """
+        before, timeline = self.configuration, self.pager.timeline
+        self._learned = self.hotness
+        self.save_hotness()
+        self.context.stop_serving()
+        _give_back_memory(before.device)  # before any other is taken
+        try:
+            served = _service(model, configuration, self.metrics, self._learned)
+        except BaseException as error:
+            configuration.close_stores()
+            _clear_frames(error)
+            _give_back_memory(before.device)
+            self._serve(before, *_service(model, before, self.metrics, self._learned))
+            self.pager.timeline = timeline
+            self.refused = str(error)
+            raise
+        before.close_stores()
+        self._serve(configuration, *served)
+        self.pager.timeline = timeline
+
+    def _serve(self, configuration: Configuration, service: ExpertService, about: dict[str, str]) -> None:
+        self.configuration, self.metrics, self.refused = configuration, service.pager.metrics, ""
+        self.metrics.name_formats(self.format_names)
+        self.backends |= about
+        self.context.serve(service)
+
+    def save_hotness(self) -> None:
+        """Leave what was learned about hot experts in the file that the settings name; where it cannot be written, log why."""
+        file, hotness = self.configuration.settings.hotness_state, self.hotness
+        if hotness is None or not file:
+            return
+        try:
+            hotness.save(Path(file).expanduser(), self.configuration.stores.fingerprint)
+        except ConfigError as error:
+            logger.error("%s", error)
+
+    def stop(self) -> None:
+        """Stop copies; requests fail from now on."""
+        if self.context.now_serving is not None:
+            self.context.now_serving.close()
+
+    def close(self) -> None:
+        """Stop copies and the lookahead, and close the files; may be called twice."""
+        self.stop()
+        self.context.lookahead_inputs.close()
+        self.configuration.close()
+
+
+def build(model: Any, configuration: Configuration) -> Runtime:
+    """The runtime of a model whose other weights are loaded, bound to its experts modules; it ends with the model.
+
+    Every expert that has a place of its own is read before this returns. Raises ConfigError.
+    """
+    device, settings, inventory = configuration.device, configuration.settings, configuration.experts.inventory
+    calibration, backends = configuration.calibration, dict[str, str]()
+    if configuration.experts.kernels is not None:
+        backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
+        why_not = group_queries(model)
+        backends["attention"] = f"transformers' own ({why_not})" if why_not else "torch, the queries of a group as rows"
+    try:
+        lookahead, gate, backends["lookahead"] = choose_lookahead(model, inventory, settings, calibration)
+    except VisMoEError:
+        configuration.stores.close()
+        raise
+    if device.type == "cpu":
+        backends["workers"] = waiting().why
+        if not waiting().settled:
+            logger.warning("torch's worker threads will fight the copying ones for the cores: %s", waiting().why)
+    inputs = LookaheadInputs(inventory, settings.window, lookahead, gate, settings.deterministic, device.type == "cpu")
+    pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
+    context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
+    runtime = Runtime(model, configuration, context, backends)
+    bind(model, context)
+    logger.info("backends: %s", backends)
+    model._vismoe_runtime = runtime
+    weakref.finalize(model, runtime.close)
+    return runtime
+
+
+def runtime_of(model: Any) -> Runtime:
+    """The runtime that serves a loaded model's experts: its pager, metrics and plan."""
+    runtime = model.__dict__.get("_vismoe_runtime")
+    if runtime is None:
+        raise ConfigError("this model was not loaded with quantization_config=VisMoEConfig(...)")
+    return runtime
+
+
+def _service(
+    model: Any, configuration: Configuration, metrics: Metrics | None = None, hotness: Hotness | None = None
+) -> tuple[ExpertService, dict[str, str]]:
+    """(what serves, what was chosen and why). `metrics` go on counting; `hotness` is what an earlier configuration has learned.
+
+    Under hotness every expert is brought in before this returns, otherwise the pinned prefix.
+    """
+    settings, experts, plan, device = configuration.settings, configuration.experts, configuration.plan, configuration.device
+    mover, inventory = _mover(configuration), experts.inventory
+    ways = experts.ways
+    if ways is not None and ways.deterministic and sum(plan.host_slabs) < plan.total_experts:
+        ways = None  # what lies in host memory depends on when it was read
+    about = {"kernels": experts.backend, "mover": type(mover).__name__, "reads": "; ".join(plan.reading)}
+    about["misses"] = f"{settings.misses}: {ways.rates[0]}" if ways is not None else "wait"
+    policy = Policy.of(settings) if settings.pair is not None else None
+    upgrades = None
+    if policy is not None:
+        upgrades = Upgrades(policy, (_upgrade_rates(configuration),) * len(inventory.layouts), settings.deterministic)
+    pager = Pager(
+        inventory,
+        _pools(configuration),
+        mover,
+        order=settings.eviction,
+        window=settings.window,
+        pinned_layers=plan.pinned_layers,
+        threads=1 if settings.deterministic else plan.io_threads,  # one reads in the order of the demands
+        ways=ways,
+        upgrades=upgrades,
+        deterministic=settings.deterministic and policy is not None,
+        metrics=metrics,
+    )
+    try:
+        chooser = _chooser(model, configuration, policy, hotness) if policy is not None else None
+        about["policy"] = "exact" if policy is None else f"{settings.policy}, {settings.pair}{chooser.about if chooser else ''}"
+        bringing, total = _bring_in(pager, chooser, plan)
+        for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
+            pass
+    except BaseException:
+        pager.close()
+        raise
+    return ExpertService(pager, _backend(experts, device), plan, chooser), about
+
+
+def _pools(configuration: Configuration) -> list[list[SlabPool]]:
+    """Per geometry a pool for each format, pinned experts included."""
+    inventory, plan, device = configuration.experts.inventory, configuration.plan, configuration.device
+    pinned = [0] * len(inventory.layouts)
+    for layer in inventory.layers[: plan.pinned_layers]:
+        pinned[layer.geometry] += layer.num_experts
+    aliased = configuration.settings.emulated_link_bytes_per_s is not None
+    pools = []
+    for geometry, layout in enumerate(inventory.layouts):
+        pools.append([SlabPool(layout, plan.slabs[geometry] + pinned[geometry], device, aliased=aliased)])
+        if inventory.low_layouts:
+            pools[-1].append(SlabPool(inventory.low_layouts[geometry], plan.low_slabs[geometry], device, aliased=aliased))
+    return pools
+
+
+def _mover(configuration: Configuration) -> Mover:
+    stores, plan, device = configuration.stores.by_precision, configuration.plan, configuration.device
+    emulated = configuration.settings.emulated_link_bytes_per_s
+    if emulated is None and device.type != "cuda":
+        return DiskMover(*stores)
+    records = (plan.host_slabs, plan.low_host_slabs)[: len(stores)]
+    hosts = [HostTier(store, slabs, page_locked=emulated is None) for store, slabs in zip(stores, records, strict=True)]
+    return DeviceMover(*hosts, device=device) if emulated is None else EmulatedLinkMover(*hosts, bytes_per_s=emulated)
+
+
+def _upgrade_rates(configuration: Configuration) -> Rates:
+    """Of what an upgrade comes over, and of computing beside it; nominal where it has to follow from bytes alone."""
+    settings, device = configuration.settings, configuration.device
+    profile = None if settings.deterministic else load_profile()
+    if device.type == "cuda":
+        return Rates(link_rate(profile, device) or NOMINAL_LINK_BYTES_PER_S, NOMINAL_GPU_BYTES_PER_S)
+    computing = profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S
+    return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, computing)
+
+
+def _chooser(model: Any, configuration: Configuration, policy: Policy, hotness: Hotness | None) -> FormatChooser:
+    inventory, settings = configuration.experts.inventory, configuration.settings
+    experts = [layer.num_experts for layer in inventory.layers]
+    quotas = np.array(configuration.plan.hot_quota) if policy.hotness else None
+    if policy.hotness and hotness is None and settings.hotness_state and Path(settings.hotness_state).expanduser().exists():
+        hotness = Hotness(experts, policy.decay, policy.period_tokens)
+        hotness.load(Path(settings.hotness_state).expanduser(), configuration.stores.fingerprint)
+    deep = [not is_vision(stack_of(layer.path)) for layer in inventory.layers]
+    precision = Precision(policy, experts, quotas, hotness, deep)
+    hitters: HeavyHitters | str = "not asked for"
+    if policy.importance:
+        hitters = HeavyHitters.of(model, inventory.layers)
+    return FormatChooser(precision, inventory, hitters, settings.deterministic)
+
+
+def _bring_in(pager: Pager, chooser: FormatChooser | None, plan: Plan) -> tuple[Any, int]:
+    """(experts as they arrive, how many there are)."""
+    if chooser is None or not chooser.precision.policy.hotness:
+        return pager.pin_prefix(), sum(layer.num_experts for layer in pager.inventory.layers[: plan.pinned_layers])
+    high = chooser.precision.targets
+    if not high.any():  # no expert is known to be hot yet
+        high = np.arange(high.shape[1]) < np.array(plan.hot_quota)[:, None]
+    return pager.bring_in_all(high), plan.total_experts
+
+
+def _backend(experts: Experts, device: torch.device) -> ExpertBackend:
+    """What computes the experts of a layer."""
+    if experts.kernels is not None:
+        return FastExperts(experts.inventory, experts.kernels)
+    on_host = FastExperts(experts.inventory, experts.host_kernels) if experts.host_kernels is not None else None
+    return TorchExperts(experts.inventory, experts.codecs, device, on_host)
+
+
+def _give_back_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # pools of other sizes do not fit into what the allocator keeps
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of a failure hold, pools among it; the error itself can still be raised."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

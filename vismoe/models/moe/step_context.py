@@ -1,0 +1,246 @@
+"""What is running: hooks on a model note each forward pass, and its MoE layers (experts.py) read what was noted.
+
+One forward pass runs at a time. B sequences of S new tokens each are T = B * S tokens.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from vismoe.config import format_bytes
+from vismoe.errors import ClosedError, ContextError, UnsupportedModelError
+from vismoe.models.family.components import is_vision
+from vismoe.models.family.families import expert_modules, stack_of
+from vismoe.models.family.token_kinds import token_kinds
+from vismoe.models.moe.compute import ExpertBackend
+from vismoe.models.moe.format_choice import FormatChooser
+from vismoe.models.moe.lookahead_inputs import LookaheadInputs
+from vismoe.models.visual.prune import VisualPruner
+from vismoe.paging.pager import Pager
+from vismoe.planning.needs import mask_bytes
+from vismoe.planning.plan import Plan
+from vismoe.planning.sizes import size_up
+from vismoe.types import Evidence, Phase, TokenKind
+
+__all__ = ["ExpertService", "Interrupted", "RoutingRecorder", "Step", "StepContext"]
+
+SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
+
+
+class RoutingRecorder(Protocol):
+    """What a trace writer must offer."""
+
+    def step(self, phase: Phase, kinds: np.ndarray) -> None: ...
+
+    def layer(
+        self,
+        layer: int,
+        expert_ids: np.ndarray,
+        weights: np.ndarray,
+        scores: np.ndarray | None = None,
+        kept: np.ndarray | None = None,
+        evidence: Evidence | None = None,
+    ) -> None: ...
+
+
+class Interrupted(Exception):
+    """The request was cancelled between two layers; this is not an error."""
+
+
+@dataclass
+class Step:
+    """The forward pass under way: B sequences of S new tokens each."""
+
+    phase: Phase = Phase.PREFILL
+    batch: int = 1
+    tokens: int = 0  # B * S
+    thread: int = 0  # the thread that began it; no other one may run layers of this step
+    kinds: np.ndarray | None = None  # uint8 [B * S] of TokenKind; None: all text
+    padded: bool = False  # some of the tokens are padding
+    kept: np.ndarray | None = None  # int32 [tokens]: which of the pass's tokens are left, -1 for pad slots; None: all
+    fewer: bool = False  # some tokens get fewer experts than the router chose: pad slots none, visual ones with visual_top_k
+
+
+@dataclass(frozen=True)
+class ExpertService:
+    """What serves a model's experts for as long as one plan holds."""
+
+    pager: Pager
+    backend: ExpertBackend
+    plan: Plan
+    chooser: FormatChooser | None = None  # chooses between two formats; None: there is one
+
+    def close(self) -> None:
+        """Stop copies, and give the model back as it was."""
+        self.pager.close()
+        if self.chooser is not None:
+            self.chooser.close()
+
+
+class StepContext:
+    """The step under way, and what its layers are served by. Bound to one model (`watch`).
+
+    pruner: drops visual tokens in prefill, where the family allows it; visual_top_k: experts that a visual token uses in prefill,
+    None: as many as the router chose.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        lookahead_inputs: LookaheadInputs,
+        pruner: VisualPruner | None = None,
+        visual_top_k: int | None = None,
+    ):
+        self.device, self.lookahead_inputs, self.pruner, self.visual_top_k = device, lookahead_inputs, pruner, visual_top_k
+        self.now_serving: ExpertService | None = None  # None while the plan changes
+        self.step = Step()
+        self.recorder: RoutingRecorder | None = None
+        self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
+        self.encodes_with_experts = False  # a vision tower has routed experts
+        self._reading_prompt = False
+        self._kinds: np.ndarray | None = None
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UnsupportedModelError("a model with paged experts cannot be copied or pickled. Fix: load it a second time")
+
+    __reduce_ex__ = __deepcopy__
+
+    @property
+    def serving(self) -> ExpertService:
+        if self.now_serving is None:
+            raise ClosedError("nothing serves this model's experts since a change of its plan failed; load the model again")
+        return self.now_serving
+
+    def serve(self, service: ExpertService) -> None:
+        """Go on with this, between two requests."""
+        self.now_serving = service
+        self.step = Step()
+        self.look_ahead_by(self.lookahead_inputs)
+
+    def stop_serving(self) -> None:
+        """Close what serves and let go of it, until `serve` is called."""
+        self.serving.close()
+        self.now_serving = None
+        self.lookahead_inputs.serve(None, None)
+
+    def begin(self, step: Step) -> None:
+        """A forward pass begins."""
+        self.step = step
+
+    # -- what a request, a recording or a study sets
+    def switch(self, memory: Any, retention: float, cancelled: Callable[[], bool]) -> Any:
+        """The passes of another request follow -> the lookahead's memory of the one before.
+
+        memory: the lookahead's, of the request that follows, None where it begins; retention: of importance.
+        """
+        before, self.lookahead_inputs.memory = self.lookahead_inputs.memory, memory
+        if self.now_serving is not None and self.now_serving.chooser is not None:
+            self.now_serving.chooser.precision.retention = retention
+        self.cancelled = cancelled
+        return before
+
+    @contextlib.contextmanager
+    def reading_prompt(self) -> Iterator[None]:
+        """Within, every pass is one of a prompt, or of what an earlier one has left of it."""
+        self._reading_prompt = True
+        try:
+            yield
+        finally:
+            self._reading_prompt = False
+
+    def record_to(self, recorder: RoutingRecorder | None) -> None:
+        """From now on the recorder gets the routing of every pass; None: no recorder does."""
+        self.recorder = recorder
+
+    def prune_by(self, pruner: VisualPruner) -> None:
+        """Another pruner of the same model drops its visual tokens from now on."""
+        self.pruner, pruner.on_pruned = pruner, self._note_pruned
+
+    def look_ahead_by(self, lookahead_inputs: LookaheadInputs) -> None:
+        """Show the model to this lookahead from now on."""
+        pager, chooser = self.serving.pager, self.serving.chooser
+        by_importance = chooser is not None and chooser.precision.policy.importance
+        lookahead_inputs.serve(pager, chooser.ahead if chooser is not None and by_importance else None)
+        self.lookahead_inputs = lookahead_inputs
+
+    # -- hooks
+    def watch(self, model: nn.Module) -> None:
+        """Note the forward passes of a model."""
+        if self.pruner is not None:
+            self.prune_by(self.pruner)
+        stacks = dict.fromkeys(stack_of(path) for path, _ in expert_modules(model))
+        self.encodes_with_experts = any(map(is_vision, stacks))
+        model.register_forward_pre_hook(self._note_token_kinds, with_kwargs=True)
+        for path in stacks:
+            begin = self._begin_encode if is_vision(path) else self._begin_step
+            model.get_submodule(path).register_forward_pre_hook(begin, with_kwargs=True)
+
+    def _note_token_kinds(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Which tokens are visual and which are padding, as far as the outermost call shows it."""
+        kinds = token_kinds(model.config, args, kwargs)
+        self._kinds = None if kinds is None else kinds.reshape(-1).cpu().numpy()
+
+    def _note_pruned(self, kept: np.ndarray) -> None:
+        """From here on the layers of this pass see `kept` int32 `[tokens]` of its tokens, -1 for pad slots."""
+        step, pads = self.step, kept < 0
+        kinds = None if step.kinds is None else np.where(pads, TokenKind.PAD, step.kinds[kept]).astype(np.uint8)
+        padded = bool(pads.any())
+        self.step = dataclasses.replace(step, tokens=len(kept), kinds=kinds, padded=padded, kept=kept, fewer=step.fewer or padded)
+        if self.serving.chooser is not None:
+            self.serving.chooser.narrow(kept)
+
+    def _begin_step(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("inputs_embeds")
+        if tokens is None:
+            tokens = kwargs.get("input_ids", args[0] if args else None)
+        if tokens is None or tokens.device.type == "meta":
+            return
+        batch, new = tokens.shape[:2]
+        cache = kwargs.get("past_key_values")
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        serving = self.serving
+        if batch * (past + new) > serving.plan.context:
+            raise ContextError(
+                f"{batch} x {past + new} tokens are more than the context of {serving.plan.context} that memory was planned for. "
+                f"Fix: load with context={batch * (past + new)} or more (--context), or shorten the input"
+            )
+        kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
+        decoding = not self._reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
+        phase = Phase.DECODE if decoding else Phase.PREFILL
+        padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
+        if new > 1 and (past or padded):
+            _refuse_large_mask(serving.plan, batch, new, past + new)
+        if serving.chooser is not None:
+            real = kinds != TokenKind.PAD if kinds is not None and padded else None
+            serving.chooser.begin_step(serving.pager, decoding, batch * new, real)
+        serving.pager.begin_step(phase, new_sequence=past == 0)
+        fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
+        self.begin(Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, fewer=fewer))
+        dropping = self.pruner is not None and self.pruner.dropping
+        self.lookahead_inputs.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
+        if self.recorder is not None:
+            recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
+            self.recorder.step(self.step.phase, recorded.reshape(batch, new))
+
+    def _begin_encode(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A vision tower with routed experts of its own: its rows are patches, of which the tokens are made later."""
+        self.serving.pager.begin_step(Phase.ENCODE)
+        self.begin(Step(Phase.ENCODE, thread=threading.get_ident()))
+
+
+def _refuse_large_mask(plan: Plan, batch: int, new: int, all: int) -> None:
+    nbytes = mask_bytes(batch, new, all, plan.dtype)
+    if nbytes > plan.mask_bytes:
+        size = size_up(nbytes)
+        raise ContextError(
+            f"attention of {batch} x {new} tokens, some of them padding or behind earlier ones, needs masks of "
+            f"{format_bytes(nbytes)}; memory was planned for {format_bytes(plan.mask_bytes)}. Fix: load with "
+            f"mask_memory='{size}' (--mask-memory {size}), or smaller batches"
+        )

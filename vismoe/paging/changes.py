@@ -47,7 +47,7 @@ class Changes:
             return change(*given, **named)
         return under(self.lock, self._make, change, *given, **named)
 
-    def _make(self, change: Callable[Given, Made], *given: Given.args, **named: Given.kwargs) -> Made:
+    def _make(self, change: Callable[..., Any], *given: Any, **named: Any) -> Any:
         if self._torn:
             self._repair()
         self._torn = True

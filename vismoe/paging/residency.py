@@ -53,7 +53,8 @@ class Link:
 class HostRecords(Protocol):
     """The tier below the device, as far as misses are computed there."""
 
-    pools: Sequence[SlabPool]  # by geometry
+    @property
+    def pools(self) -> Sequence[SlabPool]: ...  # by geometry
 
     def has(self, experts: Iterable[ExpertId]) -> list[bool]: ...
 

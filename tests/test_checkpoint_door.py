@@ -107,10 +107,10 @@ def test_an_index_that_leads_nowhere_is_refused(folder, index, says):
         (
             "text_config.vocab_size",
             1 << 20,
-            rf"embed_tokens.weight has the shape \(1048576, 192\) by it, and \({VOCABULARY}, 192\)",
+            rf"embed_tokens.weight has the shape \(1048576, 192\) here, but \({VOCABULARY}, 192\)",
         ),
         ("text_config.vocab_size", VOCABULARY - 42, "."),
-        ("text_config.num_attention_heads", 3, "has the shape .* by it, and .* in the files of weights"),
+        ("text_config.num_attention_heads", 3, "has the shape .* here, but .* in the files of weights"),
         ("text_config.num_hidden_layers", 9, "."),
         ("text_config.hidden_act", "nope", "nope"),
         ("text_config.rope_parameters", 5, "no qwen3_vl_moe can have"),

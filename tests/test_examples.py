@@ -260,8 +260,8 @@ def ui(example: Example, capsys, monkeypatch) -> None:
 
     titles = []
 
-    def once(engine, port, **options) -> int:
-        with ui_serving.served(Page(engine), port) as address:
+    def once(engine, port, options) -> int:
+        with ui_serving.served(Page(engine, options), port) as address:
             titles.append(httpx.get(address, trust_env=False).text)
         return 0
 

@@ -206,7 +206,7 @@ def test_a_file_cut_short_is_an_error_and_not_half_a_picture(format, lenient, mo
         ("/tmp", "a folder, not an image file"),
         ("/dev/zero", "a special file"),
         ("x." * 2500, "cannot be read"),
-        ("x" * 5000, "base64 that does not say"),
+        ("x" * 5000, "base64 without a type"),
         ("nul\x00byte.png", "null byte|no such file"),
         ("https://example.com/cat.png", "not downloaded"),
         ("data:image/png;base64,@@@", "not valid base64"),

@@ -42,7 +42,7 @@ def _reads(name: str, text: str) -> bool:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("memroy=25%", "unknown name 'memroy'; there are pretrained, .*memory"),
+        ("memroy=25%", "unknown name 'memroy'. Fix: use one of pretrained, .*memory"),
         ("memory", "'memory' has no value. Fix"),
         ("keep=half", "keep='half': a number above 0"),
         ("deterministic=maybe", "choose true or false"),

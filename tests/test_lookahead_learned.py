@@ -105,7 +105,7 @@ def test_no_guess_changes_an_output_bit_however_late_the_worker_is(folder, refer
 def test_what_wins_is_used_by_itself_and_what_the_network_sees_is_what_was_recorded(folder, tmp_path):
     model = load(folder, "100%")
     runtime = vismoe.runtime_of(model)
-    assert isinstance(runtime.lookahead, LearnedLookahead) and "it won" in runtime.backends["lookahead"]
+    assert isinstance(runtime.lookahead, LearnedLookahead) and "it was best" in runtime.backends["lookahead"]
     assert runtime.plan.bytes_of("lookahead predictor") > 0
     shown = []
     probabilities = runtime.lookahead._networks["decode"].__class__.probabilities
@@ -178,7 +178,7 @@ def test_a_calibration_of_another_model_or_of_other_weights_is_refused(folder, t
         with pytest.raises(ConfigError, match=reason) as refused:
             load(folder, calibration=str(tmp_path / name))
         assert "--calibration none" in str(refused.value)
-    with pytest.raises(ConfigError, match=r"no calibration.json is there"):
+    with pytest.raises(ConfigError, match=r"has no calibration.json"):
         load(folder, calibration=str(tmp_path))
     (tmp_path / "calibration.json").write_text('{"format": "vismoe-calibration"')
     with pytest.raises(CheckpointError, match="damaged"):

@@ -359,7 +359,7 @@ def test_a_chunked_prefill_keeps_the_same_tokens_and_never_cuts_an_image():
 def test_what_cannot_be_pruned_is_refused():
     model, inputs = build(), turn([2, (2, 3), 3])
     assert "prune_layer=0" in VisualPruner.of(model, 0) and "prune_layer=3" in VisualPruner.of(model, 3)
-    assert "no token" in VisualPruner.of(tiny_models.build("qwen3_moe"), 1)
+    assert "no image tokens" in VisualPruner.of(tiny_models.build("qwen3_moe"), 1)
     pruner = pruner_of(model)
     pruner.pruning = HALF
     with pytest.raises(UnsupportedModelError, match=r"StaticCache .*Fix: generate with the default cache"):

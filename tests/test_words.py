@@ -111,7 +111,7 @@ def encoded(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp"])
 def test_raw_base64_is_told_what_belongs_before_it_and_works_with_it(kind):
     said = address_error(encoded(kind))
-    start = re.search(r"Fix: (data:image/\w+;base64,) before it", said)[1]
+    start = re.search(r"Fix: put (data:image/\w+;base64,) before it", said)[1]
     assert open_image(start + encoded(kind)).size == (20, 20)
 
 

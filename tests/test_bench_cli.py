@@ -163,7 +163,7 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tiny, capsys, monkeypatch):
         ("bench --threads 100000", "--threads"),
         ("bench --trace /no/such/folder/t.json", "the folder /no/such/folder is missing"),
         ("bench --clean --geometry tiny --warm 3", "geometry, warm have no effect"),
-        ("bench --geometry tiny --prompt-tokens 5000", "the model 4096 positions"),
+        ("bench --geometry tiny --prompt-tokens 5000", "the model has 4096 positions"),
         ("bench --geometry tiny --folder /dev/null", "--folder /dev/null cannot be used"),
         ("bench --memory 25% --geometry tiny --layers 2 --limit 64MiB", "Fix: --limit"),
         ("bench --geometry tiny --layers 2 --baseline accelerate --emulated-link-bytes-per-s 1GB", "slows VisMoE alone"),

@@ -420,7 +420,7 @@ def test_the_workspace_takes_what_the_plan_says(dtypes):
 def test_settings_that_cannot_be_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="threads=0"):
         cpu.start(0)
-    with pytest.raises(ConfigError, match="avx1024.*not available"):
+    with pytest.raises(ConfigError, match=r"avx1024.*not available"):
         cpu.start(1, "avx1024")
     monkeypatch.setattr(cpu, "available", lambda: ("portable",))
     with pytest.raises(ConfigError, match="have portable"):

@@ -238,7 +238,7 @@ def test_sizes_are_those_of_the_slabs_scales_included():
     assert experts.total_bytes == 54 * GIB
     for formats, percent in (("16/4", "26.57%"), ("16/8", "51.57%"), ("16/2", "15.63%")):
         settings = Settings(policy="hotness", formats=formats, memory="10%")
-        with pytest.raises(BudgetError, match="It holds no other pair") as refused:
+        with pytest.raises(BudgetError, match="Pairs that fit: none") as refused:
             plan(need_of(experts, settings), settings, AMPLE)
         assert refused.value.fix == f"--memory {percent}"
 
@@ -265,7 +265,7 @@ def test_a_refusal_says_what_is_missing_which_pairs_fit_and_what_the_asked_one_n
         plan(need_of(raw_inventory([(128, 8, 0)] * 48, [layout(QWEN)]), settings), settings, AMPLE)
     message = str(refused.value)
     assert "memory=20% of 54.00 GiB of experts is 10.80 GiB, but all 6144 experts in int4 need 14.34 GiB" in message
-    assert "It holds 4/2 (2452 experts in int4), 8/2 (745 experts in int8), 16/2 (316 experts in raw)" in message
+    assert "Pairs that fit: 4/2 (2452 experts in int4), 8/2 (745 experts in int8), 16/2 (316 experts in raw)" in message
     assert "16/4 needs --memory 26.57%" in message and refused.value.fix == "--formats 4/2"
 
 

@@ -132,7 +132,7 @@ def test_the_command_goes_on_where_it_was_and_refuses_answers_of_another_program
     assert (tmp_path / "pruning-selection.png").stat().st_size < 60_000
     monkeypatch.setattr(pruned_answers, "PROGRAM", pruned_answers.PROGRAM[1:])
     assert main(command) == 1
-    assert "another version of this program" in capsys.readouterr().err
+    assert "another version of vismoe" in capsys.readouterr().err
 
 
 def test_figures_are_small_the_same_every_time_and_their_series_can_be_told_apart(tmp_path):

@@ -75,7 +75,7 @@ def test_sizes_reach_the_engine_with_their_images(scripted, body, sizes):
     [
         ({"messages": turn(QWEN)}, "messages[0].content[0].type", ""),
         ({"messages": turn(IMAGE | {"min_pixels": 9, "max_pixels": 8})}, "messages[0].content[0]", "min_pixels=9 is more than"),
-        ({"messages": turn(IMAGE | {"resized_height": 9})}, "messages[0].content[0]", "go together"),
+        ({"messages": turn(IMAGE | {"resized_height": 9})}, "messages[0].content[0]", "belong together"),
         ({"messages": turn(IMAGE | {"max_pixels": "9"})}, "messages[0].content[0].max_pixels", ""),
         ({"messages": turn(IMAGE | {"max_pixels": 0})}, "messages[0].content[0]", "whole number of pixels"),
         ({"messages": turn(IMAGE | {"nframes": 4})}, "messages[0].content[0].nframes", ""),

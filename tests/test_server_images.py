@@ -199,7 +199,7 @@ def test_all_kinds_of_sources_give_the_same_picture(folder):
         ({}, ["a.example/b.png"], "'a.example/b.png' is neither a data: URI nor an http"),
         ({}, ["ftp://x/y.png"], "an image is a data: URI"),
         ({}, ["javascript:alert(1)"], "an image is a data: URI"),
-        ({"max_images": 1}, [data_uri(picture())] * 2, "2 images, the limit is 1"),
+        ({"max_images": 1}, [data_uri(picture())] * 2, "2 images, but the limit is 1"),
         ({"max_image_bytes": 100}, [data_uri(bytes(400))], "limit of 100 bytes"),
         ({"max_image_bytes": len(data_uri(picture()))}, [data_uri(picture())] * 5, "image 5 of 5: .* together"),
         ({"max_pixels": 100}, [data_uri(picture())], "24 x 24 = 576 pixels"),

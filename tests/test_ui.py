@@ -186,7 +186,7 @@ def test_an_error_in_the_middle_of_an_answer_is_raised():
     ("question", "files", "message"),
     [
         ("", [], "no question"),
-        ("  ", ["red.png"], "beside the picture"),
+        ("  ", ["red.png"], "with the picture"),
         ("What?", ["/no/such.png"], "^such.png: the picture is no longer stored"),
     ],
 )
@@ -354,7 +354,7 @@ def test_the_history_of_a_session_is_kept_and_forgotten(running):
     [
         (ContextError("5000 tokens, planned for <4096>"), "5000 tokens, planned for &lt;4096&gt;"),
         (["some", TransferError("the disk is gone")], "the disk is gone"),
-        (ValueError("a secret of ours"), "an error inside the chat page (ValueError)"),
+        (ValueError("a secret of ours"), "internal error of the chat page (ValueError)"),
     ],
 )
 def test_an_error_is_told_below_a_conversation_that_stays_and_the_question_is_not_lost(running, script, says):

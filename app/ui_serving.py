@@ -97,7 +97,7 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
     return str(address)
 
 
-def serve(engine: "Engine", port: int, options: RequestOptions) -> int:
+def serve(engine: "Engine", port: int, options: RequestOptions = RequestOptions(reuse=True)) -> int:
     """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; returns the exit code."""
     with _ended_by_signals(), served(Page(engine, options), port) as address:
         print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)

@@ -72,7 +72,7 @@ def test_lossy_formats_stand_beside_their_partners_and_whoever_keeps_every_bit()
 def test_what_a_format_is_held_against_is_said_with_its_bits():
     tight = under(limit_bytes=int(2.4 * GIB))
     said = labels([OURS, ours("int8"), ours("int2"), rival(), rival(format="int8")], tight)
-    assert [label.split(":")[0].split(";")[0] for label in said] == [
+    assert [label.split(";")[0].split(", because")[0] for label in said] == [
         "int8 (8.25 bits per expert weight) is compared with q8_0 (8.5)",
         "int2 (2.5 bits per expert weight) has no rival of equal precision",
     ]

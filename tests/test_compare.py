@@ -107,8 +107,8 @@ def test_results_of_other_questions_are_refused_with_the_first_difference(saved)
     mine = read_result(str(saved / "scenes.json"))
     other = saved / "other.json"
     for change, said in {
-        lambda result: result.update(seed=4): r"of exists 0, the seed is 3 .* and 4 ",
-        lambda result: result["answers"][2].update(question="Which?"): r"of exists 2, the question is 'exists 2\?' .*'Which\?'",
+        lambda result: result.update(seed=4): r"for exists 0, the seed is 3 .* and 4 ",
+        lambda result: result["answers"][2].update(question="Which?"): r"for exists 2, the question is 'exists 2\?' .*'Which\?'",
         lambda result: result["answers"].pop(): r"scenes.json has text 1, .*other.json does not",
         lambda result: result["answers"].append(result["answers"][-1]): r"other.json has text 2, .*scenes.json does not",
     }.items():

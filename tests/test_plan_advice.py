@@ -48,7 +48,7 @@ def squared(need: Footprint, context: int) -> Footprint:
 
 def followed(settings: Settings, machine: Hardware, fix: str) -> tuple[Settings, Hardware]:
     """The settings and the machine after doing what a BudgetError says."""
-    larger = re.fullmatch(r"a machine with (\S+) of free (GPU memory|memory|RAM)(?:, and there (.*), or a smaller model)?", fix)
+    larger = re.fullmatch(r"a machine with (\S+) of free (GPU memory|memory|RAM)(?: and (.*), or a smaller model)?", fix)
     if larger is None:
         return with_fix(settings, fix), machine
     settings = with_fix(settings, larger[3]) if larger[3] else settings

@@ -336,7 +336,7 @@ def test_everything_fits_a_phone(visit):
     assert me.tell(contains="Three") == "Three."
     assert me.fits()
     me.page.get_by_role("tab", name="The machine at work").click()
-    for section in ("Memory plan", "What was chosen"):
+    for section in ("Memory plan", "Choices at start"):
         me.page.get_by_role("button", name=section).click()
     me.page.get_by_text("expert pool").wait_for()
     assert me.fits()

@@ -66,7 +66,7 @@ def test_the_prompts_of_a_folder_keep_their_names_and_sides(prompts):
     assert not [prompt for prompt in found if prompt.kind != "exists" and prompt.group == "unseen"]
     (prompts / "z.txt").write_text("Hi")
     assert {prompt.name for prompt in found} < {prompt.name for prompt in folder_prompts(prompts, unseen="exists")}
-    for text, reason in (("{}", "no prompt"), ('{"prompt": "x", "image": "b.png"}', "no such image"), ("[]", "no prompt")):
+    for text, reason in (("{}", "not a prompt"), ('{"prompt": "x", "image": "b.png"}', "no such image"), ("[]", "not a prompt")):
         (prompts / "bad.jsonl").write_text(text)
         with pytest.raises(InputError, match=f"line 1.*{reason}"):
             folder_prompts(prompts)
@@ -176,7 +176,7 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vismoe.trace.files.write_whole", full_disk)
         assert main(command) == 2
-    assert "No space left on device. Fix: make room" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "No space left on device. Fix: free some space" in json.loads(capsys.readouterr().out)["error"]["message"]
     assert main(command) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["prune_layer"] >= 3, "deepstack features join the first three layers"

@@ -16,7 +16,7 @@ PROGRAM = """\
 import json, sys, types
 sys.path.insert(0, "tests")
 from fake_engine import FakeEngine
-from vismoe.cli import main
+from vismoe.cli.main import main
 engine = FakeEngine()
 sys.modules["vismoe.engine.engine"] = types.SimpleNamespace(load=lambda *a, **k: engine)
 code = main(["chat"])

@@ -191,7 +191,7 @@ def test_the_command_prints_one_json_object(capsys, monkeypatch, tmp_path):
     }
     monkeypatch.setattr("lmms_eval.tasks.__file__", str(tmp_path / "none"))  # two thousand tasks take seconds to list
     assert main(["eval", "--lmms", "scenes_pop", "--memory", "100%", "--json"]) == 2
-    assert "no such task: scenes_pop. Ours are scenes_mmbench" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "no such task: scenes_pop. VisMoE's tasks are scenes_mmbench" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 # -- real tasks: their own YAML and code, on data of their schema
@@ -392,7 +392,7 @@ def test_what_cannot_be_answered_is_refused_by_the_task_s_name(engine):
     clip = requests(model, ["clip.mp4"], ("What happens?", {}, lambda document: [document]))
     with pytest.raises(InputError, match=r"task made_up, document 0: .*clip\.mp4"):
         model.generate_until(clip)
-    with pytest.raises(InputError, match="task made_up asks in several rounds"):
+    with pytest.raises(InputError, match="task made_up has several rounds"):
         model.generate_until_multi_round(clip)
     with pytest.raises(InputError, match="task made_up, document 0: generation_kwargs: best_of"):
         chat(engine, [chat_message("exists", 0)], {"best_of": 2})

@@ -271,7 +271,7 @@ def test_other_types_are_refused_with_what_to_use_instead(dtype):
 
 def test_an_instruction_set_that_the_processor_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda: ("portable", "avx2"))
-    with pytest.raises(ConfigError, match=r"'avx512' is not there: .* portable, avx2. Fix: one of them"):
+    with pytest.raises(ConfigError, match=r"'avx512' is not available here; .*portable, avx2\. Fix: one of them"):
         FastLossless(layout(64), "avx512")
     assert FastLossless(layout(64)).isa is None
 

@@ -42,7 +42,7 @@ def test_a_working_set_of_few_experts_is_refused():
 def test_the_last_line_is_one_json_object(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "ROUND_S", 0.0)
     monkeypatch.setattr(kernels, "BATCHES", (1,))
-    monkeypatch.setattr(kernels, "Geometry", lambda: SMALL)
+    monkeypatch.setattr(kernels, "KernelShape", lambda: SMALL)
     monkeypatch.setattr("sys.argv", ["kernels", "--json", "--weights", "bfloat16", "--rounds", "1", "--working-set", "0.01"])
     kernels.main()
     out = capsys.readouterr()

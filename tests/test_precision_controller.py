@@ -124,7 +124,7 @@ def test_retention_can_change_between_two_passes_and_at_1_everything_is_high():
 
 
 def test_a_prefill_without_heavy_hitters_is_a_mistake_of_the_caller():
-    with pytest.raises(AssertionError, match="heavy hitters"):
+    with pytest.raises(AssertionError, match="needs hitters"):
         Precision(IMPORTANCE, [8, 8]).at_layer(1, False, *routed(np.random.default_rng(0), 4))
 
 

@@ -90,5 +90,5 @@ def test_weights_that_no_scale_fits_are_refused_as_the_oracle_does(format):
 
 def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda: ("portable",))
-    with pytest.raises(ConfigError, match="'avx2' is not there"):
+    with pytest.raises(ConfigError, match="'avx2' is not available"):
         FastAffine(Format.INT4, layout(4, 4), frozenset(), isa="avx2")

@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 __all__ = ["die_with_parent", "difference", "disk_bytes", "peak_rss_bytes", "release_mapped"]
@@ -52,7 +53,7 @@ def release_mapped(paths: Iterable[str | Path]) -> None:
     """
     wanted = {os.path.realpath(path) for path in paths}
     libc = ctypes.CDLL(None)
-    for start, end, path, has_copies in _mappings():
+    for start, end, path, has_copies in sorted(_mappings(), key=itemgetter(3)):  # a page that is mapped twice is not paged out
         if path in wanted:
             advice = MADV_PAGEOUT if has_copies else MADV_DONTNEED
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

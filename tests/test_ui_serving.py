@@ -227,7 +227,7 @@ def test_a_port_that_cannot_be_is_said_in_one_sentence_of_ours():
                 use(port)
             assert "GRADIO" not in str(said.value) and "launch" not in str(said.value)
     for port in (-1, 65536, 10**9):
-        with pytest.raises(ConfigError, match=f"port={port}: from 0"):
+        with pytest.raises(ConfigError, match=f"port={port}: must be from 0"):
             free_port(port)
 
 

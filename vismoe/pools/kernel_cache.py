@@ -1,17 +1,21 @@
 """Bounds torch's caches of compiled CPU kernels, so that the plan can include them.
 
-In 16 bit every new number of rows creates a oneDNN matrix product, whose generated code and descriptors stay in two caches of
-1,024 entries each; expert batches have all sizes, and a process grew by 650 MiB. With 128 entries a prefill of 480 to 1,000
-tokens over 64 experts took the same processor time as with 1,024 (0.9 s; 1.15 s with 16), and so did decode. If the CPU kernels
-compute the experts, only the backbone's products remain: a few shapes per prompt length.
+Where the CPU has instructions for it, every new number of rows of a 16-bit matrix product is a new oneDNN product, whose
+generated code and descriptors stay in two caches of 1,024 entries each. Expert batches have all sizes, and a process grew by
+650 MiB. With 128 entries a prefill of 480 to 1,000 tokens over 64 experts took the same processor time as with 1,024 (0.9 s;
+1.15 s with 16), and so did decode. If the CPU kernels compute the experts, only the backbone's products remain: a few shapes per
+prompt length.
 """
 
 import os
 
+import torch
+
 ENTRIES, BACKBONE_ENTRIES = 128, 32
 BYTES_PER_ENTRY = 540 * 2**10  # per cache: with 64 to 256 entries, both caches together grew by 0.9 to 1.2 MiB per entry
+AMX_BYTES_PER_ENTRY = 690 * 2**10  # on one CPU, from 16 to 128 entries, 1.27 times the growth with AMX that there is without it
 VARIABLES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # torch's own cache, and that of oneDNN below it
-FLOAT32_BYTES = 20 * 2**20  # float32 products go to MKL, which keeps buffers but no kernels per shape
+MKL_BYTES = 20 * 2**20  # other products go to MKL or to torch's own loops, which keep buffers but no kernels per shape
 
 
 def bound_kernel_caches(kernels: str) -> None:
@@ -29,8 +33,18 @@ def kernel_cache_entries(kernels: str) -> int:
 
 
 def kernel_cache_bytes(dtype: str, entries: int) -> int:
-    """The most that the caches hold for a model of this type (`bfloat16`, `float16`, `float32`)."""
-    return FLOAT32_BYTES if dtype == "float32" else entries * BYTES_PER_ENTRY
+    """The most that the caches hold on this CPU for a model of this type (`bfloat16`, `float16`, `float32`)."""
+    if not _computed_by_onednn(dtype):
+        return MKL_BYTES
+    return entries * (AMX_BYTES_PER_ENTRY if torch.cpu._is_amx_tile_supported() else BYTES_PER_ENTRY)
+
+
+def _computed_by_onednn(dtype: str) -> bool:
+    """Whether torch gives matrix products of this type to oneDNN here: the same question that torch asks before each."""
+    if dtype not in ("bfloat16", "float16") or not torch.backends.mkldnn.is_available():
+        return False
+    known = torch.ops.mkldnn
+    return bool(known._is_mkldnn_bf16_supported() if dtype == "bfloat16" else known._is_mkldnn_fp16_supported())
 
 
 def _wanted(kernels: str) -> int:

@@ -4,6 +4,7 @@ Checked on creation: a server for other machines without a key is refused. Needs
 """
 
 import ipaddress
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -60,7 +61,7 @@ class ServeOptions:
         check_fields(self)
         if not all(map(is_api_key, self.api_keys)):
             raise ConfigError("an API key is printable ASCII without blanks around it, and not empty")
-        if self.image_folder is not None and not self.image_folder.is_dir():
+        if self.image_folder is not None and not os.path.isdir(self.image_folder):  # False for a name too long, too
             raise ConfigError(f"image folder {self.image_folder}: not a folder. Fix: name one that exists")
         if self.api_keys and self.no_api_key:
             raise ConfigError("both API keys and --no-api-key were given. Fix: give only one of them")

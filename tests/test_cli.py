@@ -493,7 +493,7 @@ def test_policy_formats_and_retention_are_changed_in_the_course_of_a_conversatio
     )
     assert cli.main(["chat", "--verbose"]) == 0
     assert engine.changes == [("importance", None, None), (None, "8/2", None), ("exact", None, None)]
-    assert [options["retention"] for _, options in engine.calls] == [0.6, 0.9, 0.9]
+    assert [options.get("retention") for _, options in engine.calls] == [0.6, 0.9, None]  # exact refuses requests with one
     err = capsys.readouterr().err
     assert "error" not in err and "exact: no expert changes its format" in err
     assert "takes effect with /policy importance" in err and "importance: int8/int2, 75% of the demanded" in err

@@ -724,6 +724,7 @@ def test_flags_become_options(tmp_path):
         ({"max_waiting": 0}, "max_waiting"),
         ({"body_timeout_s": 0.0}, "body_timeout_s"),
         ({"image_folder": Path("/nowhere/at/all")}, "not a folder"),
+        ({"image_folder": Path("/" + 300 * "a")}, "not a folder"),
     ],
 )
 def test_options_that_cannot_be_are_refused(wrong, says):

@@ -17,7 +17,6 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -93,20 +92,13 @@ def model_and_question(words: list[str], model: str | None) -> Words:
         return Words(_expanded(model), words[0] if words else None)
     word = words[0]
     is_question = any(letter.isspace() for letter in word) or "?" in word
-    names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or _is_folder(word)
+    names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or os.path.isdir(word)
     return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
 
 
 def _expanded(model: str | None) -> str | None:
     """A quoted `~/model` as the shell would have expanded it. Raises ConfigError."""
     return str(file_name(model).expanduser()) if model and model.startswith("~") else model
-
-
-def _is_folder(word: str) -> bool:
-    try:
-        return Path(word).is_dir()
-    except OSError:  # longer than any name
-        return False
 
 
 def add_model_flags(parser: ArgumentParser) -> None:

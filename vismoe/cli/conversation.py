@@ -201,6 +201,12 @@ class ChatSession:
             raise InputError(f"/{name} {text}: {words}") from error
         return float(text)
 
+    def _options_in_force(self) -> RequestOptions:
+        """Without the retention while the policy does not use one, since the engine would refuse it."""
+        running = self.engine.precision
+        used = running is not None and "importance" in running.policy
+        return self.options if used else replace(self.options, retention=None)
+
     def set_policy(self, policy: str) -> None:
         self.change(policy=policy or None)
 
@@ -217,8 +223,7 @@ class ChatSession:
 
     def set_retention(self, text: str) -> None:
         share = self._share("retention", text, "not a share from 0.5 to 1, e.g. /retention 0.8")
-        running = self.engine.precision
-        waits = "" if running and "importance" in running.policy else "; takes effect with /policy importance"
+        waits = "; takes effect with /policy importance" if self._options_in_force().retention is None else ""
         say(f"{share:.0%} of the demanded experts get the better format{waits}")
 
     def save_map(self, folder: str) -> None:
@@ -244,7 +249,7 @@ class ChatSession:
         from vismoe.cli.print import print_figures
 
         message = user_message(question, self.waiting)
-        reply = self.engine.chat([*self.messages, message], self.options)
+        reply = self.engine.chat([*self.messages, message], self._options_in_force())
         with ctrl_c_cancels(reply) as stop:
             for piece in reply:
                 print(piece, end="", flush=True)

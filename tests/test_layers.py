@@ -22,9 +22,8 @@ ROWS = {
     "store": 2, "pools": 2, "planning": 2, "kernels": 2, "machine": 2, "precision": 2, "vision": 2,
     "paging": 3, "trace": 3,
     "models": 4, "lookahead": 4, "simulate": 4,
-    "speculate": 5,
-    "engine": 6, "flags": 6, "words": 6,
-    "bench": 7, "cli": 7, "app": 7, "eval": 7, "predictor_training": 7,
+    "engine": 5, "flags": 5, "words": 5,
+    "bench": 6, "cli": 6, "app": 6, "eval": 6, "predictor_training": 6,
 }  # fmt: skip
 MODELS = ("family", "inputs", "visual", "moe", "load")  # the packages of models/: each imports from those before it
 FOLDERS = {"vismoe": "vismoe", "app": "vismoe.app", "eval": "vismoe.eval", "predictor_training": "vismoe.predictor_training"}

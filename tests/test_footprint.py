@@ -13,6 +13,7 @@ from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.models.family.components import backbone_bytes, component_of
 from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.load import live_memory
 from vismoe.models.load.footprint import footprint
 from vismoe.models.load.locate import inventory_of
 from vismoe.models.load.preview import describe, preview
@@ -83,6 +84,13 @@ def test_a_model_of_linear_attention_alone_is_refused_by_name_since_transformers
         measured(family)
     with pytest.raises(UnsupportedModelError, match=refused):
         preview(save(family, tmp_path), Settings(context=CONTEXT), device="cpu")
+
+
+@pytest.mark.parametrize("family", [*sorted(set(FAMILIES) & set(WITH_IMAGES))[::4], "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_results_of_repeated_operations_are_those_that_torch_makes(family, monkeypatch):
+    needs = measured(family)
+    monkeypatch.setattr(live_memory, "_makes_new_tensors", lambda func: False)
+    assert measured(family) == needs
 
 
 def test_sliding_windows_keep_no_more_than_their_window():

@@ -33,12 +33,16 @@ __all__ = [
     "Command",
     "SuggestingParser",
     "Words",
+    "add",
     "add_model_flags",
     "add_one_model",
     "add_option",
     "add_request_options",
     "add_settings",
     "at_least_one",
+    "bytes_per_s",
+    "checked",
+    "ctrl_c_exits",
     "did_you_mean",
     "error_report",
     "given_options",
@@ -49,7 +53,7 @@ __all__ = [
     "one_model",
     "print_json",
     "quick_imports",
-    "reader",
+    "size",
 ]
 
 
@@ -101,14 +105,21 @@ def _expanded(model: str | None) -> str | None:
     return str(file_name(model).expanduser()) if model and model.startswith("~") else model
 
 
+def add(
+    parser: Any, spec: str, meaning: str, read: Callable[[str], Any] | None = None, default: Any = None, **options: Any
+) -> None:
+    """Adds the flag `--name VALUE`, or the switch `--name`, to a parser or a group of one."""
+    name, _, value = spec.partition(" ")
+    options |= {"metavar": value, "type": read, "default": default} if value else {"action": "store_true"}
+    parser.add_argument(name, help=meaning, **options)
+
+
 def add_model_flags(parser: ArgumentParser) -> None:
     """`--model` and how to load it."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="MODEL", help="hub name or folder (default: the bundled demo model)")
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
-    group.add_argument(
-        "--device", type=device_name, metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda where there is one)"
-    )
+    add(group, "--model MODEL", "hub name or folder (default: the bundled demo model)")
+    add(group, "--revision REV", "branch, tag or commit of a hub model")
+    add(group, "--device DEVICE", "cpu, cuda or cuda:1 (default: cuda where there is one)", device_name)
     group.add_argument("--dtype", choices=DTYPES, help="what to compute in (default: the checkpoint's own)")
 
 
@@ -153,27 +164,24 @@ def add_option(group: Any, rule: Rule, further: str = "") -> None:
     elif isinstance(rule.default, bool):
         options["action"] = "store_true"
     else:
-        options |= {"type": READERS.get(rule.name) or reader(rule), "metavar": rule.placeholder}
+        options |= {"type": READERS.get(rule.name) or checked(rule.read), "metavar": rule.placeholder}
     group.add_argument(f"--{rule.name.replace('_', '-')}", **options)
 
 
-def reader(rule: Rule) -> Callable[[str], Any]:
-    """What reads the text of a flag as a value that this option can have; sizes stay text, `Settings` reads those."""
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` for a flag: argparse reports its ConfigError."""
 
     def read(text: str) -> Any:
         try:
-            return rule.read(text)
+            return parse(text)
         except ConfigError as error:
             raise ArgumentTypeError(str(error)) from error
 
     return read
 
 
-def bytes_per_s(text: str) -> float:
-    try:
-        return float(parse_bytes(text))
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from error
+size = checked(parse_bytes)
+bytes_per_s = checked(lambda text: float(parse_bytes(text)))
 
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:

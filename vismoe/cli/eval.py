@@ -8,23 +8,11 @@ import contextlib
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from vismoe import flags
 from vismoe.cli.lmms import LMMS_FLAGS, add_lmms_arguments, run_lmms
 from vismoe.cli.study import study_list
 from vismoe.errors import InputError
 from vismoe.eval.suite_rows import EVAL_BATCH, SUITE_FLAGS, SUITES, add_suite_arguments
-from vismoe.flags import (
-    Command,
-    add_model_flags,
-    add_one_model,
-    add_settings,
-    at_least_one,
-    given_settings,
-    load_engine,
-    model_options,
-    one_model,
-    print_json,
-    quick_imports,
-)
 
 __all__ = ["EVAL"]
 
@@ -38,39 +26,39 @@ FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its o
 
 
 def eval_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
+    flags.add_one_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--scenes", action="store_true", help="ask questions about generated scenes of the demo world")
-    what.add_argument("--lmms", metavar="TASKS", help="run tasks of lmms-eval in its harness, e.g. scenes_pope,scenes_ocr")
+    flags.add(what, "--scenes", "ask questions about generated scenes of the demo world")
+    flags.add(what, "--lmms TASKS", "run tasks of lmms-eval in its harness, e.g. scenes_pope,scenes_ocr")
     what.add_argument("--suite", choices=SUITES, help="paper: make the papers' tables of this model, in Markdown, JSON and plots")
     what.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="compare two saved results, or FOLDER#ROW of a suite, question by question"
     )
 
-    def flag(name: str, meaning: str, **options: Any) -> None:
-        parser.add_argument(name, help=meaning, default=argparse.SUPPRESS, **options)
-
-    flag("--seed", "seed of the held-out scenes (default: 0)", type=int, metavar="S")
-    flag("--n", "questions of each kind (default: 50)", type=at_least_one, metavar="N")
-    flag("--kinds", "with --scenes: only these kinds of question, e.g. count where", nargs="+", metavar="KIND")
-    flag("--batch", f"questions answered together (default: {EVAL_BATCH})", type=at_least_one, metavar="B")
-    flag("--trace", "with --scenes: record the routing, for vismoe replay; needs --batch 1", metavar="FOLDER")
-    parser.add_argument("--json", action="store_true", help="one JSON object with all results")
+    none = argparse.SUPPRESS
+    flags.add(parser, "--seed S", "seed of the held-out scenes (default: 0)", int, none)
+    flags.add(parser, "--n N", "questions of each kind (default: 50)", flags.at_least_one, none)
+    flags.add(parser, "--kinds KIND", "with --scenes: only these kinds of question, e.g. count where", None, none, nargs="+")
+    flags.add(parser, "--batch B", f"questions answered together (default: {EVAL_BATCH})", flags.at_least_one, none)
+    flags.add(parser, "--trace FOLDER", "with --scenes: record the routing, for vismoe replay; needs --batch 1", None, none)
+    flags.add(parser, "--json", "one JSON object with all results")
     add_suite_arguments(parser)
     add_lmms_arguments(parser)
-    add_model_flags(parser)
-    add_settings(parser)
+    flags.add_model_flags(parser)
+    flags.add_settings(parser)
 
 
 def settled(arguments: Namespace) -> str:
     """Which evaluation to run; sets the defaults of its flags. Raises InputError for flags of another one."""
     asked = next(name for name in FLAGS if getattr(arguments, name))
     own = FLAGS[asked]
-    for name in dict.fromkeys(name for flags in FLAGS.values() for name in flags):
+    for name in dict.fromkeys(name for known in FLAGS.values() for name in known):
         if name in arguments and name not in own:
-            others = " and ".join(f"--{other}" for other, flags in FLAGS.items() if name in flags)
+            others = " and ".join(f"--{other}" for other, known in FLAGS.items() if name in known)
             raise InputError(f"--{name.replace('_', '-')} goes with {others}, not with --{asked}. Fix: leave it out")
-    if asked == "compare" and (arguments.words or arguments.model or model_options(arguments) or given_settings(arguments)):
+    if asked == "compare" and (
+        arguments.words or arguments.model or flags.model_options(arguments) or flags.given_settings(arguments)
+    ):
         raise InputError("--compare reads two saved results and runs no model. Fix: leave out the model and its settings")
     for name, value in own.items():
         if name not in arguments:
@@ -94,8 +82,8 @@ def run_eval(arguments: Namespace) -> int:
 
 def run_scenes(arguments: Namespace) -> int:
     """Asks the questions, as many at a time as fit the planned context."""
-    model = one_model(arguments)
-    given_settings(arguments)
+    model = flags.one_model(arguments)
+    flags.given_settings(arguments)
     if arguments.trace and arguments.batch > 1:
         raise InputError(
             "--trace records one question at a time, since finished rows of a batch would be recorded too. Fix: --batch 1"
@@ -105,14 +93,14 @@ def run_scenes(arguments: Namespace) -> int:
 
     from vismoe.cli.print import experts_did, experts_line, print_accuracy
 
-    with quick_imports():
+    with flags.quick_imports():
         from vismoe.eval.accuracy import evaluate
         from vismoe.eval.questions import FORMS, KINDS
 
     if unknown := set(arguments.kinds or ()) - set(KINDS + FORMS):
         raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}. Fix: choose among {', '.join(KINDS + FORMS)}")
 
-    with load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
+    with flags.load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=None)
         before = engine.metrics.snapshot()
         if not hasattr(engine.processor, "image_processor"):
@@ -131,14 +119,14 @@ def run_scenes(arguments: Namespace) -> int:
             )
         did = experts_did(engine, engine.metrics.snapshot() - before)
     if arguments.json:
-        print_json(arguments, {**result, **did})
+        flags.print_json(arguments, {**result, **did})
     else:
         print_accuracy(Console(), result)
         print(experts_line(did))
     return 0
 
 
-EVAL = Command(
+EVAL = flags.Command(
     "measure accuracy on questions with known answers; run the studies of the tables in docs/",
     eval_arguments,
     run_eval,

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vismoe.cli.print import experts_did, experts_line
 from vismoe.errors import InputError
-from vismoe.flags import add_request_options, at_least_one, given_settings, load_engine, one_model, print_json
+from vismoe.flags import add, add_request_options, at_least_one, given_settings, load_engine, one_model, print_json
 
 __all__ = ["LMMS_FLAGS", "add_lmms_arguments", "run_lmms"]
 
@@ -21,8 +21,8 @@ def add_lmms_arguments(parser: ArgumentParser) -> None:
     """Adds the flags that `--lmms` has besides those of every evaluation."""
     group = parser.add_argument_group("with --lmms")
     none = argparse.SUPPRESS
-    group.add_argument("--limit", type=at_least_one, default=none, metavar="N", help="only the first N documents of each task")
-    group.add_argument("--offset", type=int, default=none, metavar="N", help="skip the first N documents (default: 0)")
+    add(group, "--limit N", "only the first N documents of each task", at_least_one, none)
+    add(group, "--offset N", "skip the first N documents (default: 0)", int, none)
     add_request_options(group, "max_tokens")
 
 

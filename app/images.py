@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 
 from vismoe.app.costs import PictureCost, pictures_bytes
-from vismoe.app.decoding import Decoders
+from vismoe.app.decoding import Decoder, Decoders
 from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import DECODERS, MemoryKind, MemoryShare
@@ -63,11 +63,6 @@ class Allowance:
     look_s: float
     decode_s: float
 
-    @classmethod
-    def of(cls, limits: ImageLimits) -> "Allowance":
-        timeout_s = limits.image_timeout_s
-        return cls(OF_A_REQUEST * limits.max_image_bytes, OF_A_REQUEST * limits.max_pixels, timeout_s, timeout_s, timeout_s)
-
 
 class ImageIntake:
     """Opens the images of requests. `remote` replaces the downloader, in tests."""
@@ -88,7 +83,8 @@ class ImageIntake:
         """
         if len(urls) > self.limits.max_images:
             raise InputError(f"{len(urls)} images, but the limit is {self.limits.max_images} per request. Fix: send fewer")
-        allowance = Allowance.of(self.limits)
+        encoded, pixels = OF_A_REQUEST * self.limits.max_image_bytes, OF_A_REQUEST * self.limits.max_pixels
+        allowance = Allowance(encoded, pixels, *[self.limits.image_timeout_s] * 3)
         sources: list[str | bytes] = []
         costs = []
         for number, url in enumerate(urls, 1):
@@ -102,9 +98,9 @@ class ImageIntake:
             with said_of(number, len(urls)):
                 if allowance.decode_s <= 0:
                     raise InputError(TOO_MUCH)
-                picture, seconds = await self._decoders.decode(
-                    sources[number - 1], self.limits.max_pixels, allowance.decode_s, cost.reduce
-                )
+                given = (sources[number - 1], self.limits.max_pixels, allowance.decode_s, cost.reduce)
+                picture, seconds = await self._decoders.timed(Decoder.decode, *given)
+                del given
                 sources[number - 1] = b""
                 allowance.decode_s -= seconds
                 images.append(picture)
@@ -120,7 +116,8 @@ class ImageIntake:
         if min(vars(left).values()) <= 0:
             raise InputError(TOO_MUCH)
         source = await self._source(url, left, share)
-        header, seconds = await self._decoders.look(source, min(self.limits.max_pixels, left.pixels), left.look_s)
+        pixels = min(self.limits.max_pixels, left.pixels)
+        header, seconds = await self._decoders.timed(Decoder.look, source, pixels, left.look_s)
         left.pixels -= header.width * header.height
         left.look_s -= seconds
         return source, header

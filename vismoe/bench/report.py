@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vismoe.bench.job import COLD, EXACT, OURS, WARM, Contestant
-from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import format_bytes
 from vismoe.models.family.components import decode_read_bytes
+from vismoe.types import ExpertInventory
 
-__all__ = ["Ceilings", "Work", "agreement", "measures", "observed", "spread", "summary", "warnings"]
+__all__ = ["Ceilings", "Work", "agreement", "expert_read_bytes", "measures", "observed", "share", "spread", "summary", "warnings"]
 
 STATES = (COLD, WARM)
 REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the others are compared with the first that ran
@@ -60,6 +60,21 @@ class Work:
 
         prefill = None if self.prefill_bytes is None else smaller(self.prefill_bytes)
         return Work(prefill, smaller(self.decode_bytes), self.backbone_bytes, share * self.expert_bytes)
+
+
+def expert_read_bytes(inventory: ExpertInventory, tokens: int) -> float:
+    """Expected bytes of the experts that `tokens` tokens of one step choose, if routing is uniform."""
+    return sum(
+        layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** tokens) * inventory.layout(layer.index).payload_bytes
+        for layer in inventory.layers
+    )
+
+
+def share(nbytes: float | None, seconds: float | None, ceiling_bytes_per_s: float | None) -> float | None:
+    """The share of the ceiling that `nbytes` in `seconds` reach; None if one of them is unknown."""
+    if not nbytes or not seconds or not ceiling_bytes_per_s:
+        return None
+    return nbytes / seconds / ceiling_bytes_per_s
 
 
 def observed(work: Work, runs: Sequence[Mapping[str, Any]]) -> Work:

@@ -36,22 +36,6 @@ from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of
 from vismoe.types import ExpertInventory, Format
 
-__all__ = [
-    "GgufFile",
-    "Store",
-    "Subject",
-    "bench_folder",
-    "clean",
-    "generate",
-    "gguf_file",
-    "gguf_of",
-    "packed",
-    "refuse_unusable",
-    "sketch",
-    "store_folder",
-    "subject_of",
-]
-
 GGUF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 ENCODERS = ("vision tower", "audio tower")  # llama.cpp stores them in another file
 SAME_SIZE = 0.02  # tolerance for the sizes of files with the same weights: vectors and routers are F32 in GGUF

@@ -26,6 +26,7 @@ PICTURE = re.compile(r"(\d+)x(\d+)")
 
 
 def bench_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe bench`."""
     flags.add_one_model(parser)
     group = parser.add_argument_group("generated checkpoint, instead of MODEL")
     flags.add(group, "--geometry NAME", "random weights in the shapes of a published model, e.g. qwen3-30b-a3b")
@@ -75,6 +76,7 @@ def bench_arguments(parser: ArgumentParser) -> None:
 
 
 def comma_list(text: str) -> list[str]:
+    """`"a, b"` -> ["a", "b"]."""
     return [word for word in (part.strip() for part in text.split(",")) if word]
 
 
@@ -123,9 +125,8 @@ def run_bench(arguments: Namespace) -> int:
             print(f"{folder}: {len(deleted)} deleted, {format_bytes(nbytes)}")
         return 0
     order = order_of(arguments, model, settings, folder)
-    tell, bar = (silent, silent_steps) if arguments.json else (say, progress_bar)
     with terminated_is_interrupted():
-        report = benchmark.run(order, say=tell, progress=bar)
+        report = benchmark.run(order, progress_bar)
     if not arguments.json:
         from rich.console import Console
 
@@ -147,19 +148,6 @@ def terminated_is_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def silent(text: str) -> None:
-    """Prints nothing; used under --json."""
-
-
-@contextlib.contextmanager
-def silent_steps(steps: int) -> Iterator[Callable[[str], None]]:
-    yield silent
 
 
 def refuse_more_than_clean(arguments: Namespace) -> None:
@@ -189,6 +177,7 @@ def refuse_contradictions(arguments: Namespace, model: str | None) -> None:
 
 
 def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], folder: Path) -> "BenchOptions":
+    """The flags as options of a benchmark."""
     from vismoe.bench.benchmark import BenchOptions
 
     names = (
@@ -210,13 +199,13 @@ def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], 
 
 
 @contextlib.contextmanager
-def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; each call begins the next step."""
+def progress_bar(steps: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr unless `quiet`; each call begins the next step."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task, begun = bar.add_task("benchmark", total=steps), 0
 
         def begin(description: str) -> None:

@@ -18,7 +18,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vismoe.config import ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
@@ -27,34 +27,6 @@ from vismoe.ranges import PATH_BEGINNINGS, Rule, file_name, shown
 
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
-
-__all__ = [
-    "INTERRUPTED",
-    "Command",
-    "SuggestingParser",
-    "Words",
-    "add",
-    "add_model_flags",
-    "add_one_model",
-    "add_option",
-    "add_request_options",
-    "add_settings",
-    "at_least_one",
-    "bytes_per_s",
-    "checked",
-    "ctrl_c_exits",
-    "did_you_mean",
-    "error_report",
-    "given_options",
-    "given_settings",
-    "load_engine",
-    "model_and_question",
-    "model_options",
-    "one_model",
-    "print_json",
-    "quick_imports",
-    "size",
-]
 
 
 @dataclass(frozen=True)
@@ -75,15 +47,8 @@ DIGITS = 18  # of a number that is read: what 64 bits hold
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class Words(NamedTuple):
-    """What the positional arguments of `vismoe chat` mean."""
-
-    model: str | None
-    question: str | None
-
-
-def model_and_question(words: list[str], model: str | None) -> Words:
-    """Which of the words is the model and which the question; `model` is that of `--model`, which leaves only the question.
+def model_and_question(words: list[str], model: str | None) -> tuple[str | None, str | None]:
+    """(model, question) among the words of `vismoe chat`; `model` is that of `--model`, which leaves only the question.
 
     Two words are MODEL and QUESTION. One word is a model when it looks like one: an existing folder, a path, or a hub name such
     as Qwen/Qwen3-VL-30B-A3B-Instruct. Anything with a blank or a question mark in it, and any other word, is a question.
@@ -91,13 +56,13 @@ def model_and_question(words: list[str], model: str | None) -> Words:
     if len(words) > (1 if model else 2):
         raise InputError(f'{len(words)} separate words: put the question in quotes, e.g. vismoe chat "{" ".join(words)}"')
     if len(words) == 2:
-        return Words(_expanded(words[0]), words[1])
+        return _expanded(words[0]), words[1]
     if not words or model:
-        return Words(_expanded(model), words[0] if words else None)
+        return _expanded(model), words[0] if words else None
     word = words[0]
     is_question = any(letter.isspace() for letter in word) or "?" in word
     names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or os.path.isdir(word)
-    return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
+    return (_expanded(word), None) if names_a_model and not is_question else (None, word)
 
 
 def _expanded(model: str | None) -> str | None:

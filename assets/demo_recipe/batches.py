@@ -44,6 +44,7 @@ STRANGERS = tuple(
     "mountain road truck plane computer bottle knife spoon pen robot child baby duck sheep goat wolf shark whale spider potato "
     "tomato onion orange pear grape cherry sandwich cookie bench bridge tower castle lamp bed sofa bag box ring".split()
 )
+USUAL_KINDS = {"exists": 2, "what": 3, "where": 2.5, "count": 1.5, "choice": 2, "text": 2, "describe": 1, "turns": 1}
 ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 NEXT_USER = "\n<|im_start|>user\n"
 
@@ -57,18 +58,7 @@ class Mixture:
     """
 
     difficulty: Difficulty = WORLD
-    kinds: dict[str, float] = field(
-        default_factory=lambda: {
-            "exists": 2,
-            "what": 3,
-            "where": 2.5,
-            "count": 1.5,
-            "choice": 2,
-            "text": 2,
-            "describe": 1,
-            "turns": 1,
-        }
-    )
+    kinds: dict[str, float] = field(default_factory=lambda: dict(USUAL_KINDS))
     bins: int = 4
     bin_tokens: int = 64
     pair_share: float = 0.0

@@ -22,6 +22,7 @@ NAMES = SETTINGS["selection"].choices
 
 
 def calibrate_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe calibrate`."""
     flags.add_one_model(parser)
     data = parser.add_argument_group("prompts")
     flags.add(

@@ -29,6 +29,7 @@ __all__ = ["CHAT", "UI"]
 
 
 def chat_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe chat`."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -52,6 +53,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
 
 
 def ui_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe ui`."""
     flags.add_one_model(parser)
     parser.add_argument("--port", type=int, default=7860, help="on 127.0.0.1 (default: 7860)")
     flags.add_request_options(parser, "max_tokens", "image_tokens")
@@ -106,7 +108,7 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
     if not arguments.json:
         introduce(console, engine, arguments.verbose)
     reply = engine.chat(messages, options)
-    with ctrl_c_cancels(reply) as stop:
+    with ctrl_c_cancels(reply) as stopped:
         for piece in reply:
             if not arguments.json:
                 print(piece, end="", flush=True)
@@ -119,7 +121,7 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
             print_figures(console, reply.figures.to_json())
         for file in maps:
             say(f"saved {file}")
-    return flags.INTERRUPTED if stop.pressed else 0
+    return flags.INTERRUPTED if stopped() else 0
 
 
 CHAT = flags.Command(

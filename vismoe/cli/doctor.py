@@ -21,6 +21,7 @@ __all__ = ["DOCTOR"]
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe doctor`."""
     parser.add_argument("words", nargs="*", metavar="[MODEL]", help="report on this model (default: on three examples)")
     flags.add(parser, "--model MODEL", "the model, given as a flag")
     flags.add(parser, "--revision REV", "branch, tag or commit of a hub model")

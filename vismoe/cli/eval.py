@@ -26,6 +26,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its o
 
 
 def eval_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe eval`; those of one evaluation are absent where they are not given."""
     flags.add_one_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     flags.add(what, "--scenes", "ask questions about generated scenes of the demo world")

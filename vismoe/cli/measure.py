@@ -13,6 +13,7 @@ CPU_BYTES_PER_S = 40e9  # the read rate of two cores with two memory channels
 
 
 def replay_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe replay`."""
     parser.add_argument("trace", metavar="TRACE", help="a folder that vismoe chat --trace recorded")
     flags.add(parser, "--slots N", "cache sizes to compare: slabs, or a share such as 25%%", nargs="+", required=True)
     flags.add(parser, "--window W", "number of next MoE layers whose experts eviction protects (default: 5)", flags.at_least_one)
@@ -52,24 +53,27 @@ def replay_conditions(arguments: Namespace) -> dict[str, Any]:
 
 def run_replay(arguments: Namespace) -> int:
     """Replays every eviction order and the oracle at every size; with --misses every way to serve a miss."""
-    if arguments.misses:
-        return replay_misses(arguments)
-    if arguments.cpu is not None or arguments.cpu_token_seconds is not None:
+    if not arguments.misses and (arguments.cpu is not None or arguments.cpu_token_seconds is not None):
         raise InputError("--cpu and --cpu-token-seconds apply to --misses only. Fix: add --misses, or leave them out")
-    if arguments.pinned_curve:
-        return replay_pinned(arguments)
+    replay = replay_misses if arguments.misses else replay_pinned if arguments.pinned_curve else replay_orders
+    found, text = replay(arguments)
+    if arguments.json:
+        flags.print_json(arguments, {"trace": arguments.trace, **found})
+    else:
+        print(text)
+    return 0
+
+
+def replay_orders(arguments: Namespace) -> tuple[dict[str, Any], str]:
+    """Replays every eviction order and the oracle at every size; returns results for JSON and as text."""
     from vismoe.simulate.replay import compare, format_table
     from vismoe.trace.files import Trace
 
     rows = compare(Trace.open(arguments.trace), [_slots(text) for text in arguments.slots], **replay_conditions(arguments))
-    if arguments.json:
-        flags.print_json(arguments, {"trace": arguments.trace, "rows": [row.to_json() for row in rows]})
-    else:
-        print(format_table(rows))
-    return 0
+    return {"rows": [row.to_json() for row in rows]}, format_table(rows)
 
 
-def replay_pinned(arguments: Namespace) -> int:
+def replay_pinned(arguments: Namespace) -> tuple[dict[str, Any], str]:
     """Replays every number of pinned layers that fits, at every size."""
     from vismoe.simulate.demands import Demands
     from vismoe.simulate.pinned import best_depth, format_curves, pinned_curve
@@ -81,22 +85,11 @@ def replay_pinned(arguments: Namespace) -> int:
     curves = {size: pinned_curve(demands, _slots(size), **conditions) for size in arguments.slots}
     timed = arguments.link is not None
     best = {size: best_depth(points, timed) for size, points in curves.items()}
-    if arguments.json:
-        flags.print_json(
-            arguments,
-            {
-                "trace": arguments.trace,
-                "best": best,
-                "curves": {size: [vars(p) for p in points] for size, points in curves.items()},
-            },
-        )
-    else:
-        print(format_curves(curves, timed))
-        print("best: " + ", ".join(f"{layers} at {size}" for size, layers in best.items()))
-    return 0
+    text = f"{format_curves(curves, timed)}\nbest: {', '.join(f'{layers} at {size}' for size, layers in best.items())}"
+    return {"best": best, "curves": {size: [vars(point) for point in points] for size, points in curves.items()}}, text
 
 
-def replay_misses(arguments: Namespace) -> int:
+def replay_misses(arguments: Namespace) -> tuple[dict[str, Any], str]:
     """Replays every way to serve a miss, at every size and link rate."""
     from vismoe.simulate.misses import LINKS_BYTES_PER_S, compare_misses, format_misses
     from vismoe.trace.files import Trace
@@ -114,11 +107,7 @@ def replay_misses(arguments: Namespace) -> int:
         cpu_bytes_per_s=arguments.cpu or CPU_BYTES_PER_S,
         **conditions,
     )
-    if arguments.json:
-        flags.print_json(arguments, {"trace": arguments.trace, "time": "virtual", **compared.to_json()})
-    else:
-        print(format_misses(compared))
-    return 0
+    return {"time": "virtual", **compared.to_json()}, format_misses(compared)
 
 
 def _slots(text: str) -> int | str:
@@ -126,6 +115,7 @@ def _slots(text: str) -> int | str:
 
 
 def plan_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe plan`."""
     flags.add_one_model(parser)
     flags.add(parser, "--json", "one JSON object, sizes in bytes")
     flags.add_model_flags(parser)

@@ -25,6 +25,7 @@ LISTED = 20  # most bad records in a message
 
 
 def pack_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe pack`."""
     flags.add_one_model(parser)
     flags.add(parser, "--model MODEL", "the model, given as a flag")
     flags.add(parser, "--revision REV", "branch, tag or commit of a hub model")
@@ -63,6 +64,7 @@ def run_pack(arguments: Namespace) -> int:
 
 
 def pack_formats(arguments: Namespace) -> int:
+    """Packs one format after another, with a line about each."""
     with flags.ctrl_c_exits(arguments), flags.quick_imports():
         from vismoe.models.family.checkpoint_files import demo_model
         from vismoe.models.load.preview import experts_in_place

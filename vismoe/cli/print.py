@@ -45,10 +45,12 @@ def print_backends(console: Console, backends: dict[str, str]) -> None:
 
 
 def rate(count: float, seconds: float, unit: str) -> str:
+    """`12.3 tokens/s`; empty for no time."""
     return f"{count / seconds:.1f} {unit}/s" if seconds > 0 else ""
 
 
 def hit_rate(counts: dict[str, Any]) -> str:
+    """The share of demands that were hits, in words."""
     demanded = counts["hits"] + counts["misses"]
     return f"{counts['hits'] / demanded:.1%} hits" if demanded else "nothing demanded"
 

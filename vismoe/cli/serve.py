@@ -33,6 +33,7 @@ FLAGS = {
 
 
 def serve_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe serve`."""
     flags.add_one_model(parser)
     group = parser.add_argument_group("server")
     flags.add(group, "--api-key KEY", "key that clients must send; repeat for more keys", default=[], action="append")

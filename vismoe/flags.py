@@ -188,6 +188,17 @@ READERS = {"emulated_link_bytes_per_s": bytes_per_s, "image_tokens": image_token
 
 
 @contextlib.contextmanager
+def signals_call(handler: Callable[[int, Any], Any], *numbers: int) -> Iterator[None]:
+    """Within, these signals call `handler`."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
     """Within, Ctrl-C ends the process at once. While libraries are imported and a model is read there is nothing to put in order,
     and a KeyboardInterrupt could be lost in a library's destructor or arrive wrapped in an ImportError.
@@ -199,11 +210,8 @@ def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
             print_json(arguments, {"error": {"type": "Interrupted", "message": "Ctrl-C while loading"}})
         os._exit(INTERRUPTED)
 
-    before = signal.signal(signal.SIGINT, leave)
-    try:
+    with signals_call(leave, signal.SIGINT):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ def run_bench(arguments: Namespace) -> int:
             print(f"{folder}: {len(deleted)} deleted, {format_bytes(nbytes)}")
         return 0
     order = order_of(arguments, model, settings, folder)
-    with terminated_is_interrupted():
+    with flags.signals_call(signal.default_int_handler, signal.SIGTERM):  # so that no worker and no control group remains
         report = benchmark.run(order, progress_bar)
     if not arguments.json:
         from rich.console import Console
@@ -138,16 +138,6 @@ def run_bench(arguments: Namespace) -> int:
     if report["interrupted"]:
         return flags.INTERRUPTED
     return FAILED if any(row["way"] == OURS and row["failed"] for row in report["contestants"].values()) else 0
-
-
-@contextlib.contextmanager
-def terminated_is_interrupted() -> Iterator[None]:
-    """Within it, SIGTERM acts like Ctrl-C, so that no worker and no control group remains."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def refuse_more_than_clean(arguments: Namespace) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe.cli.lines import next_input, with_line_editing
 from vismoe.errors import ClosedError, InputError, VisMoEError
-from vismoe.flags import did_you_mean
+from vismoe.flags import did_you_mean, signals_call
 from vismoe.models.inputs.message_files import read_messages, user_message, with_images
 from vismoe.options import RequestOptions
 
@@ -88,11 +88,8 @@ def ctrl_c_cancels(reply: "Reply") -> Iterator[Callable[[], bool]]:
         pressed = True
         reply.cancel()
 
-    before = signal.signal(signal.SIGINT, cancel)
-    try:
+    with signals_call(cancel, signal.SIGINT):
         yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "") -> None:

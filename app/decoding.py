@@ -190,7 +190,8 @@ def main() -> None:
 
         AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each thread needs a stack
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    own_bytes = _virtual_bytes()
+    with open("/proc/self/statm") as file:
+        own_bytes = int(file.read().split()[0]) * resource.getpagesize()  # of address space
     answers.write(READY)
     answers.flush()
     while header := requests.read(REQUEST.size):
@@ -260,11 +261,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)
-
-
-def _virtual_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

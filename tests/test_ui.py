@@ -288,7 +288,7 @@ def test_a_long_answer_has_as_many_bars_as_can_be_seen():
 def test_sources_add_up_the_passes_of_a_phase():
     passes = [PassFigures(phase, 0.0, 0.5, 2, 0.1, 3, 4, 50, 60) for phase in (Phase.PREFILL, Phase.DECODE, Phase.DECODE)]
     found = sources(passes, Phase.DECODE)
-    assert (found.tokens, found.hits, found.misses, found.disk_bytes, found.link_bytes) == (4, 6, 8, 100, 120)
+    assert (found.tokens, found.hits, found.misses, found.bytes_read, found.bytes_copied) == (4, 6, 8, 100, 120)
     assert (found.seconds, found.stall_seconds) == pytest.approx((1.0, 0.2))
 
 

@@ -68,11 +68,6 @@ VIDEO_PROCESSOR = IMAGE_PROCESSOR | {"video_processor_type": "Qwen3VLVideoProces
 del VIDEO_PROCESSOR["image_processor_type"]
 
 
-def byte_alphabet() -> list[str]:
-    """The 256 printable stand-ins of the bytes, in the order of GPT-2's table."""
-    return sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
 def splitter() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -88,7 +83,7 @@ def vocabulary() -> list[str]:
         for piece in _pieces(split, text)
     }
     words = {form for piece in pieces for form in _written_ways(piece)}
-    alphabet = byte_alphabet()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # printable stand-ins of the bytes, in the order of GPT-2's table
     return alphabet + sorted(word for word in words if len(word) > 1)
 
 

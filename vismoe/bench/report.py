@@ -101,22 +101,18 @@ def measures(request: Mapping[str, Any], work: Work, ceilings: Ceilings) -> dict
             f"{phase}_memory_share": share(needed[phase], seconds, ceilings.memory_bytes_per_s),
             f"{phase}_disk_share": share(read, seconds, ceilings.disk_bytes_per_s),
         }
-        if counters:
+        if counters:  # control: the experts function without waiting and arithmetic
+            control_s = counters["layer_seconds"] - counters["stall_seconds"] - counters["compute_seconds"]
             found |= {
                 f"{phase}_hit_rate": _hit_rate(counters),
                 f"{phase}_bytes_read_per_token": counters["bytes_read"] / tokens[phase],
                 f"{phase}_bytes_copied_per_token": counters["bytes_copied"] / tokens[phase],
                 f"{phase}_stall_share": counters["stall_seconds"] / seconds,
-                f"{phase}_control_us_per_layer": 1e6 * _control_s(counters) / counters["steps"] if counters["steps"] else None,
+                f"{phase}_control_us_per_layer": 1e6 * control_s / counters["steps"] if counters["steps"] else None,
                 f"{phase}_wasted_prefetch_bytes_per_token": counters["wasted_prefetch_bytes"] / tokens[phase],
                 f"{phase}_link_share": share(counters["bytes_copied"], seconds, ceilings.link_bytes_per_s),
             }
     return found
-
-
-def _control_s(counters: Mapping[str, float]) -> float:
-    """Seconds of the experts function without waiting and arithmetic."""
-    return counters["layer_seconds"] - counters["stall_seconds"] - counters["compute_seconds"]
 
 
 def _hit_rate(counters: Mapping[str, float]) -> float | None:

@@ -170,22 +170,11 @@ def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], 
     """The flags as options of a benchmark."""
     from vismoe.bench.benchmark import BenchOptions
 
-    names = (
-        "geometry layers skew seed prompt prompt_tokens new_tokens repeats warm limit warm_cache gguf threads trace control "
-        "moe_time dtype revision device"
-    )
-    return BenchOptions(
-        model=model,
-        folder=folder,
-        picture=arguments.image,
-        baselines=tuple(arguments.baseline),
-        formats=tuple(arguments.format_list),
-        kernels=tuple(arguments.kernels_list),
-        settings=settings,
-        command=tuple(sys.argv),
-        quiet=arguments.json,
-        **{name: getattr(arguments, name) for name in names.split()},
-    )
+    given = {name: getattr(arguments, name) for name in BenchOptions.__dataclass_fields__ if name in arguments}
+    lists = {"baselines": arguments.baseline, "formats": arguments.format_list, "kernels": arguments.kernels_list}
+    given |= {name: tuple(words) for name, words in lists.items()}
+    given |= {"model": model, "folder": folder, "picture": arguments.image, "settings": settings, "quiet": arguments.json}
+    return BenchOptions(**given, command=tuple(sys.argv))
 
 
 @contextlib.contextmanager

@@ -76,6 +76,7 @@ def _calibrate(arguments: Namespace) -> int:
     from rich.console import Console
 
     with flags.quick_imports():
+        from vismoe.machine.profile import profile_file
         from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
         from vismoe.predictor_training.collect import progress_bar, work_name
         from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
@@ -95,7 +96,8 @@ def _calibrate(arguments: Namespace) -> int:
     recipe = TrainingRecipe(seed=arguments.seed, **given)
     arguments.calibration = "none"  # do not use the result of an earlier run
     with flags.load_engine(arguments, model) as engine, progress_bar() as bar:
-        work = Path(arguments.work).expanduser() if arguments.work else _cache() / work_name(engine)
+        cached = profile_file("any").parent / "calibrate" / work_name(engine)
+        work = Path(arguments.work).expanduser() if arguments.work else cached
         tasks: dict[str, Any] = {}
 
         def told(doing: str, done: int, total: int | None) -> None:
@@ -124,12 +126,6 @@ def _beside(model: str | None, revision: str | None) -> Path:
     if not files:
         raise CheckpointError(f"{name} is not on this machine. Fix: download it first, e.g. hf download {name}")
     return files[0].parent / FOLDER
-
-
-def _cache() -> Path:
-    from vismoe.machine.profile import profile_file
-
-    return profile_file("any").parent / "calibrate"
 
 
 def print_result(console: Any, result: "Calibrated") -> None:

@@ -42,9 +42,8 @@ class ImageLimits:
     allow_remote_images: bool = ServeOptions.allow_remote_images
     image_folder: Path | None = ServeOptions.image_folder  # requests may name files in it; None: no files
     max_images: int = ServeOptions.max_images  # of a request
-    max_image_bytes: int = (
-        ServeOptions.max_image_bytes
-    )  # encoded, of one image; a request's images together OF_A_REQUEST times as many
+    # encoded, of one image; a request's images together OF_A_REQUEST times as many
+    max_image_bytes: int = ServeOptions.max_image_bytes
     max_pixels: int = ServeOptions.max_pixels  # the same for pixels
     image_timeout_s: float = ServeOptions.image_timeout_s  # for all downloads of a request, for all headers, and for all decoding
 
@@ -149,9 +148,8 @@ class ImageIntake:
             raise InputError("this server does not download images (--allow-remote-images). Fix: send a data: URI")
 
         async def hold(nbytes: int) -> None:
-            await share.grow(
-                MemoryKind.LARGE_BODY, 9 * nbytes // 4, DOWNLOAD_WAIT_S
-            )  # while it grows, as a whole, and in the decoding process
+            held = 9 * nbytes // 4  # while it grows, as a whole, and in the decoding process
+            await share.grow(MemoryKind.LARGE_BODY, held, DOWNLOAD_WAIT_S)
 
         began_s = asyncio.get_running_loop().time()
         try:

@@ -78,9 +78,8 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 elem_id="conversation",
             )
             widgets["notice"] = gr.HTML("", elem_id="notice")
-            gr.HTML(
-                "", html_template='<div id="refused" class="vm-error" role="alert"></div>', padding=False
-            )  # ui.js writes there
+            refused = '<div id="refused" class="vm-error" role="alert"></div>'  # ui.js writes there
+            gr.HTML("", html_template=refused, padding=False)
             widgets["box"] = gr.MultimodalTextbox(
                 label="Your question",
                 show_label=False,

@@ -166,9 +166,8 @@ class ExpertInventory:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all experts as records in the model's dtype: what `memory="100%"` means."""
-        as_held = [
-            slab if slab.sections == raw.sections else raw for slab, raw in zip(self.layouts, self.raw_layouts, strict=True)
-        ]  # the same weights may be stored in whole blocks
+        both = zip(self.layouts, self.raw_layouts, strict=True)  # the same weights may be stored in whole blocks
+        as_held = [slab if slab.sections == raw.sections else raw for slab, raw in both]
         return sum(layer.num_experts * as_held[layer.geometry].record_bytes for layer in self.layers)
 
     @cached_property

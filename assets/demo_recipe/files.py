@@ -21,6 +21,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Qwen's
 )
 CONTEXT_TOKENS = 4096
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
 # As in the templates of LLaVA models, pictures come first, wherever they are in a message, because the model learned no other
 # order.
@@ -119,39 +120,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
     """A small member of the real family: deepstack, interleaved M-RoPE, 8 layers x 32 experts, 4 chosen per token."""
     token = tokenizer.convert_tokens_to_ids
-    text = dict(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=192,
-        intermediate_size=384,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        moe_intermediate_size=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=CONTEXT_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
-        router_aux_loss_coef=0.01,
-        tie_word_embeddings=True,
-        pad_token_id=token("<|endoftext|>"),
-        eos_token_id=token("<|im_end|>"),
-        dtype="bfloat16",
+    text = (
+        dict(vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=192, intermediate_size=384, num_hidden_layers=8)
+        | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT_TOKENS)
+        | dict(moe_intermediate_size=64, num_experts=32, num_experts_per_tok=4, decoder_sparse_step=1, mlp_only_layers=[])
+        | dict(rope_parameters=ROPE, router_aux_loss_coef=0.01, tie_word_embeddings=True, dtype="bfloat16")
+        | dict(pad_token_id=token("<|endoftext|>"), eos_token_id=token("<|im_end|>"))
     )
-    vision = dict(
-        depth=4,
-        hidden_size=128,
-        intermediate_size=384,
-        num_heads=4,
-        out_hidden_size=text["hidden_size"],
+    vision = dict(depth=4, hidden_size=128, intermediate_size=384, num_heads=4, out_hidden_size=192, dtype="bfloat16") | dict(
         patch_size=16,
         temporal_patch_size=2,
         spatial_merge_size=2,
         num_position_embeddings=256,
         deepstack_visual_indexes=[1, 2, 3],
-        dtype="bfloat16",
     )
     return Qwen3VLMoeConfig(
         text_config=text,

@@ -8,15 +8,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from vismoe import flags
-from vismoe.cli.conversation import (
-    ChatSession,
-    ctrl_c_cancels,
-    introduce,
-    open_images,
-    open_messages,
-    save_kept_maps,
-    say,
-)
+from vismoe.cli.conversation import ChatSession, introduce, open_images, open_messages, read_out, save_kept_maps, say
 from vismoe.config import SERVING_DEFAULTS
 from vismoe.errors import InputError
 from vismoe.models.inputs.message_files import user_message
@@ -108,10 +100,7 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
     if not arguments.json:
         introduce(console, engine, arguments.verbose)
     reply = engine.chat(messages, options)
-    with ctrl_c_cancels(reply) as stopped:
-        for piece in reply:
-            if not arguments.json:
-                print(piece, end="", flush=True)
+    stopped = read_out(reply, quiet=arguments.json)
     maps = save_kept_maps(reply.figures, arguments.kept_map) if arguments.kept_map else []
     if arguments.json:
         flags.print_json(arguments, reply.figures.to_json())
@@ -121,7 +110,7 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
             print_figures(console, reply.figures.to_json())
         for file in maps:
             say(f"saved {file}")
-    return flags.INTERRUPTED if stopped() else 0
+    return flags.INTERRUPTED if stopped else 0
 
 
 CHAT = flags.Command(

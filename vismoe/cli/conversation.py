@@ -75,10 +75,9 @@ def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
     return files
 
 
-@contextlib.contextmanager
-def ctrl_c_cancels(reply: "Reply") -> Iterator[Callable[[], bool]]:
-    """Within it, the first Ctrl-C cancels the reply, which then ends normally; a second one interrupts as usual. Yields a
-    function that says whether Ctrl-C was pressed."""
+def read_out(reply: "Reply", quiet: bool = False) -> bool:
+    """Prints the answer as it arrives, unless `quiet`. The first Ctrl-C cancels the reply, which then ends normally; a second one
+    interrupts as usual. Returns whether Ctrl-C was pressed."""
     pressed = False
 
     def cancel(number: int, frame: Any) -> None:
@@ -89,7 +88,10 @@ def ctrl_c_cancels(reply: "Reply") -> Iterator[Callable[[], bool]]:
         reply.cancel()
 
     with signals_call(cancel, signal.SIGINT):
-        yield lambda: pressed
+        for piece in reply:
+            if not quiet:
+                print(piece, end="", flush=True)
+    return pressed
 
 
 def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "") -> None:
@@ -223,14 +225,12 @@ class ChatSession:
 
         message = user_message(question, self.waiting)
         reply = self.engine.chat([*self.messages, message], self._options_in_force())
-        with ctrl_c_cancels(reply) as stopped:
-            for piece in reply:
-                print(piece, end="", flush=True)
+        stopped = read_out(reply)
         print(flush=True)
-        if stopped():
+        if stopped:
             say("[stopped]")
         self.last = reply.figures
-        if reply.answer or not stopped():
+        if reply.answer or not stopped:
             self.messages += [message, {"role": "assistant", "content": reply.answer}]
             self.waiting = []
         if self.arguments.verbose:

@@ -6,10 +6,16 @@ Each of these has its own flags. A flag of another one is refused, never ignored
 import argparse
 import contextlib
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
 from vismoe import flags
-from vismoe.cli.lmms import LMMS_FLAGS, add_lmms_arguments, run_lmms
+from vismoe.cli.print import experts_did, experts_line, print_accuracy
 from vismoe.cli.study import study_list
 from vismoe.errors import InputError
 from vismoe.eval.suite_rows import EVAL_BATCH, SUITE_FLAGS, SUITES, add_suite_arguments
@@ -19,7 +25,7 @@ __all__ = ["EVAL"]
 QUESTIONS: dict[str, Any] = {"seed": 0, "n": 50, "batch": EVAL_BATCH}
 FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its own flag, with their defaults
     "scenes": {**QUESTIONS, "kinds": None, "trace": None},
-    "lmms": {"batch": EVAL_BATCH, **LMMS_FLAGS},
+    "lmms": {"batch": EVAL_BATCH, "limit": None, "offset": 0, "max_tokens": None},
     "suite": {**QUESTIONS, **SUITE_FLAGS},
     "compare": {},
 }
@@ -44,7 +50,10 @@ def eval_arguments(parser: ArgumentParser) -> None:
     flags.add(parser, "--trace FOLDER", "with --scenes: record the routing, for vismoe replay; needs --batch 1", None, none)
     flags.add(parser, "--json", "one JSON object with all results")
     add_suite_arguments(parser)
-    add_lmms_arguments(parser)
+    group = parser.add_argument_group("with --lmms")
+    flags.add(group, "--limit N", "only the first N documents of each task", flags.at_least_one, none)
+    flags.add(group, "--offset N", "skip the first N documents (default: 0)", int, none)
+    flags.add_request_options(group, "max_tokens")
     flags.add_model_flags(parser)
     flags.add_settings(parser)
 
@@ -89,11 +98,6 @@ def run_scenes(arguments: Namespace) -> int:
         raise InputError(
             "--trace records one question at a time, since finished rows of a batch would be recorded too. Fix: --batch 1"
         )
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from vismoe.cli.print import experts_did, experts_line, print_accuracy
-
     with flags.quick_imports():
         from vismoe.eval.accuracy import evaluate
         from vismoe.eval.questions import FORMS, KINDS
@@ -101,15 +105,15 @@ def run_scenes(arguments: Namespace) -> int:
     if unknown := set(arguments.kinds or ()) - set(KINDS + FORMS):
         raise InputError(f"no such kind of question: {', '.join(sorted(unknown))}. Fix: choose among {', '.join(KINDS + FORMS)}")
 
-    with flags.load_engine(arguments, model) as engine, Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("questions", total=None)
-        before = engine.metrics.snapshot()
+    def scenes(engine: Any) -> dict[str, Any]:
         if not hasattr(engine.processor, "image_processor"):
             raise InputError(
                 f"{engine.name} is a text model; the questions are about pictures. Fix: choose a vision-language model"
             )
-        with engine.record(arguments.trace) if arguments.trace else contextlib.nullcontext():
-            result = evaluate(
+        recording = engine.record(arguments.trace) if arguments.trace else contextlib.nullcontext()
+        with Progress(console=Console(stderr=True), transient=True) as bar, recording:
+            task = bar.add_task("questions", total=None)
+            return evaluate(
                 engine.model,
                 engine.processor,
                 arguments.seed,
@@ -118,13 +122,53 @@ def run_scenes(arguments: Namespace) -> int:
                 batch_size=arguments.batch,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
+
+    return reported(arguments, model, scenes, print_accuracy)
+
+
+def run_lmms(arguments: Namespace) -> int:
+    """Runs tasks of lmms-eval through its own harness in this process."""
+    model = flags.one_model(arguments)
+    flags.given_settings(arguments)
+    tasks = [name for name in arguments.lmms.split(",") if name]
+    if not tasks:
+        raise InputError("--lmms names no task. Fix: e.g. --lmms scenes_pope,scenes_ocr")
+    if find_spec("lmms_eval") is None:
+        raise InputError('--lmms needs lmms-eval, which is not installed. Fix: pip install "vismoe[eval]"')
+    from vismoe.eval.lmms_run import run_tasks
+
+    given = (tasks, arguments.limit, arguments.offset, arguments.batch, arguments.max_tokens)
+    return reported(arguments, model, lambda engine: run_tasks(engine, *given), print_scores)
+
+
+def reported(
+    arguments: Namespace, model: str | None, evaluate: Callable[[Any], Any], show: Callable[[Console, Any], None]
+) -> int:
+    """Evaluates on one engine; prints the result, and the cache statistics of the experts."""
+    with flags.load_engine(arguments, model) as engine:
+        before = engine.metrics.snapshot()
+        result = evaluate(engine)
         did = experts_did(engine, engine.metrics.snapshot() - before)
     if arguments.json:
         flags.print_json(arguments, {**result, **did})
     else:
-        print_accuracy(Console(), result)
+        show(Console(), result)
         print(experts_line(did))
     return 0
+
+
+def print_scores(console: Console, result: dict[str, Any]) -> None:
+    """A line per task and metric, with the standard error that lmms-eval gives."""
+    table = Table(box=None)
+    for name in ("task", "documents", "metric", "score", "standard error"):
+        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    for task, scores in result["tasks"].items():
+        documents = sum(answer["task"] == task for answer in result["answers"])
+        for metric, score in scores.items():
+            if "_stderr" not in metric:
+                error = scores.get(f"{metric}_stderr")
+                table.add_row(task, str(documents), metric, f"{score:.4g}", "" if error is None else f"{error:.2g}")
+    console.print(table)
 
 
 EVAL = flags.Command(

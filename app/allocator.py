@@ -8,14 +8,19 @@ takes up to 30 ms, and no time if there is nothing to return. Other C libraries 
 import asyncio
 import ctypes
 
-__all__ = ["give_back_memory"]
+__all__ = ["give_back_memory", "trim"]
 
 EVERY_S = 5.0
+MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", lambda rest: None)
 
 
 async def give_back_memory() -> None:
     """Runs until it is cancelled."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:
+    while True:
         await asyncio.sleep(EVERY_S)
-        await asyncio.to_thread(trim, 0)
+        await asyncio.to_thread(trim)
+
+
+def trim() -> None:
+    """Returns free memory to the system now."""
+    MALLOC_TRIM(0)

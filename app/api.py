@@ -61,9 +61,8 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
         any_name=bool(options.api_keys) and not is_loopback(options.host),
         any_address=not is_loopback(options.host),
     )
-    if (
-        options.allow_origins
-    ):  # outside the gate, because browsers send preflight requests without a key and must be able to read refusals
+    if options.allow_origins:
+        # outside the gate, because browsers send preflight requests without a key and must be able to read refusals
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allow_origins,

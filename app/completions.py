@@ -26,14 +26,7 @@ from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes,
 from vismoe.app.images import ImageIntake
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
-from vismoe.app.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    ContentPart,
-    Sampling,
-    count_values,
-    parse,
-)
+from vismoe.app.schemas import ChatRequest, CompletionRequest, ContentPart, Sampling, count_values, parse
 from vismoe.errors import InputError
 from vismoe.models.inputs.rgb import Header
 from vismoe.options import RequestOptions
@@ -50,7 +43,6 @@ STEP_BYTES = 2**20  # buffer growth for a body of unknown length
 
 Call = Callable[[], Any]  # starts and returns the engine's reply
 Result = TypeVar("Result")
-Answer = ChatAnswer | TextAnswer
 
 
 class Completions:
@@ -84,7 +76,7 @@ class Completions:
         return await self._answer(http, CompletionRequest, call, TextAnswer)
 
     async def _answer(
-        self, http: Request, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]], form: type[Answer]
+        self, http: Request, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]], form: type[TextAnswer]
     ) -> Response:
         caller = self._callers.enter()
         try:
@@ -203,7 +195,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, reply: Any, pieces: AsyncIterator[str], caller: Caller, ends: Callable[[], None]):
+    def __init__(self, answer: TextAnswer, reply: Any, pieces: AsyncIterator[str], caller: Caller, ends: Callable[[], None]):
         super().__init__(headers={REQUEST_ID: answer.id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._answer, self._reply, self._pieces, self._caller, self._ends = answer, reply, pieces, caller, ends

@@ -14,7 +14,6 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import ctypes
 import dataclasses
 import io
 import json
@@ -28,10 +27,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from PIL import Image
 
+from vismoe.app.allocator import trim
 from vismoe.errors import InputError
 from vismoe.models.inputs.images import data_uri_payload, look_at, open_image
 from vismoe.models.inputs.rgb import Header, decoding_bytes
@@ -124,23 +124,16 @@ class Decoders:
         for decoder in self._decoders:
             self._idle.put(decoder)
 
-    async def look(self, source: str | bytes, max_pixels: int, timeout_s: float) -> tuple[Header, float]:
-        """(header, seconds of reading it); waiting for a decoder does not count. Raises InputError."""
-        return await self._timed(lambda decoder: decoder.look(source, max_pixels, timeout_s))
+    async def timed(self, task: Callable[..., Result], *given: Any) -> tuple[Result, float]:
+        """(result of `task(decoder, *given)`, its seconds); waiting for a decoder does not count. Raises InputError."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_one, task, *given)
 
-    async def decode(self, source: str | bytes, max_pixels: int, timeout_s: float, reduce: int) -> tuple[Image.Image, float]:
-        """(the picture, seconds of decoding), otherwise as `look`."""
-        return await self._timed(lambda decoder: decoder.decode(source, max_pixels, timeout_s, reduce))
-
-    async def _timed(self, task: Callable[[Decoder], Result]) -> tuple[Result, float]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_one, task)
-
-    def _with_one(self, task: Callable[[Decoder], Result]) -> tuple[Result, float]:
+    def _with_one(self, task: Callable[..., Result], *given: Any) -> tuple[Result, float]:
         decoder = self._idle.get()
         try:
             decoder.running()
             began_s = time.perf_counter()
-            return task(decoder), time.perf_counter() - began_s
+            return task(decoder, *given), time.perf_counter() - began_s
         finally:
             self._idle.put(decoder)
 
@@ -196,9 +189,9 @@ def main() -> None:
         from PIL import AvifImagePlugin
 
         AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each thread needs a stack
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda rest: None)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    own_bytes = _virtual_bytes()
+    with open("/proc/self/statm") as file:
+        own_bytes = int(file.read().split()[0]) * resource.getpagesize()  # of address space
     answers.write(READY)
     answers.flush()
     while header := requests.read(REQUEST.size):
@@ -208,7 +201,7 @@ def main() -> None:
         except InputError as error:
             text = str(error).encode()
             answers.writelines((ANSWER.pack(False, 0, 0, len(text)), text))
-        trim(0)
+        trim()
         answers.write(READY)
         answers.flush()
 
@@ -268,11 +261,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)
-
-
-def _virtual_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

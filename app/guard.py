@@ -5,8 +5,11 @@ becomes one error response.
 """
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -14,17 +17,48 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vismoe.app.api_errors import ApiError, api_error_of, error_response
-from vismoe.app.keys import KeyCheck
 from vismoe.app.known_hosts import MAX_LOGGED_CHARACTERS
 from vismoe.app.options import ServeOptions
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "KeyCheck"]
 
 log = logging.getLogger("vismoe.serve")
 
 OPEN = ("/health",)  # needs no key, because load balancers have none
 PAUSE_S = 10.0  # most seconds between two pieces of a body: a stalled body holds memory that other requests need
 CLIENT_LEFT = 499  # the status in logs for a client that disconnected; it is never sent
+
+
+class KeyCheck:
+    """Whether a request is allowed; without keys every request is.
+
+    Keys are stored as SHA-256 digests, and a candidate's digest is compared with every one of them in constant time, so that the
+    time of an answer reveals neither the length of a key, nor how much of it was correct, nor which key it was.
+    """
+
+    def __init__(self, keys: Sequence[str]):
+        self._digests = [_digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        """Whether the server requires a key."""
+        return bool(self._digests)
+
+    def allows(self, headers: Mapping[str, str]) -> bool:
+        """headers: by lower-case name, as starlette's are. Accepts `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+        if not self._digests:
+            return True
+        candidate = _digest(_key_in(headers))
+        return sum(hmac.compare_digest(candidate, digest) for digest in self._digests) > 0  # sum compares all, unlike any
+
+
+def _key_in(headers: Mapping[str, str]) -> str:
+    """The key in a request's headers; empty if there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 class Guard:

@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 
 from vismoe.app.costs import PictureCost, pictures_bytes
-from vismoe.app.decoding import Decoders
+from vismoe.app.decoding import Decoder, Decoders
 from vismoe.app.local_images import LocalImages
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import DECODERS, MemoryKind, MemoryShare
@@ -42,9 +42,8 @@ class ImageLimits:
     allow_remote_images: bool = ServeOptions.allow_remote_images
     image_folder: Path | None = ServeOptions.image_folder  # requests may name files in it; None: no files
     max_images: int = ServeOptions.max_images  # of a request
-    max_image_bytes: int = (
-        ServeOptions.max_image_bytes
-    )  # encoded, of one image; a request's images together OF_A_REQUEST times as many
+    # encoded, of one image; a request's images together OF_A_REQUEST times as many
+    max_image_bytes: int = ServeOptions.max_image_bytes
     max_pixels: int = ServeOptions.max_pixels  # the same for pixels
     image_timeout_s: float = ServeOptions.image_timeout_s  # for all downloads of a request, for all headers, and for all decoding
 
@@ -62,11 +61,6 @@ class Allowance:
     download_s: float
     look_s: float
     decode_s: float
-
-    @classmethod
-    def of(cls, limits: ImageLimits) -> "Allowance":
-        timeout_s = limits.image_timeout_s
-        return cls(OF_A_REQUEST * limits.max_image_bytes, OF_A_REQUEST * limits.max_pixels, timeout_s, timeout_s, timeout_s)
 
 
 class ImageIntake:
@@ -88,7 +82,8 @@ class ImageIntake:
         """
         if len(urls) > self.limits.max_images:
             raise InputError(f"{len(urls)} images, but the limit is {self.limits.max_images} per request. Fix: send fewer")
-        allowance = Allowance.of(self.limits)
+        encoded, pixels = OF_A_REQUEST * self.limits.max_image_bytes, OF_A_REQUEST * self.limits.max_pixels
+        allowance = Allowance(encoded, pixels, *[self.limits.image_timeout_s] * 3)
         sources: list[str | bytes] = []
         costs = []
         for number, url in enumerate(urls, 1):
@@ -102,9 +97,9 @@ class ImageIntake:
             with said_of(number, len(urls)):
                 if allowance.decode_s <= 0:
                     raise InputError(TOO_MUCH)
-                picture, seconds = await self._decoders.decode(
-                    sources[number - 1], self.limits.max_pixels, allowance.decode_s, cost.reduce
-                )
+                given = (sources[number - 1], self.limits.max_pixels, allowance.decode_s, cost.reduce)
+                picture, seconds = await self._decoders.timed(Decoder.decode, *given)
+                del given
                 sources[number - 1] = b""
                 allowance.decode_s -= seconds
                 images.append(picture)
@@ -120,7 +115,8 @@ class ImageIntake:
         if min(vars(left).values()) <= 0:
             raise InputError(TOO_MUCH)
         source = await self._source(url, left, share)
-        header, seconds = await self._decoders.look(source, min(self.limits.max_pixels, left.pixels), left.look_s)
+        pixels = min(self.limits.max_pixels, left.pixels)
+        header, seconds = await self._decoders.timed(Decoder.look, source, pixels, left.look_s)
         left.pixels -= header.width * header.height
         left.look_s -= seconds
         return source, header
@@ -152,9 +148,8 @@ class ImageIntake:
             raise InputError("this server does not download images (--allow-remote-images). Fix: send a data: URI")
 
         async def hold(nbytes: int) -> None:
-            await share.grow(
-                MemoryKind.LARGE_BODY, 9 * nbytes // 4, DOWNLOAD_WAIT_S
-            )  # while it grows, as a whole, and in the decoding process
+            held = 9 * nbytes // 4  # while it grows, as a whole, and in the decoding process
+            await share.grow(MemoryKind.LARGE_BODY, held, DOWNLOAD_WAIT_S)
 
         began_s = asyncio.get_running_loop().time()
         try:

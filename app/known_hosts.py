@@ -5,7 +5,6 @@ points there (DNS rebinding), or across origins, which a browser allows for form
 writes reveal both cases, and the gate refuses them before a byte of the body is read.
 """
 
-import ipaddress
 import logging
 from collections.abc import Collection
 from urllib.parse import quote, urlsplit
@@ -14,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vismoe.app.api_errors import ApiError, error_response
-from vismoe.app.options import is_loopback
+from vismoe.app.options import address_of, is_loopback
 
 __all__ = ["MAX_LOGGED_CHARACTERS", "KnownHosts"]
 
@@ -57,7 +56,7 @@ class KnownHosts:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         name = _name_of(headers.get("host", ""))
-        if not (self._any_name or name in self._names or is_loopback(name) or (self._any_address and _is_address(name))):
+        if not (self._any_name or name in self._names or is_loopback(name) or (self._any_address and address_of(name))):
             return ApiError(421, f"unknown host name {name[:100]!r} for this server. Fix: {self._fix}")
         origin = headers.get("origin")
         if self._own_pages_only and origin is not None and origin.partition("://")[2] != headers.get("host"):
@@ -71,11 +70,3 @@ def _name_of(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

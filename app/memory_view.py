@@ -6,7 +6,7 @@ from typing import Any
 from vismoe.app.options import served_name
 from vismoe.config import format_bytes
 
-__all__ = ["backends_table", "head", "memory_plan", "memory_words"]
+__all__ = ["backends_table", "head", "memory_plan"]
 
 SHADES = 8  # colours of the bar, used in turn
 LEAST_SHARE = 0.01  # share of a tier's bytes; the bar combines smaller parts
@@ -14,16 +14,11 @@ LEAST_SHARE = 0.01  # share of a tier's bytes; the bar combines smaller parts
 
 def head(name: str, plan: Any) -> str:
     """HTML of the page's first line: the model, and how many experts memory holds."""
+    held = f"{plan.resident_experts} of {plan.total_experts} experts ({plan.resident_experts / plan.total_experts:.0%})"
     return (
         f'<div class="vm-head"><h1>VisMoE</h1><span>{escape(served_name(name))}</span>'
-        f"<span>memory {escape(memory_words(plan))}</span></div>"
+        f"<span>memory {escape(f'{plan.memory}: {held} in {format_bytes(plan.total_bytes)}')}</span></div>"
     )
-
-
-def memory_words(plan: Any) -> str:
-    """The memory setting, and what it holds, in one line."""
-    held = f"{plan.resident_experts} of {plan.total_experts} experts ({plan.resident_experts / plan.total_experts:.0%})"
-    return f"{plan.memory}: {held} in {format_bytes(plan.total_bytes)}"
 
 
 def memory_plan(plan: Any) -> str:

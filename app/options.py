@@ -79,10 +79,16 @@ def is_api_key(text: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server at `host`; names other than localhost count as reachable."""
+    address = address_of(host.strip("[]"))
+    return address.is_loopback if address is not None else host.lower().rstrip(".") == "localhost"
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` is; None for a name."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return host.lower().rstrip(".") == "localhost"
+        return None
 
 
 def served_name(name: str) -> str:

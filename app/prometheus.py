@@ -6,7 +6,7 @@ have few values with any model: phases, formats, parts of the plan, and the chos
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vismoe.metrics import PHASES
 
@@ -107,17 +107,12 @@ class _Families:
         yield InfoMetricFamily("vismoe_precision", "The policy that chooses formats now, and its pair of formats", value=chosen)
         for field, (name, text) in REQUEST_COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(load, field))
-        yield from _gauges(GaugeMetricFamily, load, LOAD_GAUGES)
-        yield from _gauges(GaugeMetricFamily, self._memory, MEMORY_GAUGES)
-        yield from _gauges(GaugeMetricFamily, engine.plan, PLAN_GAUGES)
+        for source, table in ((load, LOAD_GAUGES), (self._memory, MEMORY_GAUGES), (engine.plan, PLAN_GAUGES)):
+            for field, (name, text) in table.items():
+                yield GaugeMetricFamily(name, text, value=getattr(source, field))
         parts = GaugeMetricFamily("vismoe_plan_bytes", "Planned bytes, by tier and part", labels=["tier", "part"])
         for tier, planned in (("device", engine.plan.parts), ("host", engine.plan.host_parts)):
             for part in planned:
                 if not part.inside:  # other parts include these bytes already
                     parts.add_metric([tier, part.name], part.bytes)
         yield parts
-
-
-def _gauges(family: Any, source: Any, table: dict[str, tuple[str, str]]) -> Iterator["Metric"]:
-    for field, (name, text) in table.items():
-        yield family(name, text, value=getattr(source, field))

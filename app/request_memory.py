@@ -8,12 +8,12 @@ Freed bytes stay reserved until the allocator has returned them to the system. A
 """
 
 import asyncio
-import ctypes
 import math
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
+from vismoe.app.allocator import trim
 from vismoe.app.api_errors import ApiError
 from vismoe.app.decoding import PROCESS_BYTES
 from vismoe.config import format_bytes
@@ -190,10 +190,3 @@ class MemoryShare:
         """Cancel the waiting calls of this share, which raise `why`."""
         if self.waits_for is not None and not self.waits_for.done():
             self.waits_for.set_exception(why)
-
-
-def trim() -> None:
-    """Return free memory to the system. glibc only; other C libraries have no such call, and need none."""
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)

@@ -19,17 +19,6 @@ from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
 from vismoe.options import COLDEST, HOTTEST, MOST_STOPS, OPTIONS, AnswerTokens, RequestOptions, Seed, StopText
 from vismoe.ranges import Range
 
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "ContentPart",
-    "Message",
-    "PrecisionRequest",
-    "VismoeRequest",
-    "count_values",
-    "parse",
-]
-
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
 MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text

@@ -19,15 +19,15 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """Bytes that one phase of a request needed, over `tokens` tokens."""
+    """What one phase of a request needed: sums over its `PassFigures`, by their names."""
 
     tokens: int
     seconds: float
     stall_seconds: float
     hits: int
     misses: int
-    disk_bytes: int
-    link_bytes: int
+    bytes_read: int  # from disk
+    bytes_copied: int  # over the link
 
     @property
     def hit_rate(self) -> float | None:
@@ -37,15 +37,7 @@ class Sources:
 def sources(passes: Sequence[Any], phase: Phase) -> Sources:
     """The sum over the passes of one phase."""
     own = [one for one in passes if one.phase == phase]
-    return Sources(
-        tokens=sum(one.tokens for one in own),
-        seconds=sum(one.seconds for one in own),
-        stall_seconds=sum(one.stall_seconds for one in own),
-        hits=sum(one.hits for one in own),
-        misses=sum(one.misses for one in own),
-        disk_bytes=sum(one.bytes_read for one in own),
-        link_bytes=sum(one.bytes_copied for one in own),
-    )
+    return Sources(**{name: sum(getattr(one, name) for one in own) for name in Sources.__dataclass_fields__})
 
 
 def tiers(figures: Any) -> str:
@@ -68,8 +60,8 @@ def _card(phase: Phase, found: Sources, record_bytes: float) -> str:
     stalled = found.stall_seconds / found.seconds if found.seconds else 0.0
     per_token = {
         ("hit", "memory"): found.hits * record_bytes / found.tokens,
-        ("link", "link to the device"): found.link_bytes / found.tokens,
-        ("disk", "disk"): found.disk_bytes / found.tokens,
+        ("link", "link to the device"): found.bytes_copied / found.tokens,
+        ("disk", "disk"): found.bytes_read / found.tokens,
     }
     most = max(per_token.values()) or 1.0
     bars = "".join(

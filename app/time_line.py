@@ -88,7 +88,8 @@ def _passes(figures: Any) -> Iterator[TimelineBar]:
     together = math.ceil(len(figures.passes) / MOST_BARS)
     token, before_s = itertools.count(2), figures.encode_seconds
     for phase, run in itertools.groupby(figures.passes, key=lambda one: one.phase):
-        for group in _groups(list(run), together if phase == Phase.DECODE else 1):
+        passes, size = list(run), together if phase == Phase.DECODE else 1
+        for group in (passes[start : start + size] for start in range(0, len(passes), size)):
             first, last = group[0], group[-1]
             began_s = first.began_s + before_s
             seconds, stall_s = last.began_s + last.seconds - began_s, sum(one.stall_seconds for one in group)
@@ -102,11 +103,6 @@ def _passes(figures: Any) -> Iterator[TimelineBar]:
             title = f"{what}: {_time(seconds)}, {_time(stall_s)} of it stalled; {counts}, {read} read"
             yield TimelineBar(phase, figures.queue_seconds + began_s, seconds, stall_s, title)
             before_s = 0.0
-
-
-def _groups(passes: list[Any], size: int) -> Iterator[list[Any]]:
-    for start in range(0, len(passes), size):
-        yield passes[start : start + size]
 
 
 def _draw(bar: TimelineBar, total_s: float) -> str:

@@ -21,6 +21,7 @@ from vismoe.app.ui import build
 from vismoe.app.uploads import uploads_folder
 from vismoe.app.widgets import pictures_folder
 from vismoe.errors import ConfigError
+from vismoe.flags import signals_call
 from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = ["free_port", "serve", "served"]
 ADDRESS = "127.0.0.1"
 MOST_PORTS = 65535
 MOST_FILE_BYTES = 64 * 2**20
-ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # what ends a process; raises KeyboardInterrupt here, so that resources are closed
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "DejaVu Sans", "sans-serif"]
 FIXED_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
 SAME_ORIGIN = (  # whatever an answer links to, the browser only contacts this server
@@ -99,22 +100,11 @@ def _launch(blocks: "gr.Blocks", port: int) -> str:
 
 def serve(engine: "Engine", port: int, options: RequestOptions = RequestOptions(reuse=True)) -> int:
     """Serves the page on this machine until Ctrl-C, SIGTERM or the end of the terminal; returns the exit code."""
-    with _ended_by_signals(), served(Page(engine, options), port) as address:
+    ending = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
+    with signals_call(signal.default_int_handler, *ending), served(Page(engine, options), port) as address:
         print(f"VisMoE is at {address.rstrip('/')} (this machine only); Ctrl-C stops it", flush=True)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
             print("\nstopped", flush=True)
     return 0
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Within it, every signal that ends a process raises KeyboardInterrupt, so that resources are closed."""
-    numbers = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

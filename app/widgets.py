@@ -20,6 +20,27 @@ EXAMPLES = 4
 LEAST_KEEP = 0.1
 MOST_TOKENS = 2048  # limit of the slider, unless the planned context is smaller
 PAIRS = ("lossless/int8", "16/4", "16/2", "8/4", "8/2", "4/2", "4/0")  # offered on the page, beside the pair of the start
+WORDS = {  # label and explanation of each setting
+    "keep": (
+        "Visual tokens kept",
+        "The share of an image's tokens that is kept. Fewer are faster and need fewer experts; 1 is exact.",
+    ),
+    "selection": ("Selection of kept tokens", "How the patches to keep are chosen; compare them on the same image."),
+    "policy": (
+        "Policy for the formats of experts",
+        "exact: no change. hotness: often used experts get the better format. importance: those a question needs.",
+    ),
+    "formats": (
+        "The two formats",
+        "In bits, 0 skips experts. Listed: packed pairs that fit; for more: vismoe pack MODEL --formats int4,int2.",
+    ),
+    "retention": (
+        "Retention",
+        "With importance: the share of a layer's needed experts in the better format, on average over layers.",
+    ),
+    "max_tokens": ("Longest answer", "In tokens, which are words or parts of words. 0: to the end of the planned context."),
+    "temperature": ("Temperature", "0 always takes the likeliest word, so answers repeat; larger values add randomness."),
+}
 NOT_YET = '<p class="vm-note">Ask something; this appears with the answer.</p>'
 
 
@@ -57,9 +78,8 @@ def chat_tab(page: Page) -> dict[str, Any]:
                 elem_id="conversation",
             )
             widgets["notice"] = gr.HTML("", elem_id="notice")
-            gr.HTML(
-                "", html_template='<div id="refused" class="vm-error" role="alert"></div>', padding=False
-            )  # ui.js writes there
+            refused = '<div id="refused" class="vm-error" role="alert"></div>'  # ui.js writes there
+            gr.HTML("", html_template=refused, padding=False)
             widgets["box"] = gr.MultimodalTextbox(
                 label="Your question",
                 show_label=False,
@@ -82,32 +102,24 @@ def chat_tab(page: Page) -> dict[str, Any]:
 
 def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
     """Settings from the next question on, by the names of `RequestOptions`."""
-    return {**_of_images(page.engine), **_of_experts(page.engine, offered), **_of_answers(page)}
-
-
-def _of_images(engine: Engine) -> dict[str, Any]:
     import gradio as gr
 
-    names = OPTIONS["selection"].choices
+    engine, settings, longest = page.engine, page.engine.settings, page.options.max_tokens or 0
+    words = {name: {"label": label, "info": info, "elem_id": name.replace("_", "-")} for name, (label, info) in WORDS.items()}
+    if len(offered) == 1:
+        words["policy"]["info"] += f" Other policies cannot serve here: {engine.why_not('importance', settings.formats)}"
+    selections = [("automatic" if settings.selection == "auto" else settings.selection, ""), *OPTIONS["selection"].choices]
+    least_keep, most_tokens = min(LEAST_KEEP, settings.keep), max(longest, min(MOST_TOKENS, engine.plan.context))
+    pairs = list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)]))
+    retention = SETTINGS["retention"].range
     return {
-        "keep": gr.Slider(
-            min(LEAST_KEEP, engine.settings.keep),
-            1.0,
-            engine.settings.keep,
-            step=0.05,
-            label="Visual tokens kept",
-            info="The share of an image's tokens that is kept. Fewer are faster and need fewer experts; 1 is exact.",
-            visible=engine.can_prune,
-            elem_id="keep",
-        ),
-        "selection": gr.Dropdown(
-            [("automatic" if engine.settings.selection == "auto" else engine.settings.selection, ""), *names],
-            value="",
-            label="Selection of kept tokens",
-            info="How the patches to keep are chosen; compare them on the same image.",
-            visible=engine.can_prune,
-            elem_id="selection",
-        ),
+        "keep": gr.Slider(least_keep, 1.0, settings.keep, step=0.05, visible=engine.can_prune, **words["keep"]),
+        "selection": gr.Dropdown(selections, value="", visible=engine.can_prune, **words["selection"]),
+        "policy": gr.Dropdown(list(offered), value=settings.policy, interactive=len(offered) > 1, **words["policy"]),
+        "formats": gr.Dropdown(pairs, value=settings.formats, interactive=bool(offered[settings.policy]), **words["formats"]),
+        "retention": gr.Slider(retention.low, retention.high, settings.retention, step=0.05, **words["retention"]),
+        "max_tokens": gr.Slider(0, most_tokens, longest, step=1, **words["max_tokens"]),
+        "temperature": gr.Slider(0, HOTTEST, 0, step=0.1, **words["temperature"]),
     }
 
 
@@ -125,66 +137,6 @@ def formats_of(pairs: list[str], chosen: str) -> "gr.Dropdown":
 
     value = chosen if chosen in pairs or not pairs else pairs[0]
     return gr.Dropdown(choices=pairs or [chosen], value=value, interactive=bool(pairs))
-
-
-def _of_experts(engine: Engine, offered: dict[str, list[str]]) -> dict[str, Any]:
-    import gradio as gr
-
-    settings = engine.settings
-    why_not = "" if len(offered) > 1 else f" Other policies cannot serve here: {engine.why_not('importance', settings.formats)}"
-    return {
-        "policy": gr.Dropdown(
-            list(offered),
-            value=settings.policy,
-            label="Policy for the formats of experts",
-            info="exact: no change. hotness: often used experts get the better format. importance: those a question needs."
-            + why_not,
-            interactive=len(offered) > 1,
-            elem_id="policy",
-        ),
-        "formats": gr.Dropdown(
-            list(dict.fromkeys([settings.formats, *(pair for pairs in offered.values() for pair in pairs)])),
-            value=settings.formats,
-            label="The two formats",
-            info="In bits, 0 skips experts. Listed: packed pairs that fit; for more: vismoe pack MODEL --formats int4,int2.",
-            interactive=bool(offered[settings.policy]),
-            elem_id="formats",
-        ),
-        "retention": gr.Slider(
-            SETTINGS["retention"].range.low,
-            SETTINGS["retention"].range.high,
-            settings.retention,
-            step=0.05,
-            label="Retention",
-            info="With importance: the share of a layer's needed experts in the better format, on average over layers.",
-            elem_id="retention",
-        ),
-    }
-
-
-def _of_answers(page: Page) -> dict[str, Any]:
-    import gradio as gr
-
-    return {
-        "max_tokens": gr.Slider(
-            0,
-            max(page.options.max_tokens or 0, min(MOST_TOKENS, page.engine.plan.context)),
-            page.options.max_tokens or 0,
-            step=1,
-            label="Longest answer",
-            info="In tokens, which are words or parts of words. 0: to the end of the planned context.",
-            elem_id="max-tokens",
-        ),
-        "temperature": gr.Slider(
-            0,
-            HOTTEST,
-            0,
-            step=0.1,
-            label="Temperature",
-            info="0 always takes the likeliest word, so answers repeat; larger values add randomness.",
-            elem_id="temperature",
-        ),
-    }
 
 
 def machine_tab(page: Page) -> dict[str, Any]:

@@ -144,17 +144,18 @@ def test_an_answer_goes_on_to_the_end_of_the_context_and_an_option_bounds_it_at_
 
 def test_an_evaluation_has_an_option_for_tasks_that_do_not_say(monkeypatch):
     pytest.importorskip("lmms_eval")
-    from vismoe.cli import lmms as cli_lmms
+    from vismoe import flags
+    from vismoe.cli import eval as cli_eval
     from vismoe.cli import main as cli
     from vismoe.eval import lmms_run
 
     asked = []
     monkeypatch.setattr(
-        cli_lmms, "load_engine", lambda *given, **named: nullcontext(SimpleNamespace(metrics=SimpleNamespace(snapshot=lambda: 0)))
+        flags, "load_engine", lambda *given, **named: nullcontext(SimpleNamespace(metrics=SimpleNamespace(snapshot=lambda: 0)))
     )
     monkeypatch.setattr(lmms_run, "run_tasks", lambda *given: asked.append(given[-1]) or {"tasks": {}, "answers": []})
-    monkeypatch.setattr(cli_lmms, "experts_did", lambda *given: {})
-    monkeypatch.setattr(cli_lmms, "experts_line", lambda *given: "")
+    monkeypatch.setattr(cli_eval, "experts_did", lambda *given: {})
+    monkeypatch.setattr(cli_eval, "experts_line", lambda *given: "")
     assert cli.main(["eval", "--lmms", "scenes_ocr"]) == cli.main(["eval", "--lmms", "scenes_ocr", "--max-tokens", "9"]) == 0
     assert asked == [None, 9]
 

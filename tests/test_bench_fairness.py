@@ -7,7 +7,7 @@ import torch
 
 from vismoe.bench.fairness import Entry, FairConditions, does_not_fit, labels, refusals
 from vismoe.bench.job import Contestant
-from vismoe.bench.traffic import expert_read_bytes, share
+from vismoe.bench.report import expert_read_bytes, share
 from vismoe.config import parse_bytes
 from vismoe.models.family.components import decode_read_bytes
 from vismoe.planning.sizes import size_up

@@ -108,7 +108,7 @@ def test_lines_that_are_not_utf_8_are_refused(prompts):
 
 
 def test_what_decides_whether_training_is_possible_is_asked_before_anything_is_loaded(prompts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vismoe.cli.calibrate.load_engine", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr("vismoe.flags.load_engine", lambda *given: pytest.fail("loaded"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     out = ["--out", str(tmp_path / "out")]
     for flags, reason in (

@@ -115,6 +115,6 @@ def test_batches_keep_the_order_and_never_pass_the_context_nor_the_memory_of_mas
     ],
 )
 def test_the_command_refuses_before_a_model_is_loaded(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr("vismoe.cli.lmms.find_spec", lambda name: None)
+    monkeypatch.setattr("vismoe.cli.eval.find_spec", lambda name: None)
     assert main(["eval", "--lmms", *arguments, "--json"]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]

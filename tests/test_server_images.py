@@ -12,8 +12,8 @@ from picture_server import picture_server, with_body
 
 from vismoe.app.costs import picture_cost
 from vismoe.app.decoding import Decoder
+from vismoe.app.guard import KeyCheck
 from vismoe.app.images import ImageIntake, ImageLimits
-from vismoe.app.keys import KeyCheck
 from vismoe.app.local_images import LocalImages
 from vismoe.app.request_memory import RequestMemory
 from vismoe.errors import ConfigError, InputError

@@ -288,7 +288,7 @@ def test_a_long_answer_has_as_many_bars_as_can_be_seen():
 def test_sources_add_up_the_passes_of_a_phase():
     passes = [PassFigures(phase, 0.0, 0.5, 2, 0.1, 3, 4, 50, 60) for phase in (Phase.PREFILL, Phase.DECODE, Phase.DECODE)]
     found = sources(passes, Phase.DECODE)
-    assert (found.tokens, found.hits, found.misses, found.disk_bytes, found.link_bytes) == (4, 6, 8, 100, 120)
+    assert (found.tokens, found.hits, found.misses, found.bytes_read, found.bytes_copied) == (4, 6, 8, 100, 120)
     assert (found.seconds, found.stall_seconds) == pytest.approx((1.0, 0.2))
 
 
@@ -412,7 +412,7 @@ def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_s
     assert some == {"exact": [], **{policy: ["16/4"] for policy in every if policy != "exact"}}
     assert widgets.formats_of(["16/4"], "4/2").value == "16/4" and widgets.formats_of(["16/4", "4/2"], "4/2").value == "4/2"
     none = FakeEngine(packed=set())
-    shown_now = widgets._of_experts(none, widgets.offers(none))
+    shown_now = widgets._settings(Page(none), widgets.offers(none))
     assert [choice for choice, _ in shown_now["policy"].choices] == ["exact"] and not shown_now["formats"].interactive
     assert "needs packed experts. Fix: vismoe pack" in shown_now["policy"].info and not shown_now["policy"].interactive
 
@@ -421,7 +421,7 @@ def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_s
 def test_without_packed_experts_no_policy_is_offered():
     with load(memory="100%", context=256, store="none") as engine:
         assert widgets.offers(engine) == {"exact": []}
-        names = [value for _, value in widgets._of_images(engine)["selection"].choices]
+        names = [value for _, value in widgets._settings(Page(engine), widgets.offers(engine))["selection"].choices]
     assert names == ["", "affinity", "saliency", "distinct", "visionzip", "uniform", "random"]
 
 

@@ -1,34 +1,7 @@
 """Every error this package raises on purpose, as one tree.
 
-    VisMoEError
-        ├── ConfigError            a setting with an impossible value: the value, and what is allowed
-        ├── BudgetError            a memory budget that cannot work: the numbers, and a budget that works
-        ├── UnsupportedModelError  a family, checkpoint or kind of request that is not supported: its name, and what to use
-        instead
-        ├── CheckpointError        files that are missing, truncated, corrupt or do not belong together
-        ├── TransferError          an expert could not be loaded while serving; the request fails, the engine continues
-        ├── InputError             a request that cannot be answered: a bad image, a video, an empty request
-    │   └── ContextError       more tokens than the planned context
-    ├── TraceError             a routing trace that is truncated, foreign, or from a newer version
-    ├── BusyError              two threads run one model at the same time
-    └── ClosedError            the engine was closed
-
 Messages say what happened, give the numbers, and name the fix. `assert` is only for invariants of this package.
 """
-
-__all__ = [
-    "BudgetError",
-    "BusyError",
-    "CheckpointError",
-    "ClosedError",
-    "ConfigError",
-    "ContextError",
-    "InputError",
-    "TraceError",
-    "TransferError",
-    "UnsupportedModelError",
-    "VisMoEError",
-]
 
 
 class VisMoEError(Exception):
@@ -36,7 +9,7 @@ class VisMoEError(Exception):
 
 
 class ConfigError(VisMoEError, ValueError):
-    """A setting has a value that cannot work."""
+    """A setting has an impossible value: the message has the value, and what is allowed."""
 
 
 class BudgetError(VisMoEError):

@@ -18,7 +18,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vismoe.config import ENGINE_DEFAULTS, SETTINGS, Settings, parse_bytes
 from vismoe.errors import ConfigError, InputError, VisMoEError
@@ -27,30 +27,6 @@ from vismoe.ranges import PATH_BEGINNINGS, Rule, file_name, shown
 
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
-
-__all__ = [
-    "INTERRUPTED",
-    "Command",
-    "SuggestingParser",
-    "Words",
-    "add_model_flags",
-    "add_one_model",
-    "add_option",
-    "add_request_options",
-    "add_settings",
-    "at_least_one",
-    "did_you_mean",
-    "error_report",
-    "given_options",
-    "given_settings",
-    "load_engine",
-    "model_and_question",
-    "model_options",
-    "one_model",
-    "print_json",
-    "quick_imports",
-    "reader",
-]
 
 
 @dataclass(frozen=True)
@@ -71,15 +47,8 @@ DIGITS = 18  # of a number that is read: what 64 bits hold
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class Words(NamedTuple):
-    """What the positional arguments of `vismoe chat` mean."""
-
-    model: str | None
-    question: str | None
-
-
-def model_and_question(words: list[str], model: str | None) -> Words:
-    """Which of the words is the model and which the question; `model` is that of `--model`, which leaves only the question.
+def model_and_question(words: list[str], model: str | None) -> tuple[str | None, str | None]:
+    """(model, question) among the words of `vismoe chat`; `model` is that of `--model`, which leaves only the question.
 
     Two words are MODEL and QUESTION. One word is a model when it looks like one: an existing folder, a path, or a hub name such
     as Qwen/Qwen3-VL-30B-A3B-Instruct. Anything with a blank or a question mark in it, and any other word, is a question.
@@ -87,13 +56,13 @@ def model_and_question(words: list[str], model: str | None) -> Words:
     if len(words) > (1 if model else 2):
         raise InputError(f'{len(words)} separate words: put the question in quotes, e.g. vismoe chat "{" ".join(words)}"')
     if len(words) == 2:
-        return Words(_expanded(words[0]), words[1])
+        return _expanded(words[0]), words[1]
     if not words or model:
-        return Words(_expanded(model), words[0] if words else None)
+        return _expanded(model), words[0] if words else None
     word = words[0]
     is_question = any(letter.isspace() for letter in word) or "?" in word
     names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or os.path.isdir(word)
-    return Words(_expanded(word), None) if names_a_model and not is_question else Words(None, word)
+    return (_expanded(word), None) if names_a_model and not is_question else (None, word)
 
 
 def _expanded(model: str | None) -> str | None:
@@ -101,14 +70,21 @@ def _expanded(model: str | None) -> str | None:
     return str(file_name(model).expanduser()) if model and model.startswith("~") else model
 
 
+def add(
+    parser: Any, spec: str, meaning: str, read: Callable[[str], Any] | None = None, default: Any = None, **options: Any
+) -> None:
+    """Adds the flag `--name VALUE`, or the switch `--name`, to a parser or a group of one."""
+    name, _, value = spec.partition(" ")
+    options |= {"metavar": value, "type": read, "default": default} if value else {"action": "store_true"}
+    parser.add_argument(name, help=meaning, **options)
+
+
 def add_model_flags(parser: ArgumentParser) -> None:
     """`--model` and how to load it."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="MODEL", help="hub name or folder (default: the bundled demo model)")
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
-    group.add_argument(
-        "--device", type=device_name, metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda where there is one)"
-    )
+    add(group, "--model MODEL", "hub name or folder (default: the bundled demo model)")
+    add(group, "--revision REV", "branch, tag or commit of a hub model")
+    add(group, "--device DEVICE", "cpu, cuda or cuda:1 (default: cuda where there is one)", device_name)
     group.add_argument("--dtype", choices=DTYPES, help="what to compute in (default: the checkpoint's own)")
 
 
@@ -153,27 +129,24 @@ def add_option(group: Any, rule: Rule, further: str = "") -> None:
     elif isinstance(rule.default, bool):
         options["action"] = "store_true"
     else:
-        options |= {"type": READERS.get(rule.name) or reader(rule), "metavar": rule.placeholder}
+        options |= {"type": READERS.get(rule.name) or checked(rule.read), "metavar": rule.placeholder}
     group.add_argument(f"--{rule.name.replace('_', '-')}", **options)
 
 
-def reader(rule: Rule) -> Callable[[str], Any]:
-    """What reads the text of a flag as a value that this option can have; sizes stay text, `Settings` reads those."""
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` for a flag: argparse reports its ConfigError."""
 
     def read(text: str) -> Any:
         try:
-            return rule.read(text)
+            return parse(text)
         except ConfigError as error:
             raise ArgumentTypeError(str(error)) from error
 
     return read
 
 
-def bytes_per_s(text: str) -> float:
-    try:
-        return float(parse_bytes(text))
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from error
+size = checked(parse_bytes)
+bytes_per_s = checked(lambda text: float(parse_bytes(text)))
 
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:
@@ -215,6 +188,17 @@ READERS = {"emulated_link_bytes_per_s": bytes_per_s, "image_tokens": image_token
 
 
 @contextlib.contextmanager
+def signals_call(handler: Callable[[int, Any], Any], *numbers: int) -> Iterator[None]:
+    """Within, these signals call `handler`."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
     """Within, Ctrl-C ends the process at once. While libraries are imported and a model is read there is nothing to put in order,
     and a KeyboardInterrupt could be lost in a library's destructor or arrive wrapped in an ImportError.
@@ -226,11 +210,8 @@ def ctrl_c_exits(arguments: Namespace) -> Iterator[None]:
             print_json(arguments, {"error": {"type": "Interrupted", "message": "Ctrl-C while loading"}})
         os._exit(INTERRUPTED)
 
-    before = signal.signal(signal.SIGINT, leave)
-    try:
+    with signals_call(leave, signal.SIGINT):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

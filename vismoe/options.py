@@ -10,19 +10,6 @@ from vismoe.config import SETTINGS, Kept, Pair, PolicyName, Retention, Selection
 from vismoe.errors import InputError
 from vismoe.ranges import Range, option, rules_of
 
-__all__ = [
-    "COLDEST",
-    "HOTTEST",
-    "MOST_STOPS",
-    "OF_IMAGES",
-    "OPTIONS",
-    "AnswerTokens",
-    "RequestOptions",
-    "Seed",
-    "StopText",
-    "by_name",
-]
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 INT64 = 2**63

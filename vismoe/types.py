@@ -14,29 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vismoe.pair import BITS, HIGH, LOW, Format, FormatPair
-
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "BITS",
-    "BLOCK_BYTES",
-    "HIGH",
-    "LOW",
-    "Activation",
-    "Evidence",
-    "ExpertForm",
-    "ExpertId",
-    "ExpertInventory",
-    "Format",
-    "FormatPair",
-    "Gate",
-    "MoELayer",
-    "Phase",
-    "RecordLayout",
-    "Section",
-    "TokenKind",
-    "aligned",
-]
+from vismoe.pair import BITS as BITS
+from vismoe.pair import HIGH as HIGH
+from vismoe.pair import LOW as LOW
+from vismoe.pair import Format as Format
+from vismoe.pair import FormatPair as FormatPair
 
 BLOCK_BYTES = 4096  # a multiple of every disk's logical block; O_DIRECT requires offsets, sizes and memory aligned to it
 ALIGNMENT_BYTES = 64  # of records, sections and slabs: GEMV results in float32 depend on operand alignment
@@ -184,9 +166,8 @@ class ExpertInventory:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all experts as records in the model's dtype: what `memory="100%"` means."""
-        as_held = [
-            slab if slab.sections == raw.sections else raw for slab, raw in zip(self.layouts, self.raw_layouts, strict=True)
-        ]  # the same weights may be stored in whole blocks
+        both = zip(self.layouts, self.raw_layouts, strict=True)  # the same weights may be stored in whole blocks
+        as_held = [slab if slab.sections == raw.sections else raw for slab, raw in both]
         return sum(layer.num_experts * as_held[layer.geometry].record_bytes for layer in self.layers)
 
     @cached_property

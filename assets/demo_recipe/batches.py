@@ -44,6 +44,7 @@ STRANGERS = tuple(
     "mountain road truck plane computer bottle knife spoon pen robot child baby duck sheep goat wolf shark whale spider potato "
     "tomato onion orange pear grape cherry sandwich cookie bench bridge tower castle lamp bed sofa bag box ring".split()
 )
+USUAL_KINDS = {"exists": 2, "what": 3, "where": 2.5, "count": 1.5, "choice": 2, "text": 2, "describe": 1, "turns": 1}
 ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 NEXT_USER = "\n<|im_start|>user\n"
 
@@ -57,18 +58,7 @@ class Mixture:
     """
 
     difficulty: Difficulty = WORLD
-    kinds: dict[str, float] = field(
-        default_factory=lambda: {
-            "exists": 2,
-            "what": 3,
-            "where": 2.5,
-            "count": 1.5,
-            "choice": 2,
-            "text": 2,
-            "describe": 1,
-            "turns": 1,
-        }
-    )
+    kinds: dict[str, float] = field(default_factory=lambda: dict(USUAL_KINDS))
     bins: int = 4
     bin_tokens: int = 64
     pair_share: float = 0.0
@@ -148,21 +138,18 @@ def ask_stranger(rng: random.Random, scene: Scene) -> QuestionTurn:
     return count_turn(rng.choice(ASK_COUNT), noun, 0) if draw < 0.8 else where_turn(rng.choice(ASK_WHERE), noun, None)
 
 
-def ask_chat(rng: random.Random, scene: Scene) -> QuestionTurn:
-    return QuestionTurn("chat", *greeting(rng, "train", seen=True))
-
-
-def ask_beyond(rng: random.Random, scene: Scene) -> QuestionTurn:
-    return QuestionTurn("beyond", *beyond(rng, "train", seen=True))
-
-
 def ask_describe(rng: random.Random, scene: Scene) -> QuestionTurn | None:
     turn = ASK["describe"](rng, scene)
     return replace(turn, question=rng.choice(ALSO_DESCRIBE)) if turn and rng.random() < 0.3 else turn
 
 
-TRAINING_ONLY = {"choice where": ask_choice_where, "stranger": ask_stranger, "chat": ask_chat, "beyond": ask_beyond}
-TRAINING_ONLY |= {"describe": ask_describe}
+TRAINING_ONLY = {
+    "choice where": ask_choice_where,
+    "stranger": ask_stranger,
+    "chat": lambda rng, scene: QuestionTurn("chat", *greeting(rng, "train", seen=True)),
+    "beyond": lambda rng, scene: QuestionTurn("beyond", *beyond(rng, "train", seen=True)),
+    "describe": ask_describe,
+}
 BLIND = {
     "blind chat": lambda rng, scene: QuestionTurn("chat", *greeting(rng, "train", seen=False)),
     "blind beyond": lambda rng, scene: QuestionTurn("beyond", *beyond(rng, "train", seen=False)),

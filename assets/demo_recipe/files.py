@@ -21,6 +21,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Qwen's
 )
 CONTEXT_TOKENS = 4096
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
 # As in the templates of LLaVA models, pictures come first, wherever they are in a message, because the model learned no other
 # order.
@@ -68,11 +69,6 @@ VIDEO_PROCESSOR = IMAGE_PROCESSOR | {"video_processor_type": "Qwen3VLVideoProces
 del VIDEO_PROCESSOR["image_processor_type"]
 
 
-def byte_alphabet() -> list[str]:
-    """The 256 printable stand-ins of the bytes, in the order of GPT-2's table."""
-    return sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
 def splitter() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -88,7 +84,7 @@ def vocabulary() -> list[str]:
         for piece in _pieces(split, text)
     }
     words = {form for piece in pieces for form in _written_ways(piece)}
-    alphabet = byte_alphabet()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # printable stand-ins of the bytes, in the order of GPT-2's table
     return alphabet + sorted(word for word in words if len(word) > 1)
 
 
@@ -124,39 +120,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
     """A small member of the real family: deepstack, interleaved M-RoPE, 8 layers x 32 experts, 4 chosen per token."""
     token = tokenizer.convert_tokens_to_ids
-    text = dict(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=192,
-        intermediate_size=384,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        moe_intermediate_size=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=CONTEXT_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
-        router_aux_loss_coef=0.01,
-        tie_word_embeddings=True,
-        pad_token_id=token("<|endoftext|>"),
-        eos_token_id=token("<|im_end|>"),
-        dtype="bfloat16",
+    text = (
+        dict(vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=192, intermediate_size=384, num_hidden_layers=8)
+        | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT_TOKENS)
+        | dict(moe_intermediate_size=64, num_experts=32, num_experts_per_tok=4, decoder_sparse_step=1, mlp_only_layers=[])
+        | dict(rope_parameters=ROPE, router_aux_loss_coef=0.01, tie_word_embeddings=True, dtype="bfloat16")
+        | dict(pad_token_id=token("<|endoftext|>"), eos_token_id=token("<|im_end|>"))
     )
-    vision = dict(
-        depth=4,
-        hidden_size=128,
-        intermediate_size=384,
-        num_heads=4,
-        out_hidden_size=text["hidden_size"],
+    vision = dict(depth=4, hidden_size=128, intermediate_size=384, num_heads=4, out_hidden_size=192, dtype="bfloat16") | dict(
         patch_size=16,
         temporal_patch_size=2,
         spatial_merge_size=2,
         num_position_embeddings=256,
         deepstack_visual_indexes=[1, 2, 3],
-        dtype="bfloat16",
     )
     return Qwen3VLMoeConfig(
         text_config=text,

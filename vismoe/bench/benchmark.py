@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -83,13 +84,9 @@ class BenchOptions:
     quiet: bool
 
 
-def run(
-    order: BenchOptions,
-    *,
-    say: Callable[[str], None],
-    progress: Callable[[int], AbstractContextManager[Callable[[str], None]]],
-) -> dict[str, Any]:
-    """Returns the report, the object of `--json`. All checks come before a gigabyte is written.
+def run(order: BenchOptions, progress: Callable[[int, bool], AbstractContextManager[Callable[[str], None]]]) -> dict[str, Any]:
+    """Returns the report, the object of `--json`. All checks come before a gigabyte is written. `progress` gives a bar of so
+    many steps, quiet or not; each call of what it yields begins the next one.
 
     Raises ConfigError for an unfair comparison, with every reason, and for a measurement that is impossible here.
     """
@@ -97,14 +94,14 @@ def run(
     contestants = contestants_of(order.baselines, order.formats or (IN_PLACE,), several)
     groups = Groups(order.limit)
     _refuse_impossible(order, contestants)
-    subject, stores = _subject(order, contestants, say)
+    subject, stores = _subject(order, contestants)
     task = _task(order, subject, contestants)
     unfit = {entry.name: reason for entry in task.entries if (reason := does_not_fit(entry, task.conditions))}
     jobs = {one.name: _job_of(one, task.job, order, subject) for one in contestants if one.name not in unfit}
     jobs[contestants[0].name] = replace(jobs[contestants[0].name], trace=order.trace)
     ceilings = ceilings_of(subject.files[0].parent, task.job.device, Settings.of(**task.job.settings), progress=not order.quiet)
     control = _control(subject) if order.control else None
-    with progress(order.repeats * len(jobs)) as begin:
+    with progress(order.repeats * len(jobs), order.quiet) as begin:
         outcome = run_all(jobs, order.repeats, groups, begin)
     prompt_tokens = len(task.job.token_ids) + picture_tokens(subject.config, order.picture)
     uniform = order.geometry is not None and not order.skew
@@ -167,7 +164,7 @@ def _gguf_types(contestants: Sequence[Contestant]) -> list[str]:
     return list(dict.fromkeys(one.expert_type for one in contestants if one.package == "llama_cpp"))
 
 
-def _subject(order: BenchOptions, contestants: Sequence[Contestant], say: Callable[[str], None]) -> tuple[Subject, list[Store]]:
+def _subject(order: BenchOptions, contestants: Sequence[Contestant]) -> tuple[Subject, list[Store]]:
     """(the model, its packed stores). A generated model is written only after its configuration passed all checks."""
     twins = _gguf_types(contestants) if order.gguf is None else []
     if order.geometry is None:
@@ -183,7 +180,9 @@ def _subject(order: BenchOptions, contestants: Sequence[Contestant], say: Callab
     subject = generate(
         order.folder, order.geometry, order.layers, order.skew, order.seed, gguf=twins, formats=wanted, quiet=order.quiet
     )
-    say(f"{subject.name}: {format_bytes(subject.weights_bytes)}, kept for later benchmarks (vismoe bench --clean deletes it)")
+    if not order.quiet:
+        kept = "kept for later benchmarks (vismoe bench --clean deletes it)"
+        print(f"{subject.name}: {format_bytes(subject.weights_bytes)}, {kept}", file=sys.stderr)
     return subject, packed(subject, wanted, quiet=order.quiet)
 
 

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -27,20 +27,7 @@ from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.timeline import Timeline
 
-__all__ = ["LOADERS", "Runner", "VisMoERunner"]
-
-
-class Runner(Protocol):
-    """A loaded contestant."""
-
-    notes: dict[str, Any]
-    logits: tuple[float, ...]  # of the first new token, at most LOGITS of them; empty before the first request
-
-    def request(self, state: str) -> BenchRequest:
-        """Answers the job's prompt with `new_tokens` greedy tokens."""
-
-    def moe_s(self) -> dict[str, float]:
-        """Seconds in the routed experts of all MoE layers during one more request, by phase, without the router."""
+__all__ = ["LOADERS", "VisMoERunner"]
 
 
 @dataclass
@@ -70,7 +57,7 @@ class TransformersRunner:
 
     def __init__(self, job: Job, model: Any, notes: dict[str, Any]):
         self.model, self.notes, self._job = model.eval(), notes, job
-        self.logits: tuple[float, ...] = ()
+        self.logits: tuple[float, ...] = ()  # of the first new token, at most LOGITS of them; empty before the first request
         self._inputs = {name: value.to(job.device) for name, value in model_inputs(model, job.token_ids, job.picture).items()}
         model.generation_config = GenerationConfig(  # exactly this number: no token ends the answer early
             do_sample=False, min_new_tokens=job.new_tokens, max_new_tokens=job.new_tokens, pad_token_id=0
@@ -87,6 +74,7 @@ class TransformersRunner:
         self._encode_s += signed_s
 
     def request(self, state: str) -> BenchRequest:
+        """Answers the job's prompt with `new_tokens` greedy tokens."""
         stamps, self._encode_s = Stamps(), 0.0
         ids = self._inputs["input_ids"][0]
         disk, self.began_s = disk_bytes(), time.perf_counter()
@@ -111,6 +99,7 @@ class TransformersRunner:
         return logits
 
     def moe_s(self) -> dict[str, float]:
+        """Seconds in the routed experts of all MoE layers during one more request, by phase, without the router."""
         spans: list[tuple[int, float]] = []  # (tokens, time) of entering and leaving, alternating
 
         def note(module: Any, args: tuple[Any, ...], *output: Any) -> None:
@@ -192,7 +181,7 @@ def _transformers_runner(job: Job, model: Any) -> TransformersRunner:
     return TransformersRunner(job, model, {"experts": config._experts_implementation, "attention": config._attn_implementation})
 
 
-LOADERS: dict[str, Callable[[Job], Runner]] = {
+LOADERS: dict[str, Callable[[Job], TransformersRunner]] = {
     OURS: load_vismoe,
     "transformers": load_transformers,
     "transformers-eager": functools.partial(load_transformers, experts="eager"),

@@ -1,6 +1,5 @@
 """The origin of results: versions, commit, and the ceilings from the machine profile."""
 
-import os
 import subprocess
 import tempfile
 import time
@@ -21,13 +20,9 @@ def commit() -> str | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
-    name, changes = (_git(folder, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no")))
-    return None if name is None else name + ("+changes" if changes else "")
-
-
-def _git(folder: Path, *words: str) -> str | None:
+    named = "git describe --always --exclude=* --abbrev=40 --dirty=+changes".split()
     try:
-        done = subprocess.run(["git", "-C", os.fspath(folder), *words], capture_output=True, text=True)
+        done = subprocess.run(named, cwd=folder, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

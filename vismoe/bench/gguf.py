@@ -103,7 +103,8 @@ class _Conversion:
         self.experts = gguf.GGMLQuantizationType[experts.upper()]
         self.text = model.config.get_text_config()
         self.architecture: Architecture = ARCHITECTURES[model.config.model_type]
-        self.names = gguf.get_tensor_name_map(_gguf_architecture(gguf, self.architecture.name), self.text.num_hidden_layers)
+        known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture.name)
+        self.names = gguf.get_tensor_name_map(known, self.text.num_hidden_layers)
         self.backbone = [
             (file, name, entry)
             for file in files
@@ -264,10 +265,6 @@ def _split(name: str, tensor: torch.Tensor, module: nn.Module) -> Iterator[tuple
         gate, up = tensor.chunk(2) if module.is_concatenated else (tensor[::2], tensor[1::2])
         yield "gate", gate
         yield "up", up
-
-
-def _gguf_architecture(gguf: Any, name: str) -> Any:
-    return next(architecture for architecture, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

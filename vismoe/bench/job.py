@@ -14,26 +14,6 @@ from typing import Any
 
 from vismoe.errors import ConfigError
 
-__all__ = [
-    "BASELINES",
-    "BITS_PER_WEIGHT",
-    "COLD",
-    "EXACT",
-    "IN_PLACE",
-    "LOGITS",
-    "OURS",
-    "PACKED",
-    "PARTNERS",
-    "PROGRAMS",
-    "WARM",
-    "Answer",
-    "BenchRequest",
-    "Contestant",
-    "Job",
-    "ModelProgram",
-    "contestants_of",
-]
-
 COLD, WARM = "cold", "warm"
 OURS = "vismoe"
 LOGITS = 4096  # most logits of its first new token that a contestant reports, spread evenly over the vocabulary

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -53,29 +52,18 @@ class GroupReport:
     kills: int | None
 
 
-class MemoryGroup(Protocol):
-    """A memory limit for one process and its children."""
+class MemoryGroup:
+    """A memory limit for one process and its children; this one has none, and records nothing."""
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` inside the group."""
-
-    def report(self) -> GroupReport: ...
-
-    def remove(self) -> None:
-        """Removes the group after its processes have ended."""
-
-
-class Unlimited:
-    """No group."""
-
-    def command(self, argv: Sequence[str]) -> list[str]:
         return list(argv)
 
     def report(self) -> GroupReport:
         return GroupReport(None, None)
 
     def remove(self) -> None:
-        pass
+        """Removes the group after its processes have ended."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,7 @@ V1 = Version("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", True, "memo
 V2 = Version("memory.max", "memory.swap.max", False, "memory.peak", "memory.events")
 
 
-class FolderGroup:
+class FolderGroup(MemoryGroup):
     """A control group made through the file system. Raises OSError if that is not allowed, and then leaves nothing behind."""
 
     def __init__(self, parent: Path, version: Version, limit_bytes: int, name: str):
@@ -127,7 +115,7 @@ class FolderGroup:
                 time.sleep(0.05)
 
 
-class Scope:
+class Scope(MemoryGroup):
     """A transient unit of the user's systemd; it vanishes with its last process, so its record cannot be read afterwards."""
 
     def __init__(self, limit_bytes: int, name: str):
@@ -137,12 +125,6 @@ class Scope:
     def command(self, argv: Sequence[str]) -> list[str]:
         return [*self._prefix, *argv]
 
-    def report(self) -> GroupReport:
-        return GroupReport(None, None)
-
-    def remove(self) -> None:
-        pass
-
 
 class Groups:
     """Creates a fresh group for each worker, in the first way that works here. Raises ConfigError if none works."""
@@ -150,7 +132,7 @@ class Groups:
     def __init__(self, limit_bytes: int | None, root: Path = CGROUPS, self_file: Path = SELF):
         self.limit_bytes = limit_bytes
         self.how = "no limit"
-        self._make: Callable[[str], MemoryGroup] = lambda name: Unlimited()
+        self._make: Callable[[str], MemoryGroup] = lambda name: MemoryGroup()
         self._made = 0
         if limit_bytes is None:
             return

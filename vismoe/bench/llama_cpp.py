@@ -17,12 +17,11 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's expert gating functions
 
 
+Key = str | Callable[[Any, Any], Any]  # an attribute of the language model's configuration, or (config, text) -> value
+
+
 def _unchanged(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
     yield name, tensor
-
-
-def _nothing(config: Any, text: Any) -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Architecture:
     name: str
     requires: dict[str, Any] = field(default_factory=dict)  # values that llama.cpp assumes
     equal: tuple[str, ...] = ()  # two values that llama.cpp assumes to be equal
-    keys: Callable[[Any, Any], dict[str, Any]] = _nothing  # (config, text) -> metadata beside the common keys
+    keys: dict[str, Key] = field(default_factory=dict)  # metadata beside the common keys
     convert: Callable[[str, torch.Tensor, Any], Tensors] = _unchanged  # (name on the hub, tensor, text) -> what to write
 
 
@@ -60,32 +59,51 @@ def metadata(
         "feed_forward_length": getattr(text, "intermediate_size", expert_width),
         "expert_feed_forward_length": expert_width,
     }
-    return common | _rope_scaling(rope) | architecture.keys(config, text)
+    keys = (YARN if rope["rope_type"] == "yarn" else {}) | architecture.keys
+    return common | {key: getattr(text, of) if isinstance(of, str) else of(config, text) for key, of in keys.items()}
 
 
-def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
-    if rope["rope_type"] != "yarn":
-        return {}
-    return {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": float(rope["factor"]),
-        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
-        "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
-    }
-
-
-def _sections(text: Any) -> dict[str, Any]:
+def _sections(config: Any, text: Any) -> list[int]:
     sections = list(text.rope_parameters["mrope_section"])
-    return {"rope.dimension_sections": sections + [0] * (4 - len(sections))}
+    return sections + [0] * (4 - len(sections))
 
 
-def _qwen3_vl_keys(config: Any, text: Any) -> dict[str, Any]:
-    return _sections(text) | {"n_deepstack_layers": len(config.vision_config.deepstack_visual_indexes)}
-
-
-def _shared_keys(config: Any, text: Any) -> dict[str, Any]:
-    return {"expert_shared_feed_forward_length": text.shared_expert_intermediate_size}
+YARN: dict[str, Key] = {
+    "rope.scaling.type": lambda config, text: "yarn",
+    "rope.scaling.factor": lambda config, text: float(text.rope_parameters["factor"]),
+    "rope.scaling.original_context_length": lambda config, text: text.rope_parameters["original_max_position_embeddings"],
+    "rope.scaling.yarn_beta_fast": lambda config, text: float(text.rope_parameters["beta_fast"]),
+    "rope.scaling.yarn_beta_slow": lambda config, text: float(text.rope_parameters["beta_slow"]),
+}
+SECTIONS: dict[str, Key] = {"rope.dimension_sections": _sections}
+DEEPSTACK: dict[str, Key] = {"n_deepstack_layers": lambda config, text: len(config.vision_config.deepstack_visual_indexes)}
+SHARED_EXPERT: dict[str, Key] = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+DENSE_FIRST: dict[str, Key] = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": lambda config, text: float(text.routed_scaling_factor),
+}
+LATENT: dict[str, Key] = {  # llama.cpp runs latent attention as one key-value head of the latent's width
+    "attention.head_count_kv": lambda config, text: 1,
+    "attention.q_lora_rank": lambda config, text: text.q_lora_rank or 0,
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.key_length": lambda config, text: text.kv_lora_rank + text.qk_rope_head_dim,
+    "attention.value_length": "kv_lora_rank",
+    "attention.key_length_mla": lambda config, text: text.qk_nope_head_dim + text.qk_rope_head_dim,
+    "attention.value_length_mla": "v_head_dim",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "rope.scaling.yarn_log_multiplier": lambda config, text: 0.1 * text.rope_parameters.get("mscale_all_dim", 0.0),
+}
+DEEPSEEK2 = LATENT | DENSE_FIRST | {"expert_gating_func": lambda config, text: SOFTMAX}
+GLM4 = DENSE_FIRST | {"expert_weights_norm": "norm_topk_prob", "expert_gating_func": lambda config, text: SIGMOID}
+LINEAR_ATTENTION = SHARED_EXPERT | {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": lambda config, text: text.linear_value_head_dim * text.linear_num_value_heads,
+    "full_attention_interval": lambda config, text: text.layer_types.index("full_attention") + 1,
+}
 
 
 def _shared_gate(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
@@ -100,25 +118,6 @@ def _llama_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
     yield name, tensor
 
 
-def _deepseek2_keys(config: Any, text: Any) -> dict[str, Any]:
-    """llama.cpp runs latent attention as one key-value head of the latent's width."""
-    return {
-        "attention.head_count_kv": 1,
-        "attention.q_lora_rank": text.q_lora_rank or 0,
-        "attention.kv_lora_rank": text.kv_lora_rank,
-        "attention.key_length": text.kv_lora_rank + text.qk_rope_head_dim,
-        "attention.value_length": text.kv_lora_rank,
-        "attention.key_length_mla": text.qk_nope_head_dim + text.qk_rope_head_dim,
-        "attention.value_length_mla": text.v_head_dim,
-        "rope.dimension_count": text.qk_rope_head_dim,
-        "rope.scaling.yarn_log_multiplier": 0.1 * text.rope_parameters.get("mscale_all_dim", 0.0),
-        "leading_dense_block_count": text.first_k_dense_replace,
-        "expert_shared_count": text.n_shared_experts,
-        "expert_weights_scale": float(text.routed_scaling_factor),
-        "expert_gating_func": SOFTMAX,
-    }
-
-
 def _deepseek2_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
     if not name.endswith("kv_b_proj.weight"):
         yield name, tensor
@@ -129,41 +128,12 @@ def _deepseek2_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
     yield name.replace("kv_b_proj", "v_b_proj"), values
 
 
-def _glm4_keys(config: Any, text: Any) -> dict[str, Any]:
-    return {
-        "leading_dense_block_count": text.first_k_dense_replace,
-        "expert_shared_count": text.n_shared_experts,
-        "expert_weights_scale": float(text.routed_scaling_factor),
-        "expert_weights_norm": text.norm_topk_prob,
-        "expert_gating_func": SIGMOID,
-    }
-
-
 def _glm4_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
     yield name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor
 
 
-def _gpt_oss_keys(config: Any, text: Any) -> dict[str, Any]:
-    return {"attention.sliding_window": text.sliding_window}
-
-
 def _gpt_oss_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
     yield name + ".weight" if name.endswith("sinks") else name, tensor
-
-
-def _linear_attention_keys(config: Any, text: Any) -> dict[str, Any]:
-    return _shared_keys(config, text) | {
-        "ssm.conv_kernel": text.linear_conv_kernel_dim,
-        "ssm.state_size": text.linear_key_head_dim,
-        "ssm.group_count": text.linear_num_key_heads,
-        "ssm.time_step_rank": text.linear_num_value_heads,
-        "ssm.inner_size": text.linear_value_head_dim * text.linear_num_value_heads,
-        "full_attention_interval": text.layer_types.index("full_attention") + 1,
-    }
-
-
-def _qwen3_5_keys(config: Any, text: Any) -> dict[str, Any]:
-    return _linear_attention_keys(config, text) | _sections(text)
 
 
 def _linear_attention_convert(name: str, tensor: torch.Tensor, text: Any) -> Tensors:
@@ -210,20 +180,20 @@ LINEAR_WIDTHS = ("linear_value_head_dim", "linear_key_head_dim")
 EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 ARCHITECTURES = {  # by model_type
     "mixtral": Architecture("llama", {"sliding_window": None}, convert=_llama_convert),
-    "qwen2_moe": Architecture("qwen2moe", {"norm_topk_prob": False, **EVERY_LAYER}, keys=_shared_keys, convert=_shared_gate),
+    "qwen2_moe": Architecture("qwen2moe", {"norm_topk_prob": False, **EVERY_LAYER}, keys=SHARED_EXPERT, convert=_shared_gate),
     "qwen3_moe": Architecture("qwen3moe", {"norm_topk_prob": True, **EVERY_LAYER}),
-    "qwen3_vl_moe": Architecture("qwen3vlmoe", EVERY_LAYER, keys=_qwen3_vl_keys),
+    "qwen3_vl_moe": Architecture("qwen3vlmoe", EVERY_LAYER, keys=SECTIONS | DEEPSTACK),
     "qwen3_next": Architecture(
         "qwen3next",
         {"norm_topk_prob": True, **EVERY_LAYER},
         equal=LINEAR_WIDTHS,
-        keys=_linear_attention_keys,
+        keys=LINEAR_ATTENTION,
         convert=_linear_attention_convert,
     ),
-    "qwen3_5_moe": Architecture("qwen35moe", equal=LINEAR_WIDTHS, keys=_qwen3_5_keys, convert=_qwen3_5_convert),
-    "deepseek_v2": Architecture("deepseek2", {"topk_method": "greedy"}, keys=_deepseek2_keys, convert=_deepseek2_convert),
-    "glm4_moe": Architecture("glm4moe", {"n_group": 1}, keys=_glm4_keys, convert=_glm4_convert),
-    "gpt_oss": Architecture("gpt-oss", keys=_gpt_oss_keys, convert=_gpt_oss_convert),
+    "qwen3_5_moe": Architecture("qwen35moe", equal=LINEAR_WIDTHS, keys=LINEAR_ATTENTION | SECTIONS, convert=_qwen3_5_convert),
+    "deepseek_v2": Architecture("deepseek2", {"topk_method": "greedy"}, keys=DEEPSEEK2, convert=_deepseek2_convert),
+    "glm4_moe": Architecture("glm4moe", {"n_group": 1}, keys=GLM4, convert=_glm4_convert),
+    "gpt_oss": Architecture("gpt-oss", keys={"attention.sliding_window": "sliding_window"}, convert=_gpt_oss_convert),
     "olmoe": Architecture(
         "olmoe", {"norm_topk_prob": False, "clip_qkv": None}, equal=("num_key_value_heads", "num_attention_heads")
     ),

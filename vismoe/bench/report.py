@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vismoe.bench.job import COLD, EXACT, OURS, WARM, Contestant
-from vismoe.bench.traffic import expert_read_bytes, share
 from vismoe.config import format_bytes
 from vismoe.models.family.components import decode_read_bytes
+from vismoe.types import ExpertInventory
 
-__all__ = ["Ceilings", "Work", "agreement", "measures", "observed", "spread", "summary", "warnings"]
+__all__ = ["Ceilings", "Work", "agreement", "expert_read_bytes", "measures", "observed", "share", "spread", "summary", "warnings"]
 
 STATES = (COLD, WARM)
 REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the others are compared with the first that ran
@@ -62,6 +62,21 @@ class Work:
         return Work(prefill, smaller(self.decode_bytes), self.backbone_bytes, share * self.expert_bytes)
 
 
+def expert_read_bytes(inventory: ExpertInventory, tokens: int) -> float:
+    """Expected bytes of the experts that `tokens` tokens of one step choose, if routing is uniform."""
+    return sum(
+        layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** tokens) * inventory.layout(layer.index).payload_bytes
+        for layer in inventory.layers
+    )
+
+
+def share(nbytes: float | None, seconds: float | None, ceiling_bytes_per_s: float | None) -> float | None:
+    """The share of the ceiling that `nbytes` in `seconds` reach; None if one of them is unknown."""
+    if not nbytes or not seconds or not ceiling_bytes_per_s:
+        return None
+    return nbytes / seconds / ceiling_bytes_per_s
+
+
 def observed(work: Work, runs: Sequence[Mapping[str, Any]]) -> Work:
     """`work` with the number of experts that VisMoE counted for the prompt, if it ran: routing is the same for all
     contestants."""
@@ -86,22 +101,18 @@ def measures(request: Mapping[str, Any], work: Work, ceilings: Ceilings) -> dict
             f"{phase}_memory_share": share(needed[phase], seconds, ceilings.memory_bytes_per_s),
             f"{phase}_disk_share": share(read, seconds, ceilings.disk_bytes_per_s),
         }
-        if counters:
+        if counters:  # control: the experts function without waiting and arithmetic
+            control_s = counters["layer_seconds"] - counters["stall_seconds"] - counters["compute_seconds"]
             found |= {
                 f"{phase}_hit_rate": _hit_rate(counters),
                 f"{phase}_bytes_read_per_token": counters["bytes_read"] / tokens[phase],
                 f"{phase}_bytes_copied_per_token": counters["bytes_copied"] / tokens[phase],
                 f"{phase}_stall_share": counters["stall_seconds"] / seconds,
-                f"{phase}_control_us_per_layer": 1e6 * _control_s(counters) / counters["steps"] if counters["steps"] else None,
+                f"{phase}_control_us_per_layer": 1e6 * control_s / counters["steps"] if counters["steps"] else None,
                 f"{phase}_wasted_prefetch_bytes_per_token": counters["wasted_prefetch_bytes"] / tokens[phase],
                 f"{phase}_link_share": share(counters["bytes_copied"], seconds, ceilings.link_bytes_per_s),
             }
     return found
-
-
-def _control_s(counters: Mapping[str, float]) -> float:
-    """Seconds of the experts function without waiting and arithmetic."""
-    return counters["layer_seconds"] - counters["stall_seconds"] - counters["compute_seconds"]
 
 
 def _hit_rate(counters: Mapping[str, float]) -> float | None:

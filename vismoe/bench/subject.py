@@ -3,14 +3,13 @@ packed experts), and facts that do not need its weights.
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from vismoe.bench.job import BITS_PER_WEIGHT
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError, InputError
 from vismoe.formats.affine import Affine
-from vismoe.formats.codec import Codec
 from vismoe.machine.profile import profile_file
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.forms import transposed_sections
@@ -35,22 +33,6 @@ from vismoe.store.index import index_path
 from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of
 from vismoe.types import ExpertInventory, Format
-
-__all__ = [
-    "GgufFile",
-    "Store",
-    "Subject",
-    "bench_folder",
-    "clean",
-    "generate",
-    "gguf_file",
-    "gguf_of",
-    "packed",
-    "refuse_unusable",
-    "sketch",
-    "store_folder",
-    "subject_of",
-]
 
 GGUF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 ENCODERS = ("vision tower", "audio tower")  # llama.cpp stores them in another file
@@ -181,7 +163,8 @@ def packed(subject: Subject, formats: Sequence[str], *, quiet: bool = False) -> 
             began_s = time.perf_counter()
             with tqdm(total=subject.inventory.total_bytes, unit="B", unit_scale=True, desc=format, disable=quiet) as bar:
                 contents = contents_of(source, Format(format), transposed)
-                vars(contents)["codecs"] = tuple(map(_to_nearest, contents.codecs))  # replaces the cached property
+                codecs = (replace(codec, nearest=True) if isinstance(codec, Affine) else codec for codec in contents.codecs)
+                vars(contents)["codecs"] = tuple(codecs)  # replaces the cached property
                 made = pack(source, store_folder(subject), contents, on_bytes=lambda done: bar.update(done - bar.n))
             bits = subject.weight_bits * made.stored_bytes / subject.expert_bytes
             seconds = None if made.resumed_records else time.perf_counter() - began_s
@@ -222,10 +205,6 @@ def _subject(name: str, revision: str | None, dtype: str | None, made: dict[str,
     plain = str(model.dtype).removeprefix("torch.")
     inventory = inventory_of(model, model.dtype)
     return Subject(name, revision, model.config, plain, tuple(files), inventory, backbone_bytes(model), made)
-
-
-def _to_nearest(codec: Codec) -> Codec:
-    return dataclasses.replace(codec, nearest=True) if isinstance(codec, Affine) else codec
 
 
 def _twin(folder: Path, experts: str) -> Path:

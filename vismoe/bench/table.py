@@ -20,18 +20,7 @@ SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill token
 EXPERTS_LEGEND = "experts/layer: the routed experts alone, per MoE layer and token, in prefill, decode; without the router"
 RATIO_LEGEND = "\nhow many times as fast VisMoE is in prefill, decode; in brackets: only the other keeps every bit"
 RATIO_COLUMNS = ("ours", "against", "cold", "warm", "experts alone")
-TRAFFIC_COLUMNS = (
-    "contestant",
-    "phase",
-    "memory",
-    "disk",
-    "storage/token",
-    "fetched/token",
-    "hits",
-    "stalled",
-    "wasted",
-    "control/layer",
-)
+TRAFFIC_COLUMNS = tuple("contestant phase memory disk storage/token fetched/token hits stalled wasted control/layer".split())
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:

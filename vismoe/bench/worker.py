@@ -25,7 +25,8 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     began_s = time.perf_counter()
     runner = load(job)
     load_s = time.perf_counter() - began_s
-    files = [*map(Path, job.files), *_files_in(job.offload_folder)]
+    offloaded = Path(job.offload_folder).rglob("*") if job.offload_folder else ()
+    files = [*map(Path, job.files), *(path for path in offloaded if path.is_file())]
     release_mapped(files)
     cached_bytes = drop_caches(files)
     requests = [runner.request(COLD), *(runner.request(WARM) for _ in range(job.warm_requests))]
@@ -33,10 +34,6 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     peak_bytes = peak_rss_bytes()
     moe_s = runner.moe_s() if job.moe_time else None
     return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, files_bytes, runner.notes, runner.logits, moe_s), runner
-
-
-def _files_in(folder: str | None) -> list[Path]:
-    return [path for path in Path(folder).rglob("*") if path.is_file()] if folder else []
 
 
 def _loader_of(job: Job) -> Callable[[Job], Any]:

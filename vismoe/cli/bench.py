@@ -9,22 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vismoe import flags
 from vismoe.bench.geometry import GEOMETRIES
 from vismoe.bench.job import IN_PLACE, OURS, PACKED
-from vismoe.config import format_bytes, parse_bytes
-from vismoe.errors import ConfigError, InputError
-from vismoe.flags import (
-    INTERRUPTED,
-    Command,
-    add_model_flags,
-    add_one_model,
-    add_settings,
-    at_least_one,
-    given_settings,
-    one_model,
-    print_json,
-    quick_imports,
-)
+from vismoe.config import format_bytes
+from vismoe.errors import InputError
 
 if TYPE_CHECKING:
     from vismoe.bench.benchmark import BenchOptions
@@ -37,47 +26,34 @@ PICTURE = re.compile(r"(\d+)x(\d+)")
 
 
 def bench_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
+    """The flags of `vismoe bench`."""
+    flags.add_one_model(parser)
     group = parser.add_argument_group("generated checkpoint, instead of MODEL")
-    group.add_argument("--geometry", metavar="NAME", help="random weights in the shapes of a published model, e.g. qwen3-30b-a3b")
-    group.add_argument("--layers", type=at_least_one, metavar="N", help="decoder layers of the checkpoint (default: all)")
-    group.add_argument("--skew", type=float, default=0.0, metavar="S", help="Zipf exponent of its routing (default: 0, uniform)")
-    group.add_argument(
-        "--folder", metavar="DIR", help="folder of generated checkpoints (default: bench in vismoe's cache folder)"
-    )
-    group.add_argument("--clean", action="store_true", help="delete the files of earlier benchmarks in DIR, and do nothing else")
+    flags.add(group, "--geometry NAME", "random weights in the shapes of a published model, e.g. qwen3-30b-a3b")
+    flags.add(group, "--layers N", "decoder layers of the checkpoint (default: all)", flags.at_least_one)
+    flags.add(group, "--skew S", "Zipf exponent of its routing (default: 0, uniform)", float, 0.0)
+    flags.add(group, "--folder DIR", "folder of generated checkpoints (default: bench in vismoe's cache folder)")
+    flags.add(group, "--clean", "delete the files of earlier benchmarks in DIR, and do nothing else")
     group = parser.add_argument_group("the request")
-    group.add_argument("--prompt", metavar="TEXT", help="a prompt as text (default: random token ids)")
-    group.add_argument(
-        "--prompt-tokens", type=at_least_one, default=256, metavar="N", help="number of random token ids (default: 256)"
-    )
-    group.add_argument(
-        "--new-tokens", type=two_or_more, default=32, metavar="N", help="tokens to generate, greedily (default: 32)"
-    )
-    group.add_argument("--image", type=picture_size, metavar="WxH", help="a synthetic picture before the prompt, e.g. 512x512")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="seed of random ids and random weights (default: 0)")
+    flags.add(group, "--prompt TEXT", "a prompt as text (default: random token ids)")
+    flags.add(group, "--prompt-tokens N", "number of random token ids (default: 256)", flags.at_least_one, 256)
+    flags.add(group, "--new-tokens N", "tokens to generate, greedily (default: 32)", two_or_more, 32)
+    flags.add(group, "--image WxH", "a synthetic picture before the prompt, e.g. 512x512", picture_size)
+    flags.add(group, "--seed S", "seed of random ids and random weights (default: 0)", int, 0)
     group = parser.add_argument_group("the measurement")
-    group.add_argument("--repeats", type=at_least_one, default=3, metavar="N", help="processes per contestant (default: 3)")
-    group.add_argument(
-        "--warm", type=at_least_one, default=2, metavar="N", help="warm requests after the cold one, per process (default: 2)"
-    )
-    group.add_argument(
-        "--baseline", type=comma_list, default=[], metavar="LIST", help="what to compare with: transformers,accelerate,llama.cpp"
-    )
-    group.add_argument("--limit", type=size, metavar="SIZE", help="memory limit of each process, page cache included")
-    group.add_argument("--warm-cache", action="store_true", help="allow a comparison without --limit: the page cache serves all")
-    group.add_argument("--gguf", metavar="FILE", help="the same weights for llama.cpp (default: converted)")
-    group.add_argument(
-        "--threads", type=at_least_one, metavar="N", help="threads of each process (default: the cores of this process)"
-    )
-    group.add_argument(
-        "--trace", metavar="FILE", help="write a timeline of one further request, for chrome://tracing or Perfetto"
-    )
-    group.add_argument("--control", action="store_true", help="also time the Python code that controls this model's layers")
-    group.add_argument("--moe-time", action="store_true", help="also time the routed experts alone, in further requests")
-    group.add_argument("--json", action="store_true", help="print only one JSON line")
-    add_model_flags(parser)
-    add_settings(parser)
+    flags.add(group, "--repeats N", "processes per contestant (default: 3)", flags.at_least_one, 3)
+    flags.add(group, "--warm N", "warm requests after the cold one, per process (default: 2)", flags.at_least_one, 2)
+    flags.add(group, "--baseline LIST", "what to compare with: transformers,accelerate,llama.cpp", comma_list, [])
+    flags.add(group, "--limit SIZE", "memory limit of each process, page cache included", flags.size)
+    flags.add(group, "--warm-cache", "allow a comparison without --limit: the page cache serves all")
+    flags.add(group, "--gguf FILE", "the same weights for llama.cpp (default: converted)")
+    flags.add(group, "--threads N", "threads of each process (default: the cores of this process)", flags.at_least_one)
+    flags.add(group, "--trace FILE", "write a timeline of one further request, for chrome://tracing or Perfetto")
+    flags.add(group, "--control", "also time the Python code that controls this model's layers")
+    flags.add(group, "--moe-time", "also time the routed experts alone, in further requests")
+    flags.add(group, "--json", "print only one JSON line")
+    flags.add_model_flags(parser)
+    flags.add_settings(parser)
     parser.conflict_handler = "resolve"  # replaces the settings of these names by lists
     group = parser.add_argument_group("VisMoE, measured with each value")
     group.add_argument(
@@ -100,6 +76,7 @@ def bench_arguments(parser: ArgumentParser) -> None:
 
 
 def comma_list(text: str) -> list[str]:
+    """`"a, b"` -> ["a", "b"]."""
     return [word for word in (part.strip() for part in text.split(",")) if word]
 
 
@@ -114,16 +91,9 @@ def words_of(*known: str) -> Callable[[str], list[str]]:
     return words
 
 
-def size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from error
-
-
 def two_or_more(text: str) -> int:
     """An integer of at least 2: prefill gives the first new token, so decoding begins with the second."""
-    if at_least_one(text) < 2:
+    if flags.at_least_one(text) < 2:
         raise ArgumentTypeError("at least 2, because prefill gives the first new token")
     return int(text)
 
@@ -138,11 +108,11 @@ def picture_size(text: str) -> tuple[int, int]:
 
 def run_bench(arguments: Namespace) -> int:
     """Prepare, refuse unfair comparisons, run, report. Ctrl-C reports what was measured so far. FAILED if VisMoE failed."""
-    model, settings = one_model(arguments), given_settings(arguments)
+    model, settings = flags.one_model(arguments), flags.given_settings(arguments)
     refuse_contradictions(arguments, model)
     if arguments.clean:
         refuse_more_than_clean(arguments)
-    with quick_imports():
+    with flags.quick_imports():
         from vismoe.bench import benchmark
         from vismoe.bench.subject import bench_folder, clean
 
@@ -150,14 +120,13 @@ def run_bench(arguments: Namespace) -> int:
     if arguments.clean:
         deleted, nbytes = clean(folder)
         if arguments.json:
-            print_json(arguments, {"folder": str(folder), "deleted": [str(path) for path in deleted], "bytes": nbytes})
+            flags.print_json(arguments, {"folder": str(folder), "deleted": [str(path) for path in deleted], "bytes": nbytes})
         else:
             print(f"{folder}: {len(deleted)} deleted, {format_bytes(nbytes)}")
         return 0
     order = order_of(arguments, model, settings, folder)
-    tell, bar = (silent, silent_steps) if arguments.json else (say, progress_bar)
-    with terminated_is_interrupted():
-        report = benchmark.run(order, say=tell, progress=bar)
+    with flags.signals_call(signal.default_int_handler, signal.SIGTERM):  # so that no worker and no control group remains
+        report = benchmark.run(order, progress_bar)
     if not arguments.json:
         from rich.console import Console
 
@@ -165,33 +134,10 @@ def run_bench(arguments: Namespace) -> int:
 
         console = Console()
         print_report(console if console.is_terminal else Console(width=TABLE_COLUMNS), report)
-    print_json(arguments, report)
+    flags.print_json(arguments, report)
     if report["interrupted"]:
-        return INTERRUPTED
+        return flags.INTERRUPTED
     return FAILED if any(row["way"] == OURS and row["failed"] for row in report["contestants"].values()) else 0
-
-
-@contextlib.contextmanager
-def terminated_is_interrupted() -> Iterator[None]:
-    """Within it, SIGTERM acts like Ctrl-C, so that no worker and no control group remains."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def silent(text: str) -> None:
-    """Prints nothing; used under --json."""
-
-
-@contextlib.contextmanager
-def silent_steps(steps: int) -> Iterator[Callable[[str], None]]:
-    yield silent
 
 
 def refuse_more_than_clean(arguments: Namespace) -> None:
@@ -221,34 +167,24 @@ def refuse_contradictions(arguments: Namespace, model: str | None) -> None:
 
 
 def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], folder: Path) -> "BenchOptions":
+    """The flags as options of a benchmark."""
     from vismoe.bench.benchmark import BenchOptions
 
-    names = (
-        "geometry layers skew seed prompt prompt_tokens new_tokens repeats warm limit warm_cache gguf threads trace control "
-        "moe_time dtype revision device"
-    )
-    return BenchOptions(
-        model=model,
-        folder=folder,
-        picture=arguments.image,
-        baselines=tuple(arguments.baseline),
-        formats=tuple(arguments.format_list),
-        kernels=tuple(arguments.kernels_list),
-        settings=settings,
-        command=tuple(sys.argv),
-        quiet=arguments.json,
-        **{name: getattr(arguments, name) for name in names.split()},
-    )
+    given = {name: getattr(arguments, name) for name in BenchOptions.__dataclass_fields__ if name in arguments}
+    lists = {"baselines": arguments.baseline, "formats": arguments.format_list, "kernels": arguments.kernels_list}
+    given |= {name: tuple(words) for name, words in lists.items()}
+    given |= {"model": model, "folder": folder, "picture": arguments.image, "settings": settings, "quiet": arguments.json}
+    return BenchOptions(**given, command=tuple(sys.argv))
 
 
 @contextlib.contextmanager
-def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; each call begins the next step."""
+def progress_bar(steps: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr unless `quiet`; each call begins the next step."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task, begun = bar.add_task("benchmark", total=steps), 0
 
         def begin(description: str) -> None:
@@ -259,7 +195,7 @@ def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
         yield begin
 
 
-BENCH = Command(
+BENCH = flags.Command(
     "measure encode, prefill and decode, also of other programs with the same weights",
     bench_arguments,
     run_bench,

@@ -8,19 +8,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vismoe import flags
 from vismoe.config import SETTINGS, format_bytes
 from vismoe.errors import CheckpointError, InputError
-from vismoe.flags import (
-    INTERRUPTED,
-    Command,
-    add_model_flags,
-    add_one_model,
-    at_least_one,
-    load_engine,
-    one_model,
-    print_json,
-    quick_imports,
-)
 
 if TYPE_CHECKING:
     from vismoe.predictor_training.calibrate import Calibrated
@@ -32,54 +22,41 @@ NAMES = SETTINGS["selection"].choices
 
 
 def calibrate_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
+    """The flags of `vismoe calibrate`."""
+    flags.add_one_model(parser)
     data = parser.add_argument_group("prompts")
-    data.add_argument(
-        "--data",
-        metavar="FOLDER",
-        help='a folder with your prompts: *.jsonl with lines {"image": "photo.jpg", "prompt": "What is this?"} (image '
+    flags.add(
+        data,
+        "--data FOLDER",
+        'a folder with your prompts: *.jsonl with lines {"image": "photo.jpg", "prompt": "What is this?"} (image '
         'optional, or a list) or {"messages": [...]}, images, and text files',
     )
-    data.add_argument("--scenes", action="store_true", help="use generated scenes of the demo world")
-    data.add_argument(
-        "--prompts",
-        type=at_least_one,
-        default=SCENE_PROMPTS,
-        metavar="N",
-        help=f"with --scenes: number of scenes to train on (default: {SCENE_PROMPTS})",
+    flags.add(data, "--scenes", "use generated scenes of the demo world")
+    flags.add(
+        data,
+        "--prompts N",
+        f"with --scenes: number of scenes to train on (default: {SCENE_PROMPTS})",
+        flags.at_least_one,
+        SCENE_PROMPTS,
     )
-    data.add_argument("--unseen", metavar="KIND", help="a kind of prompt to exclude from training (default with --scenes: text)")
+    flags.add(data, "--unseen KIND", "a kind of prompt to exclude from training (default with --scenes: text)")
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=at_least_one, metavar="N", help="most epochs; training usually stops earlier")
-    training.add_argument("--bottleneck", type=at_least_one, metavar="N", help="width of the network")
-    training.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same predictor (default: 0)")
-    training.add_argument("--train-device", metavar="DEVICE", default="cpu", help="where the networks are trained (default: cpu)")
+    flags.add(training, "--epochs N", "most epochs; training usually stops earlier", flags.at_least_one)
+    flags.add(training, "--bottleneck N", "width of the network", flags.at_least_one)
+    flags.add(training, "--seed S", "the same seed gives the same predictor (default: 0)", int, 0)
+    flags.add(training, "--train-device DEVICE", "where the networks are trained (default: cpu)", default="cpu")
     tokens = parser.add_argument_group(
         "visual tokens", "settings for recording answers at keep 0.5; calibration finds the best ones itself"
     )
-    tokens.add_argument(
-        "--prune-layer",
-        type=at_least_one,
-        default=argparse.SUPPRESS,
-        metavar="LAYER",
-        help="decoder layer from which tokens are dropped",
-    )
+    flags.add(tokens, "--prune-layer LAYER", "decoder layer from which tokens are dropped", flags.at_least_one, argparse.SUPPRESS)
     tokens.add_argument("--selection", choices=NAMES, default=argparse.SUPPRESS, help="how the kept tokens are selected")
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder for the result (default: vismoe-calibration beside the checkpoint's files)"
-    )
-    parser.add_argument(
-        "--work", metavar="DIR", help="folder for the traces, which are then kept (default: in the cache, deleted at the end)"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object with all figures")
-    add_model_flags(parser)
+    flags.add(parser, "--out DIR", "folder for the result (default: vismoe-calibration beside the checkpoint's files)")
+    flags.add(parser, "--work DIR", "folder for the traces, which are then kept (default: in the cache, deleted at the end)")
+    flags.add(parser, "--json", "one JSON object with all figures")
+    flags.add_model_flags(parser)
     memory = parser.add_argument_group("memory")
-    memory.add_argument(
-        "--memory", default=argparse.SUPPRESS, metavar="SIZE|PERCENT", help="memory for the model while it answers the prompts"
-    )
-    memory.add_argument(
-        "--context", type=at_least_one, default=argparse.SUPPRESS, metavar="TOKENS", help="prompt and answer together"
-    )
+    flags.add(memory, "--memory SIZE|PERCENT", "memory for the model while it answers the prompts", default=argparse.SUPPRESS)
+    flags.add(memory, "--context TOKENS", "prompt and answer together", flags.at_least_one, argparse.SUPPRESS)
 
 
 def run_calibrate(arguments: Namespace) -> int:
@@ -90,7 +67,7 @@ def run_calibrate(arguments: Namespace) -> int:
         return _calibrate(arguments)
     except KeyboardInterrupt:
         print("\ninterrupted: what was collected is kept, and the same command continues from there", file=sys.stderr)
-        return INTERRUPTED
+        return flags.INTERRUPTED
 
 
 def _calibrate(arguments: Namespace) -> int:
@@ -98,14 +75,15 @@ def _calibrate(arguments: Namespace) -> int:
 
     from rich.console import Console
 
-    with quick_imports():
+    with flags.quick_imports():
+        from vismoe.machine.profile import profile_file
         from vismoe.predictor_training.calibrate import calibrate, refuse_unwritable
         from vismoe.predictor_training.collect import progress_bar, work_name
         from vismoe.predictor_training.prompts import folder_prompts, scene_prompts
         from vismoe.predictor_training.train import TrainingRecipe, refuse_device, refuse_too_few
 
     refuse_device(arguments.train_device)
-    model = one_model(arguments)
+    model = flags.one_model(arguments)
     out = Path(arguments.out).expanduser() if arguments.out else _beside(model, arguments.revision)
     refuse_unwritable(out)
     if arguments.scenes:
@@ -117,8 +95,9 @@ def _calibrate(arguments: Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("epochs", "bottleneck") if getattr(arguments, name) is not None}
     recipe = TrainingRecipe(seed=arguments.seed, **given)
     arguments.calibration = "none"  # do not use the result of an earlier run
-    with load_engine(arguments, model) as engine, progress_bar() as bar:
-        work = Path(arguments.work).expanduser() if arguments.work else _cache() / work_name(engine)
+    with flags.load_engine(arguments, model) as engine, progress_bar() as bar:
+        cached = profile_file("any").parent / "calibrate" / work_name(engine)
+        work = Path(arguments.work).expanduser() if arguments.work else cached
         tasks: dict[str, Any] = {}
 
         def told(doing: str, done: int, total: int | None) -> None:
@@ -130,7 +109,7 @@ def _calibrate(arguments: Namespace) -> int:
     if not arguments.work:
         shutil.rmtree(work)
     if arguments.json:
-        print_json(arguments, result.to_json())
+        flags.print_json(arguments, result.to_json())
     else:
         print_result(Console(), result)
     return 0
@@ -147,12 +126,6 @@ def _beside(model: str | None, revision: str | None) -> Path:
     if not files:
         raise CheckpointError(f"{name} is not on this machine. Fix: download it first, e.g. hf download {name}")
     return files[0].parent / FOLDER
-
-
-def _cache() -> Path:
-    from vismoe.machine.profile import profile_file
-
-    return profile_file("any").parent / "calibrate"
 
 
 def print_result(console: Any, result: "Calibrated") -> None:
@@ -193,7 +166,7 @@ def print_result(console: Any, result: "Calibrated") -> None:
     console.print(f"{folder}: {size}; lookahead {result.calibration.lookahead}, used from now on if --lookahead is auto")
 
 
-CALIBRATE = Command(
+CALIBRATE = flags.Command(
     "learn from a model's answers which experts come next, and where and how to drop visual tokens",
     calibrate_arguments,
     run_calibrate,

@@ -7,31 +7,10 @@ import contextlib
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from vismoe.cli.conversation import (
-    ChatSession,
-    ctrl_c_cancels,
-    introduce,
-    open_images,
-    open_messages,
-    save_kept_maps,
-    say,
-)
+from vismoe import flags
+from vismoe.cli.conversation import ChatSession, introduce, open_images, open_messages, read_out, save_kept_maps, say
 from vismoe.config import SERVING_DEFAULTS
 from vismoe.errors import InputError
-from vismoe.flags import (
-    INTERRUPTED,
-    Command,
-    add_model_flags,
-    add_one_model,
-    add_request_options,
-    add_settings,
-    given_options,
-    given_settings,
-    load_engine,
-    model_and_question,
-    one_model,
-    print_json,
-)
 from vismoe.models.inputs.message_files import user_message
 from vismoe.options import RequestOptions
 
@@ -42,6 +21,7 @@ __all__ = ["CHAT", "UI"]
 
 
 def chat_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe chat`."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -49,33 +29,28 @@ def chat_arguments(parser: ArgumentParser) -> None:
         help="a single word is the model if it is a folder, a path or a hub name, otherwise the question; "
         "without a question a conversation begins",
     )
-    parser.add_argument(
-        "--image", action="append", default=[], metavar="PATH|URL", help="an image to ask about; repeat for more images"
+    flags.add(parser, "--image PATH|URL", "an image to ask about; repeat for more images", default=[], action="append")
+    flags.add(
+        parser,
+        "--messages FILE",
+        "answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
     )
-    parser.add_argument(
-        "--messages",
-        metavar="FILE",
-        help="answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
-    )
-    add_request_options(parser, "max_tokens", "image_tokens", "sample", "seed")
-    parser.add_argument("--trace", metavar="FOLDER", help="record the routing, for vismoe replay")
-    parser.add_argument(
-        "--kept-map", metavar="FOLDER", help="save the images, with the visual tokens that --keep dropped in grey"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object with the answer and all statistics")
-    parser.add_argument(
-        "--verbose", action="store_true", help="also show the memory plan, the chosen backends with reasons, and all statistics"
-    )
-    add_model_flags(parser)
-    add_settings(parser)
+    flags.add_request_options(parser, "max_tokens", "image_tokens", "sample", "seed")
+    flags.add(parser, "--trace FOLDER", "record the routing, for vismoe replay")
+    flags.add(parser, "--kept-map FOLDER", "save the images, with the visual tokens that --keep dropped in grey")
+    flags.add(parser, "--json", "one JSON object with the answer and all statistics")
+    flags.add(parser, "--verbose", "also show the memory plan, the chosen backends with reasons, and all statistics")
+    flags.add_model_flags(parser)
+    flags.add_settings(parser)
 
 
 def ui_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
+    """The flags of `vismoe ui`."""
+    flags.add_one_model(parser)
     parser.add_argument("--port", type=int, default=7860, help="on 127.0.0.1 (default: 7860)")
-    add_request_options(parser, "max_tokens", "image_tokens")
-    add_model_flags(parser)
-    add_settings(parser, SERVING_DEFAULTS)
+    flags.add_request_options(parser, "max_tokens", "image_tokens")
+    flags.add_model_flags(parser)
+    flags.add_settings(parser, SERVING_DEFAULTS)
 
 
 def run_ui(arguments: Namespace) -> int:
@@ -86,13 +61,13 @@ def run_ui(arguments: Namespace) -> int:
     from vismoe.app.ui_serving import free_port, serve
 
     port = free_port(arguments.port)
-    with load_engine(arguments, one_model(arguments), SERVING_DEFAULTS) as engine:
-        return serve(engine, port, RequestOptions(reuse=True, **given_options(arguments)))
+    with flags.load_engine(arguments, flags.one_model(arguments), SERVING_DEFAULTS) as engine:
+        return serve(engine, port, RequestOptions(reuse=True, **flags.given_options(arguments)))
 
 
 def run_chat(arguments: Namespace) -> int:
     """Runs one question or a conversation; returns the exit code."""
-    model, question = model_and_question(arguments.words, arguments.model)
+    model, question = flags.model_and_question(arguments.words, arguments.model)
     asked = question is not None or arguments.messages
     if arguments.messages and (question is not None or arguments.image):
         raise InputError("--messages gives a whole conversation. Fix: put the question and its images into the file")
@@ -100,13 +75,13 @@ def run_chat(arguments: Namespace) -> int:
         raise InputError(
             '--json answers one question, not a conversation. Fix: vismoe chat --json "What is in the picture?" --image PICTURE'
         )
-    given_settings(arguments)
-    options = RequestOptions(reuse=True, **given_options(arguments))
+    flags.given_settings(arguments)
+    options = RequestOptions(reuse=True, **flags.given_options(arguments))
     if arguments.kept_map and not asked:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")
     images = open_images(arguments.image)  # before the model is loaded, so that a wrong path is reported at once
     messages = open_messages(arguments.messages) if arguments.messages else [user_message(question or "", images)]
-    with load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
+    with flags.load_engine(arguments, model, quiet=not arguments.verbose) as engine, _recording(engine, arguments.trace):
         if asked:
             return _answer_once(engine, arguments, messages, options)
         return ChatSession(engine, arguments, images, options).run()
@@ -125,23 +100,20 @@ def _answer_once(engine: "Engine", arguments: Namespace, messages: list[dict[str
     if not arguments.json:
         introduce(console, engine, arguments.verbose)
     reply = engine.chat(messages, options)
-    with ctrl_c_cancels(reply) as stop:
-        for piece in reply:
-            if not arguments.json:
-                print(piece, end="", flush=True)
+    stopped = read_out(reply, quiet=arguments.json)
     maps = save_kept_maps(reply.figures, arguments.kept_map) if arguments.kept_map else []
     if arguments.json:
-        print_json(arguments, reply.figures.to_json())
+        flags.print_json(arguments, reply.figures.to_json())
     else:
         print(flush=True)
         if arguments.verbose:
             print_figures(console, reply.figures.to_json())
         for file in maps:
             say(f"saved {file}")
-    return INTERRUPTED if stop.pressed else 0
+    return flags.INTERRUPTED if stopped else 0
 
 
-CHAT = Command(
+CHAT = flags.Command(
     "ask a model about images, once or in a conversation",
     chat_arguments,
     run_chat,
@@ -156,7 +128,7 @@ CHAT = Command(
 In a conversation, /help lists the commands; Ctrl-C stops an answer; a pasted text of several lines is one question.
 The answer goes to stdout, everything else to stderr.""",
 )
-UI = Command(
+UI = flags.Command(
     "chat in a browser, on this machine only",
     ui_arguments,
     run_ui,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe.cli.lines import next_input, with_line_editing
 from vismoe.errors import ClosedError, InputError, VisMoEError
-from vismoe.flags import did_you_mean
+from vismoe.flags import did_you_mean, signals_call
 from vismoe.models.inputs.message_files import read_messages, user_message, with_images
 from vismoe.options import RequestOptions
 
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 
     from vismoe.engine.engine import Engine
     from vismoe.engine.generate import Figures, Reply
-
-__all__ = [
-    "ChatSession",
-    "ctrl_c_cancels",
-    "introduce",
-    "open_images",
-    "open_messages",
-    "save_kept_maps",
-    "say",
-]
 
 HELP = """\
 /image PATH   attach an image to the next question (repeat for several images)
@@ -85,29 +75,23 @@ def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
     return files
 
 
-@dataclass
-class Stop:
-    """Whether Ctrl-C was pressed during an answer."""
-
-    pressed: bool = False
-
-
-@contextlib.contextmanager
-def ctrl_c_cancels(reply: "Reply") -> Iterator[Stop]:
-    """Within it, the first Ctrl-C cancels the reply, which then ends normally; a second one interrupts as usual."""
-    stop = Stop()
+def read_out(reply: "Reply", quiet: bool = False) -> bool:
+    """Prints the answer as it arrives, unless `quiet`. The first Ctrl-C cancels the reply, which then ends normally; a second one
+    interrupts as usual. Returns whether Ctrl-C was pressed."""
+    pressed = False
 
     def cancel(number: int, frame: Any) -> None:
-        if stop.pressed:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
-        stop.pressed = True
+        pressed = True
         reply.cancel()
 
-    before = signal.signal(signal.SIGINT, cancel)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with signals_call(cancel, signal.SIGINT):
+        for piece in reply:
+            if not quiet:
+                print(piece, end="", flush=True)
+    return pressed
 
 
 def introduce(console: "Console", engine: "Engine", verbose: bool, hint: str = "") -> None:
@@ -207,12 +191,6 @@ class ChatSession:
         used = running is not None and "importance" in running.policy
         return self.options if used else replace(self.options, retention=None)
 
-    def set_policy(self, policy: str) -> None:
-        self.change(policy=policy or None)
-
-    def set_formats(self, formats: str) -> None:
-        self.change(formats=formats or None)
-
     def change(self, policy: str | None = None, formats: str | None = None) -> None:
         """Changes the policy or the formats, which divides memory anew. Without a value, prints the current ones."""
         from vismoe.words import precision_words
@@ -241,23 +219,18 @@ class ChatSession:
         print_figures(self.console, figures)
         print_layers(self.console, figures)
 
-    def show_help(self, _: str) -> None:
-        say(HELP)
-
     def ask(self, question: str) -> None:
         """Streams the answer. An answer, even a partial one, enters the history with its question; a failed question does not."""
         from vismoe.cli.print import print_figures
 
         message = user_message(question, self.waiting)
         reply = self.engine.chat([*self.messages, message], self._options_in_force())
-        with ctrl_c_cancels(reply) as stop:
-            for piece in reply:
-                print(piece, end="", flush=True)
+        stopped = read_out(reply)
         print(flush=True)
-        if stop.pressed:
+        if stopped:
             say("[stopped]")
         self.last = reply.figures
-        if reply.answer or not stop.pressed:
+        if reply.answer or not stopped:
             self.messages += [message, {"role": "assistant", "content": reply.answer}]
             self.waiting = []
         if self.arguments.verbose:
@@ -267,13 +240,13 @@ class ChatSession:
 COMMANDS: dict[str, Callable[[ChatSession, str], None]] = {
     "/image": ChatSession.attach,
     "/keep": ChatSession.set_keep,
-    "/policy": ChatSession.set_policy,
-    "/formats": ChatSession.set_formats,
+    "/policy": lambda chat, policy: chat.change(policy=policy or None),
+    "/formats": lambda chat, formats: chat.change(formats=formats or None),
     "/retention": ChatSession.set_retention,
     "/map": ChatSession.save_map,
     "/reset": ChatSession.reset,
     "/figures": ChatSession.show_figures,
-    "/help": ChatSession.show_help,
+    "/help": lambda chat, _: say(HELP),
 }
 
 

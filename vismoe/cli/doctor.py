@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vismoe.flags import Command, one_model, print_json, quick_imports
+from vismoe import flags
 
 if TYPE_CHECKING:
     from vismoe.machine.ceilings import ModelSize
@@ -21,20 +21,19 @@ __all__ = ["DOCTOR"]
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe doctor`."""
     parser.add_argument("words", nargs="*", metavar="[MODEL]", help="report on this model (default: on three examples)")
-    parser.add_argument("--model", metavar="MODEL", help="the model, given as a flag")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
-    parser.add_argument(
-        "--path", metavar="PATH", help="the disk to measure: a folder or a large file (default: the model's, or the hub cache's)"
-    )
-    parser.add_argument("--refresh", action="store_true", help="measure again, although there are stored rates of this machine")
-    parser.add_argument("--quick", action="store_true", help="measure for about 3 s instead of 20 s")
-    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes and rates in bytes per second")
+    flags.add(parser, "--model MODEL", "the model, given as a flag")
+    flags.add(parser, "--revision REV", "branch, tag or commit of a hub model")
+    flags.add(parser, "--path PATH", "the disk to measure: a folder or a large file (default: the model's, or the hub cache's)")
+    flags.add(parser, "--refresh", "measure again, although there are stored rates of this machine")
+    flags.add(parser, "--quick", "measure for about 3 s instead of 20 s")
+    flags.add(parser, "--json", "one JSON object, sizes in bytes and rates in bytes per second")
 
 
 def run_doctor(arguments: Namespace) -> int:
     """Reports stored or newly measured rates, with the choices and advice that follow from them."""
-    sizes, folder = models_and_folder(one_model(arguments), arguments.revision)
+    sizes, folder = models_and_folder(flags.one_model(arguments), arguments.revision)
     path = str(Path(arguments.path).expanduser()) if arguments.path else folder
     from vismoe.machine.facts import facts
 
@@ -42,7 +41,7 @@ def run_doctor(arguments: Namespace) -> int:
     found = facts()
     report = doctor_report(found, profile, sizes, path)
     if arguments.json:
-        print_json(arguments, report)
+        flags.print_json(arguments, report)
     else:
         from rich.console import Console
 
@@ -56,7 +55,7 @@ def models_and_folder(name: str | None, revision: str | None) -> "tuple[tuple[Mo
     """The models to report on, and the folder whose disk holds them or would hold them."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    with quick_imports():
+    with flags.quick_imports():
         from vismoe.machine.ceilings import EXAMPLES
         from vismoe.machine.disk import nearest_folder
 
@@ -143,7 +142,7 @@ def _model_report(found: "Facts", profile: "Profile", size: "ModelSize", path: s
     }
 
 
-DOCTOR = Command(
+DOCTOR = flags.Command(
     "report this machine's hardware and speed, the choices that follow, and what would help",
     doctor_arguments,
     run_doctor,

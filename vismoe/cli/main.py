@@ -70,6 +70,7 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def overview_parser() -> ArgumentParser:
+    """The parser of the word behind `vismoe`."""
     commands = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
     parser = ArgumentParser(
         prog="vismoe",

@@ -3,21 +3,9 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from vismoe import flags
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import InputError
-from vismoe.flags import (
-    Command,
-    add_model_flags,
-    add_one_model,
-    add_settings,
-    at_least_one,
-    bytes_per_s,
-    given_settings,
-    model_options,
-    one_model,
-    print_json,
-    quick_imports,
-)
 
 __all__ = ["PLAN", "REPLAY"]
 
@@ -25,46 +13,28 @@ CPU_BYTES_PER_S = 40e9  # the read rate of two cores with two memory channels
 
 
 def replay_arguments(parser: ArgumentParser) -> None:
+    """The flags of `vismoe replay`."""
     parser.add_argument("trace", metavar="TRACE", help="a folder that vismoe chat --trace recorded")
-    parser.add_argument(
-        "--slots", nargs="+", required=True, metavar="N", help="cache sizes to compare: slabs, or a share such as 25%%"
+    flags.add(parser, "--slots N", "cache sizes to compare: slabs, or a share such as 25%%", nargs="+", required=True)
+    flags.add(parser, "--window W", "number of next MoE layers whose experts eviction protects (default: 5)", flags.at_least_one)
+    flags.add(
+        parser, "--pinned-layers LAYERS", "first MoE layers whose experts are never evicted (default: 0)", flags.at_least_one
     )
-    parser.add_argument(
-        "--window", type=at_least_one, metavar="W", help="number of next MoE layers whose experts eviction protects (default: 5)"
+    flags.add(parser, "--prefetch", "prefetch the experts that the recorded lookahead predicts, within the byte limit")
+    flags.add(parser, "--link SIZE", "bytes per second between the tiers, to compute stalls", flags.bytes_per_s)
+    flags.add(parser, "--layer-seconds S", "compute time of an MoE layer, during which the link can prefetch", float)
+    flags.add(parser, "--token-seconds S", "further compute time of the layer per prompt token", float)
+    flags.add(parser, "--lookahead-seconds S", "time of the lookahead per layer", float)
+    flags.add(parser, "--pinned-curve", "bytes and time by number of pinned layers, with the default eviction order")
+    flags.add(parser, "--misses", "compare ways to serve a miss: wait for the copy, compute on the CPU, or whichever is sooner")
+    flags.add(
+        parser,
+        "--cpu SIZE",
+        f"with --misses: weights that the CPU reads per second while it computes (default: {CPU_BYTES_PER_S / 1e9:.0f}GB)",
+        flags.bytes_per_s,
     )
-    parser.add_argument(
-        "--pinned-layers",
-        type=at_least_one,
-        metavar="LAYERS",
-        help="first MoE layers whose experts are never evicted (default: 0)",
-    )
-    parser.add_argument(
-        "--prefetch", action="store_true", help="prefetch the experts that the recorded lookahead predicts, within the byte limit"
-    )
-    parser.add_argument("--link", type=bytes_per_s, metavar="SIZE", help="bytes per second between the tiers, to compute stalls")
-    parser.add_argument(
-        "--layer-seconds", type=float, metavar="S", help="compute time of an MoE layer, during which the link can prefetch"
-    )
-    parser.add_argument("--token-seconds", type=float, metavar="S", help="further compute time of the layer per prompt token")
-    parser.add_argument("--lookahead-seconds", type=float, metavar="S", help="time of the lookahead per layer")
-    parser.add_argument(
-        "--pinned-curve", action="store_true", help="bytes and time by number of pinned layers, with the default eviction order"
-    )
-    parser.add_argument(
-        "--misses",
-        action="store_true",
-        help="compare ways to serve a miss: wait for the copy, compute on the CPU, or whichever is sooner",
-    )
-    parser.add_argument(
-        "--cpu",
-        type=bytes_per_s,
-        metavar="SIZE",
-        help=f"with --misses: weights that the CPU reads per second while it computes (default: {CPU_BYTES_PER_S / 1e9:.0f}GB)",
-    )
-    parser.add_argument(
-        "--cpu-token-seconds", type=float, metavar="S", help="with --misses: CPU compute time per token and expert"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object with all rows")
+    flags.add(parser, "--cpu-token-seconds S", "with --misses: CPU compute time per token and expert", float)
+    flags.add(parser, "--json", "one JSON object with all rows")
 
 
 def replay_conditions(arguments: Namespace) -> dict[str, Any]:
@@ -83,24 +53,27 @@ def replay_conditions(arguments: Namespace) -> dict[str, Any]:
 
 def run_replay(arguments: Namespace) -> int:
     """Replays every eviction order and the oracle at every size; with --misses every way to serve a miss."""
-    if arguments.misses:
-        return replay_misses(arguments)
-    if arguments.cpu is not None or arguments.cpu_token_seconds is not None:
+    if not arguments.misses and (arguments.cpu is not None or arguments.cpu_token_seconds is not None):
         raise InputError("--cpu and --cpu-token-seconds apply to --misses only. Fix: add --misses, or leave them out")
-    if arguments.pinned_curve:
-        return replay_pinned(arguments)
+    replay = replay_misses if arguments.misses else replay_pinned if arguments.pinned_curve else replay_orders
+    found, text = replay(arguments)
+    if arguments.json:
+        flags.print_json(arguments, {"trace": arguments.trace, **found})
+    else:
+        print(text)
+    return 0
+
+
+def replay_orders(arguments: Namespace) -> tuple[dict[str, Any], str]:
+    """Replays every eviction order and the oracle at every size; returns results for JSON and as text."""
     from vismoe.simulate.replay import compare, format_table
     from vismoe.trace.files import Trace
 
     rows = compare(Trace.open(arguments.trace), [_slots(text) for text in arguments.slots], **replay_conditions(arguments))
-    if arguments.json:
-        print_json(arguments, {"trace": arguments.trace, "rows": [row.to_json() for row in rows]})
-    else:
-        print(format_table(rows))
-    return 0
+    return {"rows": [row.to_json() for row in rows]}, format_table(rows)
 
 
-def replay_pinned(arguments: Namespace) -> int:
+def replay_pinned(arguments: Namespace) -> tuple[dict[str, Any], str]:
     """Replays every number of pinned layers that fits, at every size."""
     from vismoe.simulate.demands import Demands
     from vismoe.simulate.pinned import best_depth, format_curves, pinned_curve
@@ -112,22 +85,11 @@ def replay_pinned(arguments: Namespace) -> int:
     curves = {size: pinned_curve(demands, _slots(size), **conditions) for size in arguments.slots}
     timed = arguments.link is not None
     best = {size: best_depth(points, timed) for size, points in curves.items()}
-    if arguments.json:
-        print_json(
-            arguments,
-            {
-                "trace": arguments.trace,
-                "best": best,
-                "curves": {size: [vars(p) for p in points] for size, points in curves.items()},
-            },
-        )
-    else:
-        print(format_curves(curves, timed))
-        print("best: " + ", ".join(f"{layers} at {size}" for size, layers in best.items()))
-    return 0
+    text = f"{format_curves(curves, timed)}\nbest: {', '.join(f'{layers} at {size}' for size, layers in best.items())}"
+    return {"best": best, "curves": {size: [vars(point) for point in points] for size, points in curves.items()}}, text
 
 
-def replay_misses(arguments: Namespace) -> int:
+def replay_misses(arguments: Namespace) -> tuple[dict[str, Any], str]:
     """Replays every way to serve a miss, at every size and link rate."""
     from vismoe.simulate.misses import LINKS_BYTES_PER_S, compare_misses, format_misses
     from vismoe.trace.files import Trace
@@ -145,11 +107,7 @@ def replay_misses(arguments: Namespace) -> int:
         cpu_bytes_per_s=arguments.cpu or CPU_BYTES_PER_S,
         **conditions,
     )
-    if arguments.json:
-        print_json(arguments, {"trace": arguments.trace, "time": "virtual", **compared.to_json()})
-    else:
-        print(format_misses(compared))
-    return 0
+    return {"time": "virtual", **compared.to_json()}, format_misses(compared)
 
 
 def _slots(text: str) -> int | str:
@@ -157,33 +115,34 @@ def _slots(text: str) -> int | str:
 
 
 def plan_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
-    add_model_flags(parser)
-    add_settings(parser)
+    """The flags of `vismoe plan`."""
+    flags.add_one_model(parser)
+    flags.add(parser, "--json", "one JSON object, sizes in bytes")
+    flags.add_model_flags(parser)
+    flags.add_settings(parser)
 
 
 def run_plan(arguments: Namespace) -> int:
     """Prints the plan that loading would follow; loads nothing and downloads no weights."""
-    model = one_model(arguments)
-    settings = Settings.of(**{**ENGINE_DEFAULTS, **given_settings(arguments)})
+    model = flags.one_model(arguments)
+    settings = Settings.of(**{**ENGINE_DEFAULTS, **flags.given_settings(arguments)})
     from rich.console import Console
 
     from vismoe.cli.print import print_plan
 
-    with quick_imports():
+    with flags.quick_imports():
         from vismoe.models.family.checkpoint_files import demo_model
         from vismoe.models.load.preview import preview
 
-    plan = preview(model or demo_model(), settings, **model_options(arguments))
+    plan = preview(model or demo_model(), settings, **flags.model_options(arguments))
     if arguments.json:
-        print_json(arguments, plan.to_json())
+        flags.print_json(arguments, plan.to_json())
     else:
         print_plan(Console(), plan)
     return 0
 
 
-PLAN = Command(
+PLAN = flags.Command(
     "show how memory would be divided, before any weight is loaded",
     plan_arguments,
     run_plan,
@@ -193,7 +152,7 @@ PLAN = Command(
   vismoe plan Qwen/Qwen3-VL-30B-A3B-Instruct --memory 16GiB --policy hotness --formats 4/2
   vismoe plan ./my-model --memory 25% --json | jq .slabs""",
 )
-REPLAY = Command(
+REPLAY = flags.Command(
     "compute what each eviction order, and the oracle, would have read for a recorded trace",
     replay_arguments,
     run_replay,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vismoe import flags
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import CheckpointError
-from vismoe.flags import INTERRUPTED, Command, add_one_model, ctrl_c_exits, one_model, print_json, quick_imports
 
 if TYPE_CHECKING:
     from vismoe.store.checkpoint import CheckpointStore
@@ -25,23 +25,22 @@ LISTED = 20  # most bad records in a message
 
 
 def pack_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
-    parser.add_argument("--model", metavar="MODEL", help="the model, given as a flag")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
-    parser.add_argument(
-        "--formats",
-        type=format_names,
-        metavar="NAMES",
-        help="formats, separated by commas: raw and lossless keep every bit; int8, int4 and int2 are smaller; "
+    """The flags of `vismoe pack`."""
+    flags.add_one_model(parser)
+    flags.add(parser, "--model MODEL", "the model, given as a flag")
+    flags.add(parser, "--revision REV", "branch, tag or commit of a hub model")
+    flags.add(
+        parser,
+        "--formats NAMES",
+        "formats, separated by commas: raw and lossless keep every bit; int8, int4 and int2 are smaller; "
         "a policy with --formats 4/2 needs int4,int2 (default: lossless for bfloat16 experts, raw for others)",
+        format_names,
     )
-    parser.add_argument("--out", metavar="DIR", help="folder of the store (default: vismoe-store beside the checkpoint's files)")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="verify every record of a store instead; MODEL is the store's folder, or the model of the store",
+    flags.add(parser, "--out DIR", "folder of the store (default: vismoe-store beside the checkpoint's files)")
+    flags.add(
+        parser, "--verify", "verify every record of a store instead; MODEL is the store's folder, or the model of the store"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+    flags.add(parser, "--json", "one JSON object, sizes in bytes")
 
 
 def format_names(text: str) -> tuple[str, ...]:
@@ -60,18 +59,19 @@ def run_pack(arguments: Namespace) -> int:
         kept = "" if arguments.verify else ": what is packed so far is kept, and the same command continues from there"
         print(f"\ninterrupted{kept}", file=sys.stderr, flush=True)
         if arguments.json:
-            print_json(arguments, {"error": {"type": "Interrupted", "message": f"Ctrl-C{kept}"}})
-        return INTERRUPTED
+            flags.print_json(arguments, {"error": {"type": "Interrupted", "message": f"Ctrl-C{kept}"}})
+        return flags.INTERRUPTED
 
 
 def pack_formats(arguments: Namespace) -> int:
-    with ctrl_c_exits(arguments), quick_imports():
+    """Packs one format after another, with a line about each."""
+    with flags.ctrl_c_exits(arguments), flags.quick_imports():
         from vismoe.models.family.checkpoint_files import demo_model
         from vismoe.models.load.preview import experts_in_place
         from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, workers_for
         from vismoe.store.packed import STORE_FOLDER, contents_of
 
-        source, transposed = experts_in_place(one_model(arguments) or demo_model(), arguments.revision)
+        source, transposed = experts_in_place(flags.one_model(arguments) or demo_model(), arguments.revision)
     formats = wanted_formats(source, arguments.formats)
     folder = Path(arguments.out).expanduser() if arguments.out else source.paths[0].parent / STORE_FOLDER
     wanted = [contents_of(source, format, transposed) for format in formats]
@@ -92,7 +92,7 @@ def pack_formats(arguments: Namespace) -> int:
         print(f"{contents.format}: {done}, {format_bytes(packed.stored_bytes)} ({share:.1%} of the experts)")
         report.append({"format": contents.format, **vars(packed), "workers": workers, "memory_bound_bytes": bound})
     if arguments.json:
-        print_json(arguments, {"folder": str(folder), "experts_bytes": total_bytes, "formats": report})
+        flags.print_json(arguments, {"folder": str(folder), "experts_bytes": total_bytes, "formats": report})
     return 0
 
 
@@ -111,7 +111,7 @@ def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "t
 
 def run_verify(arguments: Namespace) -> int:
     """Raises CheckpointError for a store that is missing, has bad records or belongs to another checkpoint."""
-    with ctrl_c_exits(arguments), quick_imports():
+    with flags.ctrl_c_exits(arguments), flags.quick_imports():
         from vismoe.models.load.preview import experts_in_place
         from vismoe.store.packed import contents_of, formats_in
         from vismoe.types import Format
@@ -130,7 +130,7 @@ def run_verify(arguments: Namespace) -> int:
     if bad:
         raise CheckpointError("\n".join(bad))
     if arguments.json:
-        print_json(arguments, {"folder": str(folder), "formats": report})
+        flags.print_json(arguments, {"folder": str(folder), "formats": report})
     return 0
 
 
@@ -164,7 +164,7 @@ def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
     from vismoe.models.load.preview import checkpoint_files, read_config
     from vismoe.store.packed import find_store, formats_in
 
-    named, out = one_model(arguments), arguments.out
+    named, out = flags.one_model(arguments), arguments.out
     name = str(out or named or demo_model())
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -201,7 +201,7 @@ def progress(name: str, total_bytes: int, quiet: bool) -> Iterator[Callable[[int
             bar.close()
 
 
-PACK = Command(
+PACK = flags.Command(
     "write a model's experts to a store that is read at full disk speed, in all bits or fewer",
     pack_arguments,
     run_pack,

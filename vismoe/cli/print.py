@@ -5,13 +5,13 @@ Input is the object of `Stats.to_json()`: seconds, bytes and counts. A rate whos
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vismoe.app.options import served_name
 from vismoe.config import format_bytes
 from vismoe.words import share_words
 
@@ -32,7 +32,7 @@ def print_plan(console: Console, plan: Any) -> None:
 
 def load_line(engine: "Engine") -> str:
     """One line about the loaded model: its name, its memory, and how many of its experts are resident."""
-    plan, name = engine.plan, Path(engine.name).name if Path(engine.name).is_dir() else engine.name
+    plan, name = engine.plan, served_name(engine.name)
     resident = f"{plan.resident_experts} of {plan.total_experts} experts in memory"
     size = " of ".join(dict.fromkeys((format_bytes(plan.total_bytes), format_bytes(plan.budget_bytes))))
     return f"{name} on the {plan.device}: {resident}, {size}, context {plan.context}"
@@ -45,10 +45,12 @@ def print_backends(console: Console, backends: dict[str, str]) -> None:
 
 
 def rate(count: float, seconds: float, unit: str) -> str:
+    """`12.3 tokens/s`; empty for no time."""
     return f"{count / seconds:.1f} {unit}/s" if seconds > 0 else ""
 
 
 def hit_rate(counts: dict[str, Any]) -> str:
+    """The share of demands that were hits, in words."""
     demanded = counts["hits"] + counts["misses"]
     return f"{counts['hits'] / demanded:.1%} hits" if demanded else "nothing demanded"
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vismoe import flags
 from vismoe.app.options import ServeOptions
 from vismoe.app.ray_serving import RayOptions, serve_on_ray
 from vismoe.config import SERVER_DEFAULTS
 from vismoe.errors import ConfigError
-from vismoe.flags import given_settings, model_options, one_model
 
 __all__ = ["add_ray_flags", "ray_options", "run_on_ray"]
 
@@ -19,27 +19,21 @@ FOLDERS = ("model", "store", "calibration")  # relative paths must be resolved: 
 
 
 def add_ray_flags(parser: ArgumentParser) -> None:
+    """Adds the flags of a cluster, absent where they are not given."""
     group = parser.add_argument_group("replicas on a Ray cluster")
 
-    def flag(name: str, reader: Any, placeholder: str, meaning: str, **options: Any) -> None:
-        group.add_argument(name, type=reader, metavar=placeholder, help=meaning, default=argparse.SUPPRESS, **options)
-
-    group.add_argument("--ray", action="store_true", help="serve by Ray Serve; --memory is then the memory of each replica")
+    none = argparse.SUPPRESS
+    flags.add(group, "--ray", "serve by Ray Serve; --memory is then the memory of each replica")
     where = "auto for the cluster of this machine, HOST:PORT, ray://HOST:PORT, or local for a new one (default: auto)"
-    flag("--ray-address", str, "ADDRESS", where, dest="address")
-    flag("--replicas", replica_range, "N|MIN..MAX", "number of replicas; within a range it follows the load (default: 1)")
-    flag(
-        "--replica-cpus", float, "CORES", "cores of each replica; bounds its threads (default: its share of a node)", dest="cpus"
-    )
-    flag(
-        "--replica-gpus",
-        float,
-        "GPUS",
-        "GPUs of each replica (default: 1 if the cluster has GPUs and --device is not cpu)",
-        dest="gpus",
-    )
+    flags.add(group, "--ray-address ADDRESS", where, str, none, dest="address")
+    meaning = "number of replicas; within a range it follows the load (default: 1)"
+    flags.add(group, "--replicas N|MIN..MAX", meaning, replica_range, none)
+    meaning = "cores of each replica; bounds its threads (default: its share of a node)"
+    flags.add(group, "--replica-cpus CORES", meaning, float, none, dest="cpus")
+    meaning = "GPUs of each replica (default: 1 if the cluster has GPUs and --device is not cpu)"
+    flags.add(group, "--replica-gpus GPUS", meaning, float, none, dest="gpus")
     meaning = "a setting of Ray Serve's autoscaling, e.g. target_ongoing_requests=4; repeat for more"
-    flag("--autoscaling", setting, "NAME=VALUE", meaning, action="append")
+    flags.add(group, "--autoscaling NAME=VALUE", meaning, setting, none, action="append")
 
 
 def ray_options(arguments: Namespace) -> RayOptions | None:
@@ -79,7 +73,8 @@ def run_on_ray(arguments: Namespace, options: ServeOptions, on: RayOptions) -> i
         )
     if not options.port:
         raise ConfigError("port=0: Ray Serve listens at the same port on every node. Fix: --port PORT")
-    loading = {**SERVER_DEFAULTS, **model_options(arguments), **given_settings(arguments), "model": one_model(arguments)}
+    given = flags.model_options(arguments) | flags.given_settings(arguments)
+    loading = {**SERVER_DEFAULTS, **given, "model": flags.one_model(arguments)}
     if ":" in loading.get("device", ""):
         raise ConfigError(f"device={loading['device']}: Ray assigns GPUs to replicas. Fix: --device cuda")
     named = {name: Path(loading[name]) for name in FOLDERS if loading.get(name)}

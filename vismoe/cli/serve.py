@@ -3,39 +3,21 @@
 import argparse
 import importlib.util
 import logging
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from vismoe import flags
 from vismoe.app.options import ServeOptions, is_api_key
 from vismoe.cli.ray import add_ray_flags, ray_options, run_on_ray
-from vismoe.config import SERVER_DEFAULTS, format_bytes, parse_bytes
+from vismoe.config import SERVER_DEFAULTS, format_bytes
 from vismoe.errors import ConfigError
-from vismoe.flags import (
-    Command,
-    add_model_flags,
-    add_one_model,
-    add_request_options,
-    add_settings,
-    given_options,
-    given_settings,
-    load_engine,
-    one_model,
-)
 from vismoe.ranges import Rule, Several, rules_of
 
 __all__ = ["SERVE"]
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def size(text: str) -> int:
-    """`20MiB` -> bytes."""
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from error
 
 
 OPTIONS = {name: rule for name, rule in rules_of(ServeOptions).items() if rule.meaning}  # others have flags of their own
@@ -51,20 +33,17 @@ FLAGS = {
 
 
 def serve_arguments(parser: ArgumentParser) -> None:
-    add_one_model(parser)
+    """The flags of `vismoe serve`."""
+    flags.add_one_model(parser)
     group = parser.add_argument_group("server")
-    group.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="key that clients must send; repeat for more keys"
-    )
-    group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="file of keys, one a line, # for comments; hides keys from other users"
-    )
+    flags.add(group, "--api-key KEY", "key that clients must send; repeat for more keys", default=[], action="append")
+    flags.add(group, "--api-key-file FILE", "file of keys, one a line, # for comments; hides keys from other users", Path)
     for rule in OPTIONS.values():
         _add_flag(group, rule)
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="info logs a line per request (default: info)")
-    add_request_options(parser, "max_tokens", "image_tokens")
-    add_model_flags(parser)
-    add_settings(parser, SERVER_DEFAULTS)
+    flags.add_request_options(parser, "max_tokens", "image_tokens")
+    flags.add_model_flags(parser)
+    flags.add_settings(parser, SERVER_DEFAULTS)
     add_ray_flags(parser)
 
 
@@ -77,7 +56,7 @@ def _add_flag(group: Any, rule: Rule) -> None:
         options["action"] = "store_true"
     else:
         in_bytes = kind.range.unit == "bytes"
-        options |= {"type": size if in_bytes else kind.type, "metavar": rule.placeholder}
+        options |= {"type": flags.size if in_bytes else kind.type, "metavar": rule.placeholder}
         if default is not None:
             options["help"] += f" (default: {format_bytes(default) if in_bytes else default})"
     group.add_argument(FLAGS.get(rule.name, f"--{rule.name.replace('_', '-')}"), **options)
@@ -88,7 +67,7 @@ def serve_options(arguments: Namespace) -> ServeOptions:
     given = {name: getattr(arguments, name) for name in OPTIONS if name in arguments}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     keys = (*arguments.api_key, *(_keys_in(arguments.api_key_file) if arguments.api_key_file else ()))
-    return ServeOptions(api_keys=keys, **{**given, **lists, **given_options(arguments)})
+    return ServeOptions(api_keys=keys, **{**given, **lists, **flags.given_options(arguments)})
 
 
 def _keys_in(file: Path) -> list[str]:
@@ -124,18 +103,18 @@ def run_serve(arguments: Namespace) -> int:
     on_ray = ray_options(arguments)
     require_packages(*(["ray"] if on_ray else []))
     options = serve_options(arguments)
-    given_settings(arguments)
+    flags.given_settings(arguments)
     if on_ray:
         return run_on_ray(arguments, options, on_ray)
     from vismoe.app.serving import listening, serve
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # VisMoE announces the steps itself
-    with listening(options) as listener, load_engine(arguments, one_model(arguments), SERVER_DEFAULTS) as engine:
+    with listening(options) as listener, flags.load_engine(arguments, flags.one_model(arguments), SERVER_DEFAULTS) as engine:
         return serve(engine, options, listener)
 
 
-SERVE = Command(
+SERVE = flags.Command(
     "run an OpenAI-compatible server, by default for this machine only",
     serve_arguments,
     run_serve,

@@ -7,44 +7,26 @@ from vismoe.errors import ConfigError
 
 __all__ = ["STUDIES", "run_study", "study_list"]
 
-STUDIES = {  # name: (module with a main(arguments), what it shows)
-    "same-bits": (
-        "vismoe.eval.same_bits",
-        "what changes bits of logits: batching, threads, cached prefixes, chunks",
-    ),
-    "pruning": ("vismoe.eval.studies.pruning", "accuracy by share and selection of kept visual tokens"),
-    "demand": ("vismoe.eval.studies.expert_demand", "which experts are demanded before and after pruning"),
-    "compressor": ("vismoe.eval.studies.compressor_cost", "time to capture a vision tower's attention and to select tokens"),
-    "predictor": ("vismoe.predictor_training.evaluate", "how well lookaheads predict experts"),
-    "lookahead-cost": ("vismoe.predictor_training.cost", "time of a lookahead, and what it delays"),
-    "controllers": ("vismoe.eval.studies.controller_cost", "time of the precision controllers per token"),
-    "precision": (
-        "vismoe.eval.studies.precision_quality",
-        "quality with dynamic precision: hotness, importance, retention, layers",
-    ),
-    "precision-speed": (
-        "vismoe.eval.studies.precision_speed",
-        "what a cache, prefetch and two formats save on an emulated link",
-    ),
-    "precision-shift": (
-        "vismoe.eval.studies.precision_shift",
-        "how soon hot experts follow a change of workload, and what that costs",
-    ),
-    "precision-replay": (
-        "vismoe.eval.studies.precision_replay",
-        "alpha, T, hysteresis, forecasts and pools of policies, by replay",
-    ),
-    "orchestrator": (
-        "vismoe.eval.studies.orchestrator",
-        "eviction orders and lookaheads at several cache sizes, the pinned prefix",
-    ),
-    "ladder": ("vismoe.eval.studies.ladder", "what pruning, prediction and orchestration each save"),
+STUDIES = {  # name: (module of vismoe with a main(arguments), what it shows)
+    "same-bits": ("eval.same_bits", "what changes bits of logits: batching, threads, cached prefixes, chunks"),
+    "pruning": ("eval.studies.pruning", "accuracy by share and selection of kept visual tokens"),
+    "demand": ("eval.studies.expert_demand", "which experts are demanded before and after pruning"),
+    "compressor": ("eval.studies.compressor_cost", "time to capture a vision tower's attention and to select tokens"),
+    "predictor": ("predictor_training.evaluate", "how well lookaheads predict experts"),
+    "lookahead-cost": ("predictor_training.cost", "time of a lookahead, and what it delays"),
+    "controllers": ("eval.studies.controller_cost", "time of the precision controllers per token"),
+    "precision": ("eval.studies.precision_quality", "quality with dynamic precision: hotness, importance, retention, layers"),
+    "precision-speed": ("eval.studies.precision_speed", "what a cache, prefetch and two formats save on an emulated link"),
+    "precision-shift": ("eval.studies.precision_shift", "how soon hot experts follow a change of workload, and what that costs"),
+    "precision-replay": ("eval.studies.precision_replay", "alpha, T, hysteresis, forecasts and pools of policies, by replay"),
+    "orchestrator": ("eval.studies.orchestrator", "eviction orders and lookaheads at several cache sizes, the pinned prefix"),
+    "ladder": ("eval.studies.ladder", "what pruning, prediction and orchestration each save"),
     "agreement": (
-        "vismoe.eval.studies.lmms_agreement",
+        "eval.studies.lmms_agreement",
         "lmms-eval's scenes tasks compared with vismoe eval --scenes, on the same questions",
     ),
-    "soak": ("vismoe.eval.studies.soak", "memory of a server under clients that ask, hang up and send nonsense"),
-    "formats": ("vismoe.eval.studies.formats", "quality of the integer formats"),
+    "soak": ("eval.studies.soak", "memory of a server under clients that ask, hang up and send nonsense"),
+    "formats": ("eval.studies.formats", "quality of the integer formats"),
 }
 
 
@@ -55,7 +37,7 @@ def study_list() -> str:
 
 def run_study(name: str, arguments: Sequence[str]) -> int:
     """Runs the study's own main; returns the exit code. Raises ConfigError if studies are not installed."""
-    module = STUDIES[name][0]
+    module = f"vismoe.{STUDIES[name][0]}"
     if importlib.util.find_spec(module.rpartition(".")[0]) is None:
         raise ConfigError(
             f"the study {name} is not installed: studies are part of the repository, not of the package. "

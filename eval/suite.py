@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vismoe.bench.turns import reversing
 from vismoe.config import NO_STORE, Budget
 from vismoe.errors import InputError
 from vismoe.eval.answer_file import AnswerFile, Key
@@ -184,10 +185,9 @@ class Suite:
             if row.name not in self.failed and self.unasked(row):
                 self._answer(row, bar)
         self.close()
-        for number in range(self.order.rounds):
-            for row in self.rows if number % 2 == 0 else reversed(self.rows):
-                if row.name not in self.failed and (TURN, number) not in self._turns[row.name].rows:
-                    self._turn(row, number, bar)
+        for number, row in reversing(self.rows, self.order.rounds):
+            if row.name not in self.failed and (TURN, number) not in self._turns[row.name].rows:
+                self._turn(row, number, bar)
 
     def _ask(self, worker: Worker, do: str, on_part: Callable[[Any], None] = lambda part: None, **job: Any) -> dict[str, Any]:
         return worker.ask(do, on_part, model=self.order.model, options=dict(self.order.options), **job)

@@ -8,9 +8,8 @@ Answers are kept in a folder, one file per contestant and a line per question, s
 tables, then one JSON object on the last line.
 """
 
-import json
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,13 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText
 
-from vismoe.engine.engine import demo_model
-from vismoe.errors import VisMoEError
 from vismoe.eval import accuracy, scoring, world
 from vismoe.eval import questions as asking
 from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
 from vismoe.eval.paired import paired_difference, points, ratio_of_sums
 from vismoe.eval.questions import KINDS
+from vismoe.eval.report import run_on_questions
 from vismoe.eval.studies import format_quality
 from vismoe.eval.studies.format_quality import SIXTEEN_BIT, ExpertWeights, FormatContestant, Judged, expert_output_errors, judge
 from vismoe.flags import SuggestingParser
@@ -139,27 +137,17 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = SuggestingParser(prog="python -m vismoe.eval.studies.formats", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--formats", default=",".join(INTEGERS), help="comma-separated (default: int8,int4,int2)")
     parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"questions in all (default: {QUESTIONS})")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
-    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"folder for answers (default: {FOLDER})")
-    parser.add_argument("--json", action="store_true", help="print only the JSON object")
-    chosen = parser.parse_args(arguments)
-    unknown = set(chosen.formats.split(",")) - set(INTEGERS)
-    if unknown or chosen.questions < 1:
-        parser.error(f"formats are {', '.join(INTEGERS)}, and questions at least 1")
-    formats = [Format(name) for name in chosen.formats.split(",")]
-    per_kind = -(-chosen.questions // len(KINDS))
-    try:
-        result = measure(str(chosen.model or demo_model()), formats, per_kind, chosen.seed, chosen.work)
-    except VisMoEError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if not chosen.json:
-        print_summary(Console(), result)
-    print(json.dumps(result))
-    return 0
+    wrong = f"formats are {', '.join(INTEGERS)}, and questions at least 1"
+
+    def measured(chosen: Namespace, model: str, per_kind: int) -> dict[str, Any]:
+        names = chosen.formats.split(",")
+        if set(names) - set(INTEGERS):
+            parser.error(wrong)
+        return measure(model, [Format(name) for name in names], per_kind, chosen.seed, chosen.work)
+
+    return run_on_questions(parser, arguments, FOLDER, measured, print_summary, too_few=wrong)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ with a freshly loaded model. The last line is one JSON object.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +22,8 @@ from typing import Any
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.config import Settings, format_bytes, parse_bytes
-from vismoe.errors import VisMoEError
+from vismoe.eval.report import study_parser, told
 from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out, medians, take_turns
-from vismoe.flags import SuggestingParser
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import best_pinned
 from vismoe.simulate.replay import aligned_columns
@@ -157,9 +155,7 @@ def generated(arguments: argparse.Namespace, folder: Path) -> LadderSetup:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval ladder", __doc__)
     parser.add_argument("--places", nargs="+", choices=("link", "disk"), default=["link", "disk"])
     parser.add_argument("--memory", default="25%", help="share of the experts in memory (default: 25%%)")
     parser.add_argument("--keep", type=float, default=0.5, help="share of the visual tokens kept (default: 0.5)")
@@ -176,15 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, help="folder for the generated checkpoint; removed at the end (default: a temporary one)"
     )
     arguments = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="vismoe-ladder-", dir=arguments.folder) as folder:
-            make = {"link": lambda: bundled(arguments), "disk": lambda: generated(arguments, Path(folder))}
-            results = [climb(make[place](), arguments.keep, arguments.rounds, Path(folder)) for place in arguments.places]
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({"ladder": results}))
-    return 0
+    with tempfile.TemporaryDirectory(prefix="vismoe-ladder-", dir=arguments.folder) as folder:
+        make = {"link": lambda: bundled(arguments), "disk": lambda: generated(arguments, Path(folder))}
+        return told(
+            lambda: {"ladder": [climb(make[name](), arguments.keep, arguments.rounds, Path(folder)) for name in arguments.places]}
+        )
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from vismoe.config import format_bytes, parse_bytes
 from vismoe.engine.engine import demo_model
 from vismoe.errors import InputError
 from vismoe.eval.plots import Panel, Series, grid_figure
-from vismoe.eval.studies.report import folder_of, told
+from vismoe.eval.report import folder_of, study_parser, told
 from vismoe.eval.studies.timed import Run, ask_scenes, held_out, medians, take_turns
-from vismoe.flags import SuggestingParser
 from vismoe.lookahead.calibration import FOLDER, Calibration
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import PinnedPoint, best_depth, format_curves, pinned_curve
@@ -266,9 +265,7 @@ def _named(text: str) -> tuple[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval orchestrator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval orchestrator", __doc__)
     parser.add_argument("--trace", nargs="+", metavar="NAME=FOLDER", help="replay these instead of recording the bundled model")
     parser.add_argument("--shares", nargs="+", default=list(SHARES), metavar="SHARE", help="shares of the experts in memory")
     parser.add_argument(

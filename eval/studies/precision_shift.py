@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 
+from vismoe.bench.turns import KeptTurns
 from vismoe.config import parse_bytes
 from vismoe.engine.engine import Engine, load
 from vismoe.eval.accuracy import messages
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import THANKS, Conversation, conversation
+from vismoe.eval.report import folder_of, study_parser, told
 from vismoe.eval.scenes import Split
-from vismoe.eval.studies.precision_speed import KeptTurns, pack_experts, sizes
-from vismoe.eval.studies.report import folder_of, told
+from vismoe.eval.studies.precision_speed import pack_experts, sizes
 from vismoe.eval.world import NOUNS
-from vismoe.flags import SuggestingParser
 from vismoe.planning.pair_split import TRANSIENT_SLABS
 from vismoe.simulate.replay import aligned_columns
 from vismoe.trace.files import Trace
@@ -523,9 +523,7 @@ def draw(shifts: Sequence[dict[str, Any]], file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval precision-shift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval precision-shift", __doc__)
     parser.add_argument("--shifts", nargs="*", choices=list(SHIFTS), default=list(SHIFTS))
     parser.add_argument("--formats", nargs="+", default=["16/4", "16/2"], metavar="PAIR", help="default: 16/4 and 16/2")
     parser.add_argument("--hot", type=float, default=HOT_SHARE, help="share of the experts in the better format (default: 0.25)")

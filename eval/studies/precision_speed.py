@@ -12,7 +12,6 @@ emulated: a copy ends as late as over a link of that rate. Results are medians o
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -22,21 +21,18 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypedDict
 
-from rich.console import Console
-from rich.progress import Progress
-
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.bench.turns import KeptTurns
 from vismoe.config import format_bytes, parse_bytes, parse_formats
 from vismoe.engine.engine import demo_model, load
 from vismoe.eval.accuracy import messages
 from vismoe.eval.answer_file import questions
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
+from vismoe.eval.report import folder_of, study_parser, told
 from vismoe.eval.scoring import score
-from vismoe.eval.studies.report import folder_of, told
 from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out
-from vismoe.flags import SuggestingParser
 from vismoe.models.load.preview import experts_in_place
 from vismoe.planning.pair_split import paired
 from vismoe.simulate.replay import aligned_columns
@@ -44,7 +40,7 @@ from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of
 from vismoe.types import Format, Phase
 
-__all__ = ["KeptTurns", "main", "pack_experts", "sizes"]
+__all__ = ["main", "pack_experts", "sizes"]
 
 RETENTION = 0.75
 BUDGETS = (0.5, 0.85)  # shares of all experts in the better format: those of Mixtral-8x7B in 4 bits that fit 16 and 24 GB
@@ -127,40 +123,6 @@ def shares(run: Run, phase: Phase) -> dict[str, float]:
     """Shares of expert computations in the better format, in the other, and skipped."""
     counts = run.counters.computed_in(("high", "low"), phase)
     return {name: counts.get(name, 0) / sum(counts.values()) for name in ("high", "low", "skip")}
-
-
-class KeptTurns:
-    """Measured turns, one line of JSON each in a file, written as they finish; None: no file."""
-
-    def __init__(self, file: Path | None):
-        self._file, self._turns = file, dict[str, Turn]()
-        if file is not None and file.exists():
-            for line in file.read_text().splitlines():
-                kept = json.loads(line)
-                self._turns[json.dumps(kept["of"], sort_keys=True)] = kept["turn"]
-
-    def take(self, jobs: Mapping[str, tuple[Any, Callable[[], Turn]]], rounds: int) -> dict[str, list[Turn]]:
-        """Runs every job once per round, in an order that is reversed every other round; jobs: name -> (identity, function).
-        Shows progress on stderr."""
-        found: dict[str, list[Turn]] = {name: [] for name in jobs}
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("turns", total=rounds * len(jobs))
-            for number in range(rounds):
-                for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
-                    identity, job = jobs[name]
-                    progress.update(task, description=name)
-                    found[name].append(self._kept({"name": name, "round": number, "identity": identity}, job))
-                    progress.advance(task)
-        return found
-
-    def _kept(self, of: Any, job: Callable[[], Turn]) -> Turn:
-        key = json.dumps(of, sort_keys=True)
-        if key not in self._turns:
-            self._turns[key] = job()
-            if self._file is not None:
-                with self._file.open("a") as lines:
-                    lines.write(json.dumps({"of": of, "turn": self._turns[key]}) + "\n")
-        return self._turns[key]
 
 
 def medians_of(turns: Sequence[Turn]) -> Turn:
@@ -370,9 +332,7 @@ def draw(found: Sequence[dict[str, Any]], budgets: Sequence[float], file: Path) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval precision-speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval precision-speed", __doc__)
     parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
     parser.add_argument(
         "--budgets",

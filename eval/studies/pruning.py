@@ -9,9 +9,8 @@ Answers are kept in a folder, one file per contestant and a line per question, s
 table, then one JSON object on the last line.
 """
 
-import json
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,14 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 import vismoe
-from vismoe.engine.engine import Engine, demo_model
-from vismoe.errors import ConfigError, VisMoEError
+from vismoe.engine.engine import Engine
+from vismoe.errors import ConfigError
 from vismoe.eval import accuracy, pruned_answers, scoring
 from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
 from vismoe.eval.paired import beside, points
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.pruned_answers import draw_of
 from vismoe.eval.questions import KINDS
+from vismoe.eval.report import run_on_questions
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.flags import SuggestingParser
 from vismoe.models.load.runtime import runtime_of
@@ -350,37 +350,16 @@ def run(
     draw: Callable[[dict[str, Any], Path], None],
     print_summary: Callable[[Console, dict[str, Any]], None],
 ) -> int:
-    """The command line of a study: measure, plot, print; -> exit status."""
+    """The command line of a study of contestants in STUDIES; returns the exit code."""
     parser = SuggestingParser(prog=f"python -m vismoe.eval.{program}", description=about.splitlines()[0])
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--study", choices=STUDIES, default="selection", help="what to compare (default: selection)")
     parser.add_argument("--questions", type=int, default=asked, metavar="N", help=f"questions in all (default: {asked})")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=folder,
-        metavar="DIR",
-        help=f"folder for answers, from which a run continues (default: {folder})",
-    )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="folder for the plots")
-    parser.add_argument("--json", action="store_true", help="print only the JSON object")
-    chosen = parser.parse_args(arguments)
-    if chosen.questions < 1:
-        parser.error("--questions must be at least 1")
-    per_kind = -(-chosen.questions // len(KINDS))
-    try:
-        result = measure(str(chosen.model or demo_model()), chosen.study, per_kind, chosen.seed, chosen.work)
-    except VisMoEError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if chosen.figures:
-        chosen.figures.mkdir(parents=True, exist_ok=True)
-        draw(result, chosen.figures)
-    if not chosen.json:
-        print_summary(Console(width=None if sys.stdout.isatty() else WIDTH), result)
-    print(json.dumps(result))
-    return 0
+
+    def measured(chosen: Namespace, model: str, per_kind: int) -> dict[str, Any]:
+        return measure(model, chosen.study, per_kind, chosen.seed, chosen.work)
+
+    work_help = "folder for answers, from which a run continues"
+    return run_on_questions(parser, arguments, folder, measured, print_summary, draw, work_help=work_help, width=WIDTH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,10 +13,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from transformers import AutoModelForImageTextToText
 
+from vismoe.bench.turns import KeptTurns
 from vismoe.engine.engine import Engine, load
 from vismoe.engine.generate import Figures
 from vismoe.metrics import Snapshot
@@ -57,14 +56,7 @@ def medians(runs: Sequence[Run]) -> dict[str, float]:
 
 def take_turns(variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
     """Runs every variant once per round, in an order that is reversed every other round; shows progress on stderr."""
-    runs: dict[str, list[Run]] = {name: [] for name in variants}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("turns", total=rounds * len(variants))
-        for number in range(rounds):
-            for name in list(variants) if number % 2 == 0 else reversed(list(variants)):
-                runs[name].append(variants[name]())
-                progress.advance(task)
-    return runs
+    return KeptTurns().take({name: (None, turn) for name, turn in variants.items()}, rounds)
 
 
 # -- the bundled model, asked about scenes

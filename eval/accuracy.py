@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vismoe.eval.questions import FORMS, KINDS, Conversation, conversation
+from vismoe.eval.answer_file import questions
+from vismoe.eval.questions import FORMS, KINDS, Conversation
 from vismoe.eval.scenes import compose
 from vismoe.eval.scoring import Accuracy, accuracy, score
 
@@ -118,10 +119,7 @@ def evaluate(
     with routing_counted(model) as (use, told):
         for kind in kinds:
             for first in range(0, n, batch_size):
-                talks = [
-                    conversation(kind, "held-out", seed * 1_000_000 + number)
-                    for number in range(first, min(n, first + batch_size))
-                ]
+                talks = questions(kind, range(first, min(n, first + batch_size)), seed)
                 rows += [_row(talk, said) for talk, said in zip(talks, answers(model, processor, talks, told), strict=True)]
                 if progress:
                     progress(len(rows), n * len(kinds))

@@ -6,7 +6,7 @@ stores, or a row of a suite, FOLDER#ROW. Results of other questions are refused 
 
 import json
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -187,14 +187,9 @@ def _verdict(result: Mapping[str, Any]) -> str:
 
 def run_compare(arguments: Namespace) -> int:
     """Reads both results and prints the comparison; returns the exit code."""
-    result = compared(*_results(arguments.compare))
+    result = compared(*map(read_result, arguments.compare))
     if arguments.json:
         print_json(arguments, result)
     else:
         print_compared(Console(), result)
     return 0
-
-
-def _results(names: Iterable[str]) -> tuple[Result, Result]:
-    first, second = map(read_result, names)
-    return first, second

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-__all__ = ["Panel", "Series", "grid_figure", "line_figure"]
+__all__ = ["Panel", "Series", "grid_figure"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "x")
@@ -62,11 +62,6 @@ class Panel:
     percent: bool = False  # the y values are shares of 1
     log_x: bool = False
     y_limits: tuple[float | None, float | None] = (None, None)
-
-
-def line_figure(path: str | Path, panel: Panel) -> Path:
-    """One panel as a PNG file; returns its path."""
-    return grid_figure(path, [panel], columns=1)
 
 
 def grid_figure(path: str | Path, panels: Sequence[Panel], columns: int = 2) -> Path:

@@ -44,6 +44,7 @@ from vismoe.eval.studies.routing import (
     prompt_layers,
     structure_similarity,
 )
+from vismoe.eval.studies.timed import recording
 from vismoe.metrics import Snapshot
 from vismoe.models.load.runtime import runtime_of
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
@@ -114,16 +115,12 @@ def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: 
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    runtime = runtime_of(engines.of(contestant).model)
-    with TraceWriter(partial, engines.inventory, fingerprint=engines.fingerprint) as writer:
-        runtime.context.record_to(writer)
-        try:
-            for first in range(0, count, BATCH):
-                writer.request(f"{kind} {first}")
-                talks = questions(kind, range(first, min(count, first + BATCH)), seed)
-                engines.answers(contestant, prompts(engines.processor, talks), draw_of((kind, first)), most_tokens=1)
-        finally:
-            runtime.context.record_to(None)
+    writer = TraceWriter(partial, engines.inventory, fingerprint=engines.fingerprint)
+    with recording(runtime_of(engines.of(contestant).model), writer):
+        for first in range(0, count, BATCH):
+            writer.request(f"{kind} {first}")
+            talks = questions(kind, range(first, min(count, first + BATCH)), seed)
+            engines.answers(contestant, prompts(engines.processor, talks), draw_of((kind, first)), most_tokens=1)
     return Trace.open(partial.rename(path))
 
 
@@ -293,7 +290,7 @@ def difference(measure: str, interval: dict[str, float]) -> str:
 
 def draw(result: dict[str, Any], folder: Path) -> None:
     """Demand and similarity of layers, like figures 3 and 4 of VisMMoE; for a sweep, demand over the swept setting."""
-    rows = {contestant_of(row): row for row in result["contestants"].values()}
+    rows = {PruningContestant.of(row): row for row in result["contestants"].values()}
     if result["study"] != "selection":
         grid_figure(folder / f"expert-demand-{result['study']}.png", sweep_panels(rows, STUDIES[result["study"]]), columns=3)
         return
@@ -302,10 +299,6 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     shown = {ALL: rows[everything], **halved}
     grid_figure(folder / "expert-demand.png", [*demand_panels(shown), loads_panel(rows)], columns=3)
     grid_figure(folder / "layer-similarity.png", similarity_panels(shown), columns=3)
-
-
-def contestant_of(row: dict[str, Any]) -> PruningContestant:
-    return PruningContestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"])
 
 
 def demand_panels(shown: dict[str, dict[str, Any]]) -> list[Panel]:

@@ -10,7 +10,7 @@ tables, then one JSON object on the last line.
 
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AutoModelForImageTextToText
 
 from vismoe.eval import accuracy, scoring, world
 from vismoe.eval import questions as asking
-from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
+from vismoe.eval.answer_file import AnswerFile, answer_all, program_digest, questions
 from vismoe.eval.paired import paired_difference, points, ratio_of_sums
 from vismoe.eval.questions import KINDS
 from vismoe.eval.report import run_on_questions
@@ -55,15 +55,12 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
         for contestant in contestants
     }
 
-    def ask(keys: list[Key], missing: list[FormatContestant]) -> Iterator[tuple[FormatContestant, dict[Key, Judged]]]:
-        talks = questions(keys[0][0], [number for _, number in keys], seed)
-        for contestant, rows in judge(model, processor, weights, talks, missing).items():
-            yield contestant, dict(zip(keys, rows))
-
-    asked, table = answer_all(kept, per_kind, BATCH, ask)
+    kinds, table = answer_all(
+        kept, per_kind, BATCH, seed, lambda _, talks, missing: judge(model, processor, weights, talks, missing).items()
+    )
     some = [talk for kind in KINDS for talk in questions(kind, range(OUTPUT_ERROR_QUESTIONS), seed)]
     errors = expert_output_errors(model, processor, weights, some, contestants)
-    return {"model": model_path, "seed": seed, "questions": len(asked), **summary(table, [kind for kind, _ in asked], errors)}
+    return {"model": model_path, "seed": seed, "questions": len(kinds), **summary(table, kinds, errors)}
 
 
 def summary(

@@ -28,7 +28,7 @@ from vismoe.eval.studies.timed import Run, ask_scenes, held_out, medians, take_t
 from vismoe.lookahead.calibration import FOLDER, Calibration
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import PinnedPoint, best_depth, format_curves, pinned_curve
-from vismoe.simulate.replay import Order, ReplayResult, aligned_columns, replay
+from vismoe.simulate.replay import Order, aligned_columns, replay
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
@@ -77,18 +77,11 @@ def combinations(
     for name, share, link, lookahead, order, demands in track(wanted, "replays", console=Console(stderr=True), transient=True):
         prefetch: dict[str, Any] = {} if lookahead == "none" else {"prefetch": True, "lookahead_s": ASKING_S}
         result = replay(demands, share, order, link_bytes_per_s=link, **layer, **prefetch)
-        found.append(Combination(name, share, link, lookahead, order, *_by_phase(result), _wasted(result)))
+        seconds, total = map(result.phase_s, PHASES), result.counters.total
+        read_bytes = (int(total("bytes_read", phase)) for phase in PHASES)
+        wasted_bytes = int(total("wasted_prefetch_bytes"))
+        found.append(Combination(name, share, link, lookahead, order, *seconds, *read_bytes, wasted_bytes))
     return found
-
-
-def _by_phase(result: ReplayResult) -> tuple[float, float, int, int]:
-    prefill_s, decode_s = map(result.phase_s, PHASES)
-    prefill_bytes, decode_bytes = (int(result.counters.total("bytes_read", phase)) for phase in PHASES)
-    return prefill_s, decode_s, prefill_bytes, decode_bytes
-
-
-def _wasted(result: ReplayResult) -> int:
-    return int(result.counters.total("wasted_prefetch_bytes"))
 
 
 def combination_tables(found: Sequence[Combination]) -> Iterator[str]:

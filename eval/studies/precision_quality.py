@@ -30,7 +30,7 @@ from vismoe.config import parse_formats
 from vismoe.errors import ConfigError
 from vismoe.eval import accuracy, scoring, world
 from vismoe.eval import questions as asking
-from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
+from vismoe.eval.answer_file import AnswerFile, answer_all, program_digest
 from vismoe.eval.report import run_on_questions, study_parser
 from vismoe.eval.studies import format_quality, precision_judge, precision_model, precision_rules
 from vismoe.eval.studies.precision_judge import COUNTS, HOTNESS, RANDOM, JudgedAnswer, judged, orders_of
@@ -165,19 +165,20 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
 
     kept = {contestant: file_of(contestant) for contestant in contestants}
 
-    def ask(keys: list[Key], missing: list[PrecisionContestant]) -> Iterator[tuple[PrecisionContestant, dict[Key, JudgedAnswer]]]:
-        talks = questions(keys[0][0], [number for _, number in keys], seed)
-        for contestant, rows in judged(experts, processor, talks, missing, facts, chosen.answered):
-            yield contestant, dict(zip(keys, rows))
-
-    asked, table = answer_all(kept, per_kind, BATCH, ask)
+    kinds, table = answer_all(
+        kept,
+        per_kind,
+        BATCH,
+        seed,
+        lambda _, talks, missing: judged(experts, processor, talks, missing, facts, chosen.answered),
+    )
     return {
         "model": model_path,
         "study": study,
         "seed": seed,
-        "questions": len(asked),
+        "questions": len(kinds),
         "axis": chosen.axis,
-        **summary(lines, chosen.comparisons, chosen.trends, table, [kind for kind, _ in asked]),
+        **summary(lines, chosen.comparisons, chosen.trends, table, kinds),
     }
 
 

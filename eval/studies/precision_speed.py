@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypedDict
 
-from vismoe.bench.checkpoint import write_checkpoint
-from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.bench.turns import KeptTurns
 from vismoe.config import format_bytes, parse_bytes, parse_formats
 from vismoe.engine.engine import demo_model, load
@@ -32,7 +30,7 @@ from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
 from vismoe.eval.report import folder_of, study_parser, told
 from vismoe.eval.scoring import score
-from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out
+from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, generated_checkpoint, held_out
 from vismoe.models.load.preview import experts_in_place
 from vismoe.planning.pair_split import paired
 from vismoe.simulate.replay import aligned_columns
@@ -44,8 +42,8 @@ __all__ = ["main", "pack_experts", "sizes"]
 
 RETENTION = 0.75
 BUDGETS = (0.5, 0.85)  # shares of all experts in the better format: those of Mixtral-8x7B in 4 bits that fit 16 and 24 GB
-GEOMETRY, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = "qwen3-vl-30b-a3b", 6, 64, 8, 1024, 512
-VOCABULARY, SKEW = 8192, 1.0
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 64, 8, 1024, 512
+VOCABULARY = 8192
 ALONE, CACHE, PREFETCH, DYNAMIC, ALL, SKIP = "load on demand", "cache", "+ prefetch", "+ dynamic", "all", "all, skip"
 BOUND = "everything there"
 ACCURACY_SEED, ACCURACY_TOKENS = 11, 64
@@ -262,20 +260,18 @@ def share_right(settings: Mapping[str, Any], per_kind: int) -> float:
 
 def generated(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
     """Random experts of 1024 x 512 in 4 and 2 bits."""
-    config = geometry_config(GEOMETRY, LAYERS)
-    text, vision = config.text_config, config.vision_config
-    text.hidden_size, text.moe_intermediate_size, text.num_experts, text.num_experts_per_tok = (
-        HIDDEN,
-        INTERMEDIATE,
-        EXPERTS,
-        TOP_K,
+    written = generated_checkpoint(
+        folder / "generated",
+        LAYERS,
+        VOCABULARY,
+        vision_depth=1,
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INTERMEDIATE,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        num_attention_heads=8,
+        num_key_value_heads=2,
     )
-    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 8, 2, VOCABULARY
-    text.bos_token_id = text.eos_token_id = None
-    vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = 1, [0], HIDDEN
-    config.image_token_id, config.video_token_id = VOCABULARY - 4, VOCABULARY - 3
-    config.vision_start_token_id, config.vision_end_token_id = VOCABULARY - 2, VOCABULARY - 1
-    written = write_checkpoint(config, model_class_of(GEOMETRY), folder / "generated", skew=SKEW)
     pack_experts(str(written.folder), written.folder / "vismoe-store", [Format.INT4, Format.INT2])
     print(f"generated: {format_bytes(written.expert_bytes)} of experts in 16 bits")
     requests = TokenRequests(count=2, side=64, text_tokens=60, new_tokens=arguments.tokens)

@@ -13,6 +13,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,11 +25,11 @@ import vismoe
 from vismoe.engine.engine import Engine
 from vismoe.errors import ConfigError
 from vismoe.eval import accuracy, pruned_answers, scoring
-from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
+from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest
 from vismoe.eval.paired import beside, points
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.pruned_answers import draw_of
-from vismoe.eval.questions import KINDS
+from vismoe.eval.questions import KINDS, Conversation
 from vismoe.eval.report import run_on_questions
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.flags import SuggestingParser
@@ -69,6 +70,11 @@ class PruningContestant:
         ):
             parts += [f"{name} {value:g}"] if value != usual else []
         return ", ".join(parts)
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "PruningContestant":
+        """The contestant of a row of a result."""
+        return cls(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"])
 
 
 def labelled(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -209,33 +215,32 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
             each: AnswerFile(folder, str(each), belongs_to | {"program": program_of(each), **asdict(each)}, PrunedAnswer)
             for each in contestants
         }
-        asked, table = answer_all(kept, per_kind, BATCH, lambda keys, missing: answer_batch(engines, keys, seed, missing))
+        kinds, table = answer_all(kept, per_kind, BATCH, seed, partial(answer_batch, engines))
         return {
             "model": model_path,
             "study": study,
             "seed": seed,
-            "questions": len(asked),
+            "questions": len(kinds),
             "prune_layer": engines.prune_layer,
-            "contestants": summary(table, [kind for kind, _ in asked]),
+            "contestants": summary(table, kinds),
         }
     finally:
         engines.close()
 
 
 def answer_batch(
-    engines: Engines, keys: Sequence[Key], seed: int, contestants: Sequence[PruningContestant]
-) -> Iterator[tuple[PruningContestant, dict[Key, PrunedAnswer]]]:
-    """Every contestant on the same batch; prompts and pictures are prepared once."""
-    talks = questions(keys[0][0], [number for _, number in keys], seed)
+    engines: Engines, first: Key, talks: Sequence[Conversation], contestants: Sequence[PruningContestant]
+) -> Iterator[tuple[PruningContestant, list[PrunedAnswer]]]:
+    """Every contestant on the same batch, which begins with question `first`; prompts and pictures are prepared once."""
     inputs = accuracy.prompts(engines.processor, talks)
     image_token = engines.of(contestants[0]).model.config.image_token_id
     visual = (inputs["input_ids"] == image_token).sum(dim=1).tolist()
     for contestant in contestants:
-        texts, images = engines.answers(contestant, inputs, draw_of(keys[0]))
-        rows = {}
-        for row, (key, talk, text) in enumerate(zip(keys, talks, texts, strict=True)):
+        texts, images = engines.answers(contestant, inputs, draw_of(first))
+        rows = []
+        for row, (talk, text) in enumerate(zip(talks, texts, strict=True)):
             mine = [image for image in images if image.row == row]
-            rows[key] = answered(text, scoring.score(talk.turns[-1], text), visual[row], mine)
+            rows.append(answered(text, scoring.score(talk.turns[-1], text), visual[row], mine))
         yield contestant, rows
 
 
@@ -317,10 +322,7 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 def draw(result: dict[str, Any], folder: Path) -> None:
     """Accuracy over the swept setting, printed text separately."""
     study = STUDIES[result["study"]]
-    everything, *others = (
-        (PruningContestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"]), row["accuracy"])
-        for row in result["contestants"].values()
-    )
+    everything, *others = ((PruningContestant.of(row), row["accuracy"]) for row in result["contestants"].values())
     lines: dict[str, list[tuple[PruningContestant, Any]]] = {}
     for contestant, found in others:
         lines.setdefault(study.line(contestant), [everything] if result["study"] == "selection" else []).append(

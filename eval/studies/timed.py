@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
+from vismoe.bench.checkpoint import Written, write_checkpoint
+from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.bench.turns import KeptTurns
 from vismoe.engine.engine import Engine, load
 from vismoe.engine.generate import Figures
@@ -25,8 +27,9 @@ from vismoe.predictor_training.prompts import CalibrationPrompt, scene_prompts
 from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 
-__all__ = ["Run", "TokenRequests", "ask_scenes", "ask_tokens", "held_out", "medians", "take_turns"]
+__all__ = ["Run", "TokenRequests", "ask_scenes", "ask_tokens", "generated_checkpoint", "held_out", "medians", "take_turns"]
 
+GEOMETRY, SKEW = "qwen3-vl-30b-a3b", 1.0  # of generated checkpoints
 FIGURES = ("prefill_s", "decode_s", "prefill_bytes", "decode_bytes", "prefill_hit_rate", "decode_hit_rate")
 
 
@@ -94,6 +97,19 @@ def _answer(engine: Engine, prompt: CalibrationPrompt, max_tokens: int) -> Figur
 
 
 # -- a generated checkpoint without a tokenizer: random pictures between random tokens
+def generated_checkpoint(folder: Path, layers: int, vocabulary: int, vision_depth: int, **text_sizes: int) -> Written:
+    """Qwen3-VL-30B-A3B with random weights and other sizes, without tokens that end an answer; the special ones come last."""
+    config = geometry_config(GEOMETRY, layers)
+    text, vision = config.text_config, config.vision_config
+    text.bos_token_id = text.eos_token_id = None
+    for name, size in {**text_sizes, "vocab_size": vocabulary}.items():
+        setattr(text, name, size)
+    vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = vision_depth, [vision_depth - 1], text.hidden_size
+    config.image_token_id, config.video_token_id = vocabulary - 4, vocabulary - 3
+    config.vision_start_token_id, config.vision_end_token_id = vocabulary - 2, vocabulary - 1
+    return write_checkpoint(config, model_class_of(GEOMETRY), folder, skew=SKEW)
+
+
 @dataclass(frozen=True)
 class TokenRequests:
     """`count` requests with one square picture of `side` pixels and `text_tokens` of text, answered by `new_tokens` tokens."""
@@ -142,7 +158,9 @@ def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequest
         inputs = requests.inputs(model.config)
         _generate(model, inputs[0], 2)
         before = runtime.pager.metrics.snapshot()
-        with _recorded(runtime, trace):
+        store = runtime.store
+        writer = trace and TraceWriter(trace, store.inventory, fingerprint=store.fingerprint)
+        with recording(runtime, writer) if writer else nullcontext():
             times = [_generate(model, each, requests.new_tokens) for each in inputs]
         prefill_s, decode_s = (sum(part) for part in zip(*times, strict=True))
         tokens = requests.count * (requests.new_tokens - 1)
@@ -153,16 +171,14 @@ def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequest
 
 
 @contextmanager
-def _recorded(runtime: Runtime, trace: Path | None) -> Iterator[None]:
-    if trace is None:
-        yield
-        return
-    try:
-        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as writer:
-            runtime.context.record_to(writer)
-            yield
-    finally:
-        runtime.context.record_to(None)
+def recording(runtime: Runtime, trace: TraceWriter) -> Iterator[TraceWriter]:
+    """Within it, the trace gets the routing of a model that nothing else uses."""
+    with trace:
+        runtime.context.record_to(trace)
+        try:
+            yield trace
+        finally:
+            runtime.context.record_to(None)
 
 
 def _generate(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:

@@ -7,7 +7,7 @@ answers are decoded greedily, and routing is read from the inputs of the experts
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from vismoe.eval.answer_file import questions
 from vismoe.eval.questions import FORMS, KINDS, Conversation
 from vismoe.eval.scenes import compose
 from vismoe.eval.scoring import Accuracy, accuracy, score
+
+if TYPE_CHECKING:
+    from vismoe.engine.engine import Engine
+    from vismoe.engine.generate import Figures
 
 MAX_ANSWER_TOKENS = 96
 HOT_SHARE = 0.25
@@ -72,6 +76,14 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
 def messages(talk: Conversation) -> list[dict[str, Any]]:
     """The conversation up to its last question in chat form, with its pictures drawn."""
     return talk.messages(compose)
+
+
+def figures_of(engine: "Engine", asked: list[dict[str, Any]], most_tokens: int) -> "Figures":
+    """The figures of one request, once it is answered."""
+    reply = engine.chat(asked, max_tokens=most_tokens)
+    for _ in reply:
+        pass
+    return reply.figures
 
 
 def prompts(processor: Any, talks: Sequence[Conversation]) -> Any:

@@ -17,12 +17,19 @@ from vismoe.errors import VisMoEError
 from vismoe.eval.questions import KINDS
 from vismoe.flags import SuggestingParser
 
-__all__ = ["folder_of", "run_on_questions", "study_parser", "told"]
+__all__ = ["add_several", "folder_of", "run_on_questions", "study_parser", "told"]
 
 
 def study_parser(program: str | None, about: str) -> SuggestingParser:
     """A parser whose help shows `about` as it is written."""
     return SuggestingParser(prog=program, description=about, formatter_class=RawDescriptionHelpFormatter)
+
+
+def add_several(
+    parser: SuggestingParser, flag: str, default: Sequence[Any], metavar: str, meaning: str, read: Callable[[str], Any] = str
+) -> None:
+    """A flag with one or more values."""
+    parser.add_argument(flag, nargs="+", type=read, default=list(default), metavar=metavar, help=meaning)
 
 
 def told(study: Callable[[], dict[str, Any]]) -> int:

@@ -25,7 +25,7 @@ from vismoe.bench.process import die_with_parent, peak_rss_bytes
 from vismoe.engine.engine import Engine, demo_model, load
 from vismoe.engine.generate import Figures
 from vismoe.errors import InputError, UnsupportedModelError, VisMoEError
-from vismoe.eval.accuracy import answers, messages
+from vismoe.eval.accuracy import answers, figures_of, messages
 from vismoe.eval.answer_file import Key, program_digest, questions
 from vismoe.eval.pruned_answers import FEWER_EXPERTS, PROGRAM, draw_of
 from vismoe.eval.scoring import score
@@ -149,7 +149,7 @@ def speed(
     before_bytes, began_s = _peak_from_here(), time.perf_counter()
     with load(model, **options, **settings) as engine:
         load_s = time.perf_counter() - began_s
-        _, *counted = [_figures(engine, each, max_tokens) for each in asked]
+        _, *counted = [figures_of(engine, each, max_tokens) for each in asked]
         device = torch.device(engine.plan.device)
         grown_bytes = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _grown_bytes(before_bytes)
         return asdict(_turn(load_s, counted, grown_bytes))
@@ -165,13 +165,6 @@ def _peak_from_here() -> int | None:
 
 def _grown_bytes(before_bytes: int | None) -> int | None:
     return None if before_bytes is None else peak_rss_bytes() - before_bytes
-
-
-def _figures(engine: Engine, asked: list[dict[str, Any]], max_tokens: int) -> Figures:
-    reply = engine.chat(asked, max_tokens=max_tokens)
-    for _ in reply:
-        pass
-    return reply.figures
 
 
 def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) -> SpeedTurn:

@@ -25,6 +25,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vismoe.config import parse_bytes
 from vismoe.engine.engine import demo_model
+from vismoe.eval.report import add_several
 from vismoe.flags import SuggestingParser
 from vismoe.lookahead.features import FeatureSizes
 from vismoe.lookahead.gate import GateLookahead
@@ -113,19 +114,8 @@ def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) 
     _, resident_us, resident_delay = _layers(folder, name, "100%", tokens, pinned_layers=layers)
     micro = np.array(seconds) * 1e6
     p50, p99 = np.percentile(micro, (50, 99))
-    return LookaheadCost(
-        title,
-        name,
-        arrival_s,
-        float(micro.mean()),
-        float(p50),
-        float(p99),
-        len(micro),
-        layer_us,
-        delay,
-        resident_us,
-        resident_delay,
-    )
+    evaluated = float(micro.mean()), float(p50), float(p99), len(micro)
+    return LookaheadCost(title, name, arrival_s, *evaluated, layer_us, delay, resident_us, resident_delay)
 
 
 def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) -> tuple[list[float], float, float]:
@@ -192,9 +182,7 @@ def routing_of_30b(layers: int = 12) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(
-        prog="python -m vismoe.predictor_training.cost", description=" ".join(__doc__.split("\n\n")[0].split())
-    )
+    parser = SuggestingParser(prog="python -m vismoe.predictor_training.cost", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens per measurement, in turns (default: {TOKENS})"
     )
@@ -202,9 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lookaheads", nargs="+", choices=("gate", "learned"), default=("gate", "learned"), help="(default: both)"
     )
-    parser.add_argument(
-        "--rates", nargs="+", default=RATES, metavar="SIZE", help="rates of links and disks (default: 25GB 1.2GB)"
-    )
+    add_several(parser, "--rates", RATES, "SIZE", "rates of links and disks (default: 25GB 1.2GB)")
     given = parser.parse_args(arguments)
     costs = []
     arrivals = [EXPERT_BYTES / parse_bytes(rate) for rate in given.rates]
@@ -218,27 +204,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name in given.lookaheads
             ]
     table = Table(title="cost of a lookahead", title_justify="left")
-    for head in (
-        "model",
-        "lookahead",
-        "expert after ms",
-        "mean us",
-        "p50",
-        "p99",
-        "layer us, missing",
-        "delay",
-        "layer us, resident",
-        "delay",
-    ):
-        table.add_column(head, justify="left" if head in ("model", "lookahead") else "right")
+    for head in ("model", "lookahead"):
+        table.add_column(head)
+    for head in ("expert after ms", "mean us", "p50", "p99", "layer us, missing", "delay", "layer us, resident", "delay"):
+        table.add_column(head, justify="right")
     for cost in costs:
-        times = (cost.mean_us, cost.p50_us, cost.p99_us, cost.layer_us)
-        cells = [
-            *(f"{value:.0f}" for value in times),
-            f"{cost.delay:+.1%}",
-            f"{cost.resident_layer_us:.0f}",
-            f"{cost.resident_delay:+.1%}",
-        ]
+        times = [f"{value:.0f}" for value in (cost.mean_us, cost.p50_us, cost.p99_us, cost.layer_us)]
+        cells = [*times, f"{cost.delay:+.1%}", f"{cost.resident_layer_us:.0f}", f"{cost.resident_delay:+.1%}"]
         table.add_row(cost.model, cost.lookahead, f"{cost.arrival_s * 1e3:.1f}", *cells)
     Console().print(table)
     print(json.dumps({"costs": [asdict(cost) for cost in costs]}))

@@ -8,7 +8,7 @@ and the bound applies to both.
 import hashlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -122,6 +122,13 @@ def _sizes(trace: Trace) -> FeatureSizes:
     return FeatureSizes(len(layers), max(layer.num_experts for layer in layers), hidden, visual or hidden, window)
 
 
+def _columns(sizes: FeatureSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of a row's columns that every trace has."""
+    layers, shares = sizes.layers, ((sizes.layers, sizes.experts), np.float16)
+    hidden = ((layers, sizes.hidden), np.float16)
+    return {"present": shares, "use": shares, "hidden": hidden, "visual_of": ((layers,), np.int32), "seen": ((layers,), bool)}
+
+
 def _row_bytes(sizes: FeatureSizes) -> int:
     return 2 * sizes.layers * (2 * sizes.experts + sizes.hidden + 2 * sizes.window * sizes.experts)
 
@@ -147,13 +154,7 @@ def _read_request(
         if step.phase not in columns:
             continue
         column = columns[step.phase]
-        row: dict[str, np.ndarray] = {
-            "present": np.zeros((layers, sizes.experts), np.float16),
-            "use": np.zeros((layers, sizes.experts), np.float16),
-            "hidden": np.zeros((layers, sizes.hidden), np.float16),
-            "visual_of": np.zeros(layers, np.int32),
-            "seen": np.zeros(layers, bool),
-        }
+        row = {name: np.zeros(shape, dtype) for name, (shape, dtype) in _columns(sizes).items()}
         expected, told = np.zeros((layers, 2, sizes.window, sizes.experts), np.float16), False
         summary = 0 if visual is None else placed.get(step.phase) or column.place(visual)
         placed[step.phase] = summary
@@ -176,17 +177,10 @@ def _read_request(
 
 
 def _samples(sizes: FeatureSizes, column: _Columns, names: tuple[str, ...]) -> Samples:
-    empty = {
-        "present": (sizes.layers, sizes.experts),
-        "use": (sizes.layers, sizes.experts),
-        "hidden": (sizes.layers, sizes.hidden),
-    }
     assert {len(rows) for rows in column.rows.values()} <= {len(column.requests)}, "some passes lack what others have"
     stacked = {name: np.stack(rows) for name, rows in column.rows.items()}
-    for name, shape in empty.items():
-        stacked.setdefault(name, np.zeros((0, *shape), np.float16))
-    stacked.setdefault("visual_of", np.zeros((0, sizes.layers), np.int32))
-    stacked.setdefault("seen", np.zeros((0, sizes.layers), bool))
+    for name, (shape, dtype) in _columns(sizes).items():
+        stacked.setdefault(name, np.zeros((0, *shape), dtype))
     expected = stacked.pop("expected", None)
     visuals = np.stack([np.zeros(sizes.visual, np.float16), *column.visuals])
     return Samples(

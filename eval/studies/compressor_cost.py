@@ -87,7 +87,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(prog="vismoe eval compressor", description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser = SuggestingParser(prog="vismoe eval compressor", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=(256, 1024, 4096), metavar="N", help="visual tokens of an image")
     parser.add_argument("--rounds", type=int, default=30, metavar="R", help="rounds of each selection; listening uses a tenth")
     given = parser.parse_args(arguments)

@@ -23,7 +23,7 @@ from vismoe.config import format_bytes, parse_bytes
 from vismoe.engine.engine import demo_model
 from vismoe.errors import InputError
 from vismoe.eval.plots import Panel, Series, grid_figure
-from vismoe.eval.report import folder_of, study_parser, told
+from vismoe.eval.report import add_several, folder_of, study_parser, told
 from vismoe.eval.studies.timed import Run, ask_scenes, held_out, medians, take_turns
 from vismoe.lookahead.calibration import FOLDER, Calibration
 from vismoe.simulate.demands import Demands
@@ -260,21 +260,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = study_parser("vismoe eval orchestrator", __doc__)
     parser.add_argument("--trace", nargs="+", metavar="NAME=FOLDER", help="replay these instead of recording the bundled model")
-    parser.add_argument("--shares", nargs="+", default=list(SHARES), metavar="SHARE", help="shares of the experts in memory")
-    parser.add_argument(
-        "--links",
-        nargs="+",
-        type=parse_bytes,
-        default=list(LINKS_BYTES_PER_S),
-        metavar="SIZE",
-        help="bytes per second of the links",
-    )
+    add_several(parser, "--shares", SHARES, "SHARE", "shares of the experts in memory")
+    add_several(parser, "--links", LINKS_BYTES_PER_S, "SIZE", "bytes per second of the links", parse_bytes)
     parser.add_argument(
         "--lookaheads", nargs="+", choices=("gate", "learned"), help="lookaheads to compare (default: those of the bundled model)"
     )
-    parser.add_argument(
-        "--keeps", nargs="+", type=float, default=[1.0, 0.5], metavar="SHARE", help="shares of the visual tokens to keep"
-    )
+    add_several(parser, "--keeps", [1.0, 0.5], "SHARE", "shares of the visual tokens to keep", float)
     parser.add_argument("--layer-seconds", type=float, default=LAYER_S, metavar="S", help="compute time of one decoder layer")
     parser.add_argument("--token-seconds", type=float, default=TOKEN_S, metavar="S", help="further compute time per token")
     parser.add_argument("--questions", type=int, default=36, help="questions to the bundled model (default: 36)")

@@ -28,7 +28,7 @@ from vismoe.eval.accuracy import messages
 from vismoe.eval.answer_file import questions
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
-from vismoe.eval.report import folder_of, study_parser, told
+from vismoe.eval.report import add_several, folder_of, study_parser, told
 from vismoe.eval.scoring import score
 from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, generated_checkpoint, held_out
 from vismoe.models.load.preview import experts_in_place
@@ -260,18 +260,9 @@ def share_right(settings: Mapping[str, Any], per_kind: int) -> float:
 
 def generated(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
     """Random experts of 1024 x 512 in 4 and 2 bits."""
-    written = generated_checkpoint(
-        folder / "generated",
-        LAYERS,
-        VOCABULARY,
-        vision_depth=1,
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTERMEDIATE,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
+    experts = dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=INTERMEDIATE)
+    attention = dict(hidden_size=HIDDEN, num_attention_heads=8, num_key_value_heads=2)
+    written = generated_checkpoint(folder / "generated", LAYERS, VOCABULARY, vision_depth=1, **experts, **attention)
     pack_experts(str(written.folder), written.folder / "vismoe-store", [Format.INT4, Format.INT2])
     print(f"generated: {format_bytes(written.expert_bytes)} of experts in 16 bits")
     requests = TokenRequests(count=2, side=64, text_tokens=60, new_tokens=arguments.tokens)
@@ -330,20 +321,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = study_parser("vismoe eval precision-speed", __doc__)
     parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
-    parser.add_argument(
-        "--budgets",
-        nargs="+",
-        type=float,
-        default=list(BUDGETS),
-        metavar="SHARE",
-        help="shares of all experts in the better format",
-    )
-    parser.add_argument(
-        "--demo-links", nargs="+", type=parse_bytes, default=[60e6, 240e6], metavar="SIZE", help="bytes per second"
-    )
-    parser.add_argument(
-        "--generated-links", nargs="+", type=parse_bytes, default=[4e8, 1.6e9], metavar="SIZE", help="bytes per second"
-    )
+    add_several(parser, "--budgets", BUDGETS, "SHARE", "shares of all experts in the better format", float)
+    add_several(parser, "--demo-links", [60e6, 240e6], "SIZE", "bytes per second", parse_bytes)
+    add_several(parser, "--generated-links", [4e8, 1.6e9], "SIZE", "bytes per second", parse_bytes)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each row (default: 3)")
     parser.add_argument("--questions", type=int, default=9, help="questions to the bundled model in each turn (default: 9)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer (default: 24)")

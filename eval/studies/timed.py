@@ -18,8 +18,8 @@ from transformers import AutoModelForImageTextToText
 from vismoe.bench.checkpoint import Written, write_checkpoint
 from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.bench.turns import KeptTurns
-from vismoe.engine.engine import Engine, load
-from vismoe.engine.generate import Figures
+from vismoe.engine.engine import load
+from vismoe.eval.accuracy import figures_of
 from vismoe.metrics import Snapshot
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import Runtime, runtime_of
@@ -77,23 +77,16 @@ def ask_scenes(
 ) -> Run:
     """One turn of an engine with these settings; with `trace` it also records the routing, which costs time."""
     with load(model, **settings) as engine:
-        _answer(engine, prompts[0], max_tokens)
+        figures_of(engine, prompts[0].messages(), max_tokens)
         before = engine.metrics.snapshot()
         with engine.record(trace) if trace is not None else nullcontext():
-            figures = [_answer(engine, prompt, max_tokens) for prompt in prompts]
+            figures = [figures_of(engine, prompt.messages(), max_tokens) for prompt in prompts]
         return Run(
             sum(f.prefill_seconds for f in figures),
             sum(f.decode_seconds for f in figures),
             sum(f.decode_tokens for f in figures),
             engine.metrics.snapshot() - before,
         )
-
-
-def _answer(engine: Engine, prompt: CalibrationPrompt, max_tokens: int) -> Figures:
-    reply = engine.chat(prompt.messages(), max_tokens=max_tokens)
-    for _ in reply:
-        pass
-    return reply.figures
 
 
 # -- a generated checkpoint without a tokenizer: random pictures between random tokens

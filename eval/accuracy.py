@@ -4,9 +4,9 @@ Works on any Hugging Face image-text model with `generate`, plain or paged: ques
 answers are decoded greedily, and routing is read from the inputs of the experts modules.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,32 +27,27 @@ HOT_SHARE = 0.25
 Progress = Callable[[int, int], None]  # (questions done, questions in all)
 
 
-@dataclass
-class RoutingUse:
-    """Tokens per expert at each MoE layer, in order of depth; [experts] each."""
+def routing_table(used: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """A row per MoE layer, in order of depth, from the tokens of each of its experts."""
+    return [_routing_row(index, count) for index, count in enumerate(used.values())]
 
-    layers: dict[str, Tensor] = field(default_factory=dict)
 
-    def table(self) -> list[dict[str, Any]]:
-        return [self._row(index, count) for index, count in enumerate(self.layers.values())]
-
-    def _row(self, layer: int, count: Tensor) -> dict[str, Any]:
-        share = count.double() / count.sum()
-        hot = share.sort(descending=True).values[: round(HOT_SHARE * len(share))].sum().item()
-        used = int((count > 0).sum())
-        return {
-            "layer": layer,
-            "experts_used": used,
-            "experts": len(count),
-            "busy_experts": int((share > 0.1 / len(share)).sum()),
-            "hot_quarter_share": hot,
-        }
+def _routing_row(layer: int, count: Tensor) -> dict[str, Any]:
+    share = count.double() / count.sum()
+    return {
+        "layer": layer,
+        "experts_used": int((count > 0).sum()),
+        "experts": len(count),
+        "busy_experts": int((share > 0.1 / len(share)).sum()),
+        "hot_quarter_share": share.sort(descending=True).values[: round(HOT_SHARE * len(share))].sum().item(),
+    }
 
 
 @contextmanager
-def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Tensor], None]]]:
-    """Within it, counts routed tokens; call the second value with the next attention mask, to leave out padding."""
-    use, mask, hooks = RoutingUse(), [torch.empty(0)], []
+def routing_counted(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], Callable[[Tensor], None]]]:
+    """Within it, counts the tokens of each expert, by the name of the MoE layer; call the second value with the next attention
+    mask, to leave out padding."""
+    used, mask, hooks = dict[str, Tensor](), [torch.empty(0)], []
 
     def count(name: str, module: Any, arguments: tuple[Any, ...]) -> None:
         index = arguments[1].detach()
@@ -61,13 +56,13 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
         bins = torch.bincount(index.flatten().clamp(max=module.num_experts), minlength=module.num_experts + 1)[
             : module.num_experts
         ]
-        use.layers[name] = use.layers.get(name, 0) + bins.cpu()
+        used[name] = used.get(name, 0) + bins.cpu()
 
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
             hooks.append(module.register_forward_pre_hook(lambda module, arguments, name=name: count(name, module, arguments)))
     try:
-        yield use, lambda attention_mask: mask.__setitem__(0, attention_mask)
+        yield used, lambda attention_mask: mask.__setitem__(0, attention_mask)
     finally:
         for hook in hooks:
             hook.remove()
@@ -128,7 +123,7 @@ def evaluate(
     if unknown:
         raise ValueError(f"no such kinds of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")
     rows: list[dict[str, Any]] = []
-    with routing_counted(model) as (use, told):
+    with routing_counted(model) as (used, told):
         for kind in kinds:
             for first in range(0, n, batch_size):
                 talks = questions(kind, range(first, min(n, first + batch_size)), seed)
@@ -140,7 +135,7 @@ def evaluate(
         "seed": seed,
         "n": n,
         "kinds": {kind: asdict(value) for kind, value in table.items()},
-        "routing": use.table(),
+        "routing": routing_table(used),
         "answers": rows,
     }
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vismoe.errors import InputError
 from vismoe.eval.paired import p_value, paired_difference
-from vismoe.eval.suite_rows import answers_folder, work_folder
+from vismoe.eval.suite_rows import ANSWERS, work_folder
 from vismoe.flags import print_json
 
 __all__ = ["ALL", "ComparedQuestion", "Result", "compared", "read_result", "run_compare"]
@@ -67,7 +67,7 @@ def read_result(where: str) -> Result:
 
 def _answers_of_row(folder: Path, row: str) -> Path:
     """The answer file of a suite's row."""
-    answers = answers_folder(work_folder(folder))
+    answers = work_folder(folder) / ANSWERS
     file = answers / f"{row}.jsonl"
     if file.is_file():
         return file

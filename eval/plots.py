@@ -60,12 +60,11 @@ class Panel:
     title: str = ""
     kind: Literal["lines", "bars"] = "lines"
     percent: bool = False  # the y values are shares of 1
-    log_x: bool = False
     y_limits: tuple[float | None, float | None] = (None, None)
 
 
 def grid_figure(path: str | Path, panels: Sequence[Panel], columns: int = 2) -> Path:
-    """Panels row by row, with one legend below all; returns the path of the PNG file."""
+    """Panels row by row, with one legend below all; returns the path of the PNG file, whose folder is created if missing."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -94,6 +93,7 @@ def grid_figure(path: str | Path, panels: Sequence[Panel], columns: int = 2) -> 
             )
         canvas.draw()
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(_small_png(Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))))
     return path
 
@@ -112,8 +112,6 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str]) -> None:
         turned = dict(rotation=30, ha="right", rotation_mode="anchor") if sum(map(len, labels)) > LABEL_LETTERS else {}
         axis.set_xticks(range(len(labels)), labels, **turned)
         axis.grid(False, axis="x")
-    if panel.log_x:
-        axis.set_xscale("log", base=2)
     if panel.percent:
         axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axis.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)

@@ -89,7 +89,6 @@ def run_on_questions(
         print(error, file=sys.stderr)
         return 1
     if draw is not None and chosen.figures:
-        chosen.figures.mkdir(parents=True, exist_ok=True)
         draw(result, chosen.figures)
     if not chosen.json:
         print_summary(Console(width=None if width is None or sys.stdout.isatty() else width), result)

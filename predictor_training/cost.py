@@ -40,7 +40,7 @@ from vismoe.types import Phase
 
 __all__ = ["LookaheadCost", "measure"]
 
-TOKENS = 240
+TOKENS, PROMPT_TOKENS = 240, 8
 WARM_TOKENS = 24
 EXPERT_WIDTH = 64
 EXPERT_BYTES = 9.4e6  # of Qwen3-VL-30B-A3B
@@ -64,26 +64,18 @@ class LookaheadCost:
     resident_delay: float
 
 
-class _Watched:
-    """A lookahead whose evaluations are timed."""
+def timed(lookahead: Lookahead) -> list[float]:
+    """The seconds of each evaluation from now on."""
+    evaluate, seconds = lookahead.evaluate, list[float]()
 
-    def __init__(self, lookahead: Lookahead):
-        self._lookahead, self.seconds, self.remembers = lookahead, list[float](), lookahead.remembers
-        self.begin_request, self.observe, self.snapshot = lookahead.begin_request, lookahead.observe, lookahead.snapshot
-
-    @property
-    def memory(self) -> Any:
-        return self._lookahead.memory
-
-    @memory.setter
-    def memory(self, memory: Any) -> None:
-        self._lookahead.memory = memory
-
-    def evaluate(self, snapshot: Any) -> np.ndarray | None:
+    def timed_evaluate(snapshot: Any) -> np.ndarray | None:
         began_s = time.perf_counter()
-        scores = self._lookahead.evaluate(snapshot)
-        self.seconds.append(time.perf_counter() - began_s)
+        scores = evaluate(snapshot)
+        seconds.append(time.perf_counter() - began_s)
         return scores
+
+    lookahead.evaluate = timed_evaluate  # type: ignore[method-assign]
+    return seconds
 
 
 class _Unheard(LookaheadInputs):
@@ -124,42 +116,33 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
     model = model_class(read_config(str(folder), revision=None)).from_pretrained(folder, quantization_config=config).eval()
     runtime = runtime_of(model)
     lookahead, gate = random_lookahead(model, name)
-    watched = _Watched(lookahead)
+    seconds = timed(lookahead)
     inventory, window = runtime.pager.inventory, runtime.pager.window
-    asking = _Unheard(inventory, window, watched, gate, inline=False)
+    asking = _Unheard(inventory, window, lookahead, gate, inline=False)
     ways = [LookaheadInputs(inventory, window, None, None, inline=True), asking]
     took: list[list[float]] = [[], []]
     layers = len(runtime.store.inventory.layers)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, model.config.get_text_config().vocab_size - 5, (1, PROMPT_TOKENS + tokens), generator=draw)
+    turns = np.random.default_rng(0).permutation(np.arange(tokens) % 2).tolist()
+
+    def layers_s() -> float:
+        return runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
+
     try:
-        for token, way in _decode(model, tokens):
-            runtime.context.look_ahead_by(ways[way])
-            before = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
-            yield_token = token()
-            after = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
-            if yield_token >= WARM_TOKENS:
-                took[way].append((after - before) / layers)
+        with torch.inference_mode():
+            cache = model(input_ids=ids[:, :PROMPT_TOKENS], use_cache=True).past_key_values
+            for number, (token, way) in enumerate(zip(ids[:, PROMPT_TOKENS:].unbind(1), turns, strict=True)):
+                runtime.context.look_ahead_by(ways[way])
+                before_s = layers_s()
+                model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
+                if number >= WARM_TOKENS:
+                    took[way].append((layers_s() - before_s) / layers)
     finally:
         asking.close()
         runtime.pager.close()
-    without, with_it = (float(np.median(seconds)) for seconds in took)
-    return watched.seconds, without * 1e6, with_it / without - 1
-
-
-@torch.inference_mode()
-def _decode(model: Any, tokens: int) -> Iterator[tuple[Any, int]]:
-    """Alternating decode steps: (function that runs a step and returns its number, index of the turn)."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, model.config.get_text_config().vocab_size - 5, (1, tokens + 8), generator=generator)
-    cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
-
-    def step(number: int) -> int:
-        with torch.inference_mode():
-            model(input_ids=ids[:, 8 + number : 9 + number], past_key_values=cache, use_cache=True)
-        return number
-
-    turns = np.random.default_rng(0).permutation(np.arange(tokens) % 2)
-    for number, turn in enumerate(turns.tolist()):
-        yield (lambda number=number: step(number)), turn
+    without, with_it = map(float, map(np.median, took))
+    return seconds, without * 1e6, with_it / without - 1
 
 
 def _record_bytes(folder: Path) -> int:

@@ -159,7 +159,6 @@ def print_judgements(console: Console, judged: Sequence[Judgement]) -> None:
 
 def plot(judged: Sequence[Judgement], folder: Path) -> list[Path]:
     """Figures 10 (recall per layer, each group) and 11 (the gain from the visual summary) as PNG files."""
-    folder.mkdir(parents=True, exist_ok=True)
     decode = [judgement for judgement in judged if judgement.phase is Phase.DECODE]
     shown = {
         "predictor-recall": ("random", "frequency", "present in LRU", GATE, LEARNED),

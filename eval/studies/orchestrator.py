@@ -244,7 +244,6 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "pinned": depths,
         }
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
         draw(arguments.figures, found, curves, timed, arguments.timed_share)
     return result
 

@@ -366,7 +366,6 @@ def study(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         result["pools"] = rows
     for name, panels in figures.items():
         if arguments.figures and panels:
-            arguments.figures.mkdir(parents=True, exist_ok=True)
             grid_figure(arguments.figures / f"precision-replay-{name}.png", panels)
     return result
 

@@ -488,7 +488,6 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if arguments.storms:
             storms.append(storm_study(setup, memory, arguments.rounds, kept, folder))
     if arguments.figures and shifts:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
         draw(shifts, arguments.figures / "precision-shift.png")
     return {"shifts": shifts, "starts": starts, "storms": storms}
 

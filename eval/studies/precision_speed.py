@@ -292,7 +292,6 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found += [compare(place, link, arguments.budgets, arguments.rounds, kept) for link in place.links_bytes_per_s]
         accuracies[name] = judged(place, arguments.budgets, arguments.per_kind, kept) if arguments.per_kind else {}
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
         draw(found, arguments.budgets, arguments.figures / "precision-speed.png")
     return {"precision_speed": found, "accuracy": accuracies}
 

@@ -30,7 +30,6 @@ from vismoe.types import Phase
 __all__ = ["Run", "TokenRequests", "ask_scenes", "ask_tokens", "generated_checkpoint", "held_out", "medians", "take_turns"]
 
 GEOMETRY, SKEW = "qwen3-vl-30b-a3b", 1.0  # of generated checkpoints
-FIGURES = ("prefill_s", "decode_s", "prefill_bytes", "decode_bytes", "prefill_hit_rate", "decode_hit_rate")
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class Run:
     counters: Snapshot
 
     def figures(self) -> dict[str, float]:
-        total = self.counters.total
+        total, found = self.counters.total, {"prefill_s": self.prefill_s, "decode_s": self.decode_s}
         moved = "bytes_copied" if total("bytes_copied") else "bytes_read"
-        phases = (Phase.PREFILL, Phase.DECODE)
-        moved_bytes = [total(moved, phase) for phase in phases]
-        hit_rates = [self.counters.hit_rate(phase) or 0.0 for phase in phases]
-        return dict(zip(FIGURES, [self.prefill_s, self.decode_s, *moved_bytes, *hit_rates], strict=True))
+        for phase in (Phase.PREFILL, Phase.DECODE):
+            found[f"{phase}_bytes"] = total(moved, phase)
+            found[f"{phase}_hit_rate"] = self.counters.hit_rate(phase) or 0.0
+        return found
 
 
 def medians(runs: Sequence[Run]) -> dict[str, float]:

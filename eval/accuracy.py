@@ -4,7 +4,7 @@ Works on any Hugging Face image-text model with `generate`, plain or paged: ques
 answers are decoded greedily, and routing is read from the inputs of the experts modules.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vismoe.eval.answer_file import questions
 from vismoe.eval.questions import FORMS, KINDS, Conversation
 from vismoe.eval.scenes import compose
-from vismoe.eval.scoring import Accuracy, accuracy, score
+from vismoe.eval.scoring import accuracy, score
 
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
@@ -25,11 +25,6 @@ MAX_ANSWER_TOKENS = 96
 HOT_SHARE = 0.25
 
 Progress = Callable[[int, int], None]  # (questions done, questions in all)
-
-
-def routing_table(used: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """A row per MoE layer, in order of depth, from the tokens of each of its experts."""
-    return [_routing_row(index, count) for index, count in enumerate(used.values())]
 
 
 def _routing_row(layer: int, count: Tensor) -> dict[str, Any]:
@@ -130,12 +125,11 @@ def evaluate(
                 rows += [_row(talk, said) for talk, said in zip(talks, answers(model, processor, talks, told), strict=True)]
                 if progress:
                     progress(len(rows), n * len(kinds))
-    table: dict[str, Accuracy] = {kind: accuracy([row["score"] for row in rows if row["kind"] == kind]) for kind in kinds}
     return {
         "seed": seed,
         "n": n,
-        "kinds": {kind: asdict(value) for kind, value in table.items()},
-        "routing": routing_table(used),
+        "kinds": {kind: asdict(accuracy([row["score"] for row in rows if row["kind"] == kind])) for kind in kinds},
+        "routing": [_routing_row(layer, count) for layer, count in enumerate(used.values())],
         "answers": rows,
     }
 

@@ -42,13 +42,14 @@ def accuracy_of(
     """Scores of each group of questions, compared with the exact row if it has all of them, and the number of changed answers."""
     has_exact = rows.keys() <= exact.keys()
     base = exact if has_exact else rows
-    found = {group: _group(rows, base, kinds) for group, kinds in groups.items()}
-    for row in found.values():
-        if row is not None and not has_exact:
-            del row["difference"]
+    found = {}
+    for group, kinds in groups.items():
+        if keys := [key for key in rows if key[0] in kinds]:
+            found[group] = beside([base[key].score for key in keys], [rows[key].score for key in keys])
+            if not has_exact:
+                del found[group]["difference"]
     changed = sum(row.answer != base[key].answer for key, row in rows.items()) if has_exact else None
-    asked = {group: row for group, row in found.items() if row}
-    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": asked}
+    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": found}
 
 
 def shares_of(rows: Iterable[Answered]) -> dict[str, float]:
@@ -57,11 +58,6 @@ def shares_of(rows: Iterable[Answered]) -> dict[str, float]:
     for row in rows:
         computed.update(row.computed)
     return {name: count / computed.total() for name, count in computed.items()}
-
-
-def _group(rows: Mapping[Key, Answered], base: Mapping[Key, Answered], kinds: Sequence[str]) -> dict[str, Any] | None:
-    keys = [key for key in rows if key[0] in kinds]
-    return beside([base[key].score for key in keys], [rows[key].score for key in keys]) if keys else None
 
 
 def speed_of(turns: Sequence[SpeedTurn]) -> dict[str, Any]:

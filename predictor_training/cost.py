@@ -100,8 +100,9 @@ def random_lookahead(model: Any, name: str) -> tuple[Lookahead, GateLookahead]:
 
 def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) -> LookaheadCost:
     """The cost of lookahead `name` on the model in `folder`, with a quarter of the experts in memory."""
-    settings: dict[str, Any] = {"emulated_link_bytes_per_s": _record_bytes(folder) / arrival_s, "misses": "wait"}
-    layers = read_config(str(folder), revision=None).get_text_config().num_hidden_layers
+    config = read_config(str(folder), revision=None).get_text_config()
+    layers, expert_bytes = config.num_hidden_layers, 3 * config.hidden_size * config.moe_intermediate_size * 2  # in bfloat16
+    settings: dict[str, Any] = {"emulated_link_bytes_per_s": expert_bytes / arrival_s, "misses": "wait"}
     seconds, layer_us, delay = _layers(folder, name, "25%", tokens, **settings)
     _, resident_us, resident_delay = _layers(folder, name, "100%", tokens, pinned_layers=layers)
     micro = np.array(seconds) * 1e6
@@ -143,12 +144,6 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
         runtime.pager.close()
     without, with_it = map(float, map(np.median, took))
     return seconds, without * 1e6, with_it / without - 1
-
-
-def _record_bytes(folder: Path) -> int:
-    """Bytes of one expert of a model in bfloat16."""
-    config = read_config(str(folder), revision=None).get_text_config()
-    return int(3 * config.hidden_size * config.moe_intermediate_size * torch.bfloat16.itemsize)
 
 
 @contextmanager

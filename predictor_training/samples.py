@@ -8,6 +8,7 @@ and the bound applies to both.
 import hashlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Self
 
 import numpy as np
@@ -93,11 +94,11 @@ def read_samples(
     names: list[str] = []
     for trace in traces:
         behind = trace.path.name.replace("keep-", "@")
-        for name, steps in _requests(trace):
+        for name, steps in groupby(trace, key=lambda step: step.request):
             if wanted is not None and name not in wanted:
                 continue
             if hashlib.sha256(name.encode()).digest()[0] < share * 256:
-                _read_request(steps, len(names), sizes, trace, columns)
+                _read_request(steps, len(names), sizes, columns)
                 names.append(name + behind)
     return {phase: _samples(sizes, column, tuple(names)) for phase, column in columns.items()}
 
@@ -133,20 +134,7 @@ def _row_bytes(sizes: FeatureSizes) -> int:
     return 2 * sizes.layers * (2 * sizes.experts + sizes.hidden + 2 * sizes.window * sizes.experts)
 
 
-def _requests(trace: Trace) -> Iterable[tuple[str, list[TraceStep]]]:
-    steps: list[TraceStep] = []
-    for step in trace:
-        if steps and steps[-1].request != step.request:
-            yield steps[0].request, steps
-            steps = []
-        steps.append(step)
-    if steps:
-        yield steps[0].request, steps
-
-
-def _read_request(
-    steps: list[TraceStep], request: int, sizes: FeatureSizes, trace: Trace, columns: dict[Phase, _Columns]
-) -> None:
+def _read_request(steps: Iterable[TraceStep], request: int, sizes: FeatureSizes, columns: dict[Phase, _Columns]) -> None:
     history, layers = History(sizes), sizes.layers
     visual: np.ndarray | None = None
     placed: dict[Phase, int] = {}  # the index of this request's current summary in the columns of a phase

@@ -77,10 +77,10 @@ def combinations(
     for name, share, link, lookahead, order, demands in track(wanted, "replays", console=Console(stderr=True), transient=True):
         prefetch: dict[str, Any] = {} if lookahead == "none" else {"prefetch": True, "lookahead_s": ASKING_S}
         result = replay(demands, share, order, link_bytes_per_s=link, **layer, **prefetch)
-        seconds, total = map(result.phase_s, PHASES), result.counters.total
-        read_bytes = (int(total("bytes_read", phase)) for phase in PHASES)
-        wasted_bytes = int(total("wasted_prefetch_bytes"))
-        found.append(Combination(name, share, link, lookahead, order, *seconds, *read_bytes, wasted_bytes))
+        prefill_s, decode_s = map(result.phase_s, PHASES)
+        prefill_bytes, decode_bytes = (int(result.counters.total("bytes_read", phase)) for phase in PHASES)
+        moved = prefill_bytes, decode_bytes, int(result.counters.total("wasted_prefetch_bytes"))
+        found.append(Combination(name, share, link, lookahead, order, prefill_s, decode_s, *moved))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Timed rounds: in every round each contestant takes one turn, and the order changes from round to round, because whoever is
-first, or comes after a heavy one, is at an advantage or not.
+"""Timed rounds: in every round each contestant takes one turn. The order changes from round to round, so that nobody is always
+first, or always after the same one.
 """
 
 import json

@@ -4,7 +4,7 @@ Colours are Okabe and Ito's, which people with any colour vision can distinguish
 print is readable. Files have at most 256 colours and no date: the same data gives the same bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -48,6 +48,11 @@ class Series:
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
+
+    @classmethod
+    def of(cls, name: str, x: Sequence[float | str], found: Sequence[Mapping[str, float]], middle: str = "value") -> "Series":
+        """Estimates with the ends of their intervals, as plain values; `middle` is the name of the estimate."""
+        return cls(name, x, *([each[end] for each in found] for end in (middle, "low", "high")))
 
 
 @dataclass(frozen=True)

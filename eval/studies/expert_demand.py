@@ -28,7 +28,7 @@ from rich.table import Table
 
 from vismoe.eval.accuracy import prompts
 from vismoe.eval.answer_file import questions
-from vismoe.eval.paired import ratio_of_sums
+from vismoe.eval.paired import ratio_of_sums, spread
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
 from vismoe.eval.studies.pruning import ALL, STUDIES, Engines, PruningContestant, PruningStudy, draw_of, labelled, program_of, run
@@ -284,8 +284,7 @@ def difference(measure: str, interval: dict[str, float]) -> str:
     """A difference with its interval; shares in points."""
     scale = 100 if "coverage" in measure or measure == "hit_rate" else 1 / 1024 if measure == "loaded_bytes" else 1
     digits = 3 if "similarity" in measure else 0 if measure == "loaded_bytes" else 2
-    value, low, high = (scale * interval[end] for end in ("value", "low", "high"))
-    return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    return spread(interval, f"+.{digits}f", scale)
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
@@ -326,13 +325,12 @@ def loads_panel(rows: dict[PruningContestant, dict[str, Any]]) -> Panel:
     everything = next(iter(rows.values()))["prefill"]["loads"]["value"]
     bars = []
     for name in DRAWN:
-        line = [
-            (contestant.pruning.keep, row["against"][ALL]["loads"])
+        line = {
+            f"{contestant.pruning.keep:.0%}": row["against"][ALL]["loads"]
             for contestant, row in rows.items()
             if contestant.pruning.keep < 1 and contestant.pruning.selection == name
-        ]
-        ends = ([each[end] for _, each in line] for end in ("value", "low", "high"))
-        bars.append(Series(name, [f"{keep:.0%}" for keep, _ in line], *ends))
+        }
+        bars.append(Series.of(name, list(line), list(line.values())))
     title = f"c: experts loaded at {BUDGET}, against {everything:.0f} with all tokens"
     return Panel(bars, "visual tokens kept", "difference", title, kind="bars")
 
@@ -365,17 +363,11 @@ def sweep_panels(rows: dict[PruningContestant, dict[str, Any]], study: PruningSt
     for contestant, row in rows.items():
         for rival in ("saliency", "all experts"):
             if rival in row["against"]:
-                lines.setdefault(f"{study.line(contestant)}, against {rival}", []).append(
-                    (study.x(contestant), row["against"][rival])
-                )
+                line = lines.setdefault(f"{study.line(contestant)}, against {rival}", [])
+                line.append((study.x(contestant), row["against"][rival]))
     return [
         Panel(
-            [
-                Series(
-                    name, [x for x, _ in line], *([each[measure][end] for _, each in line] for end in ("value", "low", "high"))
-                )
-                for name, line in lines.items()
-            ],
+            [Series.of(name, [x for x, _ in line], [each[measure] for _, each in line]) for name, line in lines.items()],
             study.axis,
             f"{label}, difference",
             percent=measure == "coverage",

@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 from vismoe.eval import accuracy, scoring, world
 from vismoe.eval import questions as asking
 from vismoe.eval.answer_file import AnswerFile, answer_all, program_digest, questions
-from vismoe.eval.paired import paired_difference, points, ratio_of_sums
+from vismoe.eval.paired import paired_difference, points, ratio_of_sums, spread
 from vismoe.eval.questions import KINDS
 from vismoe.eval.report import run_on_questions
 from vismoe.eval.studies import format_quality
@@ -105,12 +105,11 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
     table = Table("experts", "output error", "KL, nats/token", "perplexity", "accuracy", "against 16 bit, points")
     for name, row in result["contestants"].items():
         overall, divergence = row["accuracy"]["all"], row["divergence"]
-        spread = f"{divergence['value']:.6f} ({divergence['low']:.6f} to {divergence['high']:.6f})"
         measured = f"{row['perplexity']:.5f}", f"{overall['mean']:.2%}"
         if name == exact:
             table.add_row(name, "", "", *measured, "")
         else:
-            table.add_row(name, f"{row['output_error']:.2%}", spread, *measured, points(overall["difference"]))
+            table.add_row(name, f"{row['output_error']:.2%}", spread(divergence, ".6f"), *measured, points(overall["difference"]))
     console.print(table)
     fitted = list(result["against_nearest"])
     kinds = Table("accuracy", exact, *fitted)
@@ -121,11 +120,8 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
         )
     console.print(kinds)
     for name, row in result["against_nearest"].items():
-        ratio = row["divergence_ratio"]
-        console.print(
-            f"{name} against rounding to nearest: {ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}) of its KL, "
-            f"accuracy {points(row['accuracy_difference'])} points"
-        )
+        ratio, difference = spread(row["divergence_ratio"], ".2f"), points(row["accuracy_difference"])
+        console.print(f"{name} against rounding to nearest: {ratio} of its KL, accuracy {difference} points")
     console.print(
         f"{result['questions']:,} held-out questions, the same for all. In brackets 95% intervals: Newcombe's for paired "
         "proportions, the bootstrap over questions for KL, for printed text (judged by character) and for all kinds together"

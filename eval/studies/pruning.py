@@ -45,7 +45,6 @@ KEEPS = (0.7, 0.5, 0.3)
 SELECTIONS = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-pruning"
 ALL = "all tokens"
-ENDS = ("mean", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -331,9 +330,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     panels = []
     for group in (OTHERS, TEXT):
         series = [
-            Series(
-                name, [study.x(contestant) for contestant, _ in line], *([found[group][end] for _, found in line] for end in ENDS)
-            )
+            Series.of(name, [study.x(contestant) for contestant, _ in line], [found[group] for _, found in line], "mean")
             for name, line in lines.items()
         ]
         panels.append(

@@ -271,13 +271,9 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 
 
 def number(measure: str, value: float) -> str:
-    return (
-        f"{value:.1f}"
-        if measure in ("active_experts", "loads")
-        else f"{value:.3f}"
-        if "similarity" in measure
-        else f"{value:.1%}"
-    )
+    if measure in ("active_experts", "loads"):
+        return f"{value:.1f}"
+    return f"{value:.3f}" if "similarity" in measure else f"{value:.1%}"
 
 
 def difference(measure: str, interval: dict[str, float]) -> str:

@@ -6,15 +6,20 @@ answers are decoded greedily, and routing is read from the inputs of the experts
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from vismoe.eval.questions import FORMS, KINDS, Conversation, conversation
+from vismoe.eval.answer_file import questions
+from vismoe.eval.questions import FORMS, KINDS, Conversation
 from vismoe.eval.scenes import compose
-from vismoe.eval.scoring import Accuracy, accuracy, score
+from vismoe.eval.scoring import accuracy, score
+
+if TYPE_CHECKING:
+    from vismoe.engine.engine import Engine
+    from vismoe.engine.generate import Figures
 
 MAX_ANSWER_TOKENS = 96
 HOT_SHARE = 0.25
@@ -22,32 +27,22 @@ HOT_SHARE = 0.25
 Progress = Callable[[int, int], None]  # (questions done, questions in all)
 
 
-@dataclass
-class RoutingUse:
-    """Tokens per expert at each MoE layer, in order of depth; [experts] each."""
-
-    layers: dict[str, Tensor] = field(default_factory=dict)
-
-    def table(self) -> list[dict[str, Any]]:
-        return [self._row(index, count) for index, count in enumerate(self.layers.values())]
-
-    def _row(self, layer: int, count: Tensor) -> dict[str, Any]:
-        share = count.double() / count.sum()
-        hot = share.sort(descending=True).values[: round(HOT_SHARE * len(share))].sum().item()
-        used = int((count > 0).sum())
-        return {
-            "layer": layer,
-            "experts_used": used,
-            "experts": len(count),
-            "busy_experts": int((share > 0.1 / len(share)).sum()),
-            "hot_quarter_share": hot,
-        }
+def _routing_row(layer: int, count: Tensor) -> dict[str, Any]:
+    share = count.double() / count.sum()
+    return {
+        "layer": layer,
+        "experts_used": int((count > 0).sum()),
+        "experts": len(count),
+        "busy_experts": int((share > 0.1 / len(share)).sum()),
+        "hot_quarter_share": share.sort(descending=True).values[: round(HOT_SHARE * len(share))].sum().item(),
+    }
 
 
 @contextmanager
-def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Tensor], None]]]:
-    """Within it, counts routed tokens; call the second value with the next attention mask, to leave out padding."""
-    use, mask, hooks = RoutingUse(), [torch.empty(0)], []
+def routing_counted(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], Callable[[Tensor], None]]]:
+    """Within it, counts the tokens of each expert, by the name of the MoE layer; call the second value with the next attention
+    mask, to leave out padding."""
+    used, mask, hooks = dict[str, Tensor](), [torch.empty(0)], []
 
     def count(name: str, module: Any, arguments: tuple[Any, ...]) -> None:
         index = arguments[1].detach()
@@ -56,13 +51,13 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
         bins = torch.bincount(index.flatten().clamp(max=module.num_experts), minlength=module.num_experts + 1)[
             : module.num_experts
         ]
-        use.layers[name] = use.layers.get(name, 0) + bins.cpu()
+        used[name] = used.get(name, 0) + bins.cpu()
 
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
             hooks.append(module.register_forward_pre_hook(lambda module, arguments, name=name: count(name, module, arguments)))
     try:
-        yield use, lambda attention_mask: mask.__setitem__(0, attention_mask)
+        yield used, lambda attention_mask: mask.__setitem__(0, attention_mask)
     finally:
         for hook in hooks:
             hook.remove()
@@ -71,6 +66,14 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[RoutingUse, Callable[[Te
 def messages(talk: Conversation) -> list[dict[str, Any]]:
     """The conversation up to its last question in chat form, with its pictures drawn."""
     return talk.messages(compose)
+
+
+def figures_of(engine: "Engine", asked: list[dict[str, Any]], most_tokens: int) -> "Figures":
+    """The figures of one request, once it is answered."""
+    reply = engine.chat(asked, max_tokens=most_tokens)
+    for _ in reply:
+        pass
+    return reply.figures
 
 
 def prompts(processor: Any, talks: Sequence[Conversation]) -> Any:
@@ -115,22 +118,18 @@ def evaluate(
     if unknown:
         raise ValueError(f"no such kinds of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")
     rows: list[dict[str, Any]] = []
-    with routing_counted(model) as (use, told):
+    with routing_counted(model) as (used, told):
         for kind in kinds:
             for first in range(0, n, batch_size):
-                talks = [
-                    conversation(kind, "held-out", seed * 1_000_000 + number)
-                    for number in range(first, min(n, first + batch_size))
-                ]
+                talks = questions(kind, range(first, min(n, first + batch_size)), seed)
                 rows += [_row(talk, said) for talk, said in zip(talks, answers(model, processor, talks, told), strict=True)]
                 if progress:
                     progress(len(rows), n * len(kinds))
-    table: dict[str, Accuracy] = {kind: accuracy([row["score"] for row in rows if row["kind"] == kind]) for kind in kinds}
     return {
         "seed": seed,
         "n": n,
-        "kinds": {kind: asdict(value) for kind, value in table.items()},
-        "routing": use.table(),
+        "kinds": {kind: asdict(accuracy([row["score"] for row in rows if row["kind"] == kind])) for kind in kinds},
+        "routing": [_routing_row(layer, count) for layer, count in enumerate(used.values())],
         "answers": rows,
     }
 

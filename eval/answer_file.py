@@ -65,21 +65,24 @@ def answer_all(
     files: Mapping[Contestant, AnswerFile[Row]],
     per_kind: int,
     size: int,
-    ask: Callable[[list[Key], list[Contestant]], Iterable[tuple[Contestant, dict[Key, Row]]]],
-) -> tuple[list[Key], dict[Contestant, list[Row]]]:
+    seed: int,
+    ask: Callable[[Key, list[Conversation], list[Contestant]], Iterable[tuple[Contestant, list[Row]]]],
+) -> tuple[list[str], dict[Contestant, list[Row]]]:
     """Asks every contestant the questions that its file lacks, `size` questions together, and stores each answer at once.
 
-    -> (all questions, every contestant's rows in their order). Shows a progress bar on stderr.
+    `ask` gets the first question's key, the questions, and who is to answer them. -> (the kind of each question, every
+    contestant's rows in their order). Shows a progress bar on stderr.
     """
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("questions", total=per_kind * len(KINDS))
         for keys in batches(per_kind, size):
             missing = [contestant for contestant, file in files.items() if not file.rows.keys() >= set(keys)]
-            for contestant, rows in ask(keys, missing) if missing else ():
-                files[contestant].add(rows)
+            talks = questions(keys[0][0], [number for _, number in keys], seed) if missing else []
+            for contestant, rows in ask(keys[0], talks, missing) if missing else ():
+                files[contestant].add(dict(zip(keys, rows, strict=True)))
             bar.advance(task, len(keys))
     asked = [key for keys in batches(per_kind, size) for key in keys]
-    return asked, {contestant: [file.rows[key] for key in asked] for contestant, file in files.items()}
+    return [kind for kind, _ in asked], {contestant: [file.rows[key] for key in asked] for contestant, file in files.items()}
 
 
 def program_digest(modules: Sequence[ModuleType]) -> str:

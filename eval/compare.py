@@ -6,7 +6,7 @@ stores, or a row of a suite, FOLDER#ROW. Results of other questions are refused 
 
 import json
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vismoe.errors import InputError
 from vismoe.eval.paired import p_value, paired_difference
-from vismoe.eval.suite_rows import answers_folder, work_folder
+from vismoe.eval.suite_rows import ANSWERS, work_folder
 from vismoe.flags import print_json
 
 __all__ = ["ALL", "ComparedQuestion", "Result", "compared", "read_result", "run_compare"]
@@ -67,7 +67,7 @@ def read_result(where: str) -> Result:
 
 def _answers_of_row(folder: Path, row: str) -> Path:
     """The answer file of a suite's row."""
-    answers = answers_folder(work_folder(folder))
+    answers = work_folder(folder) / ANSWERS
     file = answers / f"{row}.jsonl"
     if file.is_file():
         return file
@@ -187,14 +187,9 @@ def _verdict(result: Mapping[str, Any]) -> str:
 
 def run_compare(arguments: Namespace) -> int:
     """Reads both results and prints the comparison; returns the exit code."""
-    result = compared(*_results(arguments.compare))
+    result = compared(*map(read_result, arguments.compare))
     if arguments.json:
         print_json(arguments, result)
     else:
         print_compared(Console(), result)
     return 0
-
-
-def _results(names: Iterable[str]) -> tuple[Result, Result]:
-    first, second = map(read_result, names)
-    return first, second

@@ -57,7 +57,10 @@ def run_tasks(
             task_manager=known,
             verbosity="WARNING",
         )
-    scores = {task: _scores(values) for task, values in found["results"].items()}
+    scores = {  # the numbers without the names of filters, as in "pope_accuracy,none"
+        task: {name.removesuffix(",none"): float(value) for name, value in values.items() if isinstance(value, int | float)}
+        for task, values in found["results"].items()
+    }
     answers = [
         _answer(task, sample, [row["metric"] for row in found["configs"][task].get("metric_list", ())])
         for task, samples in found["samples"].items()
@@ -71,12 +74,6 @@ def _output_type(manager: Any, name: str) -> str | None:
 
     path = manager.task_index[name]["yaml_path"]
     return load_yaml_config(path, mode="simple").get("output_type") if path != -1 else None
-
-
-def _scores(values: dict[str, Any]) -> dict[str, float]:
-    """`{"pope_accuracy,none": 0.9, "pope_accuracy_stderr,none": 0.01, "alias": ...}` -> the numbers, without filter names."""
-    numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-    return {name.removesuffix(",none"): value for name, value in numbers.items()}
 
 
 def _answer(task: str, sample: dict[str, Any], metrics: Sequence[str]) -> dict[str, Any]:

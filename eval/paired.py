@@ -9,7 +9,7 @@ import numpy as np
 
 from vismoe.eval.scoring import accuracy
 
-__all__ = ["Interval", "beside", "p_value", "paired_difference", "points", "ratio_of_sums"]
+__all__ = ["Interval", "beside", "p_value", "paired_difference", "points", "ratio_of_sums", "spread"]
 
 RESAMPLES = 2000
 SIGN_FLIPS, FLIPS_AT_ONCE = 10_000, 500
@@ -74,10 +74,15 @@ def ratio_of_sums(numerators: Sequence[float] | np.ndarray, denominators: Sequen
     return Interval(float(above.sum() / below.sum()), *map(float, np.quantile(ratios, (0.025, 0.975))))
 
 
+def spread(interval: dict[str, float], form: str, scale: float = 1) -> str:
+    """An estimate and its interval, as a dict, each times `scale` in the format `form`: "0.42 (0.30 to 0.44)"."""
+    value, low, high = (f"{scale * interval[name]:{form}}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
 def points(interval: dict[str, float]) -> str:
     """An interval as a dict, of a difference between shares, in percentage points: "-0.42 (-1.30 to +0.44)"."""
-    value, low, high = (100 * interval[name] for name in ("value", "low", "high"))
-    return f"{value:+.2f} ({low:+.2f} to {high:+.2f})"
+    return spread(interval, "+.2f", 100)
 
 
 def _resampled(count: int) -> np.ndarray:

@@ -4,7 +4,7 @@ Colours are Okabe and Ito's, which people with any colour vision can distinguish
 print is readable. Files have at most 256 colours and no date: the same data gives the same bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-__all__ = ["Panel", "Series", "grid_figure", "line_figure"]
+__all__ = ["Panel", "Series", "grid_figure"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "x")
@@ -49,6 +49,11 @@ class Series:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
 
+    @classmethod
+    def of(cls, name: str, x: Sequence[float | str], found: Sequence[Mapping[str, float]], middle: str = "value") -> "Series":
+        """Estimates with the ends of their intervals, as plain values; `middle` is the name of the estimate."""
+        return cls(name, x, *([each[end] for each in found] for end in (middle, "low", "high")))
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -60,17 +65,11 @@ class Panel:
     title: str = ""
     kind: Literal["lines", "bars"] = "lines"
     percent: bool = False  # the y values are shares of 1
-    log_x: bool = False
     y_limits: tuple[float | None, float | None] = (None, None)
 
 
-def line_figure(path: str | Path, panel: Panel) -> Path:
-    """One panel as a PNG file; returns its path."""
-    return grid_figure(path, [panel], columns=1)
-
-
 def grid_figure(path: str | Path, panels: Sequence[Panel], columns: int = 2) -> Path:
-    """Panels row by row, with one legend below all; returns the path of the PNG file."""
+    """Panels row by row, with one legend below all; returns the path of the PNG file, whose folder is created if missing."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -99,6 +98,7 @@ def grid_figure(path: str | Path, panels: Sequence[Panel], columns: int = 2) -> 
             )
         canvas.draw()
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(_small_png(Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))))
     return path
 
@@ -117,8 +117,6 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str]) -> None:
         turned = dict(rotation=30, ha="right", rotation_mode="anchor") if sum(map(len, labels)) > LABEL_LETTERS else {}
         axis.set_xticks(range(len(labels)), labels, **turned)
         axis.grid(False, axis="x")
-    if panel.log_x:
-        axis.set_xscale("log", base=2)
     if panel.percent:
         axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axis.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)

@@ -425,40 +425,15 @@ def every_word() -> set[str]:
         ROW_ANSWERS
     )
     numbers = {form for number in NUMBERS for form in (number, capital(number))}
-    forms = (
-        ASK_EXISTS
-        + ASK_WHAT
-        + ASK_WHERE
-        + ASK_COUNT
-        + ASK_TEXT
-        + ASK_DESCRIBE
-        + ASK_WHICH_IMAGE
-        + ASK_BOTH
-        + ASK_ONE_OF_TWO
-        + LETTER_ONLY
-    )
-    extra = {
-        "And",
-        "What about",
-        "Do you see",
-        ", too?",
-        "Which of these",
-        "And how many",
-        "the text",
-        *ORDINALS,
-        "animal",
-        "animals",
-    }
-    answers = {
-        "Yes, there is no",
-        "No, there is",
-        "There is",
-        'It says "',
-        "There is no text.",
-        "Nothing.",
-        "The first image.",
-        "Yes.",
+    asked = (
+        ASK_EXISTS, ASK_WHAT, ASK_WHERE, ASK_COUNT, ASK_TEXT, ASK_DESCRIBE, ALSO_DESCRIBE, ASK_WHICH_IMAGE, ASK_BOTH,
+        ASK_ONE_OF_TWO, ASK_WHICH_OF_THREE, LETTER_ONLY,
+    )  # fmt: skip
+    forms = {form for of_kind in asked for form in of_kind}
+    parts = {
+        *ORDINALS, "And", "What about", "Do you see", ", too?", "Which of these", "And how many", "the text", "animal", "animals",
+        "Yes, there is no", "No, there is", "There is", 'It says "', "There is no text.", "Nothing.", "The first image.", "Yes.",
         "No.",
-    }
+    }  # fmt: skip
     talk = {part for pair in THANKS for part in pair} | every_phrase() | set(ANSWERS)
-    return nouns | places | numbers | set(forms + ASK_WHICH_OF_THREE + ALSO_DESCRIBE) | extra | answers | talk | set(ANIMALS)
+    return nouns | places | numbers | forms | parts | talk | set(ANIMALS)

@@ -9,7 +9,6 @@ then one JSON object on the last line.
 import json
 import random
 import sys
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -100,16 +99,12 @@ def measured(name: str, kernels: str, dtype: str, prompts: int, seed: int) -> di
     return {key: {"same": same[key] / prompts, "largest_difference": furthest[key]} for key in same}
 
 
-def arguments_of(words: Sequence[str] | None) -> Namespace:
-    parser = SuggestingParser(prog="vismoe eval same-bits", description=" ".join(__doc__.split("\n\n")[1].split()))
+def main(words: Sequence[str] | None = None) -> int:
+    parser = SuggestingParser(prog="vismoe eval same-bits", description=__doc__.split("\n\n")[1])
     parser.add_argument("model", nargs="?", default=demo_model(), help="hub name or folder (default: the demo model)")
     parser.add_argument("--n", type=int, default=12, help="prompts for each kernels setting and type (default: 12)")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(words)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    arguments = arguments_of(words)
+    arguments = parser.parse_args(words)
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for kernels, dtype in (("fast", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
         try:

@@ -8,11 +8,9 @@ model learned to recognise the kind of sentence. Pure tables and draws; answers 
 import random
 from collections.abc import Callable
 from functools import cache
-from typing import Literal
 
+from vismoe.eval.scenes import Split
 from vismoe.eval.world import NOUNS, plural
-
-Split = Literal["train", "held-out"]
 
 HELLO = "Hello! Show me an image and ask me about it."
 HELLO_SEEN = "Hello! Ask me about the image."
@@ -240,5 +238,5 @@ def every_phrase() -> set[str]:
 
 
 __all__ = [
-    "ANSWERS", "BEYOND", "NO_IMAGE", "Split", "as_typed", "beyond", "every_phrase", "gibberish", "greeting", "system_prompt",
+    "ANSWERS", "BEYOND", "NO_IMAGE", "as_typed", "beyond", "every_phrase", "gibberish", "greeting", "system_prompt",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vismoe.bench.turns import reversing
 from vismoe.config import NO_STORE, Budget
 from vismoe.errors import InputError
 from vismoe.eval.answer_file import AnswerFile, Key
@@ -24,9 +25,11 @@ from vismoe.eval.suite_process import JobFailed, Worker
 from vismoe.eval.suite_progress import PACKING, QUESTION, TURN, Outlook, SuiteBar
 from vismoe.eval.suite_report import accuracy_of, markdown, speed_of, write_report
 from vismoe.eval.suite_rows import (
+    ANSWERS,
     EXACT,
     MAX_TOKENS,
     REQUESTS,
+    SPEED,
     TABLES,
     WORK,
     Answered,
@@ -34,12 +37,10 @@ from vismoe.eval.suite_rows import (
     PaperTable,
     SpeedTurn,
     SuiteRow,
-    answers_folder,
     packed_formats,
     paper_tables,
     refuse_varied,
     rows_of,
-    speed_folder,
 )
 from vismoe.flags import INTERRUPTED, given_settings, model_options, one_model, print_json
 
@@ -136,8 +137,8 @@ class Suite:
         timed = {"requests": REQUESTS, "tokens": MAX_TOKENS}
         for row in self.rows:
             settings = fixed | {"settings": order.settings(row)}
-            answers[row.name] = AnswerFile(answers_folder(order.work), row.name, settings | order.data.job, Answered)
-            turns[row.name] = AnswerFile(speed_folder(order.work), row.name, settings | timed, SpeedTurn)
+            answers[row.name] = AnswerFile(order.work / ANSWERS, row.name, settings | order.data.job, Answered)
+            turns[row.name] = AnswerFile(order.work / SPEED, row.name, settings | timed, SpeedTurn)
         return answers, turns
 
     # -- stored and missing results
@@ -184,10 +185,9 @@ class Suite:
             if row.name not in self.failed and self.unasked(row):
                 self._answer(row, bar)
         self.close()
-        for number in range(self.order.rounds):
-            for row in self.rows if number % 2 == 0 else reversed(self.rows):
-                if row.name not in self.failed and (TURN, number) not in self._turns[row.name].rows:
-                    self._turn(row, number, bar)
+        for number, row in reversing(self.rows, self.order.rounds):
+            if row.name not in self.failed and (TURN, number) not in self._turns[row.name].rows:
+                self._turn(row, number, bar)
 
     def _ask(self, worker: Worker, do: str, on_part: Callable[[Any], None] = lambda part: None, **job: Any) -> dict[str, Any]:
         return worker.ask(do, on_part, model=self.order.model, options=dict(self.order.options), **job)
@@ -329,7 +329,7 @@ def run_suite(arguments: Namespace) -> int:
 
 def forget(order: SuiteOptions, what: str | None) -> None:
     """Deletes a suite's stored results: the speed, or the answers as well."""
-    folders = {None: [], "speed": [speed_folder(order.work)], "all": [speed_folder(order.work), answers_folder(order.work)]}
+    folders = {None: [], "speed": [order.work / SPEED], "all": [order.work / SPEED, order.work / ANSWERS]}
     for folder in folders[what]:
         for row in order.rows:
             (folder / f"{row.name}.jsonl").unlink(missing_ok=True)

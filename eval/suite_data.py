@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vismoe.eval.answer_file import Key, batches
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
@@ -12,35 +12,9 @@ __all__ = ["Data", "Scenes", "Tasks"]
 READING = ("ocr", "textvqa", "docvqa")  # parts of the names of tasks about printed text
 
 
-class Data(Protocol):
-    """Questions of one or several kinds, in batches. A key is a kind and a number."""
-
-    @property
-    def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Kinds whose scores are averaged, by the name of the average; the tables show OTHERS and TEXT."""
-
-    @property
-    def sentence(self) -> str:
-        """A description of the questions and of how they are asked."""
-
-    @property
-    def job(self) -> dict[str, Any]:
-        """The data for the worker's job; answers belong to it."""
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The command line flags that select these questions."""
-
-    def batches(self) -> list[list[Key]]:
-        """All questions in batches of one kind each; a batch is answered together."""
-
-    def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
-        """Whether `kept` has the answers to a batch."""
-
-
 @dataclass(frozen=True)
 class Scenes:
-    """`per_kind` held-out questions of every kind."""
+    """`per_kind` held-out questions of every kind. A key is a kind and a number."""
 
     seed: int
     per_kind: int
@@ -48,26 +22,32 @@ class Scenes:
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
+        """Kinds whose scores are averaged, by the name of the average; the tables show OTHERS and TEXT."""
         return GROUPS
 
     @property
     def sentence(self) -> str:
+        """A description of the questions and of how they are asked."""
         return (
             f"held-out questions about generated scenes (seed {self.seed}, {self.per_kind} of each kind, {self.batch} at a time)"
         )
 
     @property
     def job(self) -> dict[str, Any]:
+        """The data for the worker's job; answers belong to it."""
         return {"data": "scenes", "seed": self.seed, "batch": self.batch}
 
     @property
     def flags(self) -> dict[str, Any]:
+        """The command line flags that select these questions."""
         return {"seed": self.seed, "n": self.per_kind, "batch": self.batch}
 
     def batches(self) -> list[list[Key]]:
+        """All questions in batches of one kind each; a batch is answered together."""
         return list(batches(self.per_kind, self.batch))
 
     def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
+        """Whether `kept` has the answers to a batch."""
         return all(key in kept for key in batch)
 
 
@@ -104,3 +84,6 @@ class Tasks:
     def is_done(self, batch: Sequence[Key], kept: Collection[Key]) -> bool:
         """A task is run as a whole, and may have fewer documents."""
         return any(key in kept for key in batch)
+
+
+Data = Scenes | Tasks

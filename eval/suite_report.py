@@ -23,7 +23,6 @@ __all__ = ["accuracy_of", "draw", "markdown", "speed_of", "write_report"]
 
 Key = tuple[str, int]
 MARKDOWN = "suite.md"
-ENDS = ("mean", "low", "high")
 ACCURACY_NOTE = """\
 Accuracy: {questions} {asked}, the same for every row, greedy, `deterministic`.
 *against exact*: the paired difference in points with its 95% interval (Newcombe's for right or wrong, the bootstrap over
@@ -42,13 +41,14 @@ def accuracy_of(
     """Scores of each group of questions, compared with the exact row if it has all of them, and the number of changed answers."""
     has_exact = rows.keys() <= exact.keys()
     base = exact if has_exact else rows
-    found = {group: _group(rows, base, kinds) for group, kinds in groups.items()}
-    for row in found.values():
-        if row is not None and not has_exact:
-            del row["difference"]
+    found = {}
+    for group, kinds in groups.items():
+        if keys := [key for key in rows if key[0] in kinds]:
+            found[group] = beside([base[key].score for key in keys], [rows[key].score for key in keys])
+            if not has_exact:
+                del found[group]["difference"]
     changed = sum(row.answer != base[key].answer for key, row in rows.items()) if has_exact else None
-    asked = {group: row for group, row in found.items() if row}
-    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": asked}
+    return {"questions": len(rows), "changed": changed, "formats": shares_of(rows.values()), "groups": found}
 
 
 def shares_of(rows: Iterable[Answered]) -> dict[str, float]:
@@ -57,11 +57,6 @@ def shares_of(rows: Iterable[Answered]) -> dict[str, float]:
     for row in rows:
         computed.update(row.computed)
     return {name: count / computed.total() for name, count in computed.items()}
-
-
-def _group(rows: Mapping[Key, Answered], base: Mapping[Key, Answered], kinds: Sequence[str]) -> dict[str, Any] | None:
-    keys = [key for key in rows if key[0] in kinds]
-    return beside([base[key].score for key in keys], [rows[key].score for key in keys]) if keys else None
 
 
 def speed_of(turns: Sequence[SpeedTurn]) -> dict[str, Any]:
@@ -181,8 +176,7 @@ def _kept(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     if len(rows) < 2:
         return []
     shares = [100 * row["settings"]["keep"] for row in rows]
-    lines = [Series(group, shares, *_ends(rows, group)) for group in _known(rows)]
-    return [Panel(lines, "visual tokens kept, %", "accuracy", percent=True)]
+    return [Panel(_series(rows, shares), "visual tokens kept, %", "accuracy", percent=True)]
 
 
 def _decided(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
@@ -196,17 +190,13 @@ def _scores(rows: Sequence[Mapping[str, Any]], axis: str) -> list[Panel]:
     if len(rows) < 2:
         return []
     names = [row["label"] for row in rows]
-    return [
-        Panel([Series(group, names, *_ends(rows, group)) for group in _known(rows)], axis, "accuracy", kind="bars", percent=True)
-    ]
+    return [Panel(_series(rows, names), axis, "accuracy", kind="bars", percent=True)]
 
 
-def _known(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [group for group in (OTHERS, TEXT) if all(group in row["accuracy"]["groups"] for row in rows)]
-
-
-def _ends(rows: Sequence[Mapping[str, Any]], group: str) -> list[list[float]]:
-    return [[row["accuracy"]["groups"][group][end] for row in rows] for end in ENDS]
+def _series(rows: Sequence[Mapping[str, Any]], x: Sequence[float | str]) -> list[Series]:
+    """The accuracies of the groups that all rows have."""
+    found = {group: [row["accuracy"]["groups"].get(group) for row in rows] for group in (OTHERS, TEXT)}
+    return [Series.of(group, x, each, "mean") for group, each in found.items() if all(each)]
 
 
 SPEEDS = {  # figure: (axis, unit, whether it is a share)

@@ -17,11 +17,13 @@ from vismoe.pair import Format
 
 __all__ = [
     "AGAIN",
+    "ANSWERS",
     "EVAL_BATCH",
     "EXACT",
     "MAX_TOKENS",
     "REPORT",
     "REQUESTS",
+    "SPEED",
     "SUITES",
     "SUITE_FLAGS",
     "TABLES",
@@ -33,12 +35,10 @@ __all__ = [
     "SpeedTurn",
     "SuiteRow",
     "add_suite_arguments",
-    "answers_folder",
     "packed_formats",
     "paper_tables",
     "refuse_varied",
     "rows_of",
-    "speed_folder",
     "work_folder",
 ]  # fmt: skip
 
@@ -53,6 +53,7 @@ ROUNDS = 3
 REQUESTS, MAX_TOKENS = 4, 48  # per turn: counted requests, and the most tokens of their answers
 FOLDER = "vismoe-suite"
 WORK, REPORT = "work", "suite.json"
+ANSWERS, SPEED = "answers", "speed"  # folders in the working folder, with a file for each row
 HALF = 0.5
 
 
@@ -219,16 +220,6 @@ def work_folder(folder: Path) -> Path:
     """The working folder of the suite that wrote into `folder`, from its report."""
     report = folder / REPORT
     return Path(json.loads(report.read_text())["work"]) if report.is_file() else folder / WORK
-
-
-def answers_folder(work: Path) -> Path:
-    """The folder with an answer file for each row."""
-    return work / "answers"
-
-
-def speed_folder(work: Path) -> Path:
-    """The folder with a speed file for each row."""
-    return work / "speed"
 
 
 SUITE_FLAGS: dict[str, Any] = {  # beside those of an evaluation, with their defaults

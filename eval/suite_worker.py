@@ -6,6 +6,7 @@ end. Output of libraries goes to stderr. Bytes and seconds; None if this system 
 
 import gc
 import json
+import operator
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -25,13 +26,12 @@ from vismoe.bench.process import die_with_parent, peak_rss_bytes
 from vismoe.engine.engine import Engine, demo_model, load
 from vismoe.engine.generate import Figures
 from vismoe.errors import InputError, UnsupportedModelError, VisMoEError
-from vismoe.eval.accuracy import answers, messages
+from vismoe.eval.accuracy import answers, figures_of, messages
 from vismoe.eval.answer_file import Key, program_digest, questions
 from vismoe.eval.pruned_answers import FEWER_EXPERTS, PROGRAM, draw_of
 from vismoe.eval.scoring import score
 from vismoe.eval.suite_rows import Answered, SpeedTurn
 from vismoe.machine.facts import facts
-from vismoe.metrics import Snapshot
 from vismoe.models.load.preview import experts_in_place, model_class, read_config
 from vismoe.models.load.runtime import runtime_of
 from vismoe.store.pack import pack, refuse_small_disk
@@ -149,7 +149,7 @@ def speed(
     before_bytes, began_s = _peak_from_here(), time.perf_counter()
     with load(model, **options, **settings) as engine:
         load_s = time.perf_counter() - began_s
-        _, *counted = [_figures(engine, each, max_tokens) for each in asked]
+        _, *counted = [figures_of(engine, each, max_tokens) for each in asked]
         device = torch.device(engine.plan.device)
         grown_bytes = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _grown_bytes(before_bytes)
         return asdict(_turn(load_s, counted, grown_bytes))
@@ -167,18 +167,11 @@ def _grown_bytes(before_bytes: int | None) -> int | None:
     return None if before_bytes is None else peak_rss_bytes() - before_bytes
 
 
-def _figures(engine: Engine, asked: list[dict[str, Any]], max_tokens: int) -> Figures:
-    reply = engine.chat(asked, max_tokens=max_tokens)
-    for _ in reply:
-        pass
-    return reply.figures
-
-
 def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) -> SpeedTurn:
     tokens, seconds = sum(each.decode_tokens for each in counted), sum(each.decode_seconds for each in counted)
-    counters = [each.counters for each in counted]
-    moved = "bytes_copied" if any(each.total("bytes_copied") for each in counters) else "bytes_read"
-    prefill_bytes, decode_bytes = (sum(each.total(moved, phase) for each in counters) for phase in (Phase.PREFILL, Phase.DECODE))
+    counters = reduce(operator.add, (each.counters for each in counted))
+    moved = "bytes_copied" if counters.total("bytes_copied") else "bytes_read"
+    prefill_bytes, decode_bytes = (counters.total(moved, phase) for phase in (Phase.PREFILL, Phase.DECODE))
     return SpeedTurn(
         load_s=load_s,
         first_token_s=median(each.encode_seconds + each.prefill_seconds for each in counted),
@@ -186,17 +179,12 @@ def _turn(load_s: float, counted: Sequence[Figures], grown_bytes: int | None) ->
         decode_tokens_per_s=tokens / seconds if tokens and seconds else None,
         prefill_bytes=prefill_bytes / len(counted),
         decode_bytes_per_token=decode_bytes / tokens if tokens else None,
-        prefill_hit_rate=_hit_rate(counters, Phase.PREFILL),
-        decode_hit_rate=_hit_rate(counters, Phase.DECODE),
+        prefill_hit_rate=counters.hit_rate(Phase.PREFILL),
+        decode_hit_rate=counters.hit_rate(Phase.DECODE),
         expert_bytes=counted[0].capacity["bytes"],
         planned_bytes=counted[0].plan.total_bytes,
         grown_bytes=grown_bytes,
     )
-
-
-def _hit_rate(counters: Sequence[Snapshot], phase: Phase) -> float | None:
-    hits, misses = (sum(each.total(name, phase) for each in counters) for name in ("hits", "misses"))
-    return hits / (hits + misses) if hits + misses else None
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {"describe": describe, "pack": pack_format, "answer": answer, "speed": speed}

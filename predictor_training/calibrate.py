@@ -131,7 +131,10 @@ def calibrate(
     prompts = [prompt for prompt in prompts if prompt.name in answered]
     refuse_too_few([prompt.name for prompt in prompts])
     depths, changed, prune_layer = _prune_layer(engine, traces, prompts, told)
-    costs = [] if prune_layer is None else _costs(engine, prune_layer, prompts, told)
+    costs: list[SelectionCost] = []
+    if prune_layer is not None:
+        _begin_at(engine, prune_layer)
+        costs = costs_of(by_turns(prompts), scorer(engine), lambda done, total: told("comparing selections", done, total))
     inventory = runtime_of(engine.model).store.inventory
     geometry = geometry_of(inventory, engine.model.config.get_text_config().hidden_size)
     digest, name = router_digest(engine.model, inventory), Path(engine.name).name or engine.name
@@ -245,12 +248,6 @@ def _changes(engine: Engine, depths: Sequence[Depth], prompts: Sequence[Calibrat
         same = sum(one == other for one, other in pairs) / len(pairs)
         changed.append(Changed(depth.prune_layer, same, sum(map(_same_beginning, whole, half)) / len(pairs)))
     return changed
-
-
-def _costs(engine: Engine, prune_layer: int, prompts: Sequence[CalibrationPrompt], told: Told) -> list[SelectionCost]:
-    """The cost of each selection when dropping begins at that layer."""
-    _begin_at(engine, prune_layer)
-    return costs_of(by_turns(prompts), scorer(engine), lambda done, total: told("comparing selections", done, total))
 
 
 def _begin_at(engine: Engine, prune_layer: int) -> int:

@@ -141,9 +141,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[CalibrationPrompt]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(
-        prog="python -m vismoe.predictor_training.collect", description=" ".join(__doc__.split("\n\n")[0].split())
-    )
+    parser = SuggestingParser(prog="python -m vismoe.predictor_training.collect", description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", metavar="FOLDER", help="folder of the traces; an interrupted collection in it continues")
     parser.add_argument("--model", metavar="MODEL", help="hub name or folder (default: the bundled demo model)")
     parser.add_argument("--memory", default="100%", metavar="SIZE|PERCENT", help="(default: 100%%)")

@@ -25,6 +25,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vismoe.config import parse_bytes
 from vismoe.engine.engine import demo_model
+from vismoe.eval.report import add_several
 from vismoe.flags import SuggestingParser
 from vismoe.lookahead.features import FeatureSizes
 from vismoe.lookahead.gate import GateLookahead
@@ -39,7 +40,7 @@ from vismoe.types import Phase
 
 __all__ = ["LookaheadCost", "measure"]
 
-TOKENS = 240
+TOKENS, PROMPT_TOKENS = 240, 8
 WARM_TOKENS = 24
 EXPERT_WIDTH = 64
 EXPERT_BYTES = 9.4e6  # of Qwen3-VL-30B-A3B
@@ -63,26 +64,18 @@ class LookaheadCost:
     resident_delay: float
 
 
-class _Watched:
-    """A lookahead whose evaluations are timed."""
+def timed(lookahead: Lookahead) -> list[float]:
+    """The seconds of each evaluation from now on."""
+    evaluate, seconds = lookahead.evaluate, list[float]()
 
-    def __init__(self, lookahead: Lookahead):
-        self._lookahead, self.seconds, self.remembers = lookahead, list[float](), lookahead.remembers
-        self.begin_request, self.observe, self.snapshot = lookahead.begin_request, lookahead.observe, lookahead.snapshot
-
-    @property
-    def memory(self) -> Any:
-        return self._lookahead.memory
-
-    @memory.setter
-    def memory(self, memory: Any) -> None:
-        self._lookahead.memory = memory
-
-    def evaluate(self, snapshot: Any) -> np.ndarray | None:
+    def timed_evaluate(snapshot: Any) -> np.ndarray | None:
         began_s = time.perf_counter()
-        scores = self._lookahead.evaluate(snapshot)
-        self.seconds.append(time.perf_counter() - began_s)
+        scores = evaluate(snapshot)
+        seconds.append(time.perf_counter() - began_s)
         return scores
+
+    lookahead.evaluate = timed_evaluate  # type: ignore[method-assign]
+    return seconds
 
 
 class _Unheard(LookaheadInputs):
@@ -107,25 +100,15 @@ def random_lookahead(model: Any, name: str) -> tuple[Lookahead, GateLookahead]:
 
 def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) -> LookaheadCost:
     """The cost of lookahead `name` on the model in `folder`, with a quarter of the experts in memory."""
-    settings: dict[str, Any] = {"emulated_link_bytes_per_s": _record_bytes(folder) / arrival_s, "misses": "wait"}
-    layers = read_config(str(folder), revision=None).get_text_config().num_hidden_layers
+    config = read_config(str(folder), revision=None).get_text_config()
+    layers, expert_bytes = config.num_hidden_layers, 3 * config.hidden_size * config.moe_intermediate_size * 2  # in bfloat16
+    settings: dict[str, Any] = {"emulated_link_bytes_per_s": expert_bytes / arrival_s, "misses": "wait"}
     seconds, layer_us, delay = _layers(folder, name, "25%", tokens, **settings)
     _, resident_us, resident_delay = _layers(folder, name, "100%", tokens, pinned_layers=layers)
     micro = np.array(seconds) * 1e6
     p50, p99 = np.percentile(micro, (50, 99))
-    return LookaheadCost(
-        title,
-        name,
-        arrival_s,
-        float(micro.mean()),
-        float(p50),
-        float(p99),
-        len(micro),
-        layer_us,
-        delay,
-        resident_us,
-        resident_delay,
-    )
+    evaluated = float(micro.mean()), float(p50), float(p99), len(micro)
+    return LookaheadCost(title, name, arrival_s, *evaluated, layer_us, delay, resident_us, resident_delay)
 
 
 def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) -> tuple[list[float], float, float]:
@@ -134,48 +117,33 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
     model = model_class(read_config(str(folder), revision=None)).from_pretrained(folder, quantization_config=config).eval()
     runtime = runtime_of(model)
     lookahead, gate = random_lookahead(model, name)
-    watched = _Watched(lookahead)
+    seconds = timed(lookahead)
     inventory, window = runtime.pager.inventory, runtime.pager.window
-    asking = _Unheard(inventory, window, watched, gate, inline=False)
+    asking = _Unheard(inventory, window, lookahead, gate, inline=False)
     ways = [LookaheadInputs(inventory, window, None, None, inline=True), asking]
     took: list[list[float]] = [[], []]
     layers = len(runtime.store.inventory.layers)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, model.config.get_text_config().vocab_size - 5, (1, PROMPT_TOKENS + tokens), generator=draw)
+    turns = np.random.default_rng(0).permutation(np.arange(tokens) % 2).tolist()
+
+    def layers_s() -> float:
+        return runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
+
     try:
-        for token, way in _decode(model, tokens):
-            runtime.context.look_ahead_by(ways[way])
-            before = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
-            yield_token = token()
-            after = runtime.pager.metrics.snapshot().total("layer_seconds", Phase.DECODE)
-            if yield_token >= WARM_TOKENS:
-                took[way].append((after - before) / layers)
+        with torch.inference_mode():
+            cache = model(input_ids=ids[:, :PROMPT_TOKENS], use_cache=True).past_key_values
+            for number, (token, way) in enumerate(zip(ids[:, PROMPT_TOKENS:].unbind(1), turns, strict=True)):
+                runtime.context.look_ahead_by(ways[way])
+                before_s = layers_s()
+                model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
+                if number >= WARM_TOKENS:
+                    took[way].append((layers_s() - before_s) / layers)
     finally:
         asking.close()
         runtime.pager.close()
-    without, with_it = (float(np.median(seconds)) for seconds in took)
-    return watched.seconds, without * 1e6, with_it / without - 1
-
-
-@torch.inference_mode()
-def _decode(model: Any, tokens: int) -> Iterator[tuple[Any, int]]:
-    """Alternating decode steps: (function that runs a step and returns its number, index of the turn)."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, model.config.get_text_config().vocab_size - 5, (1, tokens + 8), generator=generator)
-    cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
-
-    def step(number: int) -> int:
-        with torch.inference_mode():
-            model(input_ids=ids[:, 8 + number : 9 + number], past_key_values=cache, use_cache=True)
-        return number
-
-    turns = np.random.default_rng(0).permutation(np.arange(tokens) % 2)
-    for number, turn in enumerate(turns.tolist()):
-        yield (lambda number=number: step(number)), turn
-
-
-def _record_bytes(folder: Path) -> int:
-    """Bytes of one expert of a model in bfloat16."""
-    config = read_config(str(folder), revision=None).get_text_config()
-    return int(3 * config.hidden_size * config.moe_intermediate_size * torch.bfloat16.itemsize)
+    without, with_it = map(float, map(np.median, took))
+    return seconds, without * 1e6, with_it / without - 1
 
 
 @contextmanager
@@ -192,9 +160,7 @@ def routing_of_30b(layers: int = 12) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(
-        prog="python -m vismoe.predictor_training.cost", description=" ".join(__doc__.split("\n\n")[0].split())
-    )
+    parser = SuggestingParser(prog="python -m vismoe.predictor_training.cost", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens per measurement, in turns (default: {TOKENS})"
     )
@@ -202,9 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lookaheads", nargs="+", choices=("gate", "learned"), default=("gate", "learned"), help="(default: both)"
     )
-    parser.add_argument(
-        "--rates", nargs="+", default=RATES, metavar="SIZE", help="rates of links and disks (default: 25GB 1.2GB)"
-    )
+    add_several(parser, "--rates", RATES, "SIZE", "rates of links and disks (default: 25GB 1.2GB)")
     given = parser.parse_args(arguments)
     costs = []
     arrivals = [EXPERT_BYTES / parse_bytes(rate) for rate in given.rates]
@@ -218,27 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name in given.lookaheads
             ]
     table = Table(title="cost of a lookahead", title_justify="left")
-    for head in (
-        "model",
-        "lookahead",
-        "expert after ms",
-        "mean us",
-        "p50",
-        "p99",
-        "layer us, missing",
-        "delay",
-        "layer us, resident",
-        "delay",
-    ):
-        table.add_column(head, justify="left" if head in ("model", "lookahead") else "right")
+    for head in ("model", "lookahead"):
+        table.add_column(head)
+    for head in ("expert after ms", "mean us", "p50", "p99", "layer us, missing", "delay", "layer us, resident", "delay"):
+        table.add_column(head, justify="right")
     for cost in costs:
-        times = (cost.mean_us, cost.p50_us, cost.p99_us, cost.layer_us)
-        cells = [
-            *(f"{value:.0f}" for value in times),
-            f"{cost.delay:+.1%}",
-            f"{cost.resident_layer_us:.0f}",
-            f"{cost.resident_delay:+.1%}",
-        ]
+        times = [f"{value:.0f}" for value in (cost.mean_us, cost.p50_us, cost.p99_us, cost.layer_us)]
+        cells = [*times, f"{cost.delay:+.1%}", f"{cost.resident_layer_us:.0f}", f"{cost.resident_delay:+.1%}"]
         table.add_row(cost.model, cost.lookahead, f"{cost.arrival_s * 1e3:.1f}", *cells)
     Console().print(table)
     print(json.dumps({"costs": [asdict(cost) for cost in costs]}))

@@ -6,8 +6,6 @@ prompts of the trained kinds and of another kind. Trains the compared networks, 
 Prints tables, then one JSON object on the last line; `--figures FOLDER` writes plots like figures 10 and 11.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +16,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.errors import InputError, VisMoEError
+from vismoe.errors import InputError
 from vismoe.eval.paired import Interval, paired_difference
 from vismoe.eval.plots import Panel, Series, grid_figure
-from vismoe.flags import SuggestingParser
+from vismoe.eval.report import study_parser, told
 from vismoe.lookahead.network import PARTS, Folded, load
 from vismoe.predictor_training.collect import progress_bar
 from vismoe.predictor_training.recall import Recall, Scorer, by_frequency, by_gate, by_learned, by_lru, by_nothing, hot_recall
@@ -161,7 +159,6 @@ def print_judgements(console: Console, judged: Sequence[Judgement]) -> None:
 
 def plot(judged: Sequence[Judgement], folder: Path) -> list[Path]:
     """Figures 10 (recall per layer, each group) and 11 (the gain from the visual summary) as PNG files."""
-    folder.mkdir(parents=True, exist_ok=True)
     decode = [judgement for judgement in judged if judgement.phase is Phase.DECODE]
     shown = {
         "predictor-recall": ("random", "frequency", "present in LRU", GATE, LEARNED),
@@ -185,16 +182,15 @@ def _panel(judgement: Judgement, budget: int, names: Sequence[str]) -> Panel:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(
-        prog="vismoe eval predictor", description=__doc__.split("\n\n")[1], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval predictor", __doc__.split("\n\n")[1])
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="folders that vismoe calibrate --work, or collect, recorded")
     parser.add_argument("--predictor", metavar="FILE", help="file of the learned predictor (default: train it)")
     parser.add_argument("--figures", metavar="FOLDER", help="folder for plots (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     add_training_flags(parser)
     given = parser.parse_args(arguments)
-    try:
+
+    def study() -> dict[str, Any]:
         refuse_device(given.train_device)
         traces = [Trace.open(path) for path in given.traces]
         samples = read_samples(traces)
@@ -212,13 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             variants = trained_variants(samples, recipe_of(given), report, given.train_device, learned)
         judged = judge(samples, variants, traces[0].inventory.layers[0].top_k)
         written = plot(judged, Path(given.figures)) if given.figures else []
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if not given.json:
-        print_judgements(Console(), judged)
-    print(json.dumps({"judgements": [judgement.to_json() for judgement in judged], "figures": [str(path) for path in written]}))
-    return 0
+        if not given.json:
+            print_judgements(Console(), judged)
+        return {"judgements": [judgement.to_json() for judgement in judged], "figures": [str(path) for path in written]}
+
+    return told(study)
 
 
 if __name__ == "__main__":

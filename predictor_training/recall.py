@@ -119,10 +119,11 @@ def by_learned(samples: Samples, network: Folded) -> Scorer:
     """The predictions of a trained network, in undecayed order within a layer; the merged form is the same for the whole
     window."""
     arrays = {name: torch.from_numpy(array) for name, array in network.arrays.items()}
-    window = samples.sizes.window
+    batches, window = Batches(samples, network.shape, 1.0, torch.device("cpu")), samples.sizes.window
 
     def scores(rows: np.ndarray) -> np.ndarray:
-        x = _inputs(samples, network, rows)
+        x, _ = batches.inputs(rows)  # [D, n, inputs]
+        x = x.clamp(-LARGEST, LARGEST)
         z = torch.relu(torch.baddbmm(arrays["b1"][:, None], x, arrays["w1"].transpose(1, 2)))
         z = torch.relu(torch.baddbmm(arrays["b2"][:, None], z, arrays["w2"].transpose(1, 2)))
         y = torch.baddbmm(arrays["bo"][:, None], z, arrays["wo"].transpose(1, 2)).transpose(0, 1)
@@ -136,9 +137,3 @@ def by_learned(samples: Samples, network: Folded) -> Scorer:
         return np.broadcast_to(out, (*out.shape[:2], window, samples.sizes.experts))
 
     return scores
-
-
-def _inputs(samples: Samples, network: Folded, rows: np.ndarray) -> torch.Tensor:
-    """Inputs `[D, n, inputs]` of the folded network."""
-    x, _ = Batches(samples, network.shape, 1.0, torch.device("cpu")).inputs(rows)
-    return x.clamp(-LARGEST, LARGEST)

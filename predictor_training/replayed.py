@@ -5,7 +5,7 @@ One number describes a machine: the time in which an expert arrives, in units of
 depend on this machine. 1 is about Qwen3-VL-30B-A3B over 16 PCIe lanes of the fourth generation; 4 and more is a disk.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -96,17 +96,15 @@ def at_least(demands: Demands, least: float) -> Demands:
     return Demands(demands.inventory, cut)
 
 
-def contest(
-    scored: dict[str, Demands], shares: Sequence[str] = SHARES[:2], arrivals: Sequence[float] = ARRIVALS
-) -> ReplayContest:
+def contest(scored: dict[str, Demands]) -> ReplayContest:
     """The best of: none, gate, or learned at one of the thresholds."""
     runners = {"none": scored["gate"]}
     if scored["gate"].have_scores:
         runners["gate"] = scored["gate"]
     runners |= {f"learned {least:g}": at_least(scored["learned"], least) for least in LEAST}
     cells: list[dict[str, Any]] = []
-    for share in shares:
-        for arrival in arrivals:
+    for share in SHARES[:2]:
+        for arrival in ARRIVALS:
             for name, demands in runners.items():
                 result = replay(demands, share, prefetch=name != "none", **_machine(demands, arrival))
                 totals = {key: int(result.counters.total(key)) for key in ("prefetched_bytes", "wasted_prefetch_bytes")}
@@ -134,9 +132,9 @@ def contest(
     return ReplayContest(relative, cells, chosen, float(best.split()[1]))
 
 
-def pinned_by_share(demands: Demands, arrival: float = 1.0) -> dict[str, int]:
+def pinned_by_share(demands: Demands) -> dict[str, int]:
     """The best number of pinned layers at several shares of the experts in memory, with the recorded prefetching."""
-    machine = _machine(demands, arrival)
+    machine = _machine(demands, arrival=1.0)
     return {share: best_pinned(demands, share, prefetch=demands.have_scores, **machine) for share in SHARES}
 
 

@@ -8,7 +8,8 @@ and the bound applies to both.
 import hashlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from itertools import groupby
+from typing import Any, Self
 
 import numpy as np
 
@@ -93,11 +94,11 @@ def read_samples(
     names: list[str] = []
     for trace in traces:
         behind = trace.path.name.replace("keep-", "@")
-        for name, steps in _requests(trace):
+        for name, steps in groupby(trace, key=lambda step: step.request):
             if wanted is not None and name not in wanted:
                 continue
             if hashlib.sha256(name.encode()).digest()[0] < share * 256:
-                _read_request(steps, len(names), sizes, trace, columns)
+                _read_request(steps, len(names), sizes, columns)
                 names.append(name + behind)
     return {phase: _samples(sizes, column, tuple(names)) for phase, column in columns.items()}
 
@@ -122,24 +123,18 @@ def _sizes(trace: Trace) -> FeatureSizes:
     return FeatureSizes(len(layers), max(layer.num_experts for layer in layers), hidden, visual or hidden, window)
 
 
+def _columns(sizes: FeatureSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of a row's columns that every trace has."""
+    layers, shares = sizes.layers, ((sizes.layers, sizes.experts), np.float16)
+    hidden = ((layers, sizes.hidden), np.float16)
+    return {"present": shares, "use": shares, "hidden": hidden, "visual_of": ((layers,), np.int32), "seen": ((layers,), bool)}
+
+
 def _row_bytes(sizes: FeatureSizes) -> int:
     return 2 * sizes.layers * (2 * sizes.experts + sizes.hidden + 2 * sizes.window * sizes.experts)
 
 
-def _requests(trace: Trace) -> Iterable[tuple[str, list[TraceStep]]]:
-    steps: list[TraceStep] = []
-    for step in trace:
-        if steps and steps[-1].request != step.request:
-            yield steps[0].request, steps
-            steps = []
-        steps.append(step)
-    if steps:
-        yield steps[0].request, steps
-
-
-def _read_request(
-    steps: list[TraceStep], request: int, sizes: FeatureSizes, trace: Trace, columns: dict[Phase, _Columns]
-) -> None:
+def _read_request(steps: Iterable[TraceStep], request: int, sizes: FeatureSizes, columns: dict[Phase, _Columns]) -> None:
     history, layers = History(sizes), sizes.layers
     visual: np.ndarray | None = None
     placed: dict[Phase, int] = {}  # the index of this request's current summary in the columns of a phase
@@ -147,13 +142,7 @@ def _read_request(
         if step.phase not in columns:
             continue
         column = columns[step.phase]
-        row: dict[str, np.ndarray] = {
-            "present": np.zeros((layers, sizes.experts), np.float16),
-            "use": np.zeros((layers, sizes.experts), np.float16),
-            "hidden": np.zeros((layers, sizes.hidden), np.float16),
-            "visual_of": np.zeros(layers, np.int32),
-            "seen": np.zeros(layers, bool),
-        }
+        row = {name: np.zeros(shape, dtype) for name, (shape, dtype) in _columns(sizes).items()}
         expected, told = np.zeros((layers, 2, sizes.window, sizes.experts), np.float16), False
         summary = 0 if visual is None else placed.get(step.phase) or column.place(visual)
         placed[step.phase] = summary
@@ -176,17 +165,10 @@ def _read_request(
 
 
 def _samples(sizes: FeatureSizes, column: _Columns, names: tuple[str, ...]) -> Samples:
-    empty = {
-        "present": (sizes.layers, sizes.experts),
-        "use": (sizes.layers, sizes.experts),
-        "hidden": (sizes.layers, sizes.hidden),
-    }
     assert {len(rows) for rows in column.rows.values()} <= {len(column.requests)}, "some passes lack what others have"
     stacked = {name: np.stack(rows) for name, rows in column.rows.items()}
-    for name, shape in empty.items():
-        stacked.setdefault(name, np.zeros((0, *shape), np.float16))
-    stacked.setdefault("visual_of", np.zeros((0, sizes.layers), np.int32))
-    stacked.setdefault("seen", np.zeros((0, sizes.layers), bool))
+    for name, (shape, dtype) in _columns(sizes).items():
+        stacked.setdefault(name, np.zeros((0, *shape), dtype))
     expected = stacked.pop("expected", None)
     visuals = np.stack([np.zeros(sizes.visual, np.float16), *column.visuals])
     return Samples(

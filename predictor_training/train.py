@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -185,29 +186,10 @@ def _validation_loss(model: Predictor, batches: Batches, rows: np.ndarray) -> fl
     return sum(float(loss_of(model, batches, chunk)) * len(chunk) for chunk in chunks) / len(rows)
 
 
-def train_both(
-    samples: dict[Phase, Samples], recipe: TrainingRecipe, report: Callable[[Phase, int, float, float], None], device: str = "cpu"
-) -> dict[str, Folded]:
-    """The networks of both phases, from the requests of the group `train`."""
-    return {
-        phase: train(
-            of.where(lambda name: name.startswith("train/")), recipe, lambda *figures, p=phase: report(p, *figures), device
-        )
-        for phase, of in samples.items()
-    }
-
-
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--epochs", type=int, default=TrainingRecipe.epochs, metavar="N", help=f"most epochs (default: {TrainingRecipe.epochs})"
-    )
-    parser.add_argument(
-        "--bottleneck",
-        type=int,
-        default=TrainingRecipe.bottleneck,
-        metavar="N",
-        help=f"width of the network (default: {TrainingRecipe.bottleneck})",
-    )
+    epochs, width = TrainingRecipe.epochs, TrainingRecipe.bottleneck
+    parser.add_argument("--epochs", type=int, default=epochs, metavar="N", help=f"most epochs (default: {epochs})")
+    parser.add_argument("--bottleneck", type=int, default=width, metavar="N", help=f"width of the network (default: {width})")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--train-device", default="cpu", metavar="DEVICE", help="device for training, cpu or cuda (default: cpu)")
 
@@ -217,9 +199,7 @@ def recipe_of(given: argparse.Namespace) -> TrainingRecipe:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(
-        prog="python -m vismoe.predictor_training.train", description=" ".join(__doc__.split("\n\n")[0].split())
-    )
+    parser = SuggestingParser(prog="python -m vismoe.predictor_training.train", description=__doc__.split("\n\n")[0])
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="folders that collect recorded")
     parser.add_argument(
         "--out", default="predictor.safetensors", metavar="FILE", help="file for the predictor (default: predictor.safetensors)"
@@ -236,7 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bar.update(tasks[phase], completed=epoch)
                 bar.console.print(f"{phase} {epoch:3d}: loss {loss:.5f}, validation {validation:.5f}")
 
-            networks = train_both(samples, recipe_of(given), report, given.train_device)
+            learn = {phase: of.where(lambda name: name.startswith("train/")) for phase, of in samples.items()}
+            networks = {
+                str(phase): train(of, recipe_of(given), partial(report, phase), given.train_device) for phase, of in learn.items()
+            }
         Path(given.out).write_bytes(save_folded(networks))
     except (VisMoEError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,7 +18,8 @@ from vismoe.bench import worker
 from vismoe.bench.job import COLD, WARM, BenchRequest, Contestant, Job, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
-from vismoe.bench.run import run_all, run_job, schedule
+from vismoe.bench.run import run_all, run_job
+from vismoe.bench.turns import rotating
 from vismoe.errors import ConfigError
 
 JOB = Job("vismoe", "model", "bfloat16", "cpu", (1, 2), 3, 2, 1, 0)
@@ -33,7 +34,7 @@ def script(body: str) -> tuple[str, ...]:
 # ------------------------------------------------------------------ order
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True), st.integers(1, 7))
 def test_every_repeat_runs_everyone_once_and_begins_with_another(names, repeats):
-    order = schedule(names, repeats)
+    order = list(rotating(names, repeats))
     turns = [[name for turn, name in order if turn == repeat] for repeat in range(repeats)]
     assert all(sorted(turn) == sorted(names) for turn in turns)
     assert [turn[0] for turn in turns] == [names[repeat % len(names)] for repeat in range(repeats)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from searching import long
 
+from vismoe.bench.turns import KeptTurns
 from vismoe.config import Settings
 from vismoe.eval.studies import precision_shift, precision_speed
 from vismoe.eval.studies.precision_shift import followed, hottest, scores_of, stream
@@ -18,7 +19,6 @@ from vismoe.eval.studies.precision_speed import (
     DYNAMIC,
     PREFETCH,
     SKIP,
-    KeptTurns,
     SpeedSetup,
     medians_of,
 )

@@ -11,7 +11,7 @@ from vismoe.eval import pruned_answers
 from vismoe.eval.accuracy import answers, prompts
 from vismoe.eval.answer_file import batches, questions
 from vismoe.eval.paired import paired_difference
-from vismoe.eval.plots import COLOURS, Panel, Series, grid_figure, line_figure
+from vismoe.eval.plots import COLOURS, Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
 from vismoe.eval.studies import pruning
 from vismoe.eval.studies.pruning import OTHERS, STUDIES, Engines, PrunedAnswer, PruningContestant, answered, main, summary
@@ -146,9 +146,9 @@ def test_figures_are_small_the_same_every_time_and_their_series_can_be_told_apar
     first, second = (grid_figure(tmp_path / name, panels).read_bytes() for name in ("a.png", "b.png"))
     assert first == second and len(first) < 60_000
     for panel in panels:
-        seen = {colour for _, colour in Image.open(line_figure(tmp_path / "c.png", panel)).convert("RGB").getcolors(256)}
+        seen = {colour for _, colour in Image.open(grid_figure(tmp_path / "c.png", [panel])).convert("RGB").getcolors(256)}
         for colour in COLOURS:
             wanted = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
             assert min(max(abs(a - b) for a, b in zip(wanted, other)) for other in seen) < 24, colour
     with pytest.raises(AssertionError, match="told apart"):
-        line_figure(tmp_path / "d.png", Panel([*lines, dataclasses.replace(lines[0], name="one more")], "x", "y"))
+        grid_figure(tmp_path / "d.png", [Panel([*lines, dataclasses.replace(lines[0], name="one more")], "x", "y")])

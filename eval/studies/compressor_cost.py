@@ -63,10 +63,11 @@ def selecting(tokens: int, rounds: int) -> list[dict[str, Any]]:
         return lambda: select(Pruning(0.5, name), saliency, active, PREFIX_LAYERS * EXPERTS, features)
 
     took = in_turns({name: task(name) for name in SELECTIONS}, rounds)
-    return [
-        {"tokens": tokens, "selection": name, "mean": 1e3 * statistics.mean(each), **_percentiles(each)}
-        for name, each in took.items()
-    ]
+    rows = []
+    for name, seconds in took.items():
+        p50, p99 = (1e3 * float(value) for value in np.percentile(seconds, (50, 99)))
+        rows.append({"tokens": tokens, "selection": name, "mean": 1e3 * statistics.mean(seconds), "p50": p50, "p99": p99})
+    return rows
 
 
 def in_turns(tasks: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -81,13 +82,8 @@ def in_turns(tasks: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list
     return took
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(seconds, (50, 99))
-    return {"p50": 1e3 * float(p50), "p99": 1e3 * float(p99)}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(prog="vismoe eval compressor", description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser = SuggestingParser(prog="vismoe eval compressor", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=(256, 1024, 4096), metavar="N", help="visual tokens of an image")
     parser.add_argument("--rounds", type=int, default=30, metavar="R", help="rounds of each selection; listening uses a tenth")
     given = parser.parse_args(arguments)

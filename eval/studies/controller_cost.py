@@ -153,7 +153,7 @@ def cost(policy: str, took: list[tuple[float, bool]], prompts: list[float], peri
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(prog="vismoe eval controllers", description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser = SuggestingParser(prog="vismoe eval controllers", description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="L", help=f"MoE layers (default: {LAYERS})")
     parser.add_argument("--experts", type=int, default=EXPERTS, metavar="E", help=f"experts of a layer (default: {EXPERTS})")
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="tokens decoded per policy (default: 1024)")

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from vismoe.eval.accuracy import prompts
 from vismoe.eval.answer_file import questions
-from vismoe.eval.paired import ratio_of_sums
+from vismoe.eval.paired import ratio_of_sums, spread
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
 from vismoe.eval.studies.pruning import ALL, STUDIES, Engines, PruningContestant, PruningStudy, draw_of, labelled, program_of, run
@@ -44,6 +44,7 @@ from vismoe.eval.studies.routing import (
     prompt_layers,
     structure_similarity,
 )
+from vismoe.eval.studies.timed import recording
 from vismoe.metrics import Snapshot
 from vismoe.models.load.runtime import runtime_of
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
@@ -114,16 +115,12 @@ def recorded(engines: Engines, contestant: PruningContestant, kind: str, count: 
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    runtime = runtime_of(engines.of(contestant).model)
-    with TraceWriter(partial, engines.inventory, fingerprint=engines.fingerprint) as writer:
-        runtime.context.record_to(writer)
-        try:
-            for first in range(0, count, BATCH):
-                writer.request(f"{kind} {first}")
-                talks = questions(kind, range(first, min(count, first + BATCH)), seed)
-                engines.answers(contestant, prompts(engines.processor, talks), draw_of((kind, first)), most_tokens=1)
-        finally:
-            runtime.context.record_to(None)
+    writer = TraceWriter(partial, engines.inventory, fingerprint=engines.fingerprint)
+    with recording(runtime_of(engines.of(contestant).model), writer):
+        for first in range(0, count, BATCH):
+            writer.request(f"{kind} {first}")
+            talks = questions(kind, range(first, min(count, first + BATCH)), seed)
+            engines.answers(contestant, prompts(engines.processor, talks), draw_of((kind, first)), most_tokens=1)
     return Trace.open(partial.rename(path))
 
 
@@ -274,26 +271,21 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 
 
 def number(measure: str, value: float) -> str:
-    return (
-        f"{value:.1f}"
-        if measure in ("active_experts", "loads")
-        else f"{value:.3f}"
-        if "similarity" in measure
-        else f"{value:.1%}"
-    )
+    if measure in ("active_experts", "loads"):
+        return f"{value:.1f}"
+    return f"{value:.3f}" if "similarity" in measure else f"{value:.1%}"
 
 
 def difference(measure: str, interval: dict[str, float]) -> str:
     """A difference with its interval; shares in points."""
     scale = 100 if "coverage" in measure or measure == "hit_rate" else 1 / 1024 if measure == "loaded_bytes" else 1
     digits = 3 if "similarity" in measure else 0 if measure == "loaded_bytes" else 2
-    value, low, high = (scale * interval[end] for end in ("value", "low", "high"))
-    return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    return spread(interval, f"+.{digits}f", scale)
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
     """Demand and similarity of layers, like figures 3 and 4 of VisMMoE; for a sweep, demand over the swept setting."""
-    rows = {contestant_of(row): row for row in result["contestants"].values()}
+    rows = {PruningContestant.of(row): row for row in result["contestants"].values()}
     if result["study"] != "selection":
         grid_figure(folder / f"expert-demand-{result['study']}.png", sweep_panels(rows, STUDIES[result["study"]]), columns=3)
         return
@@ -302,10 +294,6 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     shown = {ALL: rows[everything], **halved}
     grid_figure(folder / "expert-demand.png", [*demand_panels(shown), loads_panel(rows)], columns=3)
     grid_figure(folder / "layer-similarity.png", similarity_panels(shown), columns=3)
-
-
-def contestant_of(row: dict[str, Any]) -> PruningContestant:
-    return PruningContestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"])
 
 
 def demand_panels(shown: dict[str, dict[str, Any]]) -> list[Panel]:
@@ -333,13 +321,12 @@ def loads_panel(rows: dict[PruningContestant, dict[str, Any]]) -> Panel:
     everything = next(iter(rows.values()))["prefill"]["loads"]["value"]
     bars = []
     for name in DRAWN:
-        line = [
-            (contestant.pruning.keep, row["against"][ALL]["loads"])
+        line = {
+            f"{contestant.pruning.keep:.0%}": row["against"][ALL]["loads"]
             for contestant, row in rows.items()
             if contestant.pruning.keep < 1 and contestant.pruning.selection == name
-        ]
-        ends = ([each[end] for _, each in line] for end in ("value", "low", "high"))
-        bars.append(Series(name, [f"{keep:.0%}" for keep, _ in line], *ends))
+        }
+        bars.append(Series.of(name, list(line), list(line.values())))
     title = f"c: experts loaded at {BUDGET}, against {everything:.0f} with all tokens"
     return Panel(bars, "visual tokens kept", "difference", title, kind="bars")
 
@@ -372,17 +359,11 @@ def sweep_panels(rows: dict[PruningContestant, dict[str, Any]], study: PruningSt
     for contestant, row in rows.items():
         for rival in ("saliency", "all experts"):
             if rival in row["against"]:
-                lines.setdefault(f"{study.line(contestant)}, against {rival}", []).append(
-                    (study.x(contestant), row["against"][rival])
-                )
+                line = lines.setdefault(f"{study.line(contestant)}, against {rival}", [])
+                line.append((study.x(contestant), row["against"][rival]))
     return [
         Panel(
-            [
-                Series(
-                    name, [x for x, _ in line], *([each[measure][end] for _, each in line] for end in ("value", "low", "high"))
-                )
-                for name, line in lines.items()
-            ],
+            [Series.of(name, [x for x, _ in line], [each[measure] for _, each in line]) for name, line in lines.items()],
             study.axis,
             f"{label}, difference",
             percent=measure == "coverage",

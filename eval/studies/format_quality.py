@@ -7,9 +7,10 @@ computed in float64 from float32 passes.
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,12 @@ __all__ = [
     "ExpertWeights",
     "FormatContestant",
     "Judged",
+    "compared",
     "expert_output_errors",
     "images_seen_once",
     "judge",
     "log_probabilities",
+    "said",
     "with_answers",
 ]
 
@@ -189,25 +192,33 @@ def judge(
         for contestant in contestants:
             weights.put(contestant)
             own = exact if contestant == SIXTEEN_BIT else log_probabilities(model, inputs, targets)
-            judged[contestant] = _judge_rows(model, processor, talks, targets, exact, own)
+            sums = list(compared(targets, exact, own))
+            answered = said(talks, [right for *_, right in sums], partial(answers, model, processor))
+            judged[contestant] = [
+                Judged(tokens, divergence, surprise, *answer) for (tokens, divergence, surprise, _), answer in zip(sums, answered)
+            ]
     return judged
 
 
-def _judge_rows(
-    model: Any, processor: Any, talks: Sequence[Conversation], targets: list[Tensor], exact: list[Tensor], own: list[Tensor]
-) -> list[Judged]:
-    """Greedy decoding gives the true answer if every token of it is the likeliest, so only other answers are generated."""
-    right = [bool((row.argmax(1) == target).all()) for row, target in zip(own, targets)]
+def compared(targets: list[Tensor], exact: list[Tensor], own: list[Tensor]) -> Iterator[tuple[int, float, float, bool]]:
+    """Per row: the tokens of the true answer; the sums of KL(16 bit || contestant) and of -log p(true token) over them, in nats;
+    whether greedy decoding gives the true answer, because every token of it is the likeliest."""
+    for target, true, mine in zip(targets, exact, own):
+        divergence = (true.exp() * (true - mine)).sum().item()
+        surprise = -mine.gather(1, target[:, None]).sum().item()
+        yield len(target), divergence, surprise, bool((mine.argmax(1) == target).all())
+
+
+def said(
+    talks: Sequence[Conversation], right: Sequence[bool], generate: Callable[[list[Conversation]], list[str]]
+) -> Iterator[tuple[str, float]]:
+    """Every greedy answer and its score; only answers that are not `right`, the true ones, are generated."""
     wrong = [talk for talk, is_right in zip(talks, right) if not is_right]
-    generated = iter(answers(model, processor, wrong) if wrong else ())
-    rows = []
-    for talk, target, reference, row, is_right in zip(talks, targets, exact, own, right):
+    generated = iter(generate(wrong) if wrong else ())
+    for talk, is_right in zip(talks, right):
         last = talk.turns[-1]
-        said = last.answer if is_right else next(generated)
-        divergence = (reference.exp() * (reference - row)).sum().item()
-        surprise = -row.gather(1, target[:, None]).sum().item()
-        rows.append(Judged(len(target), divergence, surprise, said, score(last, said)))
-    return rows
+        answer = last.answer if is_right else next(generated)
+        yield answer, score(last, answer)
 
 
 @contextmanager

@@ -8,10 +8,9 @@ Answers are kept in a folder, one file per contestant and a line per question, s
 tables, then one JSON object on the last line.
 """
 
-import json
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText
 
-from vismoe.engine.engine import demo_model
-from vismoe.errors import VisMoEError
 from vismoe.eval import accuracy, scoring, world
 from vismoe.eval import questions as asking
-from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
-from vismoe.eval.paired import paired_difference, points, ratio_of_sums
+from vismoe.eval.answer_file import AnswerFile, answer_all, program_digest, questions
+from vismoe.eval.paired import paired_difference, points, ratio_of_sums, spread
 from vismoe.eval.questions import KINDS
+from vismoe.eval.report import run_on_questions
 from vismoe.eval.studies import format_quality
 from vismoe.eval.studies.format_quality import SIXTEEN_BIT, ExpertWeights, FormatContestant, Judged, expert_output_errors, judge
 from vismoe.flags import SuggestingParser
@@ -57,15 +55,12 @@ def measure(model_path: str, formats: Sequence[Format], per_kind: int, seed: int
         for contestant in contestants
     }
 
-    def ask(keys: list[Key], missing: list[FormatContestant]) -> Iterator[tuple[FormatContestant, dict[Key, Judged]]]:
-        talks = questions(keys[0][0], [number for _, number in keys], seed)
-        for contestant, rows in judge(model, processor, weights, talks, missing).items():
-            yield contestant, dict(zip(keys, rows))
-
-    asked, table = answer_all(kept, per_kind, BATCH, ask)
+    kinds, table = answer_all(
+        kept, per_kind, BATCH, seed, lambda _, talks, missing: judge(model, processor, weights, talks, missing).items()
+    )
     some = [talk for kind in KINDS for talk in questions(kind, range(OUTPUT_ERROR_QUESTIONS), seed)]
     errors = expert_output_errors(model, processor, weights, some, contestants)
-    return {"model": model_path, "seed": seed, "questions": len(asked), **summary(table, [kind for kind, _ in asked], errors)}
+    return {"model": model_path, "seed": seed, "questions": len(kinds), **summary(table, kinds, errors)}
 
 
 def summary(
@@ -110,12 +105,11 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
     table = Table("experts", "output error", "KL, nats/token", "perplexity", "accuracy", "against 16 bit, points")
     for name, row in result["contestants"].items():
         overall, divergence = row["accuracy"]["all"], row["divergence"]
-        spread = f"{divergence['value']:.6f} ({divergence['low']:.6f} to {divergence['high']:.6f})"
         measured = f"{row['perplexity']:.5f}", f"{overall['mean']:.2%}"
         if name == exact:
             table.add_row(name, "", "", *measured, "")
         else:
-            table.add_row(name, f"{row['output_error']:.2%}", spread, *measured, points(overall["difference"]))
+            table.add_row(name, f"{row['output_error']:.2%}", spread(divergence, ".6f"), *measured, points(overall["difference"]))
     console.print(table)
     fitted = list(result["against_nearest"])
     kinds = Table("accuracy", exact, *fitted)
@@ -126,11 +120,8 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
         )
     console.print(kinds)
     for name, row in result["against_nearest"].items():
-        ratio = row["divergence_ratio"]
-        console.print(
-            f"{name} against rounding to nearest: {ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}) of its KL, "
-            f"accuracy {points(row['accuracy_difference'])} points"
-        )
+        ratio, difference = spread(row["divergence_ratio"], ".2f"), points(row["accuracy_difference"])
+        console.print(f"{name} against rounding to nearest: {ratio} of its KL, accuracy {difference} points")
     console.print(
         f"{result['questions']:,} held-out questions, the same for all. In brackets 95% intervals: Newcombe's for paired "
         "proportions, the bootstrap over questions for KL, for printed text (judged by character) and for all kinds together"
@@ -139,27 +130,17 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = SuggestingParser(prog="python -m vismoe.eval.studies.formats", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--formats", default=",".join(INTEGERS), help="comma-separated (default: int8,int4,int2)")
     parser.add_argument("--questions", type=int, default=QUESTIONS, metavar="N", help=f"questions in all (default: {QUESTIONS})")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
-    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"folder for answers (default: {FOLDER})")
-    parser.add_argument("--json", action="store_true", help="print only the JSON object")
-    chosen = parser.parse_args(arguments)
-    unknown = set(chosen.formats.split(",")) - set(INTEGERS)
-    if unknown or chosen.questions < 1:
-        parser.error(f"formats are {', '.join(INTEGERS)}, and questions at least 1")
-    formats = [Format(name) for name in chosen.formats.split(",")]
-    per_kind = -(-chosen.questions // len(KINDS))
-    try:
-        result = measure(str(chosen.model or demo_model()), formats, per_kind, chosen.seed, chosen.work)
-    except VisMoEError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if not chosen.json:
-        print_summary(Console(), result)
-    print(json.dumps(result))
-    return 0
+    wrong = f"formats are {', '.join(INTEGERS)}, and questions at least 1"
+
+    def measured(chosen: Namespace, model: str, per_kind: int) -> dict[str, Any]:
+        names = chosen.formats.split(",")
+        if set(names) - set(INTEGERS):
+            parser.error(wrong)
+        return measure(model, [Format(name) for name in names], per_kind, chosen.seed, chosen.work)
+
+    return run_on_questions(parser, arguments, FOLDER, measured, print_summary, too_few=wrong)
 
 
 if __name__ == "__main__":

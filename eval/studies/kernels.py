@@ -151,7 +151,7 @@ def expert_contests(geometry: KernelShape, format: Format, dtype: torch.dtype, w
             6 * hidden * intermediate * tokens * EXPERTS_OF_A_CALL,
             our_calls(kernel, slabs, x),
             slab.payload_bytes * EXPERTS_OF_A_CALL,
-            torch_calls(theirs, x) if theirs else None,
+            theirs.calls(x) if theirs else None,
             theirs.bytes_of_one * EXPERTS_OF_A_CALL if theirs else 0,
         )
 
@@ -164,11 +164,6 @@ def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Ca
     factors, out = np.ones(len(pairs), np.float32), torch.empty(len(pairs), x.shape[1])
     for group in random_groups(len(slabs)):
         yield partial(kernel.parts, addresses[group], starts, pairs, factors, x, out)
-
-
-def torch_calls(experts: "TorchContestant", x: Tensor) -> Iterator[Call]:
-    for group in random_groups(experts.count):
-        yield partial(experts.run_all, group.tolist(), x)
 
 
 def random_groups(count: int) -> Iterator[np.ndarray]:
@@ -189,6 +184,9 @@ class TorchContestant:
     count: int
     bytes_of_one: int
     product: Callable[[int, str, Tensor], Tensor]  # of an expert's matrix, by section name
+
+    def calls(self, x: Tensor) -> Iterator[Call]:
+        return (partial(self.run_all, group.tolist(), x) for group in random_groups(self.count))
 
     def run_all(self, experts: list[int], x: Tensor) -> None:
         for expert in experts:

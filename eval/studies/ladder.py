@@ -11,7 +11,6 @@ with a freshly loaded model. The last line is one JSON object.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vismoe.bench.checkpoint import write_checkpoint
-from vismoe.bench.geometry import geometry_config, model_class_of
 from vismoe.config import Settings, format_bytes, parse_bytes
-from vismoe.errors import VisMoEError
+from vismoe.eval.report import study_parser, told
+from vismoe.eval.studies import timed
 from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out, medians, take_turns
-from vismoe.flags import SuggestingParser
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import best_pinned
 from vismoe.simulate.replay import aligned_columns
@@ -34,7 +31,7 @@ from vismoe.trace.files import Trace
 __all__ = ["main"]
 
 LINK_BYTES_PER_S = 60e6  # an expert of the bundled model (72 KiB) takes 1.2 ms, about the compute time of one of its layers
-GEOMETRY, LAYERS, EXPERTS, SKEW = "qwen3-vl-30b-a3b", 6, 48, 1.0
+LAYERS, EXPERTS = 6, 48
 VISION_DEPTH, VOCABULARY = 4, 32768  # a small tower and vocabulary, so that the experts dominate
 
 
@@ -135,14 +132,8 @@ def bundled(arguments: argparse.Namespace) -> LadderSetup:
 
 def generated(arguments: argparse.Namespace, folder: Path) -> LadderSetup:
     """A checkpoint of published experts with random weights, on the disk."""
-    config = geometry_config(GEOMETRY, LAYERS)
-    text, vision = config.text_config, config.vision_config
-    text.num_experts, text.num_experts_per_tok, text.vocab_size = EXPERTS, 4, VOCABULARY
-    text.bos_token_id = text.eos_token_id = None
-    vision.depth, vision.deepstack_visual_indexes = VISION_DEPTH, [VISION_DEPTH - 1]
-    config.image_token_id, config.video_token_id = VOCABULARY - 4, VOCABULARY - 3
-    config.vision_start_token_id, config.vision_end_token_id = VOCABULARY - 2, VOCABULARY - 1
-    written = write_checkpoint(config, model_class_of(GEOMETRY), folder / "checkpoint", skew=SKEW)
+    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": 4}
+    written = timed.generated_checkpoint(folder / "checkpoint", LAYERS, VOCABULARY, VISION_DEPTH, **sizes)
     print(f"generated: {format_bytes(written.expert_bytes)} of experts, {format_bytes(written.total_bytes)} in all")
     requests = TokenRequests(new_tokens=arguments.tokens)
     return LadderSetup(
@@ -157,9 +148,7 @@ def generated(arguments: argparse.Namespace, folder: Path) -> LadderSetup:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval ladder", __doc__)
     parser.add_argument("--places", nargs="+", choices=("link", "disk"), default=["link", "disk"])
     parser.add_argument("--memory", default="25%", help="share of the experts in memory (default: 25%%)")
     parser.add_argument("--keep", type=float, default=0.5, help="share of the visual tokens kept (default: 0.5)")
@@ -176,15 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, help="folder for the generated checkpoint; removed at the end (default: a temporary one)"
     )
     arguments = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="vismoe-ladder-", dir=arguments.folder) as folder:
-            make = {"link": lambda: bundled(arguments), "disk": lambda: generated(arguments, Path(folder))}
-            results = [climb(make[place](), arguments.keep, arguments.rounds, Path(folder)) for place in arguments.places]
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({"ladder": results}))
-    return 0
+    with tempfile.TemporaryDirectory(prefix="vismoe-ladder-", dir=arguments.folder) as folder:
+        make = {"link": lambda: bundled(arguments), "disk": lambda: generated(arguments, Path(folder))}
+        return told(
+            lambda: {"ladder": [climb(make[name](), arguments.keep, arguments.rounds, Path(folder)) for name in arguments.places]}
+        )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -91,19 +92,15 @@ def exponent_counts(words: Tensor) -> Counts:
 def experts_of(model: str | None) -> tuple[RecordLayout, list[Tensor]]:
     """(layout of the model's first geometry, records of all experts of that geometry)."""
     from vismoe.engine.engine import demo_model
-    from vismoe.models.load.locate import locate_experts
-    from vismoe.models.load.preview import describe
+    from vismoe.models.load.preview import experts_in_place
 
-    described, files = describe(model or demo_model())
-    store = locate_experts(described, files, described.dtype)
-    try:
+    store, _ = experts_in_place(model or demo_model())
+    with closing(store):
         raw, records = store.inventory.raw_layouts[0], []
         for layer in store.inventory.layers_of(0):
             for expert in range(layer.num_experts):
                 records.append(torch.zeros(raw.record_bytes, dtype=torch.uint8))
                 store.read(ExpertId(layer.index, expert), records[-1])
-    finally:
-        store.close()
     return raw, records
 
 

@@ -23,13 +23,12 @@ from vismoe.config import format_bytes, parse_bytes
 from vismoe.engine.engine import demo_model
 from vismoe.errors import InputError
 from vismoe.eval.plots import Panel, Series, grid_figure
-from vismoe.eval.studies.report import folder_of, told
+from vismoe.eval.report import add_several, folder_of, study_parser, told
 from vismoe.eval.studies.timed import Run, ask_scenes, held_out, medians, take_turns
-from vismoe.flags import SuggestingParser
 from vismoe.lookahead.calibration import FOLDER, Calibration
 from vismoe.simulate.demands import Demands
 from vismoe.simulate.pinned import PinnedPoint, best_depth, format_curves, pinned_curve
-from vismoe.simulate.replay import Order, ReplayResult, aligned_columns, replay
+from vismoe.simulate.replay import Order, aligned_columns, replay
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
@@ -78,18 +77,11 @@ def combinations(
     for name, share, link, lookahead, order, demands in track(wanted, "replays", console=Console(stderr=True), transient=True):
         prefetch: dict[str, Any] = {} if lookahead == "none" else {"prefetch": True, "lookahead_s": ASKING_S}
         result = replay(demands, share, order, link_bytes_per_s=link, **layer, **prefetch)
-        found.append(Combination(name, share, link, lookahead, order, *_by_phase(result), _wasted(result)))
+        prefill_s, decode_s = map(result.phase_s, PHASES)
+        prefill_bytes, decode_bytes = (int(result.counters.total("bytes_read", phase)) for phase in PHASES)
+        moved = prefill_bytes, decode_bytes, int(result.counters.total("wasted_prefetch_bytes"))
+        found.append(Combination(name, share, link, lookahead, order, prefill_s, decode_s, *moved))
     return found
-
-
-def _by_phase(result: ReplayResult) -> tuple[float, float, int, int]:
-    prefill_s, decode_s = map(result.phase_s, PHASES)
-    prefill_bytes, decode_bytes = (int(result.counters.total("bytes_read", phase)) for phase in PHASES)
-    return prefill_s, decode_s, prefill_bytes, decode_bytes
-
-
-def _wasted(result: ReplayResult) -> int:
-    return int(result.counters.total("wasted_prefetch_bytes"))
 
 
 def combination_tables(found: Sequence[Combination]) -> Iterator[str]:
@@ -252,7 +244,6 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "pinned": depths,
         }
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
         draw(arguments.figures, found, curves, timed, arguments.timed_share)
     return result
 
@@ -266,25 +257,14 @@ def _named(text: str) -> tuple[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval orchestrator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval orchestrator", __doc__)
     parser.add_argument("--trace", nargs="+", metavar="NAME=FOLDER", help="replay these instead of recording the bundled model")
-    parser.add_argument("--shares", nargs="+", default=list(SHARES), metavar="SHARE", help="shares of the experts in memory")
-    parser.add_argument(
-        "--links",
-        nargs="+",
-        type=parse_bytes,
-        default=list(LINKS_BYTES_PER_S),
-        metavar="SIZE",
-        help="bytes per second of the links",
-    )
+    add_several(parser, "--shares", SHARES, "SHARE", "shares of the experts in memory")
+    add_several(parser, "--links", LINKS_BYTES_PER_S, "SIZE", "bytes per second of the links", parse_bytes)
     parser.add_argument(
         "--lookaheads", nargs="+", choices=("gate", "learned"), help="lookaheads to compare (default: those of the bundled model)"
     )
-    parser.add_argument(
-        "--keeps", nargs="+", type=float, default=[1.0, 0.5], metavar="SHARE", help="shares of the visual tokens to keep"
-    )
+    add_several(parser, "--keeps", [1.0, 0.5], "SHARE", "shares of the visual tokens to keep", float)
     parser.add_argument("--layer-seconds", type=float, default=LAYER_S, metavar="S", help="compute time of one decoder layer")
     parser.add_argument("--token-seconds", type=float, default=TOKEN_S, metavar="S", help="further compute time per token")
     parser.add_argument("--questions", type=int, default=36, help="questions to the bundled model (default: 36)")

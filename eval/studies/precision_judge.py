@@ -15,8 +15,7 @@ from vismoe.config import Settings
 from vismoe.eval.accuracy import decoded, prompts
 from vismoe.eval.answer_file import questions
 from vismoe.eval.questions import KINDS, Conversation
-from vismoe.eval.scoring import score
-from vismoe.eval.studies.format_quality import images_seen_once, log_probabilities, with_answers
+from vismoe.eval.studies.format_quality import compared, images_seen_once, log_probabilities, said, with_answers
 from vismoe.eval.studies.precision_model import LayerCall, MixedExperts, Served
 from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant, RuleInputs
 from vismoe.precision.hotness import Hotness
@@ -65,25 +64,16 @@ def judged(
         for contestant in contestants:
             with experts.ruled(partial(contestant.serve, facts=facts), lengths) as counts:
                 own = log_probabilities(experts.model, inputs, targets)
+            sums = list(compared(targets, exact, own))
+            shares = (_shares(counts[decoding], experts.formats) for decoding in (False, True))
             rows = [
-                JudgedAnswer(
-                    tokens=len(target),
-                    divergence=(true.exp() * (true - mine)).sum().item(),
-                    surprise=-mine.gather(1, target[:, None]).sum().item(),
-                    prompt=prompt,
-                    decoded=decoded,
-                )
-                for target, true, mine, prompt, decoded in zip(
-                    targets, exact, own, *(_shares(counts[decoding], experts.formats) for decoding in (False, True))
-                )
+                JudgedAnswer(tokens, divergence, surprise, prompt, decoded)
+                for (tokens, divergence, surprise, _), prompt, decoded in zip(sums, *shares)
             ]
             if answered:
-                right = [bool((row.argmax(1) == target).all()) for row, target in zip(own, targets)]
-                said = _said(experts, processor, talks, right, contestant, facts)
-                rows = [
-                    replace(row, answer=answer, score=score(talk.turns[-1], answer))
-                    for row, talk, answer in zip(rows, talks, said)
-                ]
+                generate = partial(_generated, experts, processor, talks, contestant, facts)
+                texts = said(talks, [right for *_, right in sums], generate)
+                rows = [replace(row, answer=answer, score=value) for row, (answer, value) in zip(rows, texts)]
             yield contestant, rows
 
 
@@ -94,22 +84,18 @@ def _shares(counts: np.ndarray, formats: Sequence[Format]) -> list[dict[str, flo
     return [{name: share for name, share in zip(names, row) if share} for row in shares]
 
 
-def _said(
+def _generated(
     experts: MixedExperts,
     processor: Any,
     talks: Sequence[Conversation],
-    right: Sequence[bool],
     contestant: PrecisionContestant,
     facts: RuleInputs,
+    wrong: Sequence[Conversation],
 ) -> list[str]:
-    true = [talk.turns[-1].answer for talk in talks]
-    wrong = [talk for talk, is_right in zip(talks, right) if not is_right]
-    if not wrong:
-        return true
-    most = max(map(len, processor.tokenizer(true)["input_ids"])) + MORE_TOKENS
+    """The answers to `wrong`, some of the batch `talks`."""
+    most = max(map(len, processor.tokenizer([talk.turns[-1].answer for talk in talks])["input_ids"])) + MORE_TOKENS
     with experts.ruled(partial(contestant.serve, facts=facts)):
-        generated = iter(decoded(experts.model, processor, prompts(processor, wrong), most))
-    return [answer if is_right else next(generated) for answer, is_right in zip(true, right)]
+        return decoded(experts.model, processor, prompts(processor, wrong), most)
 
 
 def orders_of(

@@ -14,34 +14,29 @@ Answers are kept in a folder, one file per contestant and a line per question, s
 tables, then one JSON object on the last line.
 """
 
-import argparse
 import hashlib
-import json
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import AutoModelForImageTextToText
 
 import vismoe.precision.depth
 import vismoe.precision.importance
 from vismoe.config import parse_formats
-from vismoe.engine.engine import demo_model
-from vismoe.errors import ConfigError, VisMoEError
+from vismoe.errors import ConfigError
 from vismoe.eval import accuracy, scoring, world
 from vismoe.eval import questions as asking
-from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
-from vismoe.eval.questions import KINDS
+from vismoe.eval.answer_file import AnswerFile, answer_all, program_digest
+from vismoe.eval.report import run_on_questions, study_parser
 from vismoe.eval.studies import format_quality, precision_judge, precision_model, precision_rules
 from vismoe.eval.studies.precision_judge import COUNTS, HOTNESS, RANDOM, JudgedAnswer, judged, orders_of
 from vismoe.eval.studies.precision_model import MixedExperts
 from vismoe.eval.studies.precision_rules import ALIKE, Demoted, Everywhere, InOneLayer, PrecisionContestant, Retained, RuleInputs
 from vismoe.eval.studies.precision_tables import Comparison, TableLine, draw, print_summary, summary
-from vismoe.flags import SuggestingParser
 from vismoe.models.inputs.processor import load_processor
 from vismoe.pair import BITS, FormatPair
 from vismoe.precision.importance import HEAVY_SHARE
@@ -170,19 +165,20 @@ def measure(model_path: str, study: str, pairs: Sequence[FormatPair], per_kind: 
 
     kept = {contestant: file_of(contestant) for contestant in contestants}
 
-    def ask(keys: list[Key], missing: list[PrecisionContestant]) -> Iterator[tuple[PrecisionContestant, dict[Key, JudgedAnswer]]]:
-        talks = questions(keys[0][0], [number for _, number in keys], seed)
-        for contestant, rows in judged(experts, processor, talks, missing, facts, chosen.answered):
-            yield contestant, dict(zip(keys, rows))
-
-    asked, table = answer_all(kept, per_kind, BATCH, ask)
+    kinds, table = answer_all(
+        kept,
+        per_kind,
+        BATCH,
+        seed,
+        lambda _, talks, missing: judged(experts, processor, talks, missing, facts, chosen.answered),
+    )
     return {
         "model": model_path,
         "study": study,
         "seed": seed,
-        "questions": len(asked),
+        "questions": len(kinds),
         "axis": chosen.axis,
-        **summary(lines, chosen.comparisons, chosen.trends, table, [kind for kind, _ in asked]),
+        **summary(lines, chosen.comparisons, chosen.trends, table, kinds),
     }
 
 
@@ -202,38 +198,22 @@ def contestants_of(lines: Sequence[tuple[TableLine, Everywhere]]) -> Iterator[Pr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(
-        prog="python -m vismoe.eval.studies.precision_quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
+    parser = study_parser("python -m vismoe.eval.studies.precision_quality", __doc__)
     parser.add_argument("--study", choices=STUDIES, default="retention", help="what to compare (default: retention)")
     parser.add_argument("--formats", metavar="PAIRS", help="comma-separated pairs, such as 4/2,4/0 (default: the study's own)")
     parser.add_argument("--questions", type=int, metavar="N", help="questions in all (default: the study's own number)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
-    parser.add_argument("--work", type=Path, default=FOLDER, metavar="DIR", help=f"folder for answers (default: {FOLDER})")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="folder for the plots")
-    parser.add_argument("--json", action="store_true", help="print only the JSON object")
-    chosen = parser.parse_args(arguments)
-    study = STUDIES[chosen.study]
-    asked = study.questions if chosen.questions is None else chosen.questions
-    if asked < 1:
-        parser.error("--questions must be at least 1")
-    try:
-        pairs = [parse_formats(text) for text in (chosen.formats or study.formats).split(",")]
-        per_kind = -(-asked // len(KINDS))
-        result = measure(str(chosen.model or demo_model()), chosen.study, pairs, per_kind, chosen.seed, chosen.work)
-    except VisMoEError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if chosen.figures:
-        chosen.figures.mkdir(parents=True, exist_ok=True)
-        draw(result, chosen.figures / f"precision-{chosen.study}.png")
-    if not chosen.json:
-        print_summary(Console(width=None if sys.stdout.isatty() else WIDTH), result)
-    print(json.dumps(result))
-    return 0
+
+    def measured(chosen: Namespace, model: str, per_kind: int) -> dict[str, Any]:
+        pairs = [parse_formats(text) for text in (chosen.formats or STUDIES[chosen.study].formats).split(",")]
+        return measure(model, chosen.study, pairs, per_kind, chosen.seed, chosen.work)
+
+    def drawn(result: dict[str, Any], folder: Path) -> None:
+        draw(result, folder / f"precision-{result['study']}.png")
+
+    def usual(chosen: Namespace) -> int:
+        return STUDIES[chosen.study].questions
+
+    return run_on_questions(parser, arguments, FOLDER, measured, print_summary, drawn, usual=usual, width=WIDTH)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from rich.table import Table
 
 from vismoe.config import Settings
 from vismoe.eval.plots import Panel, Series, grid_figure
+from vismoe.eval.report import study_parser, told
 from vismoe.eval.studies.precision_workloads import Stream, record, streams, synthetic
-from vismoe.eval.studies.report import told
-from vismoe.flags import SuggestingParser
 from vismoe.planning.pair_split import divide, paired
 from vismoe.precision.controller import Precision
 from vismoe.precision.hotness import Hotness
@@ -367,7 +366,6 @@ def study(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         result["pools"] = rows
     for name, panels in figures.items():
         if arguments.figures and panels:
-            arguments.figures.mkdir(parents=True, exist_ok=True)
             grid_figure(arguments.figures / f"precision-replay-{name}.png", panels)
     return result
 
@@ -406,9 +404,7 @@ def shift_panel(shifts: Sequence[dict[str, Any]]) -> Panel:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval precision-replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval precision-replay", __doc__)
     parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES), help="studies to run (default: all)")
     parser.add_argument(
         "--questions", type=int, default=8, metavar="N", help="questions of each kind and half of the icons (default: 8)"

@@ -6,7 +6,7 @@ batch.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -36,16 +36,13 @@ class RuleInputs:
         return Served(np.where(high, self.place(pair.high), self.place(pair.low)), call.weights)
 
 
-class PrecisionContestant(Protocol):
-    """A way to choose formats, a dataclass of plain values. Its text is its name in tables and files."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+class _OfPair:
+    pair: FormatPair
 
     @property
     def used(self) -> tuple[Format, ...]:
         """The formats from which it chooses."""
-
-    def serve(self, call: LayerCall, facts: RuleInputs) -> Served: ...
+        return self.pair.resident
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Everywhere:
 
 
 @dataclass(frozen=True)
-class InOneLayer:
+class InOneLayer(_OfPair):
     """All experts of one layer in the low format, those of other layers in the high one (figure 5 of DyMoE)."""
 
     layer: int
@@ -75,16 +72,12 @@ class InOneLayer:
     def __str__(self) -> str:
         return f"{self.pair} layer {self.layer}"
 
-    @property
-    def used(self) -> tuple[Format, ...]:
-        return self.pair.resident
-
     def serve(self, call: LayerCall, facts: RuleInputs) -> Served:
         return facts.serve(call, np.full(call.routing.shape, call.layer != self.layer), self.pair)
 
 
 @dataclass(frozen=True)
-class Demoted:
+class Demoted(_OfPair):
     """The share `low` of each layer's experts is in the low format, the first ones of an order (figure 4 of DynaExq)."""
 
     pair: FormatPair
@@ -94,10 +87,6 @@ class Demoted:
 
     def __str__(self) -> str:
         return f"{self.pair} {self.low:.1%} {self.order}{f' {self.seed}' if self.seed else ''}"
-
-    @property
-    def used(self) -> tuple[Format, ...]:
-        return self.pair.resident
 
     def demotes(self, facts: RuleInputs) -> np.ndarray:
         """bool [L, E]: experts in the low format, if the order depends on the expert."""
@@ -113,7 +102,7 @@ class Demoted:
 
 
 @dataclass(frozen=True)
-class Retained:
+class Retained(_OfPair):
     """The share `retention` of the experts that a prompt or a token demands is critical; the others are in the low format."""
 
     pair: FormatPair
@@ -128,10 +117,6 @@ class Retained:
         parts += [] if self.renormalise else ["weights left"]
         parts += [] if self.hitters == HEAVY_SHARE else [f"hitters {self.hitters:.0%}"]
         return ", ".join(parts)
-
-    @property
-    def used(self) -> tuple[Format, ...]:
-        return self.pair.resident
 
     def serve(self, call: LayerCall, facts: RuleInputs) -> Served:
         critical = self._critical(call)
@@ -150,6 +135,10 @@ class Retained:
             return by_gate(call.routing, call.weights, call.experts, ratio)
         hitters = heavy_hitters(call.received(), None, call.sequence, self.hitters)
         return by_load(call.routing, call.weights, hitters, call.experts, ratio, call.sequence)
+
+
+# A way to choose formats. Its text is its name in tables and files.
+PrecisionContestant = Everywhere | InOneLayer | Demoted | Retained
 
 
 def coldest(scores: np.ndarray, share: float) -> np.ndarray:

@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 
+from vismoe.bench.turns import KeptTurns
 from vismoe.config import parse_bytes
 from vismoe.engine.engine import Engine, load
-from vismoe.eval.accuracy import messages
+from vismoe.eval.accuracy import figures_of, messages
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import THANKS, Conversation, conversation
+from vismoe.eval.report import folder_of, study_parser, told
 from vismoe.eval.scenes import Split
-from vismoe.eval.studies.precision_speed import KeptTurns, pack_experts, sizes
-from vismoe.eval.studies.report import folder_of, told
+from vismoe.eval.studies.precision_speed import pack_experts, sizes
 from vismoe.eval.world import NOUNS
-from vismoe.flags import SuggestingParser
 from vismoe.planning.pair_split import TRANSIENT_SLABS
 from vismoe.simulate.replay import aligned_columns
 from vismoe.trace.files import Trace
@@ -51,6 +51,7 @@ SPLIT: Split = "held-out"
 FIRST_KINDS = ("exists", "what", "where", "count", "describe")
 SHIFTS = {"icons": "other icons", "kinds": "printed words, two pictures", "text": "no pictures"}
 AFTER = 8  # number of requests that count as the shift
+HALVES = FIRST, SECOND = "first", "second"
 STILL, USUAL, STORM = "standing still", "as usual", "storm"
 NEVER_TOKENS = 10**9  # a period that does not end
 STORM_DECAY = 0.05  # the last token alone decides which experts are hot
@@ -112,10 +113,8 @@ def run(settings: Mapping[str, Any], asked: Sequence[Asked], most_tokens: int, s
 
 def _request(engine: Engine, asked: Asked, most_tokens: int) -> Turn:
     before = engine.formats() == 1
-    reply = engine.chat(asked, max_tokens=most_tokens)
-    for _ in reply:
-        pass
-    figures, after = reply.figures, engine.formats() == 1
+    figures = figures_of(engine, asked, most_tokens)
+    after = engine.formats() == 1
     total = figures.counters.total
     high, low = total("computed_high"), total("computed_low")
     return {
@@ -255,16 +254,9 @@ class Setup:
 
 def shift_study(shift: str, setup: Setup, memory: str, rounds: int, kept: KeptTurns) -> dict[str, Any]:
     """Runs, times and prints one change of workload; returns JSON."""
-    halves = stream(shift, setup.requests)
-    found = kept.take(
-        {
-            f"oracle of {name}": (setup.identity(shift, name), partial(oracle, setup.exact, half, setup.most_tokens))
-            for name, half in zip(("first", "second"), halves, strict=True)
-        },
-        1,
-    )
-    scores = [np.array(found[f"oracle of {name}"][0]["scores"]) for name in ("first", "second")]
-    both = [*halves[0], *halves[1]]
+    halves = dict(zip(HALVES, stream(shift, setup.requests), strict=True))
+    scores = {name: oracle_scores(setup, shift, name, half, kept) for name, half in halves.items()}
+    both = [*halves[FIRST], *halves[SECOND]]
     low = f"int{setup.formats.partition('/')[2]}"
     settings = {
         "all low": setup.link | {"format": low, "memory": memory, "pinned_layers": 0},
@@ -274,31 +266,32 @@ def shift_study(shift: str, setup: Setup, memory: str, rounds: int, kept: KeptTu
     }
     jobs = {name: (setup.identity(shift, one), partial(run, one, both, setup.most_tokens)) for name, one in settings.items()}
     turns = kept.take(jobs, rounds)
+    hotness = [turn["rows"] for turn in turns["hotness"]]
     quotas = turns["hotness"][0]["hot_quota"]
-    wanted = [hottest(each, quotas) for each in scores]
-    agree = float((wanted[0] & wanted[1]).sum() / wanted[0].sum())
-    halves_of = [
-        [turn["rows"][: setup.requests] for turn in turns["hotness"]],
-        [t["rows"][setup.requests :] for t in turns["hotness"]],
-    ]
+    wanted = {name: hottest(each, quotas) for name, each in scores.items()}
+    parts = {FIRST: slice(setup.requests), SECOND: slice(setup.requests, None)}
     result = {
         "shift": shift,
         "formats": setup.formats,
         "hot_quota": quotas,
-        "halves_agree": agree,
-        "followed": {
-            name: [vars(_follow(rows, wanted[half])) for rows in halves_of[half]] for half, name in enumerate(("first", "second"))
-        },
+        "halves_agree": float((wanted[FIRST] & wanted[SECOND]).sum() / wanted[FIRST].sum()),
+        "followed": {name: [vars(_follow(rows[part], wanted[name])) for rows in hotness] for name, part in parts.items()},
         "throughput": _throughput(turns, setup.requests),
-        "series": _series(turns["hotness"][0]["rows"], wanted, setup.requests),
-        "stall_s": sum(row["stall_s"] for turn in turns["hotness"] for row in turn["rows"]),
+        "series": _series(hotness[0], wanted, setup.requests),
+        "stall_s": sum(row["stall_s"] for rows in hotness for row in rows),
         "high_share": {
-            name: median(mean(row["high_share"] for row in rows) for rows in halves_of[half])
-            for half, name in enumerate(("first", "second"))
+            name: median(mean(row["high_share"] for row in rows[part]) for rows in hotness) for name, part in parts.items()
         },
     }
     _print_shift(result, rounds)
     return result
+
+
+def oracle_scores(setup: Setup, shift: str, name: str, half: Sequence[Asked], kept: KeptTurns) -> np.ndarray:
+    """The oracle's scores `[L, E]` of a half."""
+    job = (setup.identity(shift, name), partial(oracle, setup.exact, half, setup.most_tokens))
+    (turn,) = kept.take({f"oracle of {name}": job}, 1)[f"oracle of {name}"]
+    return np.array(turn["scores"])
 
 
 def _follow(rows: Sequence[Turn], wanted: np.ndarray) -> Followed:
@@ -311,33 +304,31 @@ def _throughput(turns: Mapping[str, Sequence[Turn]], requests: int) -> dict[str,
     parts = {"overall": slice(None), "through the shift": slice(requests, requests + AFTER)}
     rates = {
         name: {part: [tokens_per_s(turn["rows"][where]) for turn in each] for part, where in parts.items()}
+        | {"decode": [decode_tokens_per_s(turn["rows"]) for turn in each]}
         for name, each in turns.items()
     }
-    decode = {name: [decode_tokens_per_s(turn["rows"]) for turn in each] for name, each in turns.items()}
     return {
         name: {
             **{part: median(values) for part, values in own.items()},
-            **{
-                f"{part}, of all low": median(a / b for a, b in zip(values, rates["all low"][part], strict=True))
-                for part, values in own.items()
-            },
-            "decode": median(decode[name]),
-            "decode, of all low": median(a / b for a, b in zip(decode[name], decode["all low"], strict=True)),
+            **{f"{part}, of all low": _ratio(values, rates["all low"][part]) for part, values in own.items()},
             "copied_bytes": median(sum(row["copied_bytes"] for row in turn["rows"]) for turn in turns[name]),
         }
         for name, own in rates.items()
     }
 
 
-def _series(rows: Sequence[Turn], wanted: Sequence[np.ndarray], requests: int) -> dict[str, list[float]]:
+def _ratio(own: Sequence[float], base: Sequence[float]) -> float:
+    """The median of ratios within rounds."""
+    return median(a / b for a, b in zip(own, base, strict=True))
+
+
+def _series(rows: Sequence[Turn], wanted: Mapping[str, np.ndarray], requests: int) -> dict[str, list[float]]:
     """For one run, after each request: tokens from the shift, shares of both oracles' choices, and of computations."""
     ends = np.cumsum([row["tokens"] for row in rows])
     return {
         "tokens": (ends - ends[requests - 1]).tolist(),
-        "first": [overlap(row["high"], wanted[0]) for row in rows],
-        "second": [overlap(row["high"], wanted[1]) for row in rows],
-        "high_share": [row["high_share"] for row in rows],
-        "promotions": [row["promotions"] for row in rows],
+        **{half: [overlap(row["high"], its) for row in rows] for half, its in wanted.items()},
+        **{name: [row[name] for row in rows] for name in ("high_share", "promotions")},
     }
 
 
@@ -378,8 +369,7 @@ def start_study(setup: Setup, memory: str, rounds: int, kept: KeptTurns, folder:
     """The first half from a cold start, and from the state that an earlier run over similar requests has left."""
     asked, _ = stream("icons", setup.requests)
     state = _state(setup, memory, folder)
-    oracle_of = (setup.identity("icons", "first"), partial(oracle, setup.exact, asked, setup.most_tokens))
-    scores = np.array(kept.take({"oracle of first": oracle_of}, 1)["oracle of first"][0]["scores"])
+    scores = oracle_scores(setup, "icons", FIRST, asked, kept)
     jobs = {
         name: (setup.identity("start", memory), partial(run, setup.hotness(memory), asked, setup.most_tokens, begun))
         for name, begun in (("cold", None), ("warm", state))
@@ -453,10 +443,7 @@ def _storm_rows(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Turn]:
         sums = [{key: sum(row[key] for row in turn["rows"]) for key in SUMMED} for turn in each]
         rows[name] = {
             **{f"{part}_s": median(own) for part, own in each_s[name].items()},
-            **{
-                f"{part}_ratio": median(a / b for a, b in zip(own, each_s[STILL][part], strict=True))
-                for part, own in each_s[name].items()
-            },
+            **{f"{part}_ratio": _ratio(own, each_s[STILL][part]) for part, own in each_s[name].items()},
             "promotions_per_token": median(one["promotions"] / one["tokens"] for one in sums),
             "moved_bytes_per_s": median(one["copied_bytes"] / (one["prefill_s"] + one["decode_s"]) for one in sums),
             "stall_s": sum(one["stall_s"] for one in sums),
@@ -501,7 +488,6 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if arguments.storms:
             storms.append(storm_study(setup, memory, arguments.rounds, kept, folder))
     if arguments.figures and shifts:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
         draw(shifts, arguments.figures / "precision-shift.png")
     return {"shifts": shifts, "starts": starts, "storms": storms}
 
@@ -523,9 +509,7 @@ def draw(shifts: Sequence[dict[str, Any]], file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval precision-shift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval precision-shift", __doc__)
     parser.add_argument("--shifts", nargs="*", choices=list(SHIFTS), default=list(SHIFTS))
     parser.add_argument("--formats", nargs="+", default=["16/4", "16/2"], metavar="PAIR", help="default: 16/4 and 16/2")
     parser.add_argument("--hot", type=float, default=HOT_SHARE, help="share of the experts in the better format (default: 0.25)")

@@ -12,7 +12,6 @@ emulated: a copy ends as late as over a link of that rate. Results are medians o
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -22,21 +21,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypedDict
 
-from rich.console import Console
-from rich.progress import Progress
-
-from vismoe.bench.checkpoint import write_checkpoint
-from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.bench.turns import KeptTurns
 from vismoe.config import format_bytes, parse_bytes, parse_formats
 from vismoe.engine.engine import demo_model, load
 from vismoe.eval.accuracy import messages
 from vismoe.eval.answer_file import questions
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
+from vismoe.eval.report import add_several, folder_of, study_parser, told
 from vismoe.eval.scoring import score
-from vismoe.eval.studies.report import folder_of, told
-from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, held_out
-from vismoe.flags import SuggestingParser
+from vismoe.eval.studies.timed import Run, TokenRequests, ask_scenes, ask_tokens, generated_checkpoint, held_out
 from vismoe.models.load.preview import experts_in_place
 from vismoe.planning.pair_split import paired
 from vismoe.simulate.replay import aligned_columns
@@ -44,12 +38,12 @@ from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of
 from vismoe.types import Format, Phase
 
-__all__ = ["KeptTurns", "main", "pack_experts", "sizes"]
+__all__ = ["main", "pack_experts", "sizes"]
 
 RETENTION = 0.75
 BUDGETS = (0.5, 0.85)  # shares of all experts in the better format: those of Mixtral-8x7B in 4 bits that fit 16 and 24 GB
-GEOMETRY, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = "qwen3-vl-30b-a3b", 6, 64, 8, 1024, 512
-VOCABULARY, SKEW = 8192, 1.0
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 64, 8, 1024, 512
+VOCABULARY = 8192
 ALONE, CACHE, PREFETCH, DYNAMIC, ALL, SKIP = "load on demand", "cache", "+ prefetch", "+ dynamic", "all", "all, skip"
 BOUND = "everything there"
 ACCURACY_SEED, ACCURACY_TOKENS = 11, 64
@@ -127,40 +121,6 @@ def shares(run: Run, phase: Phase) -> dict[str, float]:
     """Shares of expert computations in the better format, in the other, and skipped."""
     counts = run.counters.computed_in(("high", "low"), phase)
     return {name: counts.get(name, 0) / sum(counts.values()) for name in ("high", "low", "skip")}
-
-
-class KeptTurns:
-    """Measured turns, one line of JSON each in a file, written as they finish; None: no file."""
-
-    def __init__(self, file: Path | None):
-        self._file, self._turns = file, dict[str, Turn]()
-        if file is not None and file.exists():
-            for line in file.read_text().splitlines():
-                kept = json.loads(line)
-                self._turns[json.dumps(kept["of"], sort_keys=True)] = kept["turn"]
-
-    def take(self, jobs: Mapping[str, tuple[Any, Callable[[], Turn]]], rounds: int) -> dict[str, list[Turn]]:
-        """Runs every job once per round, in an order that is reversed every other round; jobs: name -> (identity, function).
-        Shows progress on stderr."""
-        found: dict[str, list[Turn]] = {name: [] for name in jobs}
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("turns", total=rounds * len(jobs))
-            for number in range(rounds):
-                for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
-                    identity, job = jobs[name]
-                    progress.update(task, description=name)
-                    found[name].append(self._kept({"name": name, "round": number, "identity": identity}, job))
-                    progress.advance(task)
-        return found
-
-    def _kept(self, of: Any, job: Callable[[], Turn]) -> Turn:
-        key = json.dumps(of, sort_keys=True)
-        if key not in self._turns:
-            self._turns[key] = job()
-            if self._file is not None:
-                with self._file.open("a") as lines:
-                    lines.write(json.dumps({"of": of, "turn": self._turns[key]}) + "\n")
-        return self._turns[key]
 
 
 def medians_of(turns: Sequence[Turn]) -> Turn:
@@ -300,20 +260,9 @@ def share_right(settings: Mapping[str, Any], per_kind: int) -> float:
 
 def generated(arguments: argparse.Namespace, folder: Path) -> SpeedSetup:
     """Random experts of 1024 x 512 in 4 and 2 bits."""
-    config = geometry_config(GEOMETRY, LAYERS)
-    text, vision = config.text_config, config.vision_config
-    text.hidden_size, text.moe_intermediate_size, text.num_experts, text.num_experts_per_tok = (
-        HIDDEN,
-        INTERMEDIATE,
-        EXPERTS,
-        TOP_K,
-    )
-    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 8, 2, VOCABULARY
-    text.bos_token_id = text.eos_token_id = None
-    vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = 1, [0], HIDDEN
-    config.image_token_id, config.video_token_id = VOCABULARY - 4, VOCABULARY - 3
-    config.vision_start_token_id, config.vision_end_token_id = VOCABULARY - 2, VOCABULARY - 1
-    written = write_checkpoint(config, model_class_of(GEOMETRY), folder / "generated", skew=SKEW)
+    experts = dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=INTERMEDIATE)
+    attention = dict(hidden_size=HIDDEN, num_attention_heads=8, num_key_value_heads=2)
+    written = generated_checkpoint(folder / "generated", LAYERS, VOCABULARY, vision_depth=1, **experts, **attention)
     pack_experts(str(written.folder), written.folder / "vismoe-store", [Format.INT4, Format.INT2])
     print(f"generated: {format_bytes(written.expert_bytes)} of experts in 16 bits")
     requests = TokenRequests(count=2, side=64, text_tokens=60, new_tokens=arguments.tokens)
@@ -343,7 +292,6 @@ def study(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found += [compare(place, link, arguments.budgets, arguments.rounds, kept) for link in place.links_bytes_per_s]
         accuracies[name] = judged(place, arguments.budgets, arguments.per_kind, kept) if arguments.per_kind else {}
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
         draw(found, arguments.budgets, arguments.figures / "precision-speed.png")
     return {"precision_speed": found, "accuracy": accuracies}
 
@@ -370,24 +318,11 @@ def draw(found: Sequence[dict[str, Any]], budgets: Sequence[float], file: Path) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(
-        prog="vismoe eval precision-speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = study_parser("vismoe eval precision-speed", __doc__)
     parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
-    parser.add_argument(
-        "--budgets",
-        nargs="+",
-        type=float,
-        default=list(BUDGETS),
-        metavar="SHARE",
-        help="shares of all experts in the better format",
-    )
-    parser.add_argument(
-        "--demo-links", nargs="+", type=parse_bytes, default=[60e6, 240e6], metavar="SIZE", help="bytes per second"
-    )
-    parser.add_argument(
-        "--generated-links", nargs="+", type=parse_bytes, default=[4e8, 1.6e9], metavar="SIZE", help="bytes per second"
-    )
+    add_several(parser, "--budgets", BUDGETS, "SHARE", "shares of all experts in the better format", float)
+    add_several(parser, "--demo-links", [60e6, 240e6], "SIZE", "bytes per second", parse_bytes)
+    add_several(parser, "--generated-links", [4e8, 1.6e9], "SIZE", "bytes per second", parse_bytes)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each row (default: 3)")
     parser.add_argument("--questions", type=int, default=9, help="questions to the bundled model in each turn (default: 9)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer (default: 24)")

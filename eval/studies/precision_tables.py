@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vismoe.eval.paired import Interval, beside, paired_difference, points, ratio_of_sums
+from vismoe.eval.paired import Interval, beside, paired_difference, points, ratio_of_sums, spread
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.questions import KINDS
 from vismoe.eval.studies.precision_judge import JudgedAnswer
@@ -19,7 +19,6 @@ from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant
 __all__ = ["Comparison", "TableLine", "draw", "print_summary", "rank_correlation", "summary"]
 
 ALL = "all"
-ENDS = ("value", "low", "high")
 RESAMPLES = 1000
 
 
@@ -66,7 +65,7 @@ class Column:
         surprise = ratio_of_sums(self.surprise, self.tokens)
         found = {
             "divergence": asdict(ratio_of_sums(self.divergence, self.tokens)),
-            "perplexity": {end: exp(getattr(surprise, end)) for end in ENDS},
+            "perplexity": {end: exp(getattr(surprise, end)) for end in ("value", "low", "high")},
         }
         if self.score is not None and base.score is not None:
             found["accuracy"] = beside(base.score.tolist(), self.score.tolist())
@@ -178,7 +177,7 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
     for where, point in rows.items():
         lows, found = (f"{point['prompt_low']:.1%}", f"{point['decoded_low']:.1%}"), point[ALL]
         right = [f"{found['accuracy']['mean']:.2%}", points(found["accuracy"]["difference"])] if answered else []
-        table.add_row(*where, *lows, _spread(found["divergence"]), f"{found['perplexity']['value']:.5f}", *right)
+        table.add_row(*where, *lows, spread(found["divergence"], ".5f"), f"{found['perplexity']['value']:.5f}", *right)
         kinds.add_row(*where, *(_of_kind(point[kind]) for kind in KINDS))
     console.print(table)
     console.print(kinds)
@@ -209,8 +208,10 @@ def _print_comparisons(console: Console, result: dict[str, Any], answered: bool)
         names = each["panel"], each["own"], each["rival"]
         for x, found in [*((f"{point['x']:g}", point[ALL]) for point in each["points"]), (ALL, each[ALL])]:
             right = [points(found["accuracy_difference"])] if answered else []
-            table.add_row(*names, x, _spread(found["divergence_ratio"], 2), _spread(found["surprise_difference"]), *right)
-        ratios.add_row(*names, *(_spread(each[kind]["divergence_ratio"], 2) for kind in KINDS))
+            table.add_row(
+                *names, x, spread(found["divergence_ratio"], ".2f"), spread(found["surprise_difference"], ".5f"), *right
+            )
+        ratios.add_row(*names, *(spread(each[kind]["divergence_ratio"], ".2f") for kind in KINDS))
         if answered:
             differences.add_row(*names, *(points(each[kind]["accuracy_difference"]) for kind in KINDS))
     for printed in (table, ratios, *([differences] if answered else [])):
@@ -220,13 +221,8 @@ def _print_comparisons(console: Console, result: dict[str, Any], answered: bool)
 def _print_trends(console: Console, trends: Sequence[dict[str, Any]]) -> None:
     table = Table("rank correlation of KL", *(f"{each['panel']}, {each['name']}" for each in trends))
     for group in (ALL, *KINDS):
-        table.add_row(group, *(_spread(each[group], 2) for each in trends))
+        table.add_row(group, *(spread(each[group], ".2f") for each in trends))
     console.print(table)
-
-
-def _spread(interval: dict[str, float], digits: int = 5) -> str:
-    value, low, high = (f"{interval[end]:.{digits}f}" for end in ENDS)
-    return f"{value} ({low} to {high})"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -250,7 +246,7 @@ def _series(line: dict[str, Any], figure: str) -> Series:
     """A plotted line, with intervals of accuracies, and between the extremes of random draws."""
     x, found = [point["x"] for point in line["points"]], [point[ALL][figure] for point in line["points"]]
     if figure == "accuracy":
-        return Series(line["name"], x, *([each[end] for each in found] for end in ("mean", "low", "high")))
+        return Series.of(line["name"], x, found, "mean")
     draws = [[draw[figure] for draw in point["draws"]] for point in line["points"]]
     ends = [list(map(end, draws)) for end in (min, max)] if any(len(each) > 1 for each in draws) else []
     return Series(line["name"], x, [each["value"] for each in found], *ends)

@@ -9,11 +9,11 @@ Answers are kept in a folder, one file per contestant and a line per question, s
 table, then one JSON object on the last line.
 """
 
-import json
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,14 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 import vismoe
-from vismoe.engine.engine import Engine, demo_model
-from vismoe.errors import ConfigError, VisMoEError
+from vismoe.engine.engine import Engine
+from vismoe.errors import ConfigError
 from vismoe.eval import accuracy, pruned_answers, scoring
-from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest, questions
+from vismoe.eval.answer_file import AnswerFile, Key, answer_all, program_digest
 from vismoe.eval.paired import beside, points
 from vismoe.eval.plots import Panel, Series, grid_figure
 from vismoe.eval.pruned_answers import draw_of
-from vismoe.eval.questions import KINDS
+from vismoe.eval.questions import KINDS, Conversation
+from vismoe.eval.report import run_on_questions
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 from vismoe.flags import SuggestingParser
 from vismoe.models.load.runtime import runtime_of
@@ -44,7 +45,6 @@ KEEPS = (0.7, 0.5, 0.3)
 SELECTIONS = ("affinity", "saliency", "distinct", "visionzip", "random", "uniform")
 FOLDER = Path(tempfile.gettempdir()) / "vismoe-pruning"
 ALL = "all tokens"
-ENDS = ("mean", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class PruningContestant:
         ):
             parts += [f"{name} {value:g}"] if value != usual else []
         return ", ".join(parts)
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "PruningContestant":
+        """The contestant of a row of a result."""
+        return cls(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"])
 
 
 def labelled(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -209,33 +214,32 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
             each: AnswerFile(folder, str(each), belongs_to | {"program": program_of(each), **asdict(each)}, PrunedAnswer)
             for each in contestants
         }
-        asked, table = answer_all(kept, per_kind, BATCH, lambda keys, missing: answer_batch(engines, keys, seed, missing))
+        kinds, table = answer_all(kept, per_kind, BATCH, seed, partial(answer_batch, engines))
         return {
             "model": model_path,
             "study": study,
             "seed": seed,
-            "questions": len(asked),
+            "questions": len(kinds),
             "prune_layer": engines.prune_layer,
-            "contestants": summary(table, [kind for kind, _ in asked]),
+            "contestants": summary(table, kinds),
         }
     finally:
         engines.close()
 
 
 def answer_batch(
-    engines: Engines, keys: Sequence[Key], seed: int, contestants: Sequence[PruningContestant]
-) -> Iterator[tuple[PruningContestant, dict[Key, PrunedAnswer]]]:
-    """Every contestant on the same batch; prompts and pictures are prepared once."""
-    talks = questions(keys[0][0], [number for _, number in keys], seed)
+    engines: Engines, first: Key, talks: Sequence[Conversation], contestants: Sequence[PruningContestant]
+) -> Iterator[tuple[PruningContestant, list[PrunedAnswer]]]:
+    """Every contestant on the same batch, which begins with question `first`; prompts and pictures are prepared once."""
     inputs = accuracy.prompts(engines.processor, talks)
     image_token = engines.of(contestants[0]).model.config.image_token_id
     visual = (inputs["input_ids"] == image_token).sum(dim=1).tolist()
     for contestant in contestants:
-        texts, images = engines.answers(contestant, inputs, draw_of(keys[0]))
-        rows = {}
-        for row, (key, talk, text) in enumerate(zip(keys, talks, texts, strict=True)):
+        texts, images = engines.answers(contestant, inputs, draw_of(first))
+        rows = []
+        for row, (talk, text) in enumerate(zip(talks, texts, strict=True)):
             mine = [image for image in images if image.row == row]
-            rows[key] = answered(text, scoring.score(talk.turns[-1], text), visual[row], mine)
+            rows.append(answered(text, scoring.score(talk.turns[-1], text), visual[row], mine))
         yield contestant, rows
 
 
@@ -317,10 +321,7 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 def draw(result: dict[str, Any], folder: Path) -> None:
     """Accuracy over the swept setting, printed text separately."""
     study = STUDIES[result["study"]]
-    everything, *others = (
-        (PruningContestant(Pruning(**row["pruning"]), row["prune_layer"], row["visual_top_k"]), row["accuracy"])
-        for row in result["contestants"].values()
-    )
+    everything, *others = ((PruningContestant.of(row), row["accuracy"]) for row in result["contestants"].values())
     lines: dict[str, list[tuple[PruningContestant, Any]]] = {}
     for contestant, found in others:
         lines.setdefault(study.line(contestant), [everything] if result["study"] == "selection" else []).append(
@@ -329,9 +330,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     panels = []
     for group in (OTHERS, TEXT):
         series = [
-            Series(
-                name, [study.x(contestant) for contestant, _ in line], *([found[group][end] for _, found in line] for end in ENDS)
-            )
+            Series.of(name, [study.x(contestant) for contestant, _ in line], [found[group] for _, found in line], "mean")
             for name, line in lines.items()
         ]
         panels.append(
@@ -350,37 +349,16 @@ def run(
     draw: Callable[[dict[str, Any], Path], None],
     print_summary: Callable[[Console, dict[str, Any]], None],
 ) -> int:
-    """The command line of a study: measure, plot, print; -> exit status."""
+    """The command line of a study of contestants in STUDIES; returns the exit code."""
     parser = SuggestingParser(prog=f"python -m vismoe.eval.{program}", description=about.splitlines()[0])
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub name (default: the bundled demo model)")
     parser.add_argument("--study", choices=STUDIES, default="selection", help="what to compare (default: selection)")
     parser.add_argument("--questions", type=int, default=asked, metavar="N", help=f"questions in all (default: {asked})")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the held-out scenes (default: 0)")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=folder,
-        metavar="DIR",
-        help=f"folder for answers, from which a run continues (default: {folder})",
-    )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="folder for the plots")
-    parser.add_argument("--json", action="store_true", help="print only the JSON object")
-    chosen = parser.parse_args(arguments)
-    if chosen.questions < 1:
-        parser.error("--questions must be at least 1")
-    per_kind = -(-chosen.questions // len(KINDS))
-    try:
-        result = measure(str(chosen.model or demo_model()), chosen.study, per_kind, chosen.seed, chosen.work)
-    except VisMoEError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if chosen.figures:
-        chosen.figures.mkdir(parents=True, exist_ok=True)
-        draw(result, chosen.figures)
-    if not chosen.json:
-        print_summary(Console(width=None if sys.stdout.isatty() else WIDTH), result)
-    print(json.dumps(result))
-    return 0
+
+    def measured(chosen: Namespace, model: str, per_kind: int) -> dict[str, Any]:
+        return measure(model, chosen.study, per_kind, chosen.seed, chosen.work)
+
+    work_help = "folder for answers, from which a run continues"
+    return run_on_questions(parser, arguments, folder, measured, print_summary, draw, work_help=work_help, width=WIDTH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

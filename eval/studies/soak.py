@@ -6,7 +6,6 @@ or waiting, the pager's state must be consistent, no counter may ever have decre
 were full. Prints a table, and one JSON object as the last line; the exit code is 1 if a check failed.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -29,7 +28,7 @@ from vismoe.app.options import ServeOptions
 from vismoe.config import format_bytes
 from vismoe.engine.engine import Engine, load
 from vismoe.errors import VisMoEError
-from vismoe.flags import SuggestingParser
+from vismoe.eval.report import study_parser
 
 __all__ = ["Sample", "growth_bytes", "main"]
 
@@ -204,7 +203,7 @@ def print_table(figures: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = SuggestingParser(prog="vismoe eval soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser("vismoe eval soak", __doc__)
     parser.add_argument("--clients", type=int, default=32, help="clients at the same time (default: 32)")
     parser.add_argument("--minutes", type=float, default=3.0, help="(default: 3)")
     parser.add_argument("--memory", default="25%", help="memory of the engine (default: 25%%)")

@@ -7,7 +7,6 @@ numbers decide. The clients also check the server's answers: a good request must
 in OpenAI's form. The last line is one JSON object: counts, times and errors.
 """
 
-import argparse
 import asyncio
 import base64
 import io
@@ -23,8 +22,8 @@ from typing import Any
 import openai
 
 from vismoe.eval.questions import KINDS, conversation
+from vismoe.eval.report import study_parser
 from vismoe.eval.scenes import compose
-from vismoe.flags import SuggestingParser
 
 __all__ = ["Told", "main"]
 
@@ -182,7 +181,7 @@ async def soak(url: str, clients: int, seconds: float, seed: int) -> Told:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = SuggestingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(None, __doc__)
     parser.add_argument("url")
     parser.add_argument("--clients", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)

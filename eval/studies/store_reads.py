@@ -8,7 +8,6 @@ line is one JSON object.
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
@@ -17,9 +16,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from vismoe.errors import ConfigError, VisMoEError
-from vismoe.flags import SuggestingParser
+from vismoe.errors import ConfigError
+from vismoe.eval.report import study_parser, told
 from vismoe.machine.choices import choose, format_rate
 from vismoe.machine.hardware import cores
 from vismoe.machine.profile import load_profile
@@ -33,21 +33,18 @@ GOAL = 0.9
 
 
 def main() -> int:
-    parser = SuggestingParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(None, __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a store from vismoe pack, preferably larger than memory")
     parser.add_argument("--format", type=Format, choices=list(Format), help="format to read (default: the first in the store)")
     parser.add_argument("--threads", type=int, help="threads (default: as many as serving would use)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each measurement")
     arguments = parser.parse_args()
-    try:
-        return measure(arguments)
-    except VisMoEError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return told(lambda: measure(arguments))
 
 
-def measure(arguments: argparse.Namespace) -> int:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures and prints; returns JSON."""
     format = arguments.format or next(iter(formats_in(arguments.folder)), Format.RAW)
     store = PackedStore(arguments.folder, read_index(arguments.folder, format))
     if refused := store.read_past_cache():
@@ -70,8 +67,7 @@ def measure(arguments: argparse.Namespace) -> int:
     for name, rate in medians.items():
         print(f"  {name:<10} {format_rate(rate):>12}   {min(rates[name]) / 1e9:.2f} to {max(rates[name]) / 1e9:.2f} GB/s")
     print(f"  share      {share:.1%} of the better plain reader (goal {GOAL:.0%})")
-    print(json.dumps({"format": format, "threads": threads, "bytes_per_s": medians, "share": share, "goal": GOAL}))
-    return 0
+    return {"format": format, "threads": threads, "bytes_per_s": medians, "share": share, "goal": GOAL}
 
 
 def planned_threads(store: PackedStore) -> int:

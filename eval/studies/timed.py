@@ -13,12 +13,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from transformers import AutoModelForImageTextToText
 
-from vismoe.engine.engine import Engine, load
-from vismoe.engine.generate import Figures
+from vismoe.bench.checkpoint import Written, write_checkpoint
+from vismoe.bench.geometry import geometry_config, model_class_of
+from vismoe.bench.turns import KeptTurns
+from vismoe.engine.engine import load
+from vismoe.eval.accuracy import figures_of
 from vismoe.metrics import Snapshot
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import Runtime, runtime_of
@@ -26,9 +27,9 @@ from vismoe.predictor_training.prompts import CalibrationPrompt, scene_prompts
 from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 
-__all__ = ["Run", "TokenRequests", "ask_scenes", "ask_tokens", "held_out", "medians", "take_turns"]
+__all__ = ["Run", "TokenRequests", "ask_scenes", "ask_tokens", "generated_checkpoint", "held_out", "medians", "take_turns"]
 
-FIGURES = ("prefill_s", "decode_s", "prefill_bytes", "decode_bytes", "prefill_hit_rate", "decode_hit_rate")
+GEOMETRY, SKEW = "qwen3-vl-30b-a3b", 1.0  # of generated checkpoints
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class Run:
     counters: Snapshot
 
     def figures(self) -> dict[str, float]:
-        total = self.counters.total
+        total, found = self.counters.total, {"prefill_s": self.prefill_s, "decode_s": self.decode_s}
         moved = "bytes_copied" if total("bytes_copied") else "bytes_read"
-        phases = (Phase.PREFILL, Phase.DECODE)
-        moved_bytes = [total(moved, phase) for phase in phases]
-        hit_rates = [self.counters.hit_rate(phase) or 0.0 for phase in phases]
-        return dict(zip(FIGURES, [self.prefill_s, self.decode_s, *moved_bytes, *hit_rates], strict=True))
+        for phase in (Phase.PREFILL, Phase.DECODE):
+            found[f"{phase}_bytes"] = total(moved, phase)
+            found[f"{phase}_hit_rate"] = self.counters.hit_rate(phase) or 0.0
+        return found
 
 
 def medians(runs: Sequence[Run]) -> dict[str, float]:
@@ -57,14 +58,7 @@ def medians(runs: Sequence[Run]) -> dict[str, float]:
 
 def take_turns(variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
     """Runs every variant once per round, in an order that is reversed every other round; shows progress on stderr."""
-    runs: dict[str, list[Run]] = {name: [] for name in variants}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("turns", total=rounds * len(variants))
-        for number in range(rounds):
-            for name in list(variants) if number % 2 == 0 else reversed(list(variants)):
-                runs[name].append(variants[name]())
-                progress.advance(task)
-    return runs
+    return KeptTurns().take({name: (None, turn) for name, turn in variants.items()}, rounds)
 
 
 # -- the bundled model, asked about scenes
@@ -82,10 +76,10 @@ def ask_scenes(
 ) -> Run:
     """One turn of an engine with these settings; with `trace` it also records the routing, which costs time."""
     with load(model, **settings) as engine:
-        _answer(engine, prompts[0], max_tokens)
+        figures_of(engine, prompts[0].messages(), max_tokens)
         before = engine.metrics.snapshot()
         with engine.record(trace) if trace is not None else nullcontext():
-            figures = [_answer(engine, prompt, max_tokens) for prompt in prompts]
+            figures = [figures_of(engine, prompt.messages(), max_tokens) for prompt in prompts]
         return Run(
             sum(f.prefill_seconds for f in figures),
             sum(f.decode_seconds for f in figures),
@@ -94,14 +88,20 @@ def ask_scenes(
         )
 
 
-def _answer(engine: Engine, prompt: CalibrationPrompt, max_tokens: int) -> Figures:
-    reply = engine.chat(prompt.messages(), max_tokens=max_tokens)
-    for _ in reply:
-        pass
-    return reply.figures
-
-
 # -- a generated checkpoint without a tokenizer: random pictures between random tokens
+def generated_checkpoint(folder: Path, layers: int, vocabulary: int, vision_depth: int, **text_sizes: int) -> Written:
+    """Qwen3-VL-30B-A3B with random weights and other sizes, without tokens that end an answer; the special ones come last."""
+    config = geometry_config(GEOMETRY, layers)
+    text, vision = config.text_config, config.vision_config
+    text.bos_token_id = text.eos_token_id = None
+    for name, size in {**text_sizes, "vocab_size": vocabulary}.items():
+        setattr(text, name, size)
+    vision.depth, vision.deepstack_visual_indexes, vision.out_hidden_size = vision_depth, [vision_depth - 1], text.hidden_size
+    config.image_token_id, config.video_token_id = vocabulary - 4, vocabulary - 3
+    config.vision_start_token_id, config.vision_end_token_id = vocabulary - 2, vocabulary - 1
+    return write_checkpoint(config, model_class_of(GEOMETRY), folder, skew=SKEW)
+
+
 @dataclass(frozen=True)
 class TokenRequests:
     """`count` requests with one square picture of `side` pixels and `text_tokens` of text, answered by `new_tokens` tokens."""
@@ -150,7 +150,9 @@ def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequest
         inputs = requests.inputs(model.config)
         _generate(model, inputs[0], 2)
         before = runtime.pager.metrics.snapshot()
-        with _recorded(runtime, trace):
+        store = runtime.store
+        writer = trace and TraceWriter(trace, store.inventory, fingerprint=store.fingerprint)
+        with recording(runtime, writer) if writer else nullcontext():
             times = [_generate(model, each, requests.new_tokens) for each in inputs]
         prefill_s, decode_s = (sum(part) for part in zip(*times, strict=True))
         tokens = requests.count * (requests.new_tokens - 1)
@@ -161,16 +163,14 @@ def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequest
 
 
 @contextmanager
-def _recorded(runtime: Runtime, trace: Path | None) -> Iterator[None]:
-    if trace is None:
-        yield
-        return
-    try:
-        with TraceWriter(trace, runtime.store.inventory, fingerprint=runtime.store.fingerprint) as writer:
-            runtime.context.record_to(writer)
-            yield
-    finally:
-        runtime.context.record_to(None)
+def recording(runtime: Runtime, trace: TraceWriter) -> Iterator[TraceWriter]:
+    """Within it, the trace gets the routing of a model that nothing else uses."""
+    with trace:
+        runtime.context.record_to(trace)
+        try:
+            yield trace
+        finally:
+            runtime.context.record_to(None)
 
 
 def _generate(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:

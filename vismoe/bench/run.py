@@ -19,10 +19,11 @@ from typing import Any
 
 from vismoe.bench.job import OURS, Job
 from vismoe.bench.limits import Groups, drop_caches
+from vismoe.bench.turns import rotating
 from vismoe.config import format_bytes
 from vismoe.threads import without_us
 
-__all__ = ["BenchOutcome", "run_all", "run_job", "schedule"]
+__all__ = ["BenchOutcome", "run_all", "run_job"]
 
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
 LOG_LINES = 12  # log lines kept of a failed worker
@@ -34,12 +35,6 @@ class BenchOutcome:
 
     runs: tuple[dict[str, Any], ...]
     interrupted: bool
-
-
-def schedule(names: Sequence[str], repeats: int) -> list[tuple[int, str]]:
-    """(repeat, contestant) in the order of running: each repeat begins with another contestant."""
-    turns = [(*names[repeat % len(names) :], *names[: repeat % len(names)]) for repeat in range(repeats)]
-    return [(repeat, name) for repeat, turn in enumerate(turns) for name in turn]
 
 
 def run_all(
@@ -54,7 +49,7 @@ def run_all(
     failed: set[str] = set()
     files = {file for job in jobs.values() for file in job.files}  # also files of other contestants, which would fill the RAM
     try:
-        for repeat, name in schedule(list(jobs), repeats):
+        for repeat, name in rotating(list(jobs), repeats):
             if name in failed:
                 continue
             progress(f"{name}, repeat {repeat + 1} of {repeats}")

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.formats.codec import Codec, codec_of
+from vismoe.formats.codec import Codec
 from vismoe.kernels.checksum import crc32c
+from vismoe.kernels.codecs import codec_of
 from vismoe.types import BLOCK_BYTES, ExpertId, Format, MoELayer, RecordLayout, Section
 
 __all__ = [
@@ -91,7 +92,7 @@ class Contents:
     @cached_property
     def codecs(self) -> tuple[Codec, ...]:
         """One per geometry. Raises ConfigError where the format cannot hold a type."""
-        return tuple(_fast_codec(self.format, raw, names) for raw, names in zip(self.raw, self.transposed, strict=True))
+        return tuple(codec_of(self.format, raw, names) for raw, names in zip(self.raw, self.transposed, strict=True))
 
     @cached_property
     def experts(self) -> tuple[ExpertId, ...]:
@@ -253,20 +254,6 @@ def plausible(contents: Contents, records: Sequence[StoredRecord]) -> int:
             return count
         previous = record
     return min(len(records), len(contents.experts))
-
-
-def _fast_codec(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
-    """The codec that packs and reads: the C++ one if the format has one."""
-    codec = codec_of(format, raw, transposed)
-    if format is Format.RAW:
-        return codec
-    if format is Format.LOSSLESS:
-        from vismoe.kernels.lossless import FastLossless
-
-        return FastLossless(raw)
-    from vismoe.kernels.affine import FastAffine
-
-    return FastAffine(format, raw, transposed)
 
 
 def _layout_to_json(layout: RecordLayout) -> dict[str, Any]:

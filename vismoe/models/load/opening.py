@@ -18,8 +18,9 @@ import torch
 
 from vismoe.config import NO_STORE, Settings
 from vismoe.errors import ConfigError
-from vismoe.formats.codec import Codec, codec_of
+from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
+from vismoe.kernels.codecs import codec_of
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.hardware import cores, probe
 from vismoe.models.family.families import expert_modules

@@ -181,7 +181,7 @@ class _FastWork:
         for group in demand.groups(in_order=True):
             records = Records(group.experts, group.addresses, group.precisions)
             for _, call, precisions in self._calls(records, self._pairs(group.experts)):
-                self._kernel.add(*call, self._hidden, out, precisions)
+                self._kernel.parts(*call, self._hidden, out, precisions, adding=True)
         return out.to(self._type)
 
     def _combined(self, demand: Lease) -> torch.Tensor:

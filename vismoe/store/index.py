@@ -22,6 +22,7 @@ from vismoe.errors import CheckpointError, ConfigError
 from vismoe.formats.codec import Codec
 from vismoe.kernels.checksum import crc32c
 from vismoe.kernels.codecs import codec_of
+from vismoe.store.whole import write_whole
 from vismoe.types import BLOCK_BYTES, ExpertId, Format, MoELayer, RecordLayout, Section
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "checksum_of",
     "files_of",
     "index_path",
+    "layout_from_json",
+    "layout_to_json",
     "plausible",
     "read_index",
     "remedy",
@@ -110,8 +113,8 @@ class Contents:
             "geometries": [
                 {
                     "record_bytes": codec.fixed_bytes,
-                    "raw": _layout_to_json(raw),
-                    "slab": _layout_to_json(codec.slab),
+                    "raw": layout_to_json(raw),
+                    "slab": layout_to_json(codec.slab),
                     "transposed": sorted(names),
                 }
                 for raw, codec, names in zip(self.raw, self.codecs, self.transposed, strict=True)
@@ -133,7 +136,7 @@ class Contents:
             Format(value["format"]),
             str(value["fingerprint"]),
             tuple(MoELayer(index, **layer) for index, layer in enumerate(value["layers"])),
-            tuple(_layout_from_json(geometry["raw"]) for geometry in geometries),
+            tuple(layout_from_json(geometry["raw"]) for geometry in geometries),
             tuple(frozenset(geometry["transposed"]) for geometry in geometries),
         )
         if _text(contents.to_json()) != _text(value):  # compared as text, because 1, 1.0 and true compare equal in Python
@@ -184,13 +187,8 @@ def _text(value: dict[str, Any]) -> str:
 def write_index(folder: Path, index: Index) -> None:
     """Write the index durably, in one step; after that the format exists."""
     value = index.to_json()
-    path = index_path(folder, index.contents.format)
-    new = path.with_suffix(".json.partial")
-    with open(new, "w") as file:
-        json.dump({**value, CHECKSUM: checksum_of(value)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    content = json.dumps({**value, CHECKSUM: checksum_of(value)})
+    write_whole(index_path(folder, index.contents.format), content.encode())
     sync_folder(folder)
 
 
@@ -256,7 +254,7 @@ def plausible(contents: Contents, records: Sequence[StoredRecord]) -> int:
     return min(len(records), len(contents.experts))
 
 
-def _layout_to_json(layout: RecordLayout) -> dict[str, Any]:
+def layout_to_json(layout: RecordLayout) -> dict[str, Any]:
     sections = [
         {
             "name": section.name,
@@ -269,7 +267,7 @@ def _layout_to_json(layout: RecordLayout) -> dict[str, Any]:
     return {"record_bytes": layout.record_bytes, "sections": sections}
 
 
-def _layout_from_json(value: dict[str, Any]) -> RecordLayout:
+def layout_from_json(value: dict[str, Any]) -> RecordLayout:
     sections = tuple(
         Section(section["name"], section["offset_bytes"], tuple(section["shape"]), getattr(torch, section["dtype"]))
         for section in value["sections"]

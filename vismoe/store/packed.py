@@ -16,9 +16,9 @@ import torch
 from vismoe.errors import CheckpointError
 from vismoe.kernels.checksum import crc32c
 from vismoe.store.checkpoint import CheckpointStore
-from vismoe.store.expert_store import naming_expert
+from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.file_state import FileState
-from vismoe.store.files import CheckpointFiles, OpenFiles, block_buffer
+from vismoe.store.files import OpenFiles, block_buffer
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
 from vismoe.types import ExpertId, ExpertInventory, Format
 
@@ -50,7 +50,7 @@ class _Shard(NamedTuple):
     state: FileState | None = None  # the state when the store is opened
 
 
-class PackedStore:
+class PackedStore(StoreOnDisk):
     """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint."""
 
     def __init__(self, folder: Path, index: Index):
@@ -66,7 +66,7 @@ class PackedStore:
         self._verified = np.zeros(len(index.records), dtype=bool)
         self._scratch = threading.local()
         self._shards = [_Shard(shard_path(folder, self.format, file), size) for file, size in enumerate(index.file_bytes)]
-        self._files = CheckpointFiles(self._shards, self._remedy)
+        super().__init__(self._shards, self._remedy)
         for shard in self._shards:
             if (size := os.stat(shard.path).st_size) != shard.file_bytes:
                 raise CheckpointError(f"{shard.path} has {size} bytes, its index says {shard.file_bytes}. Fix: {self._remedy}")
@@ -80,16 +80,8 @@ class PackedStore:
         return cls(folder, index)
 
     @property
-    def paths(self) -> list[Path]:
-        return [shard.path for shard in self._shards]
-
-    @property
     def _remedy(self) -> str:
         return remedy(self._folder, self.format)
-
-    def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
-        return self._files.read_past_cache(self.stretch_bytes)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with a slab's content; return the bytes read from disk.
@@ -120,10 +112,6 @@ class PackedStore:
         except CheckpointError as error:
             raise naming_expert(expert, error) from error
         return stored.nbytes
-
-    def close(self) -> None:
-        """Refuse further reads with ClosedError; the last running read closes the files."""
-        self._files.close()
 
     def _fetch(self, files: OpenFiles, expert: ExpertId, stored: StoredRecord, into: np.ndarray) -> None:
         files.fill(stored.file, stored.offset_bytes, [into])

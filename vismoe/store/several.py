@@ -1,11 +1,22 @@
 """The stores of one model's experts, one per format that slabs hold, combined into one where the format makes no difference."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from vismoe.store.expert_store import StoreOnDisk
 
-__all__ = ["Stores"]
+__all__ = ["Reads", "Stores"]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What reading experts in all their formats takes."""
+
+    scratch_bytes: int  # of the bounce buffer of one reading thread
+    bounce_bytes: int  # that one reading thread needs beside it to read past the page cache
+    stored_bytes: int  # of all experts on disk
+    paths: list[Path]  # of the files that hold the records; empty: they are not on this machine
 
 
 class Stores:
@@ -13,31 +24,13 @@ class Stores:
 
     def __init__(self, by_precision: Sequence[StoreOnDisk]):
         self.by_precision = tuple(by_precision)
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the checkpoint."""
-        return self.by_precision[0].fingerprint
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the bounce buffer that one reading thread needs."""
-        return max(store.scratch_bytes for store in self.by_precision)
-
-    @property
-    def bounce_bytes(self) -> int:
-        """Bytes that one reading thread needs beside `scratch_bytes` to read past the page cache."""
-        return max(store.bounce_bytes for store in self.by_precision)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all experts on disk, in all formats."""
-        return sum(store.stored_bytes for store in self.by_precision)
-
-    @property
-    def paths(self) -> list[Path]:
-        """The files that hold the records."""
-        return [path for store in self.by_precision for path in store.paths]
+        self.fingerprint = by_precision[0].fingerprint  # of the checkpoint
+        self.reads = Reads(
+            max(store.scratch_bytes for store in by_precision),
+            max(store.bounce_bytes for store in by_precision),
+            sum(store.stored_bytes for store in by_precision),
+            [path for store in by_precision for path in store.paths],
+        )
 
     def read_past_cache(self) -> str | None:
         """Read with O_DIRECT from now on; returns the reason if a filesystem cannot. Reads in progress end as they began."""

@@ -41,10 +41,10 @@ from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import StoreOnDisk
 from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in
-from vismoe.store.several import Stores
+from vismoe.store.several import Reads, Stores
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair
 
-__all__ = ["Configuration", "Experts", "arrange_experts", "open_experts", "open_model", "with_experts"]
+__all__ = ["Configuration", "Experts", "arrange_experts", "needs_of", "open_experts", "open_model", "with_experts"]
 
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
@@ -143,8 +143,7 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
         source, stores, experts = open_experts(model, files, settings, device)
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
-            needs = with_experts_of(footprint(model, experts.inventory, settings, device=device.type), stores, experts)
-            needs = with_calibration(needs, calibration, settings, device)
+            needs = needs_of(model, experts, stores.reads, calibration, settings, device)
             table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
             plan, on_disk, past_cache = _plan(needs, stores, experts, settings, hardware, table)
         except BaseException:
@@ -160,26 +159,26 @@ def _plan(
     needs: Footprint, stores: Stores, experts: Experts, settings: Settings, hardware: Hardware, table_bytes: int
 ) -> tuple[Plan, bool, bool]:
     """(the plan, whether embeddings stay on disk, whether experts are read past the page cache)."""
-    reading = settle_reading(
-        with_experts_of(needs, stores, experts),
-        settings,
-        hardware,
-        bounce_bytes=stores.bounce_bytes,
-        table_bytes=table_bytes,
-        files=stores.paths,
-        stored_bytes=stores.stored_bytes,
-    )
+    reading = settle_reading(with_experts_of(needs, stores.reads, experts), settings, hardware, stores.reads, table_bytes)
     plan, past_cache = start_reading(stores, reading, settings)
     return with_experts(plan, experts), reading.embeddings_on_disk, past_cache
 
 
-def with_experts_of(needs: Footprint, stores: Stores, experts: Experts) -> Footprint:
+def needs_of(
+    model: Any, experts: Experts, reads: Reads, calibration: Calibration | None, settings: Settings, device: torch.device
+) -> Footprint:
+    """What a model on the meta device needs, whose experts are served and read like this."""
+    needs = with_experts_of(footprint(model, experts.inventory, settings, device=device.type), reads, experts)
+    return with_calibration(needs, calibration, settings, device)
+
+
+def with_experts_of(needs: Footprint, reads: Reads, experts: Experts) -> Footprint:
     """The needs of a model whose experts are served like this."""
     return dataclasses.replace(
         needs,
         inventory=experts.inventory,
         transposed=experts.transposed,
-        scratch_bytes=stores.scratch_bytes,
+        scratch_bytes=reads.scratch_bytes,
         by_kernels=experts.kernels is not None,
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,

@@ -1,7 +1,7 @@
 """What `importance` would have loaded from a recorded trace, for any number of slabs of each format: without a byte moved.
 
-The controller, page tables, cache rules and victims are those that serve. What is there is computed first, then what is missing,
-one after the other; nothing is fetched ahead. Traces say nothing about attention, so every token of a prompt is a heavy hitter.
+The controller and the residency core are those that serve. Copies take no time, what is there is computed first, and nothing is
+fetched ahead. Traces say nothing about attention, so every token of a prompt is a heavy hitter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,17 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vismoe.paging.page_table import PageTable
+from vismoe.paging.demand import Demand
+from vismoe.paging.miss import Rates
+from vismoe.paging.residency import Residency
+from vismoe.paging.tickets import Moved
+from vismoe.paging.upgrades import Upgrades
 from vismoe.pools.pool import SlabPool
-from vismoe.precision.controller import Precision
+from vismoe.precision.controller import Choice, Precision
 from vismoe.precision.policy import Policy
-from vismoe.precision.rules import ABSENT, Serve, serve
 from vismoe.simulate.precision import Layer, Pass
-from vismoe.types import HIGH, LOW, ExpertInventory, Phase
+from vismoe.types import ExpertInventory, Phase
 
 __all__ = ["Loaded", "replay_importance"]
-
-WINDOW = 5  # MoE layers that eviction protects
 
 
 class Loaded(NamedTuple):
@@ -37,58 +38,42 @@ def replay_importance(
     At least two slabs of each format, so that a copy can arrive while another one is computed.
     """
     precision = Precision(policy, [layer.num_experts for layer in inventory.layers])
-    tables = [
-        PageTable(inventory.layers_of(g), [SlabPool(high, n, aliased=True), SlabPool(low, m, aliased=True)], "lfu")
-        for g, (high, low, n, m) in enumerate(zip(inventory.layouts, inventory.low_layouts, high_slabs, low_slabs, strict=True))
+    pools = [
+        [SlabPool(high, n, aliased=True), SlabPool(low, m, aliased=True)]
+        for high, low, n, m in zip(inventory.layouts, inventory.low_layouts, high_slabs, low_slabs, strict=True)
     ]
-    loaded = dict.fromkeys(Phase, 0)
+    upgrades = Upgrades(policy, (Rates(1.0, 1.0),) * len(pools))  # under importance alone no rate decides
+    core = Residency(inventory, pools, upgrades=upgrades, deterministic=True)
     for each in passes:
-        for table in tables:
-            table.begin_step()
+        core.begin_step(each.phase, 0.0)
+        decoding = each.phase is Phase.DECODE
         for layer in each.layers:
-            moe = inventory.layers[layer.index]
-            high = _wanted(precision, layer, each.phase is Phase.DECODE, moe.num_experts)
-            kept = None if each.phase is Phase.DECODE else set(layer.last.tolist())
-            loaded[each.phase] += _serve(tables[moe.geometry], policy, layer.index, high, kept)
-    return Loaded(loaded[Phase.PREFILL], loaded[Phase.DECODE])
+            choice, experts = _chosen(precision, layer, decoding, inventory.layers[layer.index].num_experts)
+            keep = None if decoding else set(layer.last.tolist())
+            _serve(core, Demand(core, layer.index, experts, keep, high=choice.high))
+    loaded = core.metrics.snapshot()
+    return Loaded(*(int(loaded.total("bytes_read", phase)) for phase in (Phase.PREFILL, Phase.DECODE)))
 
 
-def _wanted(precision: Precision, layer: Layer, decoding: bool, experts: int) -> dict[int, int]:
-    """The format that each demanded expert is wanted in, ids ascending."""
+def _chosen(precision: Precision, layer: Layer, decoding: bool, experts: int) -> tuple[Choice, list[int]]:
+    """What the layer needs, and the ascending ids of its experts that real tokens demand."""
     hitters = None if decoding else np.ones(len(layer.routing), bool)
     choice = precision.at_layer(layer.index, decoding, layer.routing, layer.weights, hitters, layer.sequence, layer.real)
     routing = choice.routing if layer.real is None else choice.routing[layer.real]
-    demanded = np.unique(routing[(routing >= 0) & (routing < experts)])
-    if choice.high is None:
-        return dict.fromkeys(demanded.tolist(), HIGH)
-    return dict(zip(demanded.tolist(), np.where(choice.high[demanded], HIGH, LOW).tolist()))
+    return choice, np.unique(routing[(routing >= 0) & (routing < experts)]).tolist()
 
 
-def _serve(table: PageTable, policy: Policy, layer: int, wanted: dict[int, int], kept: set[int] | None) -> int:
-    """Bytes loaded by one layer of one pass. `kept`: what may enter the cache (None: all)."""
-    base = table.base[layer]
-    table.enter_layer(layer)
-    missing = [expert for expert, precision in wanted.items() if _is_missing(table, policy, base + expert, precision)]
-    there = table.slab_of[[base + expert for expert in wanted.keys() - missing]]
-    table.enter_demand(there, stays=True)
-    table.leave_demand(there)
-    table.used(there, tick=0)
-    loaded = 0
-    for expert in missing:
-        streaming = kept is not None and expert not in kept
-        room = table.make_room(layer, WINDOW, streaming, precision=wanted[expert])
-        room = room or table.make_room(layer, WINDOW, streaming, must=True, precision=wanted[expert])
-        assert room is not None, "two slabs of each format always leave one to take"
-        table.begin_load(base + expert, room.slab, ring=room.ring)
-        table.end_load(base + expert, succeeded=True)
-        loaded += table.pool.bytes_of(room.slab)
-        slab = table.slab_of[[base + expert]]
-        table.leave_demand(slab)
-        table.used(slab, tick=0)
-    return loaded
-
-
-def _is_missing(table: PageTable, policy: Policy, flat: int, precision: int) -> bool:
-    slab = int(table.slab_of[flat])
-    resident = ABSENT if slab < 0 else table.pool.precision_of(slab)
-    return serve(resident, precision, policy) is Serve.WAIT
+def _serve(core: Residency, demand: Demand) -> None:
+    """Compute what is there, and copy only where nothing is."""
+    demand.open(0.0)
+    while demand.todo:
+        if group := demand.next_group(in_order=False):
+            demand.computed(group)
+            continue
+        waiting = demand.awaited(in_order=False) or demand.any_copies()
+        while waiting and not any(ticket.done for ticket in waiting):
+            ticket = core.queue.popleft()
+            ticket.done, ticket.moved = True, Moved(core.tables[ticket.geometry].pool.bytes_of(ticket.slab))
+            core.ended(ticket)
+        demand.waited(0.0)
+    demand.close(0.0)

@@ -8,7 +8,6 @@ No method blocks.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +24,7 @@ ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used th
 LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
 
 
-@dataclass(frozen=True)
-class Evicted:
+class Evicted(NamedTuple):
     expert: ExpertId
     unused_prefetch: bool
 
@@ -35,8 +33,8 @@ class Room(NamedTuple):
     """A slab to load into, whether it belongs to the prefill ring, and which expert was evicted."""
 
     slab: int
-    ring: bool
-    evicted: Evicted | None
+    ring: bool = False
+    evicted: Evicted | None = None
 
 
 class PageTable:
@@ -167,7 +165,7 @@ class PageTable:
         if slab is None and not self.may_evict:
             slab = self.pool.take(LOW if precision == HIGH else HIGH)
         if slab is not None:
-            return Room(slab, False, None)
+            return Room(slab)
         limit = self.pool.capacity + 1 if must else self.ring_limits[precision]
         return self._evict_for(self.victim(running_layer, window, precision=precision), streaming, limit, precision)
 
@@ -178,7 +176,7 @@ class PageTable:
         if self.pool.free_of(precision) > 1:
             slab = self.pool.take(precision)
             assert slab is not None
-            return Room(slab, False, None)
+            return Room(slab)
         if streaming and self._ring_slabs(self.ring & self.speculative, precision) >= self.ring_limits[precision] // 2:
             return None  # the other half of the ring is for what is surely needed
         victim = self.victim(running_layer, window, prefetch_priority=priority, precision=precision)
@@ -197,7 +195,7 @@ class PageTable:
         if self.pool.free > 1:
             slab = self.pool.take()
             assert slab is not None
-            return flat, Room(slab, False, None)
+            return flat, Room(slab)
         victim = self.victim(running_layer, window, prefetch_priority=0.0)
         if victim is None or uses[flat] <= ADMISSION_GAIN * self.uses[self.expert_in[victim]]:
             return None

@@ -97,10 +97,6 @@ class HotnessReplay:
         """Promotions, those of the first update left out: they fill the pool."""
         return 1000 * sum(len(update.promote) for update in self.updates[1:]) / max(1, int(self.tokens.sum()))
 
-    @property
-    def bytes_per_token(self) -> float:
-        return float(self.moved_bytes.sum() / max(1, self.tokens.sum()))
-
 
 def replay_hotness(
     passes: Iterable[Pass],

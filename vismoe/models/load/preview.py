@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.lookahead.calibration import Calibration
+from vismoe.machine.ceilings import ModelSize
 from vismoe.machine.hardware import probe
 from vismoe.models.family.checkpoint_files import (
     check_json_files,
@@ -26,6 +27,7 @@ from vismoe.models.family.checkpoint_files import (
     refuse_routing,
     weight_files,
 )
+from vismoe.models.family.components import backbone_bytes, decode_read_bytes
 from vismoe.models.family.families import refuse_prequantized, refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.embeddings import table_bytes, table_of
@@ -41,7 +43,7 @@ from vismoe.store.several import Reads
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["describe", "experts_in_place", "model_class", "preview", "read_config", "torch_dtype"]
+__all__ = ["decode_size", "describe", "experts_in_place", "model_class", "preview", "read_config", "torch_dtype"]
 
 
 def preview(
@@ -169,3 +171,18 @@ def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[Ch
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
+
+
+def decode_size(name: str, model: Any) -> ModelSize:
+    """What one decoded token reads of a model that is known by its configuration only.
+
+    `model` is on the meta device with its experts' parameters still there (`describe`).
+    """
+    inventory = inventory_of(model, model.dtype)
+    return ModelSize(
+        name=name,
+        expert_bytes=max(layout.record_bytes for layout in inventory.layouts),
+        experts_bytes=inventory.total_bytes,
+        token_experts_bytes=sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers),
+        dense_bytes=decode_read_bytes(backbone_bytes(model)),
+    )

@@ -45,16 +45,15 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk)
 
 
-def start_reading(stores: Stores, reading: Reading, settings: Settings) -> tuple[Plan, bool]:
-    """Tell the stores how to read; returns the plan, corrected where the filesystem cannot, and whether experts are read past the
-    page cache. Raises ConfigError."""
-    memory = reading.plan
+def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Reading:
+    """Tell the stores how to read; returns what is true where the filesystem cannot. Raises ConfigError."""
     refused = stores.read_past_cache() if reading.past_cache else None
     if refused is None:
-        return memory, reading.past_cache
+        return reading
     if settings.reads == "direct":
         raise ConfigError(f"reads='direct': {refused}. Fix: reads='cached' (--reads cached)")
-    return dataclasses.replace(memory, reading=(f"page cache: {refused}", *memory.reading[1:])), False
+    sentences = (f"page cache: {refused}", *reading.plan.reading[1:])
+    return dataclasses.replace(reading, plan=dataclasses.replace(reading.plan, reading=sentences), past_cache=False)
 
 
 def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table_bytes: int) -> tuple[Plan, bool]:

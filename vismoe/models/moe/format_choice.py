@@ -5,7 +5,6 @@ tokens of a prompt received most attention. One thread calls.
 """
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,21 +12,11 @@ from vismoe.models.moe.heavy_hitters import HeavyHitters
 from vismoe.paging.pager import Pager
 from vismoe.precision.controller import Choice, Precision
 from vismoe.precision.importance import critical_ahead, heavy_hitters
-from vismoe.types import ExpertInventory
+from vismoe.types import ExpertInventory, Phase
 
-__all__ = ["FormatChooser", "LayerRows"]
+__all__ = ["FormatChooser"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LayerRows:
-    """The tokens that reach a layer: T rows, of B sequences one after the other."""
-
-    decoding: bool
-    sequences: int = 1
-    real: np.ndarray | None = None  # bool [T]; None: all
-    encoding: bool = False  # patches in a vision tower, whose experts serve in their resident format
 
 
 class FormatChooser:
@@ -72,26 +61,28 @@ class FormatChooser:
         if self._deterministic:
             pager.settle()
 
-    def at_layer(self, layer: int, rows: LayerRows, routing: np.ndarray, weights: np.ndarray) -> Choice:
-        """What the layer needs; routing int64 and weights float32 `[T, K]`."""
-        if rows.encoding and not self.precision.policy.hotness:
+    def at_layer(
+        self, layer: int, phase: Phase, sequences: int, real: np.ndarray | None, routing: np.ndarray, weights: np.ndarray
+    ) -> Choice:
+        """What the layer needs; routing int64 and weights float32 `[T, K]`: T rows, of B sequences one after the other, of which
+        `real` bool `[T]` are not padding (None: all). Patches in a vision tower are served in the resident format."""
+        if phase is Phase.ENCODE and not self.precision.policy.hotness:
             return Choice(routing, weights)
-        sequence = None
-        if rows.sequences > 1:
-            sequence = np.repeat(np.arange(rows.sequences), len(routing) // rows.sequences)
+        decoding = phase is Phase.DECODE
+        sequence = np.repeat(np.arange(sequences), len(routing) // sequences) if sequences > 1 else None
         hitters = None
-        if self.precision.policy.importance and not rows.decoding:
-            hitters = self._heavy_hitters(layer, rows, len(routing), sequence)
-        return self.precision.at_layer(layer, rows.decoding, routing, weights, hitters, sequence, rows.real)
+        if self.precision.policy.importance and not decoding:
+            hitters = self._heavy_hitters(layer, len(routing), sequence, real)
+        return self.precision.at_layer(layer, decoding, routing, weights, hitters, sequence, real)
 
-    def _heavy_hitters(self, layer: int, rows: LayerRows, tokens: int, sequence: np.ndarray | None) -> np.ndarray:
+    def _heavy_hitters(self, layer: int, tokens: int, sequence: np.ndarray | None, real: np.ndarray | None) -> np.ndarray:
         if not isinstance(self.hitters, HeavyHitters):
             return np.ones(tokens, bool)
         received = self.hitters.received(layer)
         if layer == self._layers[-1].index:
             self.hitters.end()
         if received is not None and len(received) == tokens:
-            return heavy_hitters(received, rows.real, sequence)
+            return heavy_hitters(received, real, sequence)
         if layer not in self._unheard:
             self._unheard.add(layer)
             logger.warning(

@@ -80,18 +80,21 @@ class PageTable:
     def flat(self, expert: ExpertId) -> int:
         return self.base[expert.layer] + expert.expert
 
-    def residency(self, layer: int, experts: int) -> np.ndarray:
-        """uint8 `[experts]` of a layer: ABSENT (or still on its way), ON_DEVICE or PINNED."""
-        slabs = self.slab_of[self.base[layer] : self.base[layer] + experts]
-        there = (slabs >= 0) & (self.state[slabs] == RESIDENT)
+    def residency(self, layer: int) -> np.ndarray:
+        """uint8 `[E]` of a layer: ABSENT (or still on its way), ON_DEVICE or PINNED."""
+        slabs, there = self._resident(layer)
         return np.where(there, np.where(self.pinned[slabs], PINNED, ON_DEVICE), ABSENT).astype(np.uint8)
 
     def precisions(self, layer: int) -> np.ndarray:
         """uint8 `[E]` of a layer: 0 absent (or still on its way), otherwise 1 + the precision of the resident copy."""
-        slabs = self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
-        there = (slabs >= 0) & (self.state[slabs] == RESIDENT)
+        slabs, there = self._resident(layer)
         precision = 0 if self.pool.precision is None else self.pool.precision[slabs]
         return np.where(there, 1 + precision, 0).astype(np.uint8)
+
+    def _resident(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """(slab of each expert of a layer, whether it is resident there)."""
+        slabs = self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
+        return slabs, (slabs >= 0) & (self.state[slabs] == RESIDENT)
 
     def bound_for(self, layer: int) -> np.ndarray:
         """uint8 `[E]`: like `precisions`, once the copies that are to replace others have done so."""

@@ -20,6 +20,7 @@ from vismoe.locks import RunningCall, under
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
 from vismoe.paging.lent import Group
+from vismoe.paging.page_table import PageTable
 from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transfer import Mover, Transfer
@@ -168,11 +169,11 @@ class Pager:
 
     def residency(self) -> np.ndarray:
         """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""
-        return under(self.lock, self.core.residency)
+        return under(self.lock, self.core.of_all, PageTable.residency)
 
     def precisions(self) -> np.ndarray:
         """uint8 `[L, E]`: 0 absent, otherwise 1 + the precision that each expert is resident in; NO_EXPERT as in `residency`."""
-        return under(self.lock, self.core.precisions)
+        return under(self.lock, self.core.of_all, PageTable.precisions)
 
     def close(self) -> None:
         self.core.closed = True

@@ -31,9 +31,9 @@ from vismoe.models.moe.lookahead_inputs import LookaheadInputs, choose_lookahead
 from vismoe.models.moe.step_context import ExpertService, StepContext
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import attach_pruner, fewer_experts
+from vismoe.paging.miss import Upgrades
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
-from vismoe.paging.upgrades import Upgrades
 from vismoe.planning.plan import Plan
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool

@@ -8,15 +8,15 @@ reaches a record. Offsets are absolute, in bytes.
 import enum
 import hashlib
 import math
-import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from vismoe.errors import CheckpointError
 from vismoe.store.expert_store import StoreOnDisk, naming_expert
-from vismoe.store.files import OpenFiles, bounce_bytes
+from vismoe.store.files import OpenFiles, ThreadBuffer, bounce_bytes
 from vismoe.store.safetensors_header import SafetensorsHeader
 from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
 
@@ -104,7 +104,7 @@ class CheckpointStore(StoreOnDisk):
         for header in self.headers:
             digest.update(f"{header.path.name} {header.sha256} {header.file_bytes} {header.mtime_ns}\n".encode())
         self.fingerprint = digest.hexdigest()
-        self._scratch = threading.local()
+        self._scratch = ThreadBuffer(partial(torch.empty, self.scratch_bytes, dtype=torch.uint8))
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with one expert; return its bytes on disk."""
@@ -126,10 +126,7 @@ class CheckpointStore(StoreOnDisk):
 
     def _rearrange(self, files: OpenFiles, bounce: _Bounce, record: torch.Tensor) -> int:
         """Read a part into this thread's scratch, then rearrange and cast it into the record in one copy."""
-        scratch = getattr(self._scratch, "buffer", None)
-        if scratch is None:
-            scratch = self._scratch.buffer = torch.empty(self.scratch_bytes, dtype=torch.uint8)
-        part = bounce.part
+        scratch, part = self._scratch.memory, bounce.part
         nbytes = files.fill(part.file, part.offset_bytes, [scratch.numpy()[: part.nbytes]])
         on_disk = scratch[:nbytes].view(part.dtype).view(part.shape)
         into = record[bounce.start : bounce.stop].view(bounce.dtype).view(bounce.shape)

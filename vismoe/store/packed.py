@@ -6,7 +6,7 @@ was requested, or raises CheckpointError with the expert, the file and the offse
 """
 
 import os
-import threading
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from vismoe.kernels.checksum import crc32c
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.file_state import FileState
-from vismoe.store.files import OpenFiles, block_buffer
+from vismoe.store.files import OpenFiles, ThreadBuffer, block_buffer
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
 from vismoe.types import ExpertId, ExpertInventory, Format
 
@@ -64,7 +64,7 @@ class PackedStore(StoreOnDisk):
         self.bounce_bytes = 0  # slabs and records both begin on a block
         self._folder, self._index = folder, index
         self._verified = np.zeros(len(index.records), dtype=bool)
-        self._scratch = threading.local()
+        self._scratch = ThreadBuffer(partial(block_buffer, largest_bytes))  # for encoded records
         self._shards = [_Shard(shard_path(folder, self.format, file), size) for file, size in enumerate(index.file_bytes)]
         super().__init__(self._shards, self._remedy)
         for shard in self._shards:
@@ -95,7 +95,7 @@ class PackedStore(StoreOnDisk):
             if codec.fixed_bytes is not None:
                 self._fetch(files, expert, stored, record.numpy()[: stored.nbytes])
             else:
-                encoded = self._buffer()[: stored.nbytes]
+                encoded = self._scratch.memory[: stored.nbytes]
                 self._fetch(files, expert, stored, encoded)
                 codec.decode(torch.from_numpy(encoded), record)
         except CheckpointError as error:
@@ -108,7 +108,7 @@ class PackedStore(StoreOnDisk):
         stored = self._index.records[position]
         self._verified[position] = False
         try:
-            self._fetch(self._files.hold(), expert, stored, self._buffer()[: stored.nbytes])
+            self._fetch(self._files.hold(), expert, stored, self._scratch.memory[: stored.nbytes])
         except CheckpointError as error:
             raise naming_expert(expert, error) from error
         return stored.nbytes
@@ -126,13 +126,6 @@ class PackedStore(StoreOnDisk):
                 f"vismoe pack --verify {self._folder} checks every record"
             )
         self._verified[position] = True
-
-    def _buffer(self) -> np.ndarray:
-        """This thread's buffer for an encoded record."""
-        buffer = getattr(self._scratch, "buffer", None)
-        if buffer is None:
-            buffer = self._scratch.buffer = block_buffer(self.stretch_bytes)
-        return buffer
 
 
 def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:

@@ -172,18 +172,16 @@ class PageTable:
         limit = self.pool.capacity + 1 if must else self.ring_limits[precision]
         return self._evict_for(self.victim(running_layer, window, precision=precision), streaming, limit, precision)
 
-    def room_for_guess(
-        self, running_layer: int, window: int, priority: float, streaming: bool, precision: int = HIGH
-    ) -> Room | None:
-        """A slab for a prefetch; it never takes the last one that a demand could have."""
-        if self.pool.free_of(precision) > 1:
-            slab = self.pool.take(precision)
+    def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
+        """A slab of the more precise format for a prefetch; it never takes the last one that a demand could have."""
+        if self.pool.free_of(HIGH) > 1:
+            slab = self.pool.take()
             assert slab is not None
             return Room(slab)
-        if streaming and self._ring_slabs(self.ring & self.speculative, precision) >= self.ring_limits[precision] // 2:
+        if streaming and self._ring_slabs(self.ring & self.speculative, HIGH) >= self.ring_limits[HIGH] // 2:
             return None  # the other half of the ring is for what is surely needed
-        victim = self.victim(running_layer, window, prefetch_priority=priority, precision=precision)
-        return self._evict_for(victim, streaming, self.ring_limits[precision], precision)
+        victim = self.victim(running_layer, window, prefetch_priority=priority)
+        return self._evict_for(victim, streaming, self.ring_limits[HIGH], HIGH)
 
     def admission(self, running_layer: int, window: int) -> tuple[int, Room] | None:
         """The most used absent expert (flat index) and a slab for it, if it is worth more than the one evicted, or None.

@@ -38,10 +38,9 @@ from vismoe.planning.pair_split import paired
 from vismoe.planning.plan import Plan
 from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.store.checkpoint import CheckpointStore
-from vismoe.store.expert_store import StoreOnDisk
+from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in
-from vismoe.store.several import Reads, Stores
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair
 
 __all__ = ["Configuration", "Experts", "arrange_experts", "needs_of", "open_experts", "open_model", "with_experts"]

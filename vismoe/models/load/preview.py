@@ -38,8 +38,8 @@ from vismoe.models.moe.adapters import adapt
 from vismoe.planning.plan import Plan
 from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
+from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
-from vismoe.store.several import Reads
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -10,7 +10,7 @@ from vismoe.machine.choices import Choices, choose
 from vismoe.machine.profile import load_profile
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.plan import Plan, plan
-from vismoe.store.several import Reads, Stores
+from vismoe.store.expert_store import Reads, Stores
 
 __all__ = ["Reading", "settle_reading", "start_reading"]
 

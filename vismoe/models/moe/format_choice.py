@@ -23,33 +23,30 @@ class FormatChooser:
     """`hitters`: measures the attention in a prompt; a string is the reason if it cannot, and then every prompt token counts."""
 
     def __init__(self, precision: Precision, inventory: ExpertInventory, hitters: HeavyHitters | str, deterministic: bool):
-        self.precision, self.hitters = precision, hitters
+        self.precision = precision
+        self._hitters = None if isinstance(hitters, str) else hitters
         self._layers, self._deterministic = inventory.layers, deterministic
         self._tokens = 0  # real tokens of the current step
         self._unheard: set[int] = set()  # layers with a logged warning
-
-    @property
-    def about(self) -> str:
-        """A clause that says how the importance of a prompt's tokens is known."""
-        if not self.precision.policy.importance:
-            return ""
-        heard = self.hitters.source if isinstance(self.hitters, HeavyHitters) else f"all tokens count: {self.hitters}"
-        return f"; importance in prefill by {heard}"
+        self.about = ""  # a clause that says how the importance of a prompt's tokens is known
+        if precision.policy.importance:
+            heard = f"all tokens count: {hitters}" if isinstance(hitters, str) else hitters.source
+            self.about = f"; importance in prefill by {heard}"
 
     def begin_step(self, pager: Pager, decoding: bool, tokens: int, real: np.ndarray | None) -> None:
         """Begins a forward pass over `tokens` rows, `real` bool `[tokens]` (None: all); uses what the previous pass showed."""
         self.end_step(pager)
         self._tokens = tokens if real is None else int(real.sum())
-        if isinstance(self.hitters, HeavyHitters):
+        if self._hitters is not None:
             if decoding:
-                self.hitters.end()
+                self._hitters.end()
             else:
-                self.hitters.begin(real)
+                self._hitters.begin(real)
 
     def narrow(self, kept: np.ndarray) -> None:
         """From now on the layers of this pass see `kept` int32 `[T]` of its tokens, -1 for pad slots."""
-        if isinstance(self.hitters, HeavyHitters):
-            self.hitters.narrow(kept)
+        if self._hitters is not None:
+            self._hitters.narrow(kept)
 
     def end_step(self, pager: Pager) -> None:
         """Ends the forward pass: experts that became hot or cold begin to move."""
@@ -76,11 +73,11 @@ class FormatChooser:
         return self.precision.at_layer(layer, decoding, routing, weights, hitters, sequence, real)
 
     def _heavy_hitters(self, layer: int, tokens: int, sequence: np.ndarray | None, real: np.ndarray | None) -> np.ndarray:
-        if not isinstance(self.hitters, HeavyHitters):
+        if self._hitters is None:
             return np.ones(tokens, bool)
-        received = self.hitters.received(layer)
+        received = self._hitters.received(layer)
         if layer == self._layers[-1].index:
-            self.hitters.end()
+            self._hitters.end()
         if received is not None and len(received) == tokens:
             return heavy_hitters(received, real, sequence)
         if layer not in self._unheard:
@@ -100,5 +97,5 @@ class FormatChooser:
 
     def close(self) -> None:
         """Undo the changes to the model."""
-        if isinstance(self.hitters, HeavyHitters):
-            self.hitters.end()
+        if self._hitters is not None:
+            self._hitters.end()

@@ -29,7 +29,7 @@ from vismoe.eval.report import add_several
 from vismoe.flags import SuggestingParser
 from vismoe.lookahead.features import FeatureSizes
 from vismoe.lookahead.gate import GateLookahead
-from vismoe.lookahead.learned import LearnedLookahead, Witness
+from vismoe.lookahead.learned import LearnedLookahead
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.lookahead.network import Predictor, Shape
 from vismoe.models.load.preview import model_class, read_config
@@ -95,7 +95,7 @@ def random_lookahead(model: Any, name: str) -> tuple[Lookahead, GateLookahead]:
     hidden = model.config.get_text_config().hidden_size
     sizes = FeatureSizes(len(inventory.layers), inventory.layers[0].num_experts, hidden, hidden, 5)
     network = Predictor(Shape(sizes), dropout=0.0).eval().folded()
-    return LearnedLookahead(Witness(gate, sizes), {Phase.PREFILL: network, Phase.DECODE: network}, 0.8, 0.1), gate
+    return LearnedLookahead(gate, {Phase.PREFILL: network, Phase.DECODE: network}, 0.8, 0.1), gate
 
 
 def measure(folder: Path, title: str, name: str, arrival_s: float, tokens: int) -> LookaheadCost:

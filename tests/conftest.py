@@ -48,7 +48,7 @@ def one_thread():
 @pytest.fixture(scope="session", autouse=True)
 def measured_once():
     """A worker measures what a model needs beside its experts at its first load; tests of the measurement call it themselves."""
-    from vismoe.models.load import footprint, opening, preview
+    from vismoe.models.load import footprint, opening
 
     needs = {}
 
@@ -61,8 +61,7 @@ def measured_once():
         return dataclasses.replace(needs[key], inventory=inventory, kernel_entries=entries)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (opening, preview):
-            patch.setattr(module, "footprint", measured)
+        patch.setattr(opening, "footprint", measured)
         yield
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from format_oracles import Affine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.formats.affine import Affine
 from vismoe.kernels import affine as kernels
 from vismoe.kernels.affine import FastAffine
 from vismoe.kernels.cpu import available

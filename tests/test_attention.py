@@ -5,7 +5,7 @@ import tiny_models
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention, ungroup_queries
+from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention
 
 
 class Module:
@@ -26,12 +26,10 @@ def test_outputs_are_those_of_transformers(dtype, tokens, masked):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def test_a_model_gets_its_own_attention_back():
+def test_a_decoder_attends_by_groups_of_queries():
     model = tiny_models.build("qwen3_moe")
     model.set_attn_implementation("sdpa")
     assert group_queries(model) is None and model.config._attn_implementation == IMPLEMENTATION
-    ungroup_queries(model)
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_family_that_asks_for_the_name_is_left_alone():

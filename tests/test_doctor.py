@@ -19,8 +19,7 @@ from vismoe.machine.disk import filesystem_key
 from vismoe.machine.facts import Facts, Gpu, facts, machine_key
 from vismoe.machine.profile import Profile, load_profile, save_profile
 from vismoe.machine.rates import DiskRate, DiskRates, DramRates, LinkRate, LinkRates
-from vismoe.models.load.decode_size import decode_size
-from vismoe.models.load.preview import describe
+from vismoe.models.load.preview import decode_size, describe
 
 GIB, MIB = 2**30, 2**20
 HEALTHY = dataclasses.replace(

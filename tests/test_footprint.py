@@ -182,7 +182,7 @@ def test_names_belong_to_components(name, component):
 
 # ---------------------------------------------------------------------- a model without its weights
 def test_a_preview_reads_headers_only_and_agrees_with_the_loaded_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("vismoe.models.load.preview.footprint", footprint)  # both are measured
+    monkeypatch.setattr("vismoe.models.load.opening.footprint", footprint)  # both are measured
     folder = save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16, transposed=True)
     made = preview(folder, Settings(memory="50%", context=CONTEXT), device="cpu")
     assert made.dtype == "bfloat16" and made.resident_experts == made.total_experts // 2

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from format_oracles import Affine
+from half_quadratic import fit, round_to_nearest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.formats.affine import GRIDS, Affine
-from vismoe.formats.codec import codec_of
-from vismoe.formats.half_quadratic import fit, round_to_nearest
+from vismoe.formats.affine import GRIDS
+from vismoe.kernels.codecs import codec_of
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout
 
 INTEGERS = (Format.INT8, Format.INT4, Format.INT2)

@@ -1,12 +1,12 @@
 """Forms say how an expert is computed. Checked against the module's own arithmetic, for every family that has experts."""
 
 import pytest
+import reference
 import tiny_models
 import torch
 from family_zoo import families
 from models_page import refusal_of
 
-from vismoe.kernels import reference
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.models.family.forms import form_of, forms_of, transposed_sections
 from vismoe.models.load.locate import inventory_of

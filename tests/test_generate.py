@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from vismoe.engine.generate import Reply, StopStrings, TokenLoop, refuse_own_loop
 from vismoe.errors import UnsupportedModelError
-from vismoe.models.visual.cache_beginning import beginning, can_go_on
+from vismoe.models.visual.pruned_cache import beginning, can_go_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = {"do_sample": False}

@@ -1,4 +1,4 @@
-"""The CPU kernels against float64 oracles (vismoe/kernels/reference.py), and what their results must not depend on."""
+"""The CPU kernels against float64 oracles (reference.py), and what their results must not depend on."""
 
 import ctypes
 import dataclasses
@@ -12,15 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from vismoe.errors import ConfigError
-from vismoe.formats.affine import GRIDS, Affine
-from vismoe.formats.codec import codec_of
-from vismoe.kernels import cpu, reference
+from vismoe.formats.affine import GRIDS
+from vismoe.kernels import cpu
+from vismoe.kernels.codecs import codec_of
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 FORMATS = (Format.RAW, Format.INT8, Format.INT4, Format.INT2)
@@ -139,7 +140,7 @@ class Batch:
 
     def added(self, experts: Experts, out: Tensor) -> Tensor:
         call = experts.records(), self.starts, self.tokens, self.factors, self.hidden, out
-        experts.kernel.add(*call, precisions=experts.precisions)
+        experts.kernel.parts(*call, precisions=experts.precisions, adding=True)
         return out
 
     def oracle(self, experts: Experts) -> Tensor:
@@ -432,7 +433,7 @@ def test_settings_that_cannot_be_are_refused(monkeypatch):
 
 def kernel_or_why(shapes, dtype, form, format=Format.RAW):
     raw = RecordLayout.of(shapes, dict.fromkeys(shapes, dtype))
-    slab = raw if format is Format.RAW else Affine(format, raw, frozenset()).slab
+    slab = raw if format is Format.RAW else codec_of(format, raw, frozenset()).slab
     return cpu.ExpertKernel.of(format, raw, slab, form)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from format_oracles import PACKED, STORED, Lossless
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -17,9 +18,9 @@ from safetensors import safe_open
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.eval.studies import lossless as evaluation
 from vismoe.eval.studies.lossless import entropy_bits, huffman_bits
-from vismoe.formats.codec import codec_of
-from vismoe.formats.lossless import PACKED, STORED, Lossless, content_bytes
+from vismoe.formats.lossless import content_bytes
 from vismoe.kernels import lossless as kernels
+from vismoe.kernels.codecs import codec_of
 from vismoe.kernels.lossless import FastLossless, available
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout
 

@@ -14,7 +14,7 @@ from test_plan import AMPLE, GIB, MIB, footprint, with_fix
 
 from vismoe.config import Settings, parse_formats
 from vismoe.errors import BudgetError, ConfigError
-from vismoe.formats.codec import codec_of
+from vismoe.kernels.codecs import codec_of
 from vismoe.planning.apportion import experts_of
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.pair_split import ladder, least_bytes, paired, quotas, typed_pairs

@@ -13,7 +13,7 @@ from test_plan import GIB, MIB, footprint, inventories, with_fix
 from vismoe.config import MOST_TOKENS, Settings, parse_bytes
 from vismoe.engine.engine import demo_model
 from vismoe.errors import BudgetError, ConfigError
-from vismoe.models.load import preview
+from vismoe.models.load import opening, preview
 from vismoe.planning.needs import Curve, Footprint
 from vismoe.planning.plan import Hardware, plan
 
@@ -87,9 +87,9 @@ def test_a_context_that_no_machine_holds_gets_advice_that_is_worth_following(con
     """Never four tokens where there are gigabytes: as many as the model has, or as fit."""
     machine = Hardware("cpu", 20 * GIB, 32 * GIB, 20 * GIB, 2)
     monkeypatch.setattr(preview, "probe", lambda device: machine)
-    measured = preview.footprint
+    measured = opening.footprint
     monkeypatch.setattr(
-        preview, "footprint", lambda *given, **named: dataclasses.replace(measured(*given, **named), positions=positions)
+        opening, "footprint", lambda *given, **named: dataclasses.replace(measured(*given, **named), positions=positions)
     )
     settings = Settings(context=context)
     with pytest.raises(BudgetError) as refused:

@@ -168,7 +168,7 @@ def test_a_folder_that_is_not_there_is_named_and_a_failed_write_leaves_the_old_f
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ConfigError, match="No space left"):
         hotness.save(tmp_path / "state", "a model")
     assert (tmp_path / "state").read_bytes() == before

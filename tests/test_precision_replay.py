@@ -15,8 +15,7 @@ from vismoe.eval.studies.precision_workloads import prompts, streams
 from vismoe.pair import Format, FormatPair
 from vismoe.precision.controller import Precision
 from vismoe.precision.policy import Policy
-from vismoe.simulate.pools import replay_importance
-from vismoe.simulate.precision import HotnessReplay, best_static, read, replay_hotness
+from vismoe.simulate.precision import HotnessReplay, best_static, read, replay_hotness, replay_importance
 from vismoe.trace.steps import LayerRouting, TraceStep
 from vismoe.trace.synthetic import SyntheticTrace, inventory_of, skewed_trace
 from vismoe.types import ExpertId, Phase, RecordLayout, TokenKind

@@ -21,11 +21,10 @@ from test_pager import EVERY, interrupt_at_random, interrupt_everywhere
 
 from vismoe.errors import ClosedError, TransferError
 from vismoe.metrics import Snapshot
-from vismoe.paging.miss import Rates
+from vismoe.paging.miss import Rates, Upgrades
 from vismoe.paging.page_table import READY
 from vismoe.paging.pager import Lease, Pager
 from vismoe.paging.transfer import DiskMover
-from vismoe.paging.upgrades import Upgrades
 from vismoe.pair import Format, FormatPair
 from vismoe.pools.pool import SlabPool
 from vismoe.precision.policy import Policy

@@ -22,8 +22,8 @@ from rich.table import Table
 from vismoe.config import PolicyName, Settings
 from vismoe.eval.studies.kernels import EXPERTS_OF_A_CALL, FORM, Call, KernelShape, our_calls
 from vismoe.flags import SuggestingParser
-from vismoe.formats.codec import codec_of
 from vismoe.kernels import cpu
+from vismoe.kernels.codecs import codec_of
 from vismoe.precision.controller import Precision
 from vismoe.precision.importance import heavy_hitters
 from vismoe.precision.policy import Policy

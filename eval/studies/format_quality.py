@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from vismoe.eval.accuracy import answers, messages
 from vismoe.eval.questions import Conversation
 from vismoe.eval.scoring import score
-from vismoe.formats.affine import Affine
 from vismoe.formats.codec import Codec
 from vismoe.formats.raw import Raw
+from vismoe.kernels.affine import FastAffine
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.locate import inventory_of
@@ -55,7 +55,7 @@ class FormatContestant:
         return "16 bit" if self.format is Format.RAW else f"{self.format}{', nearest' if self.nearest else ''}"
 
     def codec(self, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
-        return Raw(raw) if self.format is Format.RAW else Affine(self.format, raw, transposed, self.nearest)
+        return Raw(raw) if self.format is Format.RAW else FastAffine(self.format, raw, transposed, self.nearest)
 
 
 SIXTEEN_BIT = FormatContestant(Format.RAW)

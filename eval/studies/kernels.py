@@ -28,8 +28,8 @@ from torch.nn import functional
 
 from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
-from vismoe.formats.codec import codec_of
 from vismoe.kernels import cpu
+from vismoe.kernels.codecs import codec_of
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 __all__ = ["KernelContest", "Speed", "measure"]

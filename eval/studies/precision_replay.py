@@ -31,8 +31,7 @@ from vismoe.precision.controller import Precision
 from vismoe.precision.hotness import Hotness
 from vismoe.precision.policy import Policy
 from vismoe.precision.schedule import Schedule
-from vismoe.simulate.pools import replay_importance
-from vismoe.simulate.precision import HotnessReplay, Pass, read, replay_hotness
+from vismoe.simulate.precision import HotnessReplay, Pass, read, replay_hotness, replay_importance
 from vismoe.types import ExpertInventory, RecordLayout
 
 __all__ = ["STUDIES", "main"]

@@ -60,8 +60,7 @@ def models_and_folder(name: str | None, revision: str | None) -> "tuple[tuple[Mo
         from vismoe.machine.disk import nearest_folder
 
         if name is not None:
-            from vismoe.models.load.decode_size import decode_size
-            from vismoe.models.load.preview import describe
+            from vismoe.models.load.preview import decode_size, describe
 
     hub = str(nearest_folder(HF_HUB_CACHE))
     if name is None:

@@ -209,7 +209,7 @@ class Engine:
         """
         options = dataclasses.replace(options or RequestOptions(), **given)
         pruning = self._pruning(options.keep, options.selection)
-        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
+        settings = self._changes.with_options_of(options)
         prompt = self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context)
         return self._ask(prompt, options, pruning if prompt.images else None, settings)
 
@@ -220,7 +220,7 @@ class Engine:
         for name in OF_IMAGES:
             if (value := getattr(options, name)) is not None:
                 raise InputError(f"{name}={value!r}: a text to go on from has no images. Fix: leave it out")
-        settings = self._changes.asked_for_once(options.policy, options.formats, options.retention)
+        settings = self._changes.with_options_of(options)
         return self._ask(self.prompts.build_text(text), options, None, settings)
 
     def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
@@ -254,7 +254,7 @@ class Engine:
         requests that run, divides the same memory anew, and goes on; another retention needs no new plan. Raises ConfigError,
         CheckpointError or BudgetError, and leaves everything as it was.
         """
-        self._changes.change(self._changes.asked(policy, formats, retention))
+        self._changes.change(self._changes.with_options(policy, formats, retention))
         return self.plan
 
     def why_not(self, policy: str, formats: str | None = None) -> str | None:
@@ -326,7 +326,7 @@ class Engine:
         self._runtime.context.record_to(writer)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books of the pager, or of what requests hold, are wrong. While nothing runs."""
+        """Raises AssertionError where the state of the pager, or of what requests hold, is wrong. While nothing runs."""
         self._runtime.pager.check_integrity()
         load = self.load
         assert not load.running and not load.context_tokens, f"{load.running} requests hold {load.context_tokens} tokens"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vismoe.models.visual.cache_beginning import beginning
+from vismoe.models.visual.pruned_cache import beginning
 from vismoe.vision.selection import KeptImage
 
 __all__ = ["Prefix", "PrefixCache"]

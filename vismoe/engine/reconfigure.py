@@ -14,6 +14,7 @@ from vismoe.config import Settings
 from vismoe.engine.request import SharedModel
 from vismoe.engine.scheduler import Scheduler
 from vismoe.errors import InputError, VisMoEError
+from vismoe.options import RequestOptions
 
 __all__ = ["PlanChanges"]
 
@@ -30,16 +31,17 @@ class PlanChanges:
         self._asking = threading.RLock()  # around a change and the request that needs it
         self._next = settings  # what will hold when all changes in the line are made
 
-    def asked(self, policy: str | None, formats: str | None, retention: float | None) -> Settings:
+    def with_options(self, policy: str | None, formats: str | None, retention: float | None) -> Settings:
         """The settings with these in place of theirs. Raises ConfigError."""
         wished = {"policy": policy, "formats": formats, "retention": retention}
         chosen = {**vars(self.settings), **{name: value for name, value in wished.items() if value is not None}}
         chosen["format"] = self._format if chosen["policy"] == "exact" else "auto"
         return Settings.of(**chosen)
 
-    def asked_for_once(self, policy: str | None, formats: str | None, retention: float | None) -> Settings:
+    def with_options_of(self, request: RequestOptions) -> Settings:
         """The same for one request, which may not ask for what its policy does not use. Raises InputError too."""
-        settings = self.asked(policy, formats, retention)
+        formats, retention = request.formats, request.retention
+        settings = self.with_options(request.policy, formats, retention)
         if formats is not None and settings.policy == "exact":
             raise InputError(f"formats={formats!r}: policy='exact' has one format. Fix: a policy, or leave it out")
         if retention is not None and "importance" not in settings.policy:
@@ -53,7 +55,7 @@ class PlanChanges:
         """Why this policy cannot serve with these formats; None where it can."""
         try:
             with self._asking:
-                planned = self._runtime.configuration.with_settings(self._shared.model, self.asked(policy, formats, None))
+                planned = self._runtime.configuration.with_settings(self._shared.model, self.with_options(policy, formats, None))
         except VisMoEError as error:
             return str(error)
         planned.close_stores()

@@ -25,8 +25,8 @@ from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
 from vismoe.models.load.runtime import Runtime
 from vismoe.models.moe.step_context import Interrupted
-from vismoe.models.visual.cache_beginning import can_go_on
 from vismoe.models.visual.image_cache import ImageCache
+from vismoe.models.visual.pruned_cache import can_go_on
 from vismoe.options import RequestOptions
 from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Plan

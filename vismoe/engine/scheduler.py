@@ -93,17 +93,14 @@ class Scheduler:
         return len(self._waiting)
 
     # -- in any thread
-    def ask(self, request: Steps) -> None:
-        """Queue a request. Raises ClosedError."""
-        self._enqueue(request)
-
     def run_alone(self, task: Callable[[], Any]) -> "Future[Any]":
         """Queue a task that runs between requests. Raises ClosedError."""
         queued = Task(task, Future())
-        self._enqueue(queued)
+        self.ask(queued)
         return queued.result
 
-    def _enqueue(self, work: Steps | Task) -> None:
+    def ask(self, work: Steps | Task) -> None:
+        """Queue a request, or a task. Raises ClosedError."""
         with self._changed:
             if self._closed:
                 raise ClosedError("the engine is closed; load the model again to go on")

@@ -5,6 +5,7 @@ Matrices are held [out, in], whatever the model's orientation. For each one a sl
 Codes are interleaved for the kernels: each bit lane of a 32-byte load holds one input per byte, and lanes are 32 inputs apart.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vismoe.errors import CheckpointError
-from vismoe.formats.fixed_size import FixedSize, in_blocks
-from vismoe.formats.half_quadratic import fit, round_to_nearest
+from vismoe.formats.codec import Codec, in_blocks
 from vismoe.types import Format, RecordLayout, Section
 
 __all__ = ["GRIDS", "Affine", "Grid"]
@@ -56,8 +55,11 @@ GRIDS = {Format.INT8: Grid(8, 128, 64), Format.INT4: Grid(4, 128, 64), Format.IN
 
 
 @dataclass(frozen=True)
-class Affine(FixedSize):
-    """Codec of one geometry in int8, int4 or int2. `nearest` turns off the optimisation of scales and offsets."""
+class Affine(Codec):
+    """Codec of one geometry in int8, int4 or int2; `vismoe/kernels/affine.py` computes the codes.
+
+    `nearest` turns off the optimisation of scales and offsets.
+    """
 
     format: Format
     raw: RecordLayout
@@ -124,27 +126,9 @@ class Affine(FixedSize):
         rows = max(1, BLOCK_WEIGHTS // max(1, matrix.shape[1]))
         return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
+    @abstractmethod
     def _encode_rows(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """float32 [rows, in] -> codes [rows, row_bytes], scale and offset [rows, groups]."""
-        if not torch.isfinite(rows).all():
-            raise CheckpointError(
-                f"{name}: {int((~torch.isfinite(rows)).sum())} weights are infinite or not a number, which {self.format} "
-                "cannot hold. Fix: check the checkpoint, or use the raw or lossless format"
-            )
-        count, inputs = rows.shape
-        grid = self.grid
-        centred = rows.new_zeros(count, grid.row_inputs(inputs))
-        scale, offset = rows.new_empty(2, count, grid.groups(inputs))
-        whole = inputs - inputs % grid.group_inputs
-        for columns in (slice(0, whole), slice(whole, inputs)):
-            if width := columns.stop - columns.start:
-                group_inputs = min(width, grid.group_inputs)
-                weights = rows[:, columns].reshape(-1, group_inputs)
-                found = round_to_nearest(weights, grid.bits) if self.nearest else fit(weights, grid.bits)
-                first = columns.start // grid.group_inputs
-                groups = slice(first, first + width // group_inputs)
-                centred[:, columns], scale[:, groups], offset[:, groups] = (part.view(count, -1) for part in found)
-        return pack(centred, grid), scale.bfloat16(), offset.bfloat16()
+        """float32 [rows, in] -> codes [rows, row_bytes], scale and offset [rows, groups]; `name` is the section's, for errors."""
 
     def _restore_rows(self, codes: Tensor, scale: Tensor, offset: Tensor, inputs: int) -> Tensor:
         """Codes [rows, row_bytes], scale and offset [rows, groups] -> float32 [rows, inputs]."""
@@ -152,17 +136,6 @@ class Affine(FixedSize):
         groups = functional.pad(centred, (0, scale.shape[1] * self.grid.group_inputs - centred.shape[1]))
         groups = groups.view(*scale.shape, self.grid.group_inputs)
         return groups.mul_(scale.float()[..., None]).add_(offset.float()[..., None]).flatten(1)[:, :inputs]
-
-
-def pack(centred: Tensor, grid: Grid) -> Tensor:
-    """Codes minus the middle, [rows, row_inputs] -> bytes uint8 [rows, row_bytes]."""
-    if grid.lanes == 1:
-        return centred.to(torch.int8).view(torch.uint8)
-    lanes = (centred + grid.middle).to(torch.uint8).unflatten(1, (-1, grid.lanes, LOAD_BYTES))
-    packed = lanes[:, :, 0].clone()
-    for lane in range(1, grid.lanes):
-        packed |= lanes[:, :, lane] << (lane * grid.bits)
-    return packed.flatten(1)
 
 
 def unpack(codes: Tensor, grid: Grid) -> Tensor:

@@ -4,70 +4,53 @@ A codec belongs to one geometry and one format. It is pure: no I/O, no state, an
 call, with any number of threads. `docs/formats.md` draws the layouts.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from vismoe.errors import ConfigError
-from vismoe.types import Format, RecordLayout
+from vismoe.types import BLOCK_BYTES, Format, RecordLayout, aligned
 
-__all__ = ["Codec", "codec_of"]
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+__all__ = ["Codec", "in_blocks"]
 
 
-class Codec(Protocol):
-    """One geometry in one format."""
+class Codec(ABC):
+    """One geometry in one format. Unless a format says otherwise, a slab holds the raw record in whole blocks, and what is stored
+    is what a slab holds: a reader reads straight into the slab."""
 
-    @property
-    def format(self) -> Format: ...
+    format: Format
+    raw: RecordLayout  # of a raw record, in the model's dtype and orientation
 
-    @property
-    def raw(self) -> RecordLayout:
-        """Layout of a raw record, in the model's dtype and orientation."""
-
-    @property
+    @cached_property
     def slab(self) -> RecordLayout:
         """Layout of a slab, in whole blocks of BLOCK_BYTES, so that O_DIRECT can read straight into it."""
+        return in_blocks(self.raw)
 
     @property
     def fixed_bytes(self) -> int | None:
         """Bytes of an encoded record, in whole blocks; None where they vary."""
+        return self.slab.record_bytes
 
     @property
     def most_bytes(self) -> int:
         """Bytes of the largest encoded record, in whole blocks."""
+        return self.slab.record_bytes
 
+    @abstractmethod
     def encode(self, record: Tensor) -> Tensor:
         """uint8 `[raw.record_bytes or more]` -> uint8 `[n]`; gaps and the end of the last block are zero."""
 
     def decode(self, encoded: Tensor, slab: Tensor) -> None:
         """Encoded bytes -> what a slab holds, written into `slab`, uint8 `[slab.record_bytes or more]`."""
+        slab[: self.slab.record_bytes].copy_(encoded)
 
     def restore(self, slab: Tensor, record: Tensor) -> None:
         """What a slab holds -> weights in the model's dtype and orientation, written into `record`; gaps are not touched."""
+        for section in self.raw.sections:
+            payload = slice(section.offset_bytes, section.offset_bytes + section.nbytes)
+            record[payload].copy_(slab[payload])
 
 
-def codec_of(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
-    """The codec of `format` for records of layout `raw`; `transposed` names its 2-D sections that are stored [in, out].
-
-    Raises ConfigError where the format cannot hold a section's type.
-    """
-    if format is Format.RAW:
-        from vismoe.formats.raw import Raw
-
-        return Raw(raw)
-    if format is Format.LOSSLESS:
-        from vismoe.formats.lossless import Lossless
-
-        return Lossless(raw)
-    from vismoe.formats.affine import Affine
-
-    odd = next((section for section in raw.sections if section.dtype not in FLOATS), None)
-    if odd is not None:
-        raise ConfigError(
-            f"{format} holds bfloat16, float16 and float32 weights, and section {odd.name} is {odd.dtype}. "
-            "Fix: load the model with one of these as dtype=, or use the raw format"
-        )
-    return Affine(format, raw, transposed)
+def in_blocks(layout: RecordLayout) -> RecordLayout:
+    """The same sections, the record rounded up to whole blocks."""
+    return RecordLayout(layout.sections, aligned(layout.record_bytes, BLOCK_BYTES))

@@ -4,17 +4,17 @@ A call releases the interpreter lock and uses one core.
 """
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vismoe.kernels.library import library
+from vismoe.kernels.library import function
 
 __all__ = ["crc32c"]
+
+_function = function("vismoe_crc32c", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_int], ctypes.c_uint32)
 
 Data = Tensor | NDArray[np.generic] | bytes | bytearray | memoryview
 
@@ -34,11 +34,3 @@ def _bytes(data: Data) -> NDArray[np.uint8]:
     if isinstance(data, np.ndarray):
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     return np.frombuffer(data, np.uint8)
-
-
-@cache
-def _function() -> Callable[..., int]:
-    function = library().vismoe_crc32c
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_int]
-    function.restype = ctypes.c_uint32
-    return function

@@ -15,15 +15,14 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vismoe.errors import BudgetError, ConfigError
-from vismoe.kernels.library import library
+from vismoe.kernels.library import function, instruction_sets, library
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout, Section
 
 __all__ = [
@@ -52,6 +51,16 @@ ACTIVATIONS = (
     Activation.RELU_SQUARED,
     Activation.CLAMPED_SWIGLU,
 )
+
+
+_SIZE, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32
+_start = function("vismoe_start", [_SIZE, _NUMBER])
+_experts = function("vismoe_experts", [_PLACE, _SIZE, _SIZE, *[_PLACE] * 6, _NUMBER, _PLACE, _NUMBER], _NUMBER)
+_workspace_bytes = function("vismoe_workspace_bytes", [_PLACE, _SIZE, _SIZE, _NUMBER, _SIZE, _NUMBER], _SIZE)
+_held_bytes = function("vismoe_held_bytes", [], _SIZE)
+_route = function("vismoe_route", [_PLACE, *[_SIZE] * 3, *[_PLACE] * 4], _SIZE)
+_combine = function("vismoe_combine", [_PLACE, _PLACE, _SIZE, _SIZE, _PLACE, _NUMBER, _SIZE], _NUMBER)
+_linear = function("vismoe_linear", [_PLACE, _PLACE, _PLACE, _NUMBER, _SIZE, _PLACE], _NUMBER)
 
 
 # ------------------------------------------------------------------ the process's threads
@@ -88,15 +97,14 @@ def start(threads: int | None = None, isa: Isa | Literal["auto"] = "auto") -> Ke
         raise ConfigError(
             f"isa={isa!r} is not available: this machine and build have {', '.join(present)}. Fix: one of them, or 'auto'"
         )
-    library().vismoe_start(ctypes.c_size_t(threads), ISAS.index(chosen))
+    _start()(threads, ISAS.index(chosen))
     _setup = KernelSetup(chosen, threads, why)
     return _setup
 
 
 def available() -> tuple[Isa, ...]:
     """The instruction sets that this machine has and the library was built for, best last."""
-    found = library().vismoe_isas()
-    return tuple(isa for i, isa in enumerate(ISAS) if found >> i & 1)
+    return instruction_sets(ISAS, library().vismoe_isas())
 
 
 def setup() -> KernelSetup:
@@ -183,39 +191,15 @@ class ExpertKernel:
         hidden: Tensor,
         out: Tensor,
         precisions: np.ndarray | None = None,
+        adding: bool = False,
     ) -> None:
         """out float32 `[P, H]` = factor * expert(hidden[token]), for every pair.
 
         records: uint64 `[n]`, addresses of records; starts: int32 `[n + 1]`, pairs starts[i] .. starts[i + 1] belong to expert i;
         tokens: int32 `[P]`; factors: float32 `[P]`; hidden `[T, H]` contiguous, bfloat16, float16 or float32;
         precisions: uint8 `[n]`, the index in `formats` of each record's format; None: all in the first.
+        adding: the same is added to out float32 `[T, H]` instead: experts in order, and the pairs of each in order.
         """
-        self._run(records, starts, tokens, factors, hidden, out, precisions, adding=False)
-
-    def add(
-        self,
-        records: np.ndarray,
-        starts: np.ndarray,
-        tokens: np.ndarray,
-        factors: np.ndarray,
-        hidden: Tensor,
-        out: Tensor,
-        precisions: np.ndarray | None = None,
-    ) -> None:
-        """As `parts`, but added to out float32 `[T, H]`: experts in order, and the pairs of each in order."""
-        self._run(records, starts, tokens, factors, hidden, out, precisions, adding=True)
-
-    def _run(
-        self,
-        records: np.ndarray,
-        starts: np.ndarray,
-        tokens: np.ndarray,
-        factors: np.ndarray,
-        hidden: Tensor,
-        out: Tensor,
-        precisions: np.ndarray | None,
-        adding: bool,
-    ) -> None:
         setup()
         pairs = len(tokens)
         _check_array(records, np.uint64, len(records))
@@ -231,36 +215,32 @@ class ExpertKernel:
             return
         assert tokens.min() >= 0 and tokens.max() < hidden.shape[0], "a pair names a token outside hidden"
         assert precisions is None or precisions.max() < len(self.formats), "a precision is not an index of formats"
-        failed = library().vismoe_experts(
+        failed = _experts()(
             self._experts,
-            ctypes.c_size_t(len(self._experts)),
-            ctypes.c_size_t(len(records)),
-            ctypes.c_void_p(records.ctypes.data),
-            ctypes.c_void_p(None if precisions is None else precisions.ctypes.data),
-            ctypes.c_void_p(starts.ctypes.data),
-            ctypes.c_void_p(tokens.ctypes.data),
-            ctypes.c_void_p(factors.ctypes.data),
-            ctypes.c_void_p(hidden.data_ptr()),
+            len(self._experts),
+            len(records),
+            records.ctypes.data,
+            None if precisions is None else precisions.ctypes.data,
+            starts.ctypes.data,
+            tokens.ctypes.data,
+            factors.ctypes.data,
+            hidden.data_ptr(),
             DTYPES.index(hidden.dtype),
-            ctypes.c_void_p(out.data_ptr()),
-            int(adding),
+            out.data_ptr(),
+            adding,
         )
         _refuse(failed)
 
 
 def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, threads: int, isa: Isa) -> int:
     """Bytes of workspace for calls with up to `pairs` pairs and inputs of type `dtype`; one workspace serves all kernels."""
-    function = library().vismoe_workspace_bytes
-    function.restype = ctypes.c_size_t
-    sizes = (ctypes.c_size_t(pairs), DTYPES.index(dtype), ctypes.c_size_t(threads), ISAS.index(isa))
-    return function(kernel._experts, ctypes.c_size_t(len(kernel._experts)), *sizes)
+    formats = len(kernel._experts)
+    return int(_workspace_bytes()(kernel._experts, formats, pairs, DTYPES.index(dtype), threads, ISAS.index(isa)))
 
 
 def held_bytes() -> int:
     """Bytes of the workspace now: those of the largest call so far."""
-    function = library().vismoe_held_bytes
-    function.restype = ctypes.c_size_t
-    return function()
+    return int(_held_bytes()())
 
 
 def _matrix(name: str, section: Section, transposed: bool, encoding: int, lying: dict[str, Section]) -> _Matrix:
@@ -277,7 +257,7 @@ def _matrix(name: str, section: Section, transposed: bool, encoding: int, lying:
 
 # ------------------------------------------------------------------ routing
 def route(routing: np.ndarray, num_experts: int) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
-    """(experts, starts, tokens, places) of a routing int64 `[T, K]`, for `parts` and `add`.
+    """(experts, starts, tokens, places) of a routing int64 `[T, K]`, for `parts`.
 
     experts: ascending; starts int32 `[n + 1]`; tokens int32 `[P]`; places int32 `[P]`: the index of each pair among the `T * K`
     choices.
@@ -302,14 +282,6 @@ def route(routing: np.ndarray, num_experts: int) -> tuple[list[int], np.ndarray,
     return room[:count].tolist(), starts, room[2 * pairs + 1 :][:end], room[3 * pairs + 1 :][:end]
 
 
-@cache
-def _route() -> Any:
-    function = library().vismoe_route
-    function.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 3, *[ctypes.c_void_p] * 4]
-    function.restype = ctypes.c_size_t
-    return function
-
-
 # ------------------------------------------------------------------ sums and linears
 def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
     """out `[T, H]` = for every token the sum of its rows of parts float32 `[P, H]`, in pair order.
@@ -324,16 +296,8 @@ def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
     assert pairs == 0 or (tokens.min() >= 0 and tokens.max() < out.shape[0]), "a pair names a token outside out"
     if out.numel() == 0:
         return
-    failed = library().vismoe_combine(
-        ctypes.c_void_p(parts.data_ptr()),
-        ctypes.c_void_p(tokens.ctypes.data),
-        ctypes.c_size_t(pairs),
-        ctypes.c_size_t(columns),
-        ctypes.c_void_p(out.data_ptr()),
-        DTYPES.index(out.dtype),
-        ctypes.c_size_t(out.shape[0]),
-    )
-    _refuse(failed)
+    places = (parts.data_ptr(), tokens.ctypes.data)
+    _refuse(_combine()(*places, pairs, columns, out.data_ptr(), DTYPES.index(out.dtype), out.shape[0]))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -354,15 +318,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu", bias.shape
         bias_place, bias_dtype = bias.data_ptr() - weight.data_ptr(), DTYPES.index(bias.dtype)
     matrix = _Matrix(0, 0, 0, bias_place, rows, inputs, inputs * 2, 0, ENCODINGS[weight.dtype], bias_dtype)
-    failed = library().vismoe_linear(
-        ctypes.byref(matrix),
-        ctypes.c_void_p(weight.data_ptr()),
-        ctypes.c_void_p(x.data_ptr()),
-        DTYPES.index(x.dtype),
-        ctypes.c_size_t(x.shape[0]),
-        ctypes.c_void_p(out.data_ptr()),
-    )
-    _refuse(failed)
+    places = (ctypes.byref(matrix), weight.data_ptr(), x.data_ptr())
+    _refuse(_linear()(*places, DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
     return out
 
 

@@ -4,13 +4,17 @@ A call through ctypes releases the interpreter lock. Installing the package buil
 """
 
 import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import vismoe.kernels
 from vismoe.errors import ConfigError
 
-__all__ = ["library"]
+__all__ = ["function", "instruction_sets", "library", "refuse_missing"]
+
+Name = TypeVar("Name", bound=str)
 
 FILE = "vismoe_kernels.so"
 INTERFACE = 2  # as in csrc/interface.cpp
@@ -28,3 +32,26 @@ def library() -> ctypes.CDLL:
     if getattr(loaded, "vismoe_interface", lambda: 0)() != INTERFACE:
         raise ConfigError(f"{file} was built from other sources: the sources have changed since the installation. {FIX}")
     return loaded
+
+
+def function(name: str, arguments: Sequence[Any], result: Any = None) -> Callable[[], Callable[..., Any]]:
+    """Finds the library's function of this name at the first call; `arguments` and `result` are ctypes."""
+
+    @cache
+    def found() -> Callable[..., Any]:
+        native = getattr(library(), name)
+        native.argtypes, native.restype = arguments, result
+        return native
+
+    return found
+
+
+def instruction_sets(names: tuple[Name, ...], present: int) -> tuple[Name, ...]:
+    """Those of `names` whose bit is set in `present`."""
+    return tuple(name for bit, name in enumerate(names) if present >> bit & 1)
+
+
+def refuse_missing(isa: str | None, available: Callable[[], Sequence[str]]) -> None:
+    """Raises ConfigError for an instruction set that is not available; None: whichever is best."""
+    if isa is not None and isa not in available():
+        raise ConfigError(f"isa={isa!r} is not available here; available: {', '.join(available())}. Fix: one of them, or None")

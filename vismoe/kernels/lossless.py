@@ -1,11 +1,10 @@
-"""The lossless format in C++: the bytes of `vismoe/formats/lossless.py`, at memory speed.
+"""The codec of the lossless format in C++, at memory speed.
 
 A call uses one core and releases the interpreter lock; several threads may encode and decode at the same time, different records
 or parts of one record.
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, get_args
@@ -15,22 +14,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vismoe.errors import ConfigError
 from vismoe.formats.lossless import Lossless, check, packable
-from vismoe.kernels.library import library
+from vismoe.kernels.library import function, instruction_sets, library, refuse_missing
 
 __all__ = ["FastLossless", "Isa", "available"]
 
 
 Isa = Literal["portable", "avx2", "avx512"]  # in the order of csrc/lossless.cpp, later ones preferred; avx512 needs VBMI2
 ISAS: tuple[Isa, ...] = get_args(Isa)
+_encode = function(
+    "vismoe_lossless_encode", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p], ctypes.c_uint64
+)
+_decode = function(
+    "vismoe_lossless_decode",
+    [*[ctypes.c_void_p, ctypes.c_uint64] * 2, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int],
+    ctypes.c_int,
+)
 
 
 @cache
 def available() -> tuple[Isa, ...]:
     """The instruction sets that this machine has and the library was built for, best last."""
-    found = library().vismoe_lossless_isas()
-    return tuple(isa for i, isa in enumerate(ISAS) if found >> i & 1)
+    return instruction_sets(ISAS, library().vismoe_lossless_isas())
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,7 @@ class FastLossless(Lossless):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.isa not in (None, *available()):
-            raise ConfigError(
-                f"isa={self.isa!r} is not available here; available: {', '.join(available())}. Fix: one of them, or None"
-            )
+        refuse_missing(self.isa, available)
 
     def encode(self, record: Tensor) -> Tensor:
         encoded = torch.empty(self.most_bytes, dtype=torch.uint8)
@@ -77,19 +79,3 @@ def _address(data: Tensor, least_bytes: int) -> int:
             f"got {data.dtype} with strides {data.stride()} on {data.device}"
         )
     return data.data_ptr()
-
-
-@cache
-def _encode() -> Callable[..., int]:
-    function = library().vismoe_lossless_encode
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
-    function.restype = ctypes.c_uint64
-    return function
-
-
-@cache
-def _decode() -> Callable[..., int]:
-    function = library().vismoe_lossless_decode
-    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
-    function.argtypes += [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
-    return function

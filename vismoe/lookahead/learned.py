@@ -6,7 +6,6 @@ is then taken from the experts' input.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,13 +91,14 @@ class Witness:
         return Evidence(half(features.hidden), half(features.visual) if changed else None, expected)
 
 
-class LearnedLookahead:
+class LearnedLookahead(Witness):
     """Scores from the trained networks: the probability that a layer uses an expert; in prefill the share of its tokens."""
 
     remembers = True
 
-    def __init__(self, witness: Witness, networks: dict[str, Folded], gamma: float, least: float):
-        self.witness, self._networks, self._gamma, self._least = witness, networks, gamma, least
+    def __init__(self, gate: GateLookahead | None, networks: dict[str, Folded], gamma: float, least: float):
+        super().__init__(gate, next(iter(networks.values())).shape.sizes)
+        self._networks, self._gamma, self._least = networks, gamma, least
 
     @classmethod
     def of(cls, model: nn.Module, inventory: ExpertInventory, calibration: Calibration) -> "LearnedLookahead":
@@ -108,35 +108,19 @@ class LearnedLookahead:
         """
         networks = calibration.networks()
         _refuse_misfits(networks, calibration)
-        shape = next(iter(networks.values())).shape
+        window = next(iter(networks.values())).shape.sizes.window
         asks = any("gate" in network.shape.parts for network in networks.values())
-        gate = GateLookahead.of(model, inventory, shape.sizes.window) if asks else None
+        gate = GateLookahead.of(model, inventory, window) if asks else None
         if isinstance(gate, str):
             raise ConfigError(f"the predictor in {calibration.folder} uses the routers: {gate}. Fix: vismoe calibrate again")
-        return cls(Witness(gate, shape.sizes), networks, calibration.gamma, calibration.least_probability)
-
-    def begin_request(self) -> None:
-        self.witness.begin_request()
-
-    @property
-    def memory(self) -> Any:
-        return self.witness.memory
-
-    @memory.setter
-    def memory(self, memory: Any) -> None:
-        self.witness.memory = memory
-
-    def observe(self, layer: int, chosen: np.ndarray) -> None:
-        self.witness.observe(layer, chosen)
+        return cls(gate, networks, calibration.gamma, calibration.least_probability)
 
     def snapshot(self, seen: Seen) -> LayerSnapshot | None:
-        if seen.layer + 1 >= self.witness.sizes.layers:
-            return None
-        return self.witness.snapshot(seen)
+        return None if seen.layer + 1 >= self.sizes.layers else super().snapshot(seen)
 
     def evaluate(self, snapshot: LayerSnapshot) -> np.ndarray:
         network = self._networks[Phase.DECODE if snapshot.decoding else Phase.PREFILL]
-        scores = network.probabilities(snapshot.layer, self.witness.features(snapshot), self._gamma)
+        scores = network.probabilities(snapshot.layer, self.features(snapshot), self._gamma)
         return np.where(scores >= self._least, scores, 0) if snapshot.decoding else scores[:PREFILL_LAYERS]
 
 

@@ -63,22 +63,23 @@ def affinity_cores() -> int:
 
 def cpu_quota(groups: Path = CGROUPS, self_file: Path = SELF) -> float | None:
     """Processor time in cores that the tightest control group (version 1 or 2) grants; None without a limit."""
-    granted = [quota for folder in _cpu_groups(groups, self_file) if (quota := _quota(folder)) is not None]
+    granted = [quota for folder, _ in _groups("cpu", groups, self_file) if (quota := _quota(folder)) is not None]
     return min(granted, default=None)
 
 
-def _cpu_groups(groups: Path, self_file: Path) -> Iterator[Path]:
-    """This process's group in every hierarchy that limits processor time, and the groups that contain it."""
+def _groups(controller: str, groups: Path, self_file: Path) -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is of version 2) of this process's group in every hierarchy with that controller, and of the groups
+    that contain it."""
     for line in self_file.read_text().splitlines() if self_file.exists() else []:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
+        if controllers == "":
             root = groups
-        elif "cpu" in controllers.split(","):
-            root = next((groups / name for name in ("cpu", controllers) if (groups / name).is_dir()), groups)
+        elif controller in controllers.split(","):
+            root = next((groups / name for name in (controller, controllers) if (groups / name).is_dir()), groups)
         else:
             continue
         here = root / path.lstrip("/")
-        yield from (folder for folder in (here, *here.parents) if folder == root or root in folder.parents)
+        yield from ((folder, controllers == "") for folder in (here, *here.parents) if folder == root or root in folder.parents)
 
 
 def _quota(folder: Path) -> float | None:
@@ -105,20 +106,11 @@ def host_memory() -> tuple[int, int]:
 def group_limits(groups: Path = CGROUPS, self_file: Path = SELF) -> list[tuple[int, int]]:
     """(limit, bytes in use that cannot be reclaimed) of every limited memory control group that contains this process."""
     limits = []
-    lines = self_file.read_text().splitlines() if self_file.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, names = groups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
-            if folder != root and root not in folder.parents:
-                break
-            limits += _limit(folder, *names)
+    for folder, is_second in _groups("memory", groups, self_file):
+        names = ("memory.max", "memory.current", "inactive_file")
+        limits += _limit(
+            folder, *(names if is_second else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+        )
     return limits
 
 

@@ -13,7 +13,7 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from vismoe.machine.disk import filesystem_key
 from vismoe.machine.facts import Facts, facts, machine_key
@@ -22,7 +22,6 @@ from vismoe.machine.rates import DiskRates, DramRates, LinkRates
 __all__ = ["SCHEMA", "Profile", "disk_of", "load_profile", "merged", "profile_file", "save_profile"]
 
 SCHEMA = 1
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +61,7 @@ class Profile:
         """Raises ValueError for JSON that `to_json` did not write."""
         if isinstance(value, dict) and value.get("schema") != SCHEMA:
             raise ValueError(f"schema {value.get('schema')!r}, not {SCHEMA}")
-        return _decoded(cls, value)
+        return typing.cast("Profile", _decode(cls, value, cls.__name__))
 
 
 def disk_of(profile: Profile, path: str | os.PathLike[str]) -> DiskRates | None:
@@ -116,12 +115,8 @@ def save_profile(profile: Profile) -> Path:
     return file
 
 
-def _decoded(kind: type[T], value: Any) -> T:
-    """A value of type `kind` from the result of json.loads; every field must exist and have its type."""
-    return typing.cast(T, _decode(kind, value, kind.__name__))
-
-
 def _decode(kind: Any, value: Any, where: str) -> Any:
+    """A value of type `kind` from the result of json.loads; every field must exist and have its type."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)

@@ -1,5 +1,5 @@
 """How the misses of one layer are served: by a copy, or by the CPU from host memory. (A resident lower format is no miss of this
-kind: `vismoe.precision.rules` says when it serves.)
+kind: `Upgrades` asks `vismoe.precision.rules` when it serves.)
 
 Pure functions of bytes, tokens, rates and what is queued; the pager and the replay call the same ones. A copy needs the link, and
 afterwards the expert is on the device; the CPU needs neither link nor slab and works beside both. So a layer is done when the
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from vismoe.errors import ConfigError
+from vismoe.pair import HIGH, LOW
+from vismoe.precision.policy import Policy
+from vismoe.precision.rules import Serve, serve, upgrades_in_time
 
-__all__ = ["Miss", "Rates", "Way", "Ways", "choose_ways"]
+__all__ = ["Miss", "Rates", "Upgrades", "Way", "Ways", "choose_ways"]
 
 
 class Way(enum.Enum):
@@ -94,3 +97,30 @@ class Ways:
         if self.policy == "cpu":
             return [Way.CPU] * len(misses)
         return choose_ways(misses, expert_bytes, self.rates[geometry], 0.0 if self.deterministic else link_ahead_bytes)
+
+
+@dataclass(frozen=True)
+class Upgrades:
+    """What a policy does about experts that a layer wants in more precision than they are there in: which are waited for,
+    borrowed, or taken as they are. `rates` by geometry: of what copies come over, and of computing."""
+
+    policy: Policy
+    rates: tuple[Rates, ...]
+    deterministic: bool = False  # what is queued does not count
+
+    def choose(
+        self, geometry: int, wanting: Sequence[int], high_bytes: int, others_s: float, queued_bytes: int, borrowable: int
+    ) -> dict[int, Serve]:
+        """What is done about each of `wanting`, the most important first. high_bytes: of a record in the more precise format;
+        others_s: what the layer's other experts take; queued_bytes: on their way before any of these; borrowable: slabs that a
+        copy could be borrowed in.
+        """
+        rates = self.rates[geometry]
+        in_time: set[int] = set()
+        if self.policy.hotness and self.policy.importance:
+            first = wanting[:borrowable]
+            ahead = 0 if self.deterministic else queued_bytes
+            compute_s = rates.cpu_s(high_bytes, 1)
+            there = upgrades_in_time([high_bytes] * len(first), rates.link_bytes_per_s, ahead, others_s, compute_s)
+            in_time = {expert for expert, is_there in zip(first, there, strict=True) if is_there}
+        return {expert: serve(LOW, HIGH, self.policy, expert in in_time) for expert in wanting}

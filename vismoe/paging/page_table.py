@@ -8,7 +8,6 @@ No method blocks.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +24,7 @@ ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used th
 LFU_HALF_LIFE_STEPS = 16  # forward steps after which a use counts half; the best of 4 ... infinity on the demo model
 
 
-@dataclass(frozen=True)
-class Evicted:
+class Evicted(NamedTuple):
     expert: ExpertId
     unused_prefetch: bool
 
@@ -35,8 +33,8 @@ class Room(NamedTuple):
     """A slab to load into, whether it belongs to the prefill ring, and which expert was evicted."""
 
     slab: int
-    ring: bool
-    evicted: Evicted | None
+    ring: bool = False
+    evicted: Evicted | None = None
 
 
 class PageTable:
@@ -82,18 +80,21 @@ class PageTable:
     def flat(self, expert: ExpertId) -> int:
         return self.base[expert.layer] + expert.expert
 
-    def residency(self, layer: int, experts: int) -> np.ndarray:
-        """uint8 `[experts]` of a layer: ABSENT (or still on its way), ON_DEVICE or PINNED."""
-        slabs = self.slab_of[self.base[layer] : self.base[layer] + experts]
-        there = (slabs >= 0) & (self.state[slabs] == RESIDENT)
+    def residency(self, layer: int) -> np.ndarray:
+        """uint8 `[E]` of a layer: ABSENT (or still on its way), ON_DEVICE or PINNED."""
+        slabs, there = self._resident(layer)
         return np.where(there, np.where(self.pinned[slabs], PINNED, ON_DEVICE), ABSENT).astype(np.uint8)
 
     def precisions(self, layer: int) -> np.ndarray:
         """uint8 `[E]` of a layer: 0 absent (or still on its way), otherwise 1 + the precision of the resident copy."""
-        slabs = self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
-        there = (slabs >= 0) & (self.state[slabs] == RESIDENT)
+        slabs, there = self._resident(layer)
         precision = 0 if self.pool.precision is None else self.pool.precision[slabs]
         return np.where(there, 1 + precision, 0).astype(np.uint8)
+
+    def _resident(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """(slab of each expert of a layer, whether it is resident there)."""
+        slabs = self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
+        return slabs, (slabs >= 0) & (self.state[slabs] == RESIDENT)
 
     def bound_for(self, layer: int) -> np.ndarray:
         """uint8 `[E]`: like `precisions`, once the copies that are to replace others have done so."""
@@ -167,22 +168,20 @@ class PageTable:
         if slab is None and not self.may_evict:
             slab = self.pool.take(LOW if precision == HIGH else HIGH)
         if slab is not None:
-            return Room(slab, False, None)
+            return Room(slab)
         limit = self.pool.capacity + 1 if must else self.ring_limits[precision]
         return self._evict_for(self.victim(running_layer, window, precision=precision), streaming, limit, precision)
 
-    def room_for_guess(
-        self, running_layer: int, window: int, priority: float, streaming: bool, precision: int = HIGH
-    ) -> Room | None:
-        """A slab for a prefetch; it never takes the last one that a demand could have."""
-        if self.pool.free_of(precision) > 1:
-            slab = self.pool.take(precision)
+    def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
+        """A slab of the more precise format for a prefetch; it never takes the last one that a demand could have."""
+        if self.pool.free_of(HIGH) > 1:
+            slab = self.pool.take()
             assert slab is not None
-            return Room(slab, False, None)
-        if streaming and self._ring_slabs(self.ring & self.speculative, precision) >= self.ring_limits[precision] // 2:
+            return Room(slab)
+        if streaming and self._ring_slabs(self.ring & self.speculative, HIGH) >= self.ring_limits[HIGH] // 2:
             return None  # the other half of the ring is for what is surely needed
-        victim = self.victim(running_layer, window, prefetch_priority=priority, precision=precision)
-        return self._evict_for(victim, streaming, self.ring_limits[precision], precision)
+        victim = self.victim(running_layer, window, prefetch_priority=priority)
+        return self._evict_for(victim, streaming, self.ring_limits[HIGH], HIGH)
 
     def admission(self, running_layer: int, window: int) -> tuple[int, Room] | None:
         """The most used absent expert (flat index) and a slab for it, if it is worth more than the one evicted, or None.
@@ -197,7 +196,7 @@ class PageTable:
         if self.pool.free > 1:
             slab = self.pool.take()
             assert slab is not None
-            return flat, Room(slab, False, None)
+            return flat, Room(slab)
         victim = self.victim(running_layer, window, prefetch_priority=0.0)
         if victim is None or uses[flat] <= ADMISSION_GAIN * self.uses[self.expert_in[victim]]:
             return None

@@ -11,21 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from vismoe.errors import BusyError
 from vismoe.locks import RunningCall, under
-from vismoe.metrics import Metrics
 from vismoe.paging.changes import whole
 from vismoe.paging.demand import Demand
 from vismoe.paging.lent import Group
-from vismoe.paging.miss import Ways
+from vismoe.paging.page_table import PageTable
 from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transfer import Mover, Transfer
-from vismoe.paging.upgrades import Upgrades
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
 from vismoe.timeline import Timeline
@@ -49,8 +47,8 @@ def _in_core(event: Callable[Concatenate[Residency, Given], None]) -> Callable[C
 class Pager:
     """The experts of one model, lent to the thread that runs it.
 
-    `pools`, `order`, `window`, `ways`, `upgrades`, `deterministic` and `metrics` are those of `Residency`; `ways` needs a mover
-    with a host tier. `pinned_layers`: how many leading MoE layers `pin_prefix` brings in for good. `threads`: that copy.
+    `options` are those of `Residency`, but for its hosts, which are the mover's. `pinned_layers`: how many leading MoE layers
+    `pin_prefix` brings in for good. `threads`: that copy.
     """
 
     def __init__(
@@ -59,28 +57,14 @@ class Pager:
         pools: Sequence[SlabPool | Sequence[SlabPool]],
         mover: Mover,
         *,
-        order: str = "lfu",
-        window: int = 5,
         pinned_layers: int = 0,
         threads: int = 2,
-        ways: Ways | None = None,
-        upgrades: Upgrades | None = None,
-        deterministic: bool = False,
-        metrics: Metrics | None = None,
+        **options: Any,
     ):
-        self.inventory, self.window, self.ways, self.pinned_layers = inventory, window, ways, pinned_layers
+        self.inventory, self.pinned_layers = inventory, pinned_layers
         self._hosts: Sequence[HostTier] = mover.hosts
-        self.core = Residency(
-            inventory,
-            pools,
-            order=order,
-            window=window,
-            ways=ways,
-            hosts=mover.hosts,
-            upgrades=upgrades,
-            deterministic=deterministic,
-            metrics=metrics,
-        )
+        self.core = Residency(inventory, pools, hosts=mover.hosts, **options)
+        self.window, self.ways = self.core.window, self.core.ways
         self.metrics, self.tables = self.core.metrics, self.core.tables
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls
         self._step_began_s = self._step_ended_s = 0.0
@@ -185,11 +169,11 @@ class Pager:
 
     def residency(self) -> np.ndarray:
         """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""
-        return under(self.lock, self.core.residency)
+        return under(self.lock, self.core.of_all, PageTable.residency)
 
     def precisions(self) -> np.ndarray:
         """uint8 `[L, E]`: 0 absent, otherwise 1 + the precision that each expert is resident in; NO_EXPERT as in `residency`."""
-        return under(self.lock, self.core.precisions)
+        return under(self.lock, self.core.of_all, PageTable.precisions)
 
     def close(self) -> None:
         self.core.closed = True

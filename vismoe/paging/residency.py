@@ -25,14 +25,13 @@ import numpy as np
 
 from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
-from vismoe.paging.miss import Ways
+from vismoe.paging.miss import Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, PageTable, Room
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transitions import Transitions
-from vismoe.paging.upgrades import Upgrades
 from vismoe.pools.pool import SlabPool
-from vismoe.types import HIGH, ExpertId, ExpertInventory, MoELayer, Phase
+from vismoe.types import HIGH, ExpertId, ExpertInventory, Phase
 
 __all__ = ["HostRecords", "Link", "Residency"]
 
@@ -312,18 +311,11 @@ class Residency:
         for host in self.hosts:
             host.let_go()
 
-    def residency(self) -> np.ndarray:
-        """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""
-        return self._of_all(lambda table, layer: table.residency(layer.index, layer.num_experts))
-
-    def precisions(self) -> np.ndarray:
-        """uint8 `[L, E]`: 0 absent, otherwise 1 + the precision that each expert is resident in; NO_EXPERT as in `residency`."""
-        return self._of_all(lambda table, layer: table.precisions(layer.index))
-
-    def _of_all(self, read: Callable[[PageTable, MoELayer], np.ndarray]) -> np.ndarray:
+    def of_all(self, read: Callable[[PageTable, int], np.ndarray]) -> np.ndarray:
+        """uint8 `[L, E]`: what is read of each layer; layers with fewer experts than E end in NO_EXPERT."""
         found = np.full(self.metrics.demanded.shape, NO_EXPERT, np.uint8)
         for layer in self.inventory.layers:
-            found[layer.index, : layer.num_experts] = read(self.table_of[layer.index], layer)
+            found[layer.index, : layer.num_experts] = read(self.table_of[layer.index], layer.index)
         return found
 
     def check_integrity(self) -> None:

@@ -90,7 +90,7 @@ class Ledger:
         self._balance_s += guesses * self.miss_s[self.phase]
 
     def wasted(self) -> None:
-        """A guess left, or the request ended, before anybody demanded it."""
+        """A guess left, or the request ended, before a layer demanded it."""
         self._balance_s -= WASTE_PRICE * self.miss_s[self.phase]
 
     def displaced(self, misses: int) -> None:

@@ -38,10 +38,12 @@ class Mover(Protocol):
     def move(self, ticket: Ticket, pool: Slabs) -> Moved: ...
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
-        """The computation that used these slabs was queued; a copy into one of them must wait for it."""
+        """The computation that used these slabs was queued; a copy into one of them must wait for it. Nothing to do where it is
+        over when it returns, as on a CPU."""
+        return
 
 
-class DiskMover:
+class DiskMover(Mover):
     """Disk to slab; the CPU's only step."""
 
     by_demander = True
@@ -54,9 +56,6 @@ class DiskMover:
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
         store = self._stores[pool.precision_of(ticket.slab)]
         return Moved(disk_bytes=store.read(ticket.expert, pool.record(ticket.slab)))
-
-    def released(self, geometry: int, slabs: np.ndarray) -> None:
-        """CPU computation is over when it returns."""
 
 
 class DeviceMover:
@@ -91,7 +90,7 @@ class DeviceMover:
             self._last_read[geometry, slab] = event
 
 
-class EmulatedLinkMover:
+class EmulatedLinkMover(Mover):
     """A link of a given rate on a machine without a device: the slab aliases the host record and the ticket completes late.
 
     Transfers queue on one link: each completes `record_bytes / rate` after the one before it. Nothing is copied, so the link may
@@ -114,9 +113,6 @@ class EmulatedLinkMover:
             pool.alias(ticket.slab, lease.pool, lease.slab)  # the host tier holds every expert, so the record stays
             time.sleep(max(0.0, done_at_s - time.perf_counter()))
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=nbytes)
-
-    def released(self, geometry: int, slabs: np.ndarray) -> None:
-        """CPU computation is over when it returns."""
 
 
 class Transfer(Link):

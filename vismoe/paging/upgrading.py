@@ -77,7 +77,7 @@ class Upgrading:
         if slab is None:
             return False
         self._borrowed.add(expert)
-        start_load(expert, Room(slab, False, None), True)
+        start_load(expert, Room(slab), True)
         return True
 
     def late(self, coming: Sequence[int]) -> list[int]:

@@ -69,7 +69,7 @@ class Footprint:
     combine_token_bytes: int  # expert outputs per (token, choice) in decode
     image_token_bytes: int  # per image token, held during prefill: pixels, features and deepstack features
     max_image_tokens: int  # of one request, with any context; 0 for text-only models
-    scratch_bytes: int  # of the bounce buffer of one reading thread
+    scratch_bytes: int = 0  # of the bounce buffer of one reading thread
     kernel_entries: int = 2 * ENTRIES  # in torch's caches of generated CPU kernels
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
     prefill_by_kernels: Curve | None = None  # `prefill` if the CPU kernels compute the experts; they keep a workspace instead

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vismoe.config import Settings
-from vismoe.formats.codec import codec_of
+from vismoe.kernels.codecs import codec_of
 from vismoe.pair import Format, FormatPair
 from vismoe.planning.apportion import LEAST_SLABS, Division, experts_of
 from vismoe.types import ExpertInventory

@@ -81,9 +81,14 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
     ]
 
 
+def part_of(name: str, nbytes: int, note: str) -> list[PlanPart]:
+    """The part, unless it is empty."""
+    return [PlanPart(name, nbytes, note)] if nbytes else []
+
+
 def workspace_part(nbytes: int) -> list[PlanPart]:
     """The workspace of the backend that computes experts; torch keeps nothing beyond the activations."""
-    return [PlanPart("expert workspace", nbytes, "kept to compute experts")] if nbytes else []
+    return part_of("expert workspace", nbytes, "kept to compute experts")
 
 
 def _of_a_cpu(need: Footprint) -> list[PlanPart]:
@@ -99,20 +104,18 @@ def _of_a_cpu(need: Footprint) -> list[PlanPart]:
 
 def staging_part(need: Footprint, io_threads: int) -> list[PlanPart]:
     """Bounce buffers of the reading threads and of the demanding thread; none if reads go straight into records."""
-    nbytes = need.scratch_bytes * (io_threads + 1)
-    return (
-        [PlanPart("staging", nbytes, f"bounce buffers of {io_threads} reading threads and the demanding one")] if nbytes else []
-    )
+    note = f"bounce buffers of {io_threads} reading threads and the demanding one"
+    return part_of("staging", need.scratch_bytes * (io_threads + 1), note)
 
 
 def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:
     """Encoded images that are cached between requests; none for a text model."""
-    return [PlanPart("image cache", nbytes, "encoded images kept for later requests")] if nbytes and need.max_image_tokens else []
+    return part_of("image cache", nbytes if need.max_image_tokens else 0, "encoded images kept for later requests")
 
 
 def request_part(nbytes: int) -> list[PlanPart]:
     """Host memory that a server's requests hold beside the model."""
-    return [PlanPart("request memory", nbytes, "bodies, pictures and their decoders, prompts in preparation")] if nbytes else []
+    return part_of("request memory", nbytes, "bodies, pictures and their decoders, prompts in preparation")
 
 
 def expert_parts(inventory: ExpertInventory, division: Division, pair: FormatPair | None, emulated: bool) -> list[PlanPart]:

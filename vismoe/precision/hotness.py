@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vismoe.errors import CheckpointError, ConfigError
+from vismoe.store.whole import write_whole
 
 __all__ = ["Hotness", "profile_bytes", "refuse_unwritable"]
 
@@ -106,10 +107,8 @@ class Hotness:
         """
         head = {"version": STATE_VERSION, "fingerprint": fingerprint, "shape": self.scores.shape, "warm": self.warm}
         state = json.dumps(head).encode() + b"\n" + self.scores.astype("<f8").tobytes()
-        unfinished = file.with_name(f"{file.name}.partial")
         try:
-            unfinished.write_bytes(_checksum(state) + state)
-            os.replace(unfinished, file)
+            write_whole(file, _checksum(state) + state)
         except OSError as error:
             raise ConfigError(
                 f"hotness_state: {file} cannot be written: {error.strerror or error}. "

@@ -1,23 +1,29 @@
-"""Which experts a recorded trace would have found in the better format under `hotness`, and what moved for it.
+"""What a recorded trace would have met under `hotness` and `importance`: without a byte moved.
 
-The controller and the residency core are those that serve (`precision/controller.py`, `paging/residency.py`), over slabs that
-hold nothing. Copies take no time, as with `deterministic=True`: they serve from the next pass on. Routing is what
-was recorded: what a lossy format would have changed in it is not seen.
+Under `hotness`, which experts would have been in the better format, and what moved for it; under `importance`, what would have
+been loaded for any number of slabs of each format. The controller and the residency core are those that serve
+(`precision/controller.py`, `paging/residency.py`), over slabs that hold nothing. Copies take no time, as with
+`deterministic=True`: those of `hotness` serve from the next pass on. Routing is what was recorded: what a lossy format would have
+changed in it is not seen. Traces say nothing about attention, so every token of a prompt is a heavy hitter.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from vismoe.paging.demand import Demand
+from vismoe.paging.miss import Rates, Upgrades
 from vismoe.paging.residency import Residency
+from vismoe.paging.tickets import Moved
 from vismoe.pools.pool import SlabPool
-from vismoe.precision.controller import Precision
+from vismoe.precision.controller import Choice, Precision
 from vismoe.precision.policy import Policy
 from vismoe.simulate.demands import Routing
 from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, Phase
 
-__all__ = ["HotnessReplay", "Pass", "Update", "best_static", "read", "replay_hotness"]
+__all__ = ["HotnessReplay", "Loaded", "Pass", "Update", "best_static", "read", "replay_hotness", "replay_importance"]
 
 
 @dataclass(frozen=True)
@@ -97,10 +103,6 @@ class HotnessReplay:
         """Promotions, those of the first update left out: they fill the pool."""
         return 1000 * sum(len(update.promote) for update in self.updates[1:]) / max(1, int(self.tokens.sum()))
 
-    @property
-    def bytes_per_token(self) -> float:
-        return float(self.moved_bytes.sum() / max(1, self.tokens.sum()))
-
 
 def replay_hotness(
     passes: Iterable[Pass],
@@ -178,3 +180,60 @@ def best_static(passes: Sequence[Pass], quotas: np.ndarray, most: int) -> tuple[
     order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
     ranked = np.take_along_axis(counts, order[None], axis=2)
     return np.where(np.arange(most) < quotas[:, None], ranked, 0).sum(axis=(1, 2)), counts.sum(axis=(1, 2))
+
+
+# -- importance
+class Loaded(NamedTuple):
+    """Bytes by phase."""
+
+    prefill_bytes: int
+    decode_bytes: int
+
+
+def replay_importance(
+    passes: Iterable[Pass], inventory: ExpertInventory, policy: Policy, high_slabs: Sequence[int], low_slabs: Sequence[int]
+) -> Loaded:
+    """Replays passes under a policy with importance over these slabs of each geometry; `inventory` has a second format.
+
+    At least two slabs of each format, so that a copy can arrive while another one is computed.
+    """
+    precision = Precision(policy, [layer.num_experts for layer in inventory.layers])
+    pools = [
+        [SlabPool(high, n, aliased=True), SlabPool(low, m, aliased=True)]
+        for high, low, n, m in zip(inventory.layouts, inventory.low_layouts, high_slabs, low_slabs, strict=True)
+    ]
+    upgrades = Upgrades(policy, (Rates(1.0, 1.0),) * len(pools))  # under importance alone no rate decides
+    core = Residency(inventory, pools, upgrades=upgrades, deterministic=True)
+    for each in passes:
+        core.begin_step(each.phase, 0.0)
+        decoding = each.phase is Phase.DECODE
+        for layer in each.layers:
+            choice, experts = _chosen(precision, layer, decoding, inventory.layers[layer.index].num_experts)
+            keep = None if decoding else set(layer.last.tolist())
+            _serve(core, Demand(core, layer.index, experts, keep, high=choice.high))
+    loaded = core.metrics.snapshot()
+    return Loaded(*(int(loaded.total("bytes_read", phase)) for phase in (Phase.PREFILL, Phase.DECODE)))
+
+
+def _chosen(precision: Precision, layer: Layer, decoding: bool, experts: int) -> tuple[Choice, list[int]]:
+    """What the layer needs, and the ascending ids of its experts that real tokens demand."""
+    hitters = None if decoding else np.ones(len(layer.routing), bool)
+    choice = precision.at_layer(layer.index, decoding, layer.routing, layer.weights, hitters, layer.sequence, layer.real)
+    routing = choice.routing if layer.real is None else choice.routing[layer.real]
+    return choice, np.unique(routing[(routing >= 0) & (routing < experts)]).tolist()
+
+
+def _serve(core: Residency, demand: Demand) -> None:
+    """Compute what is there, and copy only where nothing is."""
+    demand.open(0.0)
+    while demand.todo:
+        if group := demand.next_group(in_order=False):
+            demand.computed(group)
+            continue
+        waiting = demand.awaited(in_order=False) or demand.any_copies()
+        while waiting and not any(ticket.done for ticket in waiting):
+            ticket = core.queue.popleft()
+            ticket.done, ticket.moved = True, Moved(core.tables[ticket.geometry].pool.bytes_of(ticket.slab))
+            core.ended(ticket)
+        demand.waited(0.0)
+    demand.close(0.0)

@@ -8,17 +8,15 @@ reaches a record. Offsets are absolute, in bytes.
 import enum
 import hashlib
 import math
-import threading
 from collections.abc import Iterable, Sequence
-from functools import cached_property
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from vismoe.errors import CheckpointError
-from vismoe.store.expert_store import naming_expert
-from vismoe.store.files import CheckpointFiles, OpenFiles, bounce_bytes
+from vismoe.store.expert_store import StoreOnDisk, naming_expert
+from vismoe.store.files import OpenFiles, ThreadBuffer, bounce_bytes
 from vismoe.store.safetensors_header import SafetensorsHeader
 from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
 
@@ -79,7 +77,7 @@ class _Bounce(NamedTuple):
     shape: tuple[int, ...]
 
 
-class CheckpointStore:
+class CheckpointStore(StoreOnDisk):
     """An ExpertStore over the files of a checkpoint."""
 
     def __init__(
@@ -89,10 +87,10 @@ class CheckpointStore:
         locators: Sequence[Sequence[Locator]],  # [layer][expert]
         config_json: bytes = b"",
     ):
+        super().__init__(headers)
         self.inventory = inventory
         self.locators = locators
         self.headers = tuple(headers)
-        self._config_json = config_json
         self._reads = [
             [_compile(inventory.layout(layer.index), locator) for locator in locators[layer.index]] for layer in inventory.layers
         ]
@@ -100,26 +98,13 @@ class CheckpointStore:
         self.scratch_bytes = max((bounce.part.nbytes for _, bounces in every for bounce in bounces), default=0)
         stretches = (sum(stop - start for start, stop in stretch.pieces) for direct, _ in every for stretch in direct)
         self.stretch_bytes = max((self.scratch_bytes, *stretches))
-        self._scratch = threading.local()
-        self._files = CheckpointFiles(headers)
-
-    @property
-    def paths(self) -> list[Path]:
-        return [header.path for header in self.headers]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all experts on disk."""
-        return sum(part.nbytes for layer in self.locators for locator in layer for parts in locator for part in parts)
-
-    @property
-    def bounce_bytes(self) -> int:
-        """Bytes that one reading thread needs beside `scratch_bytes` to read past the page cache."""
-        return bounce_bytes(self.stretch_bytes)
-
-    def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
-        return self._files.read_past_cache(self.stretch_bytes)
+        self.bounce_bytes = bounce_bytes(self.stretch_bytes)
+        self.stored_bytes = sum(part.nbytes for layer in locators for locator in layer for parts in locator for part in parts)
+        digest = hashlib.sha256(config_json)  # over config, headers, sizes and mtimes; a packed store identifies its source by it
+        for header in self.headers:
+            digest.update(f"{header.path.name} {header.sha256} {header.file_bytes} {header.mtime_ns}\n".encode())
+        self.fingerprint = digest.hexdigest()
+        self._scratch = ThreadBuffer(partial(torch.empty, self.scratch_bytes, dtype=torch.uint8))
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with one expert; return its bytes on disk."""
@@ -139,24 +124,9 @@ class CheckpointStore:
             raise naming_expert(expert, error) from error
         return nbytes
 
-    def close(self) -> None:
-        """Refuse further reads with ClosedError; the last running read closes the files."""
-        self._files.close()
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """sha256 over config, headers, sizes and mtimes; a packed store records it to identify its source."""
-        digest = hashlib.sha256(self._config_json)
-        for header in self.headers:
-            digest.update(f"{header.path.name} {header.sha256} {header.file_bytes} {header.mtime_ns}\n".encode())
-        return digest.hexdigest()
-
     def _rearrange(self, files: OpenFiles, bounce: _Bounce, record: torch.Tensor) -> int:
         """Read a part into this thread's scratch, then rearrange and cast it into the record in one copy."""
-        scratch = getattr(self._scratch, "buffer", None)
-        if scratch is None:
-            scratch = self._scratch.buffer = torch.empty(self.scratch_bytes, dtype=torch.uint8)
-        part = bounce.part
+        scratch, part = self._scratch.memory, bounce.part
         nbytes = files.fill(part.file, part.offset_bytes, [scratch.numpy()[: part.nbytes]])
         on_disk = scratch[:nbytes].view(part.dtype).view(part.shape)
         into = record[bounce.start : bounce.stop].view(bounce.dtype).view(bounce.shape)

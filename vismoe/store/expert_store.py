@@ -1,14 +1,18 @@
 """What every store promises: it reads any one expert into a record, without touching another expert's bytes."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from vismoe.errors import CheckpointError
+from vismoe.store.files import CheckpointFiles, FileOnDisk
+from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import ExpertId, ExpertInventory
 
-__all__ = ["ExpertStore", "StoreOnDisk", "naming_expert"]
+__all__ = ["ExpertStore", "Reads", "StoreOnDisk", "Stores", "naming_expert"]
 
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
@@ -43,29 +47,69 @@ class ExpertStore(Protocol):
         ...
 
 
-class StoreOnDisk(ExpertStore, Protocol):
-    """A store over files: what loading needs to know about reading them."""
+class StoreOnDisk:
+    """What stores over files share; each of them is an ExpertStore."""
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the bounce buffer that one reading thread needs; 0 if every read goes straight into the record."""
-        ...
+    inventory: ExpertInventory
+    fingerprint: str
+    scratch_bytes: int  # of the bounce buffer that one reading thread needs; 0 if every read goes straight into the record
+    bounce_bytes: int  # that one reading thread needs beside these to read past the page cache
+    stretch_bytes: int  # of the largest read
+    stored_bytes: int  # of all experts on disk
 
-    @property
-    def bounce_bytes(self) -> int:
-        """Bytes that one reading thread needs beside `scratch_bytes` to read past the page cache."""
-        ...
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all experts on disk."""
-        ...
+    def __init__(self, files: Sequence[FileOnDisk], again: str = AGAIN):
+        """`again`: advice on how to restore a damaged file."""
+        self._files = CheckpointFiles(files, again)
 
     @property
     def paths(self) -> list[Path]:
         """The files that hold the records."""
-        ...
+        return [file.path for file in self._files.files]
 
     def read_past_cache(self) -> str | None:
         """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
-        ...
+        return self._files.read_past_cache(self.stretch_bytes)
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        """As ExpertStore.read."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Refuse further reads with ClosedError; the last running read closes the files."""
+        self._files.close()
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What reading experts in all their formats takes."""
+
+    scratch_bytes: int  # of the bounce buffer of one reading thread
+    bounce_bytes: int  # that one reading thread needs beside it to read past the page cache
+    stored_bytes: int  # of all experts on disk
+    paths: list[Path]  # of the files that hold the records; empty: they are not on this machine
+
+
+class Stores:
+    """The stores of one model's experts, combined where the format makes no difference.
+
+    `by_precision`: a store for each format that slabs hold, the most precise first; all of the same checkpoint.
+    """
+
+    def __init__(self, by_precision: Sequence[StoreOnDisk]):
+        self.by_precision = tuple(by_precision)
+        self.fingerprint = by_precision[0].fingerprint  # of the checkpoint
+        self.reads = Reads(
+            max(store.scratch_bytes for store in by_precision),
+            max(store.bounce_bytes for store in by_precision),
+            sum(store.stored_bytes for store in by_precision),
+            [path for store in by_precision for path in store.paths],
+        )
+
+    def read_past_cache(self) -> str | None:
+        """Read with O_DIRECT from now on; returns the reason if a filesystem cannot. Reads in progress end as they began."""
+        refusals = [store.read_past_cache() for store in self.by_precision]
+        return next((refused for refused in refusals if refused is not None), None)
+
+    def close(self) -> None:
+        for store in self.by_precision:
+            store.close()

@@ -11,9 +11,10 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import BLOCK_BYTES
 
-__all__ = ["CheckpointFiles", "FileOnDisk", "OpenFiles", "block_buffer", "bounce_bytes"]
+__all__ = ["CheckpointFiles", "FileOnDisk", "OpenFiles", "ThreadBuffer", "block_buffer", "bounce_bytes"]
 
 LOGICAL_BLOCK_BYTES = 512  # the smallest; O_DIRECT reads return a multiple of it, except at the end of a file
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # the error of a filesystem without O_DIRECT
@@ -37,6 +38,17 @@ def bounce_bytes(stretch_bytes: int) -> int:
 def block_buffer(nbytes: int) -> np.ndarray:
     """uint8 `[nbytes]` that starts on a page, as O_DIRECT requires."""
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+
+
+class ThreadBuffer(threading.local):
+    """Memory of each thread, made at its first use."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+
+    @cached_property
+    def memory(self) -> Any:
+        return self._make()
 
 
 class FileOnDisk(Protocol):
@@ -68,7 +80,7 @@ class OpenFiles:
     ):
         self.files, self._again = tuple(files), again
         self._bounce_bytes = bounce_bytes  # 0: through the page cache
-        self._bounce = threading.local()
+        self._bounce = ThreadBuffer(partial(block_buffer, bounce_bytes))
         self._descriptors: list[int] = []
         for file in self.files:
             self._descriptors.append(os.open(file.path, flags | os.O_CLOEXEC))
@@ -122,7 +134,7 @@ class OpenFiles:
         """Read a block of every non-empty file; raises OSError (`NO_DIRECT`) where this way of reading does not work."""
         for file, descriptor in enumerate(self._descriptors):
             try:
-                os.preadv(descriptor, [self._buffer()[:BLOCK_BYTES].data], 0)
+                os.preadv(descriptor, [self._bounce.memory[:BLOCK_BYTES].data], 0)
             except OSError as error:
                 if error.errno in NO_DIRECT:
                     raise
@@ -143,7 +155,7 @@ class OpenFiles:
             left[0] = left[0][count:]
 
     def _fill_past_cache(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
-        buffer, left = self._buffer(), list(pieces)
+        buffer, left = self._bounce.memory, list(pieces)
         begin, end = offset_bytes, offset_bytes + sum(map(len, pieces))
         at = begin // BLOCK_BYTES * BLOCK_BYTES
         while at < end:
@@ -160,13 +172,6 @@ class OpenFiles:
                     left.pop(0)
             at += got
         return end - begin
-
-    def _buffer(self) -> np.ndarray:
-        """This thread's bounce buffer."""
-        buffer = getattr(self._bounce, "buffer", None)
-        if buffer is None:
-            buffer = self._bounce.buffer = block_buffer(self._bounce_bytes)
-        return buffer
 
     def _read(self, file: int, into: list[memoryview], offset_bytes: int, wanted_bytes: int) -> int:
         """Reads once into `into`; Python itself retries EINTR (PEP 475)."""

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.formats.codec import Codec, codec_of
+from vismoe.formats.codec import Codec
 from vismoe.kernels.checksum import crc32c
+from vismoe.kernels.codecs import codec_of
+from vismoe.store.whole import write_whole
 from vismoe.types import BLOCK_BYTES, ExpertId, Format, MoELayer, RecordLayout, Section
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "checksum_of",
     "files_of",
     "index_path",
+    "layout_from_json",
+    "layout_to_json",
     "plausible",
     "read_index",
     "remedy",
@@ -91,7 +95,7 @@ class Contents:
     @cached_property
     def codecs(self) -> tuple[Codec, ...]:
         """One per geometry. Raises ConfigError where the format cannot hold a type."""
-        return tuple(_fast_codec(self.format, raw, names) for raw, names in zip(self.raw, self.transposed, strict=True))
+        return tuple(codec_of(self.format, raw, names) for raw, names in zip(self.raw, self.transposed, strict=True))
 
     @cached_property
     def experts(self) -> tuple[ExpertId, ...]:
@@ -109,8 +113,8 @@ class Contents:
             "geometries": [
                 {
                     "record_bytes": codec.fixed_bytes,
-                    "raw": _layout_to_json(raw),
-                    "slab": _layout_to_json(codec.slab),
+                    "raw": layout_to_json(raw),
+                    "slab": layout_to_json(codec.slab),
                     "transposed": sorted(names),
                 }
                 for raw, codec, names in zip(self.raw, self.codecs, self.transposed, strict=True)
@@ -132,7 +136,7 @@ class Contents:
             Format(value["format"]),
             str(value["fingerprint"]),
             tuple(MoELayer(index, **layer) for index, layer in enumerate(value["layers"])),
-            tuple(_layout_from_json(geometry["raw"]) for geometry in geometries),
+            tuple(layout_from_json(geometry["raw"]) for geometry in geometries),
             tuple(frozenset(geometry["transposed"]) for geometry in geometries),
         )
         if _text(contents.to_json()) != _text(value):  # compared as text, because 1, 1.0 and true compare equal in Python
@@ -183,13 +187,8 @@ def _text(value: dict[str, Any]) -> str:
 def write_index(folder: Path, index: Index) -> None:
     """Write the index durably, in one step; after that the format exists."""
     value = index.to_json()
-    path = index_path(folder, index.contents.format)
-    new = path.with_suffix(".json.partial")
-    with open(new, "w") as file:
-        json.dump({**value, CHECKSUM: checksum_of(value)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    content = json.dumps({**value, CHECKSUM: checksum_of(value)})
+    write_whole(index_path(folder, index.contents.format), content.encode())
     sync_folder(folder)
 
 
@@ -255,21 +254,7 @@ def plausible(contents: Contents, records: Sequence[StoredRecord]) -> int:
     return min(len(records), len(contents.experts))
 
 
-def _fast_codec(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:
-    """The codec that packs and reads: the C++ one if the format has one."""
-    codec = codec_of(format, raw, transposed)
-    if format is Format.RAW:
-        return codec
-    if format is Format.LOSSLESS:
-        from vismoe.kernels.lossless import FastLossless
-
-        return FastLossless(raw)
-    from vismoe.kernels.affine import FastAffine
-
-    return FastAffine(format, raw, transposed)
-
-
-def _layout_to_json(layout: RecordLayout) -> dict[str, Any]:
+def layout_to_json(layout: RecordLayout) -> dict[str, Any]:
     sections = [
         {
             "name": section.name,
@@ -282,7 +267,7 @@ def _layout_to_json(layout: RecordLayout) -> dict[str, Any]:
     return {"record_bytes": layout.record_bytes, "sections": sections}
 
 
-def _layout_from_json(value: dict[str, Any]) -> RecordLayout:
+def layout_from_json(value: dict[str, Any]) -> RecordLayout:
     sections = tuple(
         Section(section["name"], section["offset_bytes"], tuple(section["shape"]), getattr(torch, section["dtype"]))
         for section in value["sections"]

@@ -6,7 +6,7 @@ was requested, or raises CheckpointError with the expert, the file and the offse
 """
 
 import os
-import threading
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ import torch
 from vismoe.errors import CheckpointError
 from vismoe.kernels.checksum import crc32c
 from vismoe.store.checkpoint import CheckpointStore
-from vismoe.store.expert_store import naming_expert
+from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.file_state import FileState
-from vismoe.store.files import CheckpointFiles, OpenFiles, block_buffer
+from vismoe.store.files import OpenFiles, ThreadBuffer, block_buffer
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
 from vismoe.types import ExpertId, ExpertInventory, Format
 
@@ -50,7 +50,7 @@ class _Shard(NamedTuple):
     state: FileState | None = None  # the state when the store is opened
 
 
-class PackedStore:
+class PackedStore(StoreOnDisk):
     """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint."""
 
     def __init__(self, folder: Path, index: Index):
@@ -64,9 +64,9 @@ class PackedStore:
         self.bounce_bytes = 0  # slabs and records both begin on a block
         self._folder, self._index = folder, index
         self._verified = np.zeros(len(index.records), dtype=bool)
-        self._scratch = threading.local()
+        self._scratch = ThreadBuffer(partial(block_buffer, largest_bytes))  # for encoded records
         self._shards = [_Shard(shard_path(folder, self.format, file), size) for file, size in enumerate(index.file_bytes)]
-        self._files = CheckpointFiles(self._shards, self._remedy)
+        super().__init__(self._shards, self._remedy)
         for shard in self._shards:
             if (size := os.stat(shard.path).st_size) != shard.file_bytes:
                 raise CheckpointError(f"{shard.path} has {size} bytes, its index says {shard.file_bytes}. Fix: {self._remedy}")
@@ -80,16 +80,8 @@ class PackedStore:
         return cls(folder, index)
 
     @property
-    def paths(self) -> list[Path]:
-        return [shard.path for shard in self._shards]
-
-    @property
     def _remedy(self) -> str:
         return remedy(self._folder, self.format)
-
-    def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
-        return self._files.read_past_cache(self.stretch_bytes)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with a slab's content; return the bytes read from disk.
@@ -103,7 +95,7 @@ class PackedStore:
             if codec.fixed_bytes is not None:
                 self._fetch(files, expert, stored, record.numpy()[: stored.nbytes])
             else:
-                encoded = self._buffer()[: stored.nbytes]
+                encoded = self._scratch.memory[: stored.nbytes]
                 self._fetch(files, expert, stored, encoded)
                 codec.decode(torch.from_numpy(encoded), record)
         except CheckpointError as error:
@@ -116,14 +108,10 @@ class PackedStore:
         stored = self._index.records[position]
         self._verified[position] = False
         try:
-            self._fetch(self._files.hold(), expert, stored, self._buffer()[: stored.nbytes])
+            self._fetch(self._files.hold(), expert, stored, self._scratch.memory[: stored.nbytes])
         except CheckpointError as error:
             raise naming_expert(expert, error) from error
         return stored.nbytes
-
-    def close(self) -> None:
-        """Refuse further reads with ClosedError; the last running read closes the files."""
-        self._files.close()
 
     def _fetch(self, files: OpenFiles, expert: ExpertId, stored: StoredRecord, into: np.ndarray) -> None:
         files.fill(stored.file, stored.offset_bytes, [into])
@@ -138,13 +126,6 @@ class PackedStore:
                 f"vismoe pack --verify {self._folder} checks every record"
             )
         self._verified[position] = True
-
-    def _buffer(self) -> np.ndarray:
-        """This thread's buffer for an encoded record."""
-        buffer = getattr(self._scratch, "buffer", None)
-        if buffer is None:
-            buffer = self._scratch.buffer = block_buffer(self.stretch_bytes)
-        return buffer
 
 
 def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:

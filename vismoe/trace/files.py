@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from vismoe.errors import ClosedError, TraceError
+from vismoe.store.index import layout_from_json, layout_to_json
 from vismoe.store.whole import write_whole
 from vismoe.trace.steps import LayerRouting, TraceStep, pack, unpack
-from vismoe.types import Evidence, ExpertInventory, MoELayer, Phase, RecordLayout, Section
+from vismoe.types import Evidence, ExpertInventory, MoELayer, Phase
 
 __all__ = ["VERSION", "Trace", "TraceWriter"]
 
@@ -227,24 +227,10 @@ def _about(shard: Path, trace_id: str) -> dict[str, Any]:
 def _inventory_to_json(inventory: ExpertInventory) -> dict[str, Any]:
     return {
         "layers": [vars(layer) for layer in inventory.layers],
-        "geometries": [
-            {
-                "record_bytes": layout.record_bytes,
-                "sections": [
-                    {"name": s.name, "offset_bytes": s.offset_bytes, "shape": list(s.shape), "dtype": str(s.dtype).split(".")[1]}
-                    for s in layout.sections
-                ],
-            }
-            for layout in inventory.layouts
-        ],
+        "geometries": [layout_to_json(layout) for layout in inventory.layouts],
     }
 
 
 def _inventory_from_json(described: dict[str, Any]) -> ExpertInventory:
-    layouts = []
-    for geometry in described["geometries"]:
-        sections = (
-            Section(s["name"], s["offset_bytes"], tuple(s["shape"]), getattr(torch, s["dtype"])) for s in geometry["sections"]
-        )
-        layouts.append(RecordLayout(tuple(sections), geometry["record_bytes"]))
-    return ExpertInventory(tuple(MoELayer(**layer) for layer in described["layers"]), tuple(layouts))
+    layers = tuple(MoELayer(**layer) for layer in described["layers"])
+    return ExpertInventory(layers, tuple(map(layout_from_json, described["geometries"])))

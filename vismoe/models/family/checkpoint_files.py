@@ -52,12 +52,11 @@ def reading_checkpoint(model: str | Path) -> Iterator[None]:
         yield
     except VisMoEError:
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise BudgetError(f"{model}: memory ran out while it was read: {first_line(error)}", "a smaller --memory") from error
     except OSError as error:
         raise CheckpointError(f"{model} could not be loaded: {error}. Fix: check that all its files are present") from error
     except Exception as error:  # the boundary to foreign files and to the libraries that read them
-        if isinstance(error, RuntimeError) and "not enough memory" in str(error):  # from torch's allocator of host memory
+        of_host = isinstance(error, RuntimeError) and "not enough memory" in str(error)  # from torch's allocator of host memory
+        if of_host or isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise BudgetError(f"{model}: memory ran out while it was read: {first_line(error)}", "a smaller --memory") from error
         _refuse_broken(Path(model) / TOKENIZER)
         raise CheckpointError(

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from vismoe.kernels.reference import activated
 from vismoe.models.family.families import expert_modules
 from vismoe.types import Activation, ExpertForm, ExpertInventory, Gate, RecordLayout
 
-__all__ = ["form_of", "forms_of", "transposed_sections"]
+__all__ = ["activated", "form_of", "forms_of", "transposed_sections"]
 
 PROBE_WIDTH = 64
 PROBE_SIZES = (12.0, 1000.0)  # scale of the probe: where activations bend, and beyond any limit
@@ -99,3 +99,26 @@ def _acts_like(module: Any, form: ExpertForm) -> bool:
             return False
         ours = activated(form, product)
         return own.shape == ours.shape and torch.allclose(own.float(), ours, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def activated(form: ExpertForm, products: Tensor) -> Tensor:
+    """The activation between the two products of an expert: `[n, 2I]` or, without a gate, `[n, I]` -> `[n, I]`."""
+    half = products.shape[1] // 2
+    gate, up = {
+        Gate.NONE: (products, None),
+        Gate.CONCATENATED: (products[:, :half], products[:, half:]),
+        Gate.INTERLEAVED: (products[:, ::2], products[:, 1::2]),
+    }[form.gate]
+    if form.activation in (Activation.SILU, Activation.CLAMPED_SWIGLU):
+        gate = gate.clamp(max=form.limit)
+        up = None if up is None else up.clamp(-form.limit, form.limit)
+    if form.activation is Activation.CLAMPED_SWIGLU:
+        assert up is not None, "clamped_swiglu has a gate"
+        return gate * torch.sigmoid(form.alpha * gate) * (up + 1)
+    function = {
+        Activation.SILU: functional.silu,
+        Activation.GELU_TANH: lambda g: functional.gelu(g, approximate="tanh"),
+        Activation.GELU_ERF: functional.gelu,
+        Activation.RELU_SQUARED: lambda g: functional.relu(g).square(),
+    }[form.activation]
+    return function(gate) if up is None else function(gate) * up

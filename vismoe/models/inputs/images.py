@@ -37,22 +37,8 @@ FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AV
 VIDEO_SUFFIXES = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .m2ts .mts .wmv .asf .flv .f4v .ogv .3gp .3g2 .vob .rm .rmvb .y4m".split()
 )
-PICTURE_BRANDS = (
-    b"avif",
-    b"avis",
-    b"heic",
-    b"heix",
-    b"hevc",
-    b"heim",
-    b"heis",
-    b"mif1",
-    b"msf1",
-    b"jxl ",
-    b"jp2 ",
-    b"jpx ",
-    b"jpm ",
-)
 HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis")
+PICTURE_BRANDS = (*HEIC_BRANDS, b"avif", b"avis", b"mif1", b"msf1", b"jxl ", b"jp2 ", b"jpx ", b"jpm ")
 HEADER_BYTES = 64
 # Errors that Pillow's decoders raise on damaged files, found with damaged files; any other error is a bug of this package.
 DECODER_ERRORS = (

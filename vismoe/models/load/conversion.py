@@ -132,6 +132,10 @@ def _concatenate(operation: Any, columns: list[list[Row]], parameter: ExpertPara
     """`[E, I, H]` and `[E, I, H]` along dim 1: along dim 0 of a row."""
     if operation.dim != 1:
         raise _unsupported(parameter, operation)
+    return _joined(columns)
+
+
+def _joined(columns: list[list[Row]]) -> list[list[Row]]:
     return [[tuple(part for row in rows for part in row) for rows in zip(*columns, strict=True)]]
 
 
@@ -153,7 +157,7 @@ def _ernie(operation: Any, columns: list[list[Row]], parameter: ExpertParameter)
     """One list of experts shared out between text and vision (`_column` takes the share), then gate and up concatenated."""
     if operation.stack_dim != 0 or operation.concat_dim != 1:
         raise _unsupported(parameter, operation)
-    return [[tuple(part for row in rows for part in row) for rows in zip(*columns, strict=True)]]
+    return _joined(columns)
 
 
 MERGING = (loading.MergeModulelist, loading.ErnieFuseAndSplitTextVisionExperts)

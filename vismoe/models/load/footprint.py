@@ -38,25 +38,11 @@ FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)  #
 GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row per token, [..., tokens, width]
 
 
-def footprint(
-    model: Any,
-    inventory: ExpertInventory,
-    settings: Settings,
-    scratch_bytes: int = 0,
-    image_tokens: int | None = None,
-    by_kernels: bool = False,
-    workspace_bytes: int = 0,
-    host_workspace_bytes: int = 0,
-    device: str = "cpu",
-) -> Footprint:
+def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device: str = "cpu") -> Footprint:
     """Measure `model` for up to `settings.context` tokens; it must be on meta with its experts' parameters still there.
 
+    `device`: where it runs, `cpu` or `cuda`. What serving the experts takes is added by `needs_of` (opening.py).
     Raises UnsupportedModelError for a configuration that transformers does not run with a cache.
-    scratch_bytes: the bounce buffer of one reading thread (`store.scratch_bytes`).
-    image_tokens: the most image tokens of one request; None: the context may be all images.
-    by_kernels: whether our kernels compute the experts, and not torch.
-    workspace_bytes, host_workspace_bytes: what the experts' arithmetic keeps on the device, and in host memory below it.
-    device: where it runs, `cpu` or `cuda`.
     """
     context, config = settings.context, model.config.get_text_config()
     most_rows = block_rows(model.dtype, device) if context > BLOCK_ROWS else None
@@ -73,8 +59,7 @@ def footprint(
     def beyond_cache(run: _Forward, peak_bytes: int) -> int:
         return max(0, peak_bytes - sum(layer.nbytes(run.tokens) for layer in layers))
 
-    images = min(context, image_tokens or context)
-    vision = vision_memory(model, min(images, MEASURED_IMAGE_TOKENS))
+    vision = vision_memory(model, min(context, MEASURED_IMAGE_TOKENS))
     item = model.dtype.itemsize
     return Footprint(
         family=model.config.model_type,
@@ -84,18 +69,14 @@ def footprint(
         cache_layers=layers,
         prefill=curve(lambda run: beyond_cache(run, max(run.prefill_bytes, run.torch_prefill_bytes))),
         prefill_by_kernels=curve(lambda run: beyond_cache(run, run.prefill_bytes)),
-        by_kernels=by_kernels,
         decode=curve(lambda run: beyond_cache(run, run.decode_bytes)),
         padding=curve(lambda run: run.padding_bytes),
         encode=vision.encode,
         image_token_bytes=vision.held_token_bytes,
-        max_image_tokens=images if vision.encode.points else 0,
+        max_image_tokens=context if vision.encode.points else 0,
         logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
         combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
-        scratch_bytes=scratch_bytes,
         kernel_entries=kernel_cache_entries(settings.kernels),
-        workspace_bytes=workspace_bytes,
-        host_workspace_bytes=host_workspace_bytes,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
         positions=getattr(config, "max_position_embeddings", None),
     )

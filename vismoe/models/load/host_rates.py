@@ -16,10 +16,12 @@ from vismoe.machine.profile import Profile, load_profile
 from vismoe.paging.miss import Rates, Ways
 from vismoe.types import RecordLayout
 
-__all__ = ["ways_for"]
+__all__ = ["upgrade_rates", "ways_for"]
 
 NOMINAL_LINK_BYTES_PER_S = 25e9  # PCIe 4.0 x16, as it is reached
 NOMINAL_CPU_BYTES_PER_S = 40e9  # two channels of DDR5
+NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached
+NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memory
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
 FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9}
 
@@ -42,15 +44,31 @@ def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayou
 
 
 def _rates(settings: Settings, device: torch.device, raw: RecordLayout) -> Rates:
-    profile = None if settings.deterministic else load_profile()
-    link = settings.emulated_link_bytes_per_s or link_rate(profile, device) or NOMINAL_LINK_BYTES_PER_S
     setup = cpu.setup()
     weights = sum(math.prod(section.shape) for section in raw.sections if len(section.shape) == 2)
     token_s = 2 * weights / (FLOP_PER_S[setup.isa] * setup.threads)
-    return Rates(link, profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S, token_s)
+    profile = _profile(settings)
+    return Rates(settings.emulated_link_bytes_per_s or _link_rate(profile, device), _cpu_rate(profile), token_s)
 
 
-def link_rate(profile: Profile | None, device: torch.device) -> float | None:
+def upgrade_rates(settings: Settings, device: torch.device) -> Rates:
+    """Of what an upgrade comes over, and of computing beside it."""
+    profile = _profile(settings)
+    if device.type == "cuda":
+        return Rates(_link_rate(profile, device), NOMINAL_GPU_BYTES_PER_S)
+    return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, _cpu_rate(profile))
+
+
+def _profile(settings: Settings) -> Profile | None:
+    return None if settings.deterministic else load_profile()
+
+
+def _link_rate(profile: Profile | None, device: torch.device) -> float:
     """Of page-locked copies to the GPU."""
     rates = profile.link(str(device)) if profile else None
-    return rates.best_bytes_per_s(page_locked=rates.page_lock_refused is None) if rates else None
+    measured = rates.best_bytes_per_s(page_locked=rates.page_lock_refused is None) if rates else None
+    return measured or NOMINAL_LINK_BYTES_PER_S
+
+
+def _cpu_rate(profile: Profile | None) -> float:
+    return profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S

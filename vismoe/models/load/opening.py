@@ -18,8 +18,9 @@ import torch
 
 from vismoe.config import NO_STORE, Settings
 from vismoe.errors import ConfigError
-from vismoe.formats.codec import Codec, codec_of
+from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
+from vismoe.kernels.codecs import codec_of
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.hardware import cores, probe
 from vismoe.models.family.families import expert_modules
@@ -28,7 +29,7 @@ from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.footprint import footprint, with_calibration
 from vismoe.models.load.host_rates import ways_for
 from vismoe.models.load.locate import locate_experts
-from vismoe.models.load.reading import settle_reading, start_reading
+from vismoe.models.load.reading import Reading, settle_reading, start_reading
 from vismoe.models.moe.compute import PAIRS_PER_CALL
 from vismoe.models.moe.heavy_hitters import hitters_bytes
 from vismoe.paging.miss import Ways
@@ -37,13 +38,12 @@ from vismoe.planning.pair_split import paired
 from vismoe.planning.plan import Plan
 from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.store.checkpoint import CheckpointStore
-from vismoe.store.expert_store import StoreOnDisk
+from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in
-from vismoe.store.several import Stores
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair
 
-__all__ = ["Configuration", "Experts", "arrange_experts", "open_experts", "open_model", "with_experts"]
+__all__ = ["Configuration", "Experts", "arrange_experts", "needs_of", "open_experts", "open_model", "with_experts"]
 
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
@@ -97,29 +97,31 @@ class Configuration:
     device: torch.device
     calibration: Calibration | None
     table_bytes: int  # of token embeddings that could stay on disk
-    embeddings_on_disk: bool
-    past_cache: bool  # experts are read past the page cache
     settings: Settings
     stores: Stores  # that serve the experts, open
     experts: Experts
-    plan: Plan
+    reading: Reading
+
+    @property
+    def plan(self) -> Plan:
+        return self.reading.plan
 
     def with_settings(self, model: Any, settings: Settings) -> "Configuration":
         """The same with other settings. Raises ConfigError, CheckpointError or BudgetError; nothing more is open then."""
         settled = dataclasses.replace(
             settings,
-            embeddings="disk" if self.embeddings_on_disk else "memory",
-            reads="direct" if self.past_cache else "cached",
+            embeddings="disk" if self.reading.embeddings_on_disk else "memory",
+            reads="direct" if self.reading.past_cache else "cached",
         )
         with torch.device("cpu"):
             stores, experts = _open_stores(model, self.source, settled, self.device)
         other = dataclasses.replace(self, settings=settings, stores=stores, experts=experts)
         try:
-            plan, _, _ = _plan(self.needs, stores, experts, settled, self.hardware, self.table_bytes)
+            reading = _read(self.needs, stores, experts, settled, self.hardware, self.table_bytes)
         except BaseException:
             other.close_stores()
             raise
-        return dataclasses.replace(other, plan=plan)
+        return dataclasses.replace(other, reading=reading)
 
     def close_stores(self) -> None:
         """Close the stores, but for the checkpoint itself, which other configurations may read from."""
@@ -142,43 +144,40 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
         source, stores, experts = open_experts(model, files, settings, device)
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
-            needs = with_experts_of(footprint(model, experts.inventory, settings, device=device.type), stores, experts)
-            needs = with_calibration(needs, calibration, settings, device)
+            needs = needs_of(model, experts, stores.reads, calibration, settings, device)
             table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
-            plan, on_disk, past_cache = _plan(needs, stores, experts, settings, hardware, table)
+            reading = _read(needs, stores, experts, settings, hardware, table)
         except BaseException:
             stores.close()
             source.close()
             raise
-    return Configuration(
-        source, needs, hardware, device, calibration, table, on_disk, past_cache, settings, stores, experts, plan
-    )
+    return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, reading)
 
 
-def _plan(
+def _read(
     needs: Footprint, stores: Stores, experts: Experts, settings: Settings, hardware: Hardware, table_bytes: int
-) -> tuple[Plan, bool, bool]:
-    """(the plan, whether embeddings stay on disk, whether experts are read past the page cache)."""
-    reading = settle_reading(
-        with_experts_of(needs, stores, experts),
-        settings,
-        hardware,
-        bounce_bytes=stores.bounce_bytes,
-        table_bytes=table_bytes,
-        files=stores.paths,
-        stored_bytes=stores.stored_bytes,
-    )
-    plan, past_cache = start_reading(stores, reading, settings)
-    return with_experts(plan, experts), reading.embeddings_on_disk, past_cache
+) -> Reading:
+    """The plan, by which the stores read from now on."""
+    reading = settle_reading(with_experts_of(needs, stores.reads, experts), settings, hardware, stores.reads, table_bytes)
+    reading = start_reading(stores, reading, settings)
+    return dataclasses.replace(reading, plan=with_experts(reading.plan, experts))
 
 
-def with_experts_of(needs: Footprint, stores: Stores, experts: Experts) -> Footprint:
+def needs_of(
+    model: Any, experts: Experts, reads: Reads, calibration: Calibration | None, settings: Settings, device: torch.device
+) -> Footprint:
+    """What a model on the meta device needs, whose experts are served and read like this."""
+    needs = with_experts_of(footprint(model, experts.inventory, settings, device=device.type), reads, experts)
+    return with_calibration(needs, calibration, settings, device)
+
+
+def with_experts_of(needs: Footprint, reads: Reads, experts: Experts) -> Footprint:
     """The needs of a model whose experts are served like this."""
     return dataclasses.replace(
         needs,
         inventory=experts.inventory,
         transposed=experts.transposed,
-        scratch_bytes=stores.scratch_bytes,
+        scratch_bytes=reads.scratch_bytes,
         by_kernels=experts.kernels is not None,
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
@@ -311,15 +310,16 @@ def _arrange(
     policy_bytes = hitters_bytes(model, settings.context) if "importance" in settings.policy else 0
     if "hotness" in settings.policy:
         policy_bytes += profile_bytes([layer.num_experts for layer in inventory.layers])
-    described = (inventory, transposed, where, codecs)
+    kernels, host_kernels = None, None
     if isinstance(found, str):
         exact = "bit-identical to eager experts" if all(f.exact for f in formats) else "integer formats are restored first"
         backend = f"torch ({exact}; {found})" if settings.kernels != "torch" else f"torch ({exact})"
-        return Experts(*described, None, None, None, backend, model.dtype, policy_bytes)
-    if device.type == "cpu":
-        return Experts(*described, found, None, ways, fast, model.dtype, policy_bytes)
-    backend = f"torch ({why_not})" + (f"; in host memory {fast}" if ways else "")
-    return Experts(*described, None, found if ways else None, ways, backend, model.dtype, policy_bytes)
+    elif device.type == "cpu":
+        kernels, backend = found, fast
+    else:
+        host_kernels = found if ways else None
+        backend = f"torch ({why_not})" + (f"; in host memory {fast}" if ways else "")
+    return Experts(inventory, transposed, where, codecs, kernels, host_kernels, ways, backend, model.dtype, policy_bytes)
 
 
 def _kernels(

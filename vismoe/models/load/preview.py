@@ -3,7 +3,6 @@
 Only config.json and, where the checkpoint is on this machine, the headers of its safetensors files are read.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.lookahead.calibration import Calibration
+from vismoe.machine.ceilings import ModelSize
 from vismoe.machine.hardware import probe
 from vismoe.models.family.checkpoint_files import (
     check_json_files,
@@ -27,22 +27,23 @@ from vismoe.models.family.checkpoint_files import (
     refuse_routing,
     weight_files,
 )
+from vismoe.models.family.components import backbone_bytes, decode_read_bytes
 from vismoe.models.family.families import refuse_prequantized, refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.embeddings import table_bytes, table_of
-from vismoe.models.load.footprint import footprint, with_calibration
 from vismoe.models.load.locate import inventory_of, locate_experts
-from vismoe.models.load.opening import arrange_experts, open_experts, with_experts
+from vismoe.models.load.opening import arrange_experts, needs_of, open_experts, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
 from vismoe.planning.plan import Plan
 from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
+from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["describe", "experts_in_place", "model_class", "preview", "read_config", "torch_dtype"]
+__all__ = ["decode_size", "describe", "experts_in_place", "model_class", "preview", "read_config", "torch_dtype"]
 
 
 def preview(
@@ -64,35 +65,21 @@ def preview(
 
 def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, device: str | None) -> Plan:
     hardware = probe(device)
+    place = torch.device(hardware.device)
+    calibration = Calibration.find(files[0].parent, settings) if files else None
     if files:
-        calibration = Calibration.find(files[0].parent, settings)
-        source, stores, experts = open_experts(described, files, settings, torch.device(hardware.device))
-        scratch_bytes, bounce, files, stored_bytes = stores.scratch_bytes, stores.bounce_bytes, stores.paths, stores.stored_bytes
-        table = table_bytes(described) if table_of(described, source.headers) else 0
+        source, stores, experts = open_experts(described, files, settings, place)
+        reads, table = stores.reads, table_bytes(described) if table_of(described, source.headers) else 0
         stores.close()
         source.close()
     else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
-        experts = arrange_experts(described, inventory_of(described, described.dtype), settings, torch.device(hardware.device))
-        layouts, stored_bytes = (*experts.inventory.layouts, *experts.inventory.low_layouts), experts.inventory.slab_bytes
+        experts = arrange_experts(described, inventory_of(described, described.dtype), settings, place)
+        layouts = (*experts.inventory.layouts, *experts.inventory.low_layouts)
         scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
-        bounce, table = bounce_bytes(max(layout.record_bytes for layout in layouts)), table_bytes(described)
-    needs = footprint(
-        described,
-        experts.inventory,
-        settings,
-        scratch_bytes=scratch_bytes,
-        by_kernels=experts.kernels is not None,
-        workspace_bytes=experts.workspace_bytes,
-        host_workspace_bytes=experts.host_workspace_bytes,
-        device=hardware.device,
-    )
-    needs = dataclasses.replace(needs, transposed=experts.transposed)
-    if files:
-        needs = with_calibration(needs, calibration, settings, torch.device(hardware.device))
-    reading = settle_reading(
-        needs, settings, hardware, bounce_bytes=bounce, table_bytes=table, files=files, stored_bytes=stored_bytes
-    )
-    return with_experts(reading.plan, experts)
+        bounce = bounce_bytes(max(layout.record_bytes for layout in layouts))
+        reads, table = Reads(scratch_bytes, bounce, experts.inventory.slab_bytes, []), table_bytes(described)
+    needs = needs_of(described, experts, reads, calibration, settings, place)
+    return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts)
 
 
 def describe(
@@ -184,3 +171,18 @@ def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[Ch
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
+
+
+def decode_size(name: str, model: Any) -> ModelSize:
+    """What one decoded token reads of a model that is known by its configuration only.
+
+    `model` is on the meta device with its experts' parameters still there (`describe`).
+    """
+    inventory = inventory_of(model, model.dtype)
+    return ModelSize(
+        name=name,
+        expert_bytes=max(layout.record_bytes for layout in inventory.layouts),
+        experts_bytes=inventory.total_bytes,
+        token_experts_bytes=sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers),
+        dense_bytes=decode_read_bytes(backbone_bytes(model)),
+    )

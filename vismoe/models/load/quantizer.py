@@ -75,7 +75,7 @@ class VisMoEQuantizer(HfQuantizer):
         device = _one_device(device_map)
         self._configuration = configuration = open_model(model, checkpoint_files, settings, device)
         weakref.finalize(model, configuration.close)  # also when loading fails later
-        if configuration.embeddings_on_disk and (table := table_of(model, configuration.source.headers)):
+        if configuration.reading.embeddings_on_disk and (table := table_of(model, configuration.source.headers)):
             weakref.finalize(model, leave_on_disk(model, table).close)
         strip_experts(model)
         model.set_experts_implementation(IMPLEMENTATION)

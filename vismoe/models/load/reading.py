@@ -1,7 +1,6 @@
 """What stays on disk and how it is read: what was asked for, what was measured on this machine, and what the plan leaves free."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from vismoe.machine.choices import Choices, choose
 from vismoe.machine.profile import load_profile
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.plan import Plan, plan
-from vismoe.store.expert_store import StoreOnDisk
-from vismoe.store.several import Stores
+from vismoe.store.expert_store import Reads, Stores
 
 __all__ = ["Reading", "settle_reading", "start_reading"]
 
@@ -28,26 +26,16 @@ class Reading:
     embeddings_on_disk: bool
 
 
-def settle_reading(
-    needs: Footprint,
-    settings: Settings,
-    hardware: Hardware,
-    *,
-    bounce_bytes: int,
-    table_bytes: int,
-    files: Sequence[Path],
-    stored_bytes: int,
-) -> Reading:
+def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, reads: Reads, table_bytes: int) -> Reading:
     """Plan with everything that is settled before loading.
 
-    `bounce_bytes`: what a thread needs to read past the page cache, beside what it needs to rearrange (`needs.scratch_bytes`);
-    `table_bytes`: token embeddings that could stay on disk, 0 where they cannot; `stored_bytes`: all experts in `files`.
+    `table_bytes`: token embeddings that could stay on disk, 0 where they cannot.
     Raises what `plan` raises, and ConfigError.
     """
     draft, _ = _place_table(needs, settings, hardware, table_bytes)
-    choices = _choose(needs, settings, hardware, draft, files, stored_bytes)
+    choices = _choose(needs, settings, hardware, draft, reads)
     if choices.direct_reads:
-        needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + bounce_bytes)
+        needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + reads.bounce_bytes)
     memory, on_disk = _place_table(needs, dataclasses.replace(settings, io_threads=choices.io_threads), hardware, table_bytes)
     sentences = [choices.reasons["direct_reads"], choices.reasons["io_threads"]]
     if memory.io_threads != choices.io_threads:
@@ -57,16 +45,15 @@ def settle_reading(
     return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk)
 
 
-def start_reading(store: StoreOnDisk | Stores, reading: Reading, settings: Settings) -> tuple[Plan, bool]:
-    """Tell the store how to read; returns the plan, corrected where the filesystem cannot, and whether experts are read past the
-    page cache. Raises ConfigError."""
-    memory = reading.plan
-    refused = store.read_past_cache() if reading.past_cache else None
+def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Reading:
+    """Tell the stores how to read; returns what is true where the filesystem cannot. Raises ConfigError."""
+    refused = stores.read_past_cache() if reading.past_cache else None
     if refused is None:
-        return memory, reading.past_cache
+        return reading
     if settings.reads == "direct":
         raise ConfigError(f"reads='direct': {refused}. Fix: reads='cached' (--reads cached)")
-    return dataclasses.replace(memory, reading=(f"page cache: {refused}", *memory.reading[1:])), False
+    sentences = (f"page cache: {refused}", *reading.plan.reading[1:])
+    return dataclasses.replace(reading, plan=dataclasses.replace(reading.plan, reading=sentences), past_cache=False)
 
 
 def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table_bytes: int) -> tuple[Plan, bool]:
@@ -92,20 +79,18 @@ def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table
     return dataclasses.replace(held, minimum_bytes=lean.minimum_bytes), False
 
 
-def _choose(
-    needs: Footprint, settings: Settings, hardware: Hardware, draft: Plan, files: Sequence[Path], stored_bytes: int
-) -> Choices:
+def _choose(needs: Footprint, settings: Settings, hardware: Hardware, draft: Plan, reads: Reads) -> Choices:
     """How to read, from the machine's profile; what a setting names is not chosen."""
     held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
     inventory = needs.inventory
     choices = choose(
         load_profile(),
         expert_bytes=max(layout.record_bytes for layout in inventory.layouts),
-        checkpoint_bytes=stored_bytes,
+        checkpoint_bytes=reads.stored_bytes,
         spare_bytes=hardware.free_host_bytes - held_bytes * hardware.local_world_size,
         cores=hardware.cores,
         device=hardware.device,
-        path=files[0].parent if files else Path.cwd(),
+        path=reads.paths[0].parent if reads.paths else Path.cwd(),
     )
     reasons = dict(choices.reasons)
     if settings.reads != "auto":

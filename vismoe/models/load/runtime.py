@@ -16,11 +16,10 @@ from tqdm.auto import tqdm
 
 from vismoe.errors import ConfigError, VisMoEError
 from vismoe.lookahead.lookahead import Lookahead
-from vismoe.machine.profile import load_profile
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import stack_of
-from vismoe.models.load.host_rates import NOMINAL_CPU_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S, link_rate
+from vismoe.models.load.host_rates import upgrade_rates
 from vismoe.models.load.opening import Configuration, Experts
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.compute import ExpertBackend, FastExperts, TorchExperts
@@ -32,10 +31,9 @@ from vismoe.models.moe.lookahead_inputs import LookaheadInputs, choose_lookahead
 from vismoe.models.moe.step_context import ExpertService, StepContext
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import attach_pruner, fewer_experts
-from vismoe.paging.miss import Rates
+from vismoe.paging.miss import Upgrades
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
-from vismoe.paging.upgrades import Upgrades
 from vismoe.planning.plan import Plan
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
@@ -49,9 +47,6 @@ from vismoe.types import HIGH
 __all__ = ["Runtime", "build", "runtime_of"]
 
 logger = logging.getLogger(__name__)
-
-NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached
-NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memory
 
 
 class Runtime:
@@ -213,7 +208,7 @@ def _service(
     policy = Policy.of(settings) if settings.pair is not None else None
     upgrades = None
     if policy is not None:
-        upgrades = Upgrades(policy, (_upgrade_rates(configuration),) * len(inventory.layouts), settings.deterministic)
+        upgrades = Upgrades(policy, (upgrade_rates(settings, device),) * len(inventory.layouts), settings.deterministic)
     pager = Pager(
         inventory,
         _pools(configuration),
@@ -262,16 +257,6 @@ def _mover(configuration: Configuration) -> Mover:
     records = (plan.host_slabs, plan.low_host_slabs)[: len(stores)]
     hosts = [HostTier(store, slabs, page_locked=emulated is None) for store, slabs in zip(stores, records, strict=True)]
     return DeviceMover(*hosts, device=device) if emulated is None else EmulatedLinkMover(*hosts, bytes_per_s=emulated)
-
-
-def _upgrade_rates(configuration: Configuration) -> Rates:
-    """Of what an upgrade comes over, and of computing beside it; nominal where it has to follow from bytes alone."""
-    settings, device = configuration.settings, configuration.device
-    profile = None if settings.deterministic else load_profile()
-    if device.type == "cuda":
-        return Rates(link_rate(profile, device) or NOMINAL_LINK_BYTES_PER_S, NOMINAL_GPU_BYTES_PER_S)
-    computing = profile.dram_bytes_per_s if profile else NOMINAL_CPU_BYTES_PER_S
-    return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, computing)
 
 
 def _chooser(model: Any, configuration: Configuration, policy: Policy, hotness: Hotness | None) -> FormatChooser:

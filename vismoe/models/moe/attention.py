@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-__all__ = ["group_queries", "ungroup_queries"]
+__all__ = ["group_queries"]
 
 IMPLEMENTATION = "vismoe_sdpa"
 ASKS_FOR_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|==\s*\S*_attn_implementation")
@@ -50,13 +50,6 @@ def group_queries(model: Any) -> str | None:
             return f"{name.rpartition('.')[2]} asks which attention is used"
     config._attn_implementation = IMPLEMENTATION
     return None
-
-
-def ungroup_queries(model: Any) -> None:
-    """Give transformers' own function back to the decoder."""
-    config = model.config.get_text_config()
-    if config._attn_implementation == IMPLEMENTATION:
-        config._attn_implementation = "sdpa"
 
 
 AttentionInterface.register(IMPLEMENTATION, grouped_attention)

@@ -8,7 +8,7 @@ Shapes: hidden `[T, H]`, routing `[T, K]`, factors `[T, K]`; P pairs of a token 
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from vismoe.paging.lent import Lent
 from vismoe.paging.pager import Lease
 from vismoe.types import ExpertInventory
 
-__all__ = ["FastExperts", "LayerWork", "TorchExperts"]
+__all__ = ["ExpertBackend", "FastExperts", "TorchExperts"]
 
 PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
 Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -33,27 +33,6 @@ class Records(NamedTuple):
     experts: list[int]
     addresses: np.ndarray
     precisions: np.ndarray | None = None
-
-
-class LayerWork(Protocol):
-    """One MoE layer of one forward pass, prepared for computation."""
-
-    experts: list[int]  # ascending
-
-    @property
-    def tokens(self) -> list[int]:
-        """Number of tokens that chose each expert."""
-        ...
-
-    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
-        """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
-        ...
-
-
-class ExpertBackend(Protocol):
-    """The implementation of products and sums: torch or the kernels."""
-
-    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> LayerWork: ...
 
 
 class TorchExperts:
@@ -105,9 +84,11 @@ class _TorchWork:
 
     @property
     def tokens(self) -> list[int]:
+        """Number of tokens that chose each of `experts`, which ascend."""
         return self._rows.tokens
 
     def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
+        """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
         out = torch.zeros_like(self._hidden, dtype=self._accumulator)
         parts: dict[int, torch.Tensor] = {}
         if demand.computes_on_host:
@@ -181,7 +162,7 @@ class _FastWork:
         for group in demand.groups(in_order=True):
             records = Records(group.experts, group.addresses, group.precisions)
             for _, call, precisions in self._calls(records, self._pairs(group.experts)):
-                self._kernel.add(*call, self._hidden, out, precisions)
+                self._kernel.parts(*call, self._hidden, out, precisions, adding=True)
         return out.to(self._type)
 
     def _combined(self, demand: Lease) -> torch.Tensor:
@@ -235,3 +216,6 @@ class _FastWork:
         at = np.array([self._index[expert] for expert in experts])
         starts = np.concatenate([[0], np.cumsum(self._starts[at + 1] - self._starts[at])]).astype(np.int32)
         return records, starts, self._tokens[pairs], self._factors[pairs]
+
+
+ExpertBackend = TorchExperts | FastExperts  # whose `begin` prepares a layer of a pass, and `run` computes it as experts come

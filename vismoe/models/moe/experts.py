@@ -18,7 +18,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from vismoe.errors import BusyError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules
-from vismoe.models.moe.format_choice import FormatChooser, LayerRows
+from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
 from vismoe.types import Phase, TokenKind
 
@@ -129,8 +129,7 @@ class PagedLayer:
                 f"importance does not fit batches of this family: {len(routing)} of {step.tokens} tokens reach MoE layer "
                 f"{self.layer}, and whose they are is not known. Fix: one sequence at a time, or policy='hotness'"
             )
-        rows = LayerRows(step.phase is Phase.DECODE, step.batch if known else 1, real, step.phase is Phase.ENCODE)
-        choice = chooser.at_layer(self.layer, rows, routing, weights)
+        choice = chooser.at_layer(self.layer, step.phase, step.batch if known else 1, real, routing, weights)
         if choice.routing is not routing:
             skipped = choice.routing != routing
             self._skipped = int(np.count_nonzero(skipped if real is None else skipped[real]))

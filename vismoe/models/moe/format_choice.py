@@ -5,7 +5,6 @@ tokens of a prompt received most attention. One thread calls.
 """
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,54 +12,41 @@ from vismoe.models.moe.heavy_hitters import HeavyHitters
 from vismoe.paging.pager import Pager
 from vismoe.precision.controller import Choice, Precision
 from vismoe.precision.importance import critical_ahead, heavy_hitters
-from vismoe.types import ExpertInventory
+from vismoe.types import ExpertInventory, Phase
 
-__all__ = ["FormatChooser", "LayerRows"]
+__all__ = ["FormatChooser"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LayerRows:
-    """The tokens that reach a layer: T rows, of B sequences one after the other."""
-
-    decoding: bool
-    sequences: int = 1
-    real: np.ndarray | None = None  # bool [T]; None: all
-    encoding: bool = False  # patches in a vision tower, whose experts serve in their resident format
 
 
 class FormatChooser:
     """`hitters`: measures the attention in a prompt; a string is the reason if it cannot, and then every prompt token counts."""
 
     def __init__(self, precision: Precision, inventory: ExpertInventory, hitters: HeavyHitters | str, deterministic: bool):
-        self.precision, self.hitters = precision, hitters
+        self.precision = precision
+        self._hitters = None if isinstance(hitters, str) else hitters
         self._layers, self._deterministic = inventory.layers, deterministic
         self._tokens = 0  # real tokens of the current step
         self._unheard: set[int] = set()  # layers with a logged warning
-
-    @property
-    def about(self) -> str:
-        """A clause that says how the importance of a prompt's tokens is known."""
-        if not self.precision.policy.importance:
-            return ""
-        heard = self.hitters.source if isinstance(self.hitters, HeavyHitters) else f"all tokens count: {self.hitters}"
-        return f"; importance in prefill by {heard}"
+        self.about = ""  # a clause that says how the importance of a prompt's tokens is known
+        if precision.policy.importance:
+            heard = f"all tokens count: {hitters}" if isinstance(hitters, str) else hitters.source
+            self.about = f"; importance in prefill by {heard}"
 
     def begin_step(self, pager: Pager, decoding: bool, tokens: int, real: np.ndarray | None) -> None:
         """Begins a forward pass over `tokens` rows, `real` bool `[tokens]` (None: all); uses what the previous pass showed."""
         self.end_step(pager)
         self._tokens = tokens if real is None else int(real.sum())
-        if isinstance(self.hitters, HeavyHitters):
+        if self._hitters is not None:
             if decoding:
-                self.hitters.end()
+                self._hitters.end()
             else:
-                self.hitters.begin(real)
+                self._hitters.begin(real)
 
     def narrow(self, kept: np.ndarray) -> None:
         """From now on the layers of this pass see `kept` int32 `[T]` of its tokens, -1 for pad slots."""
-        if isinstance(self.hitters, HeavyHitters):
-            self.hitters.narrow(kept)
+        if self._hitters is not None:
+            self._hitters.narrow(kept)
 
     def end_step(self, pager: Pager) -> None:
         """Ends the forward pass: experts that became hot or cold begin to move."""
@@ -72,26 +58,28 @@ class FormatChooser:
         if self._deterministic:
             pager.settle()
 
-    def at_layer(self, layer: int, rows: LayerRows, routing: np.ndarray, weights: np.ndarray) -> Choice:
-        """What the layer needs; routing int64 and weights float32 `[T, K]`."""
-        if rows.encoding and not self.precision.policy.hotness:
+    def at_layer(
+        self, layer: int, phase: Phase, sequences: int, real: np.ndarray | None, routing: np.ndarray, weights: np.ndarray
+    ) -> Choice:
+        """What the layer needs; routing int64 and weights float32 `[T, K]`: T rows, of B sequences one after the other, of which
+        `real` bool `[T]` are not padding (None: all). Patches in a vision tower are served in the resident format."""
+        if phase is Phase.ENCODE and not self.precision.policy.hotness:
             return Choice(routing, weights)
-        sequence = None
-        if rows.sequences > 1:
-            sequence = np.repeat(np.arange(rows.sequences), len(routing) // rows.sequences)
+        decoding = phase is Phase.DECODE
+        sequence = np.repeat(np.arange(sequences), len(routing) // sequences) if sequences > 1 else None
         hitters = None
-        if self.precision.policy.importance and not rows.decoding:
-            hitters = self._heavy_hitters(layer, rows, len(routing), sequence)
-        return self.precision.at_layer(layer, rows.decoding, routing, weights, hitters, sequence, rows.real)
+        if self.precision.policy.importance and not decoding:
+            hitters = self._heavy_hitters(layer, len(routing), sequence, real)
+        return self.precision.at_layer(layer, decoding, routing, weights, hitters, sequence, real)
 
-    def _heavy_hitters(self, layer: int, rows: LayerRows, tokens: int, sequence: np.ndarray | None) -> np.ndarray:
-        if not isinstance(self.hitters, HeavyHitters):
+    def _heavy_hitters(self, layer: int, tokens: int, sequence: np.ndarray | None, real: np.ndarray | None) -> np.ndarray:
+        if self._hitters is None:
             return np.ones(tokens, bool)
-        received = self.hitters.received(layer)
+        received = self._hitters.received(layer)
         if layer == self._layers[-1].index:
-            self.hitters.end()
+            self._hitters.end()
         if received is not None and len(received) == tokens:
-            return heavy_hitters(received, rows.real, sequence)
+            return heavy_hitters(received, real, sequence)
         if layer not in self._unheard:
             self._unheard.add(layer)
             logger.warning(
@@ -109,5 +97,5 @@ class FormatChooser:
 
     def close(self) -> None:
         """Undo the changes to the model."""
-        if isinstance(self.hitters, HeavyHitters):
-            self.hitters.end()
+        if self._hitters is not None:
+            self._hitters.end()

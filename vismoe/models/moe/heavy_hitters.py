@@ -11,24 +11,22 @@ which MoE layer, or why none does.
 """
 
 import copy
-import inspect
 import re
-import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import stack_of
 from vismoe.models.moe.attended import attended_bytes, attention_received, last_real
 from vismoe.models.moe.attention import IMPLEMENTATION as GROUPED
-from vismoe.models.visual.saliency import DISPATCH
+from vismoe.models.visual.saliency import allowed as allowed_by
+from vismoe.models.visual.saliency import eager_function, own_function
 from vismoe.types import MoELayer
 
 __all__ = ["QUERIES", "HeavyHitters", "hitters_bytes"]
@@ -109,8 +107,7 @@ class HeavyHitters:
                 name = config._attn_implementation
                 if name not in WRAPPED:
                     continue
-                eager = getattr(sys.modules[type(module).__module__], str(_eager_function(type(module).forward)))
-                function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+                function = own_function(module)
                 if id(config) not in configs:  # layers share it; the model's own config is not changed
                     configs[id(config)] = copy.copy(config)
                     configs[id(config)]._attn_implementation_internal = Listened(name)
@@ -161,7 +158,7 @@ class HeavyHitters:
         parts = []
         for row, asking in enumerate(self._asking):
             asked = _of_row(query, row, asking) * scaling
-            allowed = _lower(asking, new, key, causal) if mask is None else _allowed(_of_row(mask, row, asking))
+            allowed = _lower(asking, new, key, causal) if mask is None else allowed_by(_of_row(mask, row, asking))
             bias, sinks = (_of_row(options.get(name), row, asking) for name in ("position_bias", "sinks"))
             if options.get("s_aux") is not None:
                 sinks = options["s_aux"].view(-1, 1, 1)
@@ -203,11 +200,6 @@ def _of_row(value: Any, row: int, asking: Places) -> Any:
     return None if value is None else value[row if len(value) > 1 else 0][:, asking]
 
 
-def _allowed(mask: torch.Tensor) -> torch.Tensor:
-    """The mask if it is bool; other masks are added to the products."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
 def _lower(asking: Places, new: int, key: torch.Tensor, causal: bool) -> torch.Tensor:
     """Which query sees which key without a mask: bool `[1, Q, n]`; the last of the keys `[B, key heads, n, D]` are the new
     tokens."""
@@ -220,7 +212,7 @@ def _attention_by_layer(model: nn.Module) -> dict[str, list[Any]]:
     """Modules that attend through transformers' interface, by the path of their decoder layer, in model order."""
     found: dict[str, list[Any]] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "config") and _eager_function(type(module).forward) and (path := _decoder_layer(name)):
+        if hasattr(module, "config") and eager_function(type(module).forward) and (path := _decoder_layer(name)):
             found.setdefault(path, []).append(module)
     return found
 
@@ -236,13 +228,6 @@ def _nearest(attends: dict[str, list[Any]], path: str) -> str | None:
     stack, _, place = str(_decoder_layer(path)).rpartition(".")
     places = [int(other.rpartition(".")[2]) for other in attends if other.rpartition(".")[0] == stack]
     return max(((n, f"{stack}.{n}") for n in places if n <= int(place)), default=(0, None))[1]
-
-
-@cache
-def _eager_function(forward: Callable[..., Any]) -> str | None:
-    """Name of the eager function of a class whose `forward` attends through transformers' interface."""
-    found = DISPATCH.search(inspect.getsource(forward))
-    return found and found.group(1)
 
 
 def _give_back(module: Any, config: Any) -> None:

@@ -1,7 +1,7 @@
 """Lets the CPU kernels compute linear layers with few rows: attention projections and the language model head at decode.
 
 A product with a handful of rows reads every weight once and computes little, so memory speed bounds it; the expert kernels come
-closer to that speed than torch's. The change is a `forward` on the module object and can be undone.
+closer to that speed than torch's. The change is a `forward` on the module object.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch import nn
 from vismoe.kernels import cpu
 from vismoe.models.family.components import is_vision
 
-__all__ = ["restore_linears", "serve_linears"]
+__all__ = ["serve_linears"]
 
 MOST_ROWS = 16
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,13 +27,6 @@ def serve_linears(model: nn.Module) -> int:
     for module in modules:
         module.forward = partial(_forward, weakref.ref(module))  # type: ignore[method-assign]  # avoids a reference cycle, so it is freed with the model
     return len(modules)
-
-
-def restore_linears(model: nn.Module) -> None:
-    """Restore the modules' own `forward`."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), partial) and module.__dict__["forward"].func is _forward:
-            del module.__dict__["forward"]
 
 
 def _linears(model: nn.Module) -> Iterator[nn.Linear]:

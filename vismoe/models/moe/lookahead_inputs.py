@@ -45,7 +45,7 @@ def choose_lookahead(
     if chosen == "learned":
         assert calibration is not None
         learned = LearnedLookahead.of(model, inventory, calibration)
-        return learned, learned.witness.gate, f"learned, {learned.witness.sizes.window} layers ahead ({calibration.folder}{won})"
+        return learned, learned.gate, f"learned, {learned.sizes.window} layers ahead ({calibration.folder}{won})"
     gate = GateLookahead.of(model, inventory, settings.window)
     if isinstance(gate, GateLookahead):
         return gate, gate, f"gate, {settings.window} layers ahead{won}"

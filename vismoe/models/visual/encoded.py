@@ -32,7 +32,7 @@ class EncodedImages:
     def __init__(self, model: Any):
         self.saliency = VisualSaliency.of(model)
         self._merge = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", None) or 1
-        self._listening = False
+        self.listening = False
         self._grids: list[EncodedImage] = []
         self._images: list[EncodedImage] = []
         self._used = 0
@@ -41,11 +41,11 @@ class EncodedImages:
 
     def listen(self) -> None:
         """Forget all images and begin to record."""
-        self._images, self._grids, self._used, self._listening = [], [], 0, True
+        self._images, self._grids, self._used, self.listening = [], [], 0, True
         self.saliency.begin()
 
     def stop(self) -> None:
-        self._listening = False
+        self.listening = False
         self.saliency.remove()
 
     def remove(self) -> None:
@@ -65,10 +65,6 @@ class EncodedImages:
         if images is not None:
             self._used = self._used + len(images[0]) if len(images) == 1 else len(self._images)
         return images
-
-    @property
-    def listening(self) -> bool:
-        return self._listening
 
     def known(self) -> list[EncodedImage]:
         """The images encoded since `listen()`, as far as the tower showed them."""
@@ -104,7 +100,7 @@ class EncodedImages:
 
     def _note_grids(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Families with images of any shape pass frames, rows and columns of patches to their tower, int `[images, 3]`."""
-        if not self._listening:
+        if not self.listening:
             return
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim == 2 and value.shape[1] == 3:

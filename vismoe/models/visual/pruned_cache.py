@@ -5,14 +5,16 @@ length. The layer reports logical lengths, so that masks and positions are corre
 tokens after the dropped ones take one slot each, without further calls.
 """
 
+import copy
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from vismoe.errors import InputError
 
-__all__ = ["PAD", "PrunedLayer", "left_padded"]
+__all__ = ["PAD", "PrunedLayer", "beginning", "can_go_on", "left_padded"]
 
 PAD = -1
 
@@ -137,3 +139,33 @@ def _gather(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """`states` `[B, heads, n, D]` at `slots` `[B, m]`; undefined values at pad slots."""
     index = slots.clamp(min=0)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     return states.gather(2, index)
+
+
+# -- the first tokens of a cache, for a request that begins like an earlier one
+GOING_ON = (DynamicLayer, PrunedLayer, DynamicSlidingWindowLayer)  # and layers with a running state
+DIVISIBLE = (DynamicLayer, PrunedLayer)  # one slot per token; sliding windows and running states have dropped earlier tokens
+
+
+def can_go_on(cache: Any) -> bool:
+    """Whether a longer prompt can continue this cache; not if an index chooses tokens in each pass."""
+    return isinstance(cache, DynamicCache) and all(
+        type(layer) in GOING_ON or isinstance(layer, LinearAttentionLayer) for layer in cache.layers
+    )
+
+
+def beginning(cache: Any, tokens: int, shared: bool) -> Any:
+    """A cache of the first `tokens` tokens; None if this kind of cache cannot be divided.
+
+    `shared`: `cache` must not change. The slots are shared until the new cache grows, which copies them.
+    """
+    length = cache.get_seq_length()
+    if tokens == length and not shared:
+        return cache
+    if any(type(layer) not in DIVISIBLE for layer in cache.layers):
+        return None
+    part = copy.copy(cache)
+    part.layers = [copy.copy(layer) for layer in cache.layers]
+    if tokens < length:
+        for layer in part.layers:
+            layer.crop(tokens - length)
+    return part

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vismoe.vision.saliency import attention_received, merged, received_bytes, squares
 
-__all__ = ["VisualSaliency", "saliency_bytes"]
+__all__ = ["VisualSaliency", "allowed", "eager_function", "own_function", "saliency_bytes"]
 
 IMPLEMENTATION = "vismoe_saliency"
 WRAPPED = ("sdpa", "eager")  # towers take another path for flash attention, chosen by its name
@@ -77,7 +78,11 @@ class Tap:
             return "the model has no vision tower"
         kind = config.model_type
         tower = next((module for module in model.modules() if type(getattr(module, "config", None)) is type(config)), nn.Module())
-        found = [(name, module) for name, module in tower.named_modules() if _eager_function(module)]
+        found = [
+            (name, module)
+            for name, module in tower.named_modules()
+            if hasattr(module, "config") and eager_function(type(module).forward)
+        ]
         if not found:
             return f"{kind} has no attention on transformers' interface"
         if kind in UNUSABLE:
@@ -91,10 +96,7 @@ class Tap:
         implementation = attention.config._attn_implementation
         if implementation not in WRAPPED:
             return f"{kind} attends by {implementation}, which does not show its weights"
-        own = getattr(sys.modules[type(attention).__module__], str(_eager_function(attention)))
-        return cls(
-            tower, attention, name, layout, layout.side(model.config), ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
-        )
+        return cls(tower, attention, name, layout, layout.side(model.config), own_function(attention))
 
 
 @dataclass
@@ -208,22 +210,27 @@ def listening_attention(
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     with torch.no_grad():
         for image, (queries, keys) in enumerate(zip(query, key, strict=True)):
-            heard.received.append(attention_received(queries, keys, scaling, _allowed(attention_mask, image)))
+            seen = None if attention_mask is None else allowed(attention_mask[image if len(attention_mask) > 1 else 0, 0])
+            heard.received.append(attention_received(queries, keys, scaling, seen))
     return function(module, query, key, value, attention_mask, **options)
 
 
-def _allowed(mask: torch.Tensor | None, image: int) -> torch.Tensor | None:
-    """Bool `[n, n]` from a mask `[images, 1, n, n]` that is bool or additive."""
-    if mask is None:
-        return None
-    own = mask[image if len(mask) > 1 else 0, 0]
-    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+def allowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask that is bool or additive as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def _eager_function(module: nn.Module) -> str | None:
-    """Name of the eager function of a module that attends through transformers' interface with its own configuration."""
-    found = DISPATCH.search(inspect.getsource(type(module).forward)) if hasattr(module, "config") else None
+@cache
+def eager_function(forward: Callable[..., Any]) -> str | None:
+    """Name of the eager function of a class whose `forward` attends through transformers' interface."""
+    found = DISPATCH.search(inspect.getsource(forward))
     return found and found.group(1)
+
+
+def own_function(attention: Any) -> Callable[..., Any]:
+    """The attention function that a module itself would call."""
+    eager = getattr(sys.modules[type(attention).__module__], str(eager_function(type(attention).forward)))
+    return ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
 
 
 def _blocks(patches: list[torch.Tensor], grids: list[torch.Tensor], tap: Tap) -> list[Image]:

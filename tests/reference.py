@@ -9,32 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vismoe.types import Activation, ExpertForm, Gate
-
-__all__ = ["activated", "add", "combine", "expert", "linear", "parts"]
-
-
-def activated(form: ExpertForm, products: Tensor) -> Tensor:
-    """The activation between the two products of an expert: `[n, 2I]` or, without a gate, `[n, I]` -> `[n, I]`."""
-    half = products.shape[1] // 2
-    gate, up = {
-        Gate.NONE: (products, None),
-        Gate.CONCATENATED: (products[:, :half], products[:, half:]),
-        Gate.INTERLEAVED: (products[:, ::2], products[:, 1::2]),
-    }[form.gate]
-    if form.activation in (Activation.SILU, Activation.CLAMPED_SWIGLU):
-        gate = gate.clamp(max=form.limit)
-        up = None if up is None else up.clamp(-form.limit, form.limit)
-    if form.activation is Activation.CLAMPED_SWIGLU:
-        assert up is not None, "clamped_swiglu has a gate"
-        return gate * torch.sigmoid(form.alpha * gate) * (up + 1)
-    function = {
-        Activation.SILU: functional.silu,
-        Activation.GELU_TANH: lambda g: functional.gelu(g, approximate="tanh"),
-        Activation.GELU_ERF: functional.gelu,
-        Activation.RELU_SQUARED: lambda g: functional.relu(g).square(),
-    }[form.activation]
-    return function(gate) if up is None else function(gate) * up
+from vismoe.models.family.forms import activated
+from vismoe.types import ExpertForm
 
 
 def expert(form: ExpertForm, weights: dict[str, Tensor], rows: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

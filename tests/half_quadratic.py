@@ -1,13 +1,4 @@
-"""Scales, offsets and codes of groups of weights, computed from the weights alone, without calibration.
-
-`round_to_nearest` spreads the codes over a group's range. `fit` is half-quadratic (Badri and Shaji, Half-Quadratic Quantization
-of Large Machine Learning Models, 2023): a sparse auxiliary variable absorbs large errors under the penalty |error|^p with p =
-1/2, and scale and offset follow in closed form. `fit` differs from the paper where that measured better on the demo model. It
-fits the scale as well as the offset, and starts from the best of several clipped ranges. It also keeps the gain of each group:
-least squares shortens groups, |restored|^2 = |weights|^2 - |error|^2, and three such matrices in a row shrink an expert's output
-by a quarter at 2 bits, which costs more divergence than the smaller error saves. So `fit` chooses codes on the least-squares grid
-and restores them on a grid that is longer by the same factor. A group whose squared error would exceed that of rounding to
-nearest is rounded to nearest.
+"""What `vismoe/kernels/affine.py` computes, in torch: the oracle of the C++ encoder.
 
 Codes are centred, q - 2^(bits - 1), as float32. Groups are float32 [groups, inputs]. Values per group are float64 until they are
 rounded to bfloat16, and codes are chosen after that.
@@ -18,16 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vismoe.kernels.affine import KEPT_RANGES, SHRINK_CODES, SMALLEST_RANGE, STEPS
+
 __all__ = ["Quantised", "fit", "round_to_nearest"]
 
-KEPT_RANGES = {  # shares of a group's range that the codes span when fitting starts, by bits
-    2: (1.0, 0.8, 0.65, 0.5),
-    4: (1.0, 0.92, 0.84, 0.76, 0.68),
-    8: (1.0,),
-}
-STEPS = 2  # rounds of removing errors and refitting; a third lowers the error of expert outputs by another 0.5% at 2 bits
-SHRINK_CODES = 1.0  # errors below one code are not removed
-SMALLEST_RANGE = 2.0**-100  # below it a group is a constant: scales would leave the range of normal numbers
 MOST = torch.finfo(torch.bfloat16).max
 
 

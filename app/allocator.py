@@ -8,8 +8,6 @@ takes up to 30 ms, and no time if there is nothing to return. Other C libraries 
 import asyncio
 import ctypes
 
-__all__ = ["give_back_memory", "trim"]
-
 EVERY_S = 5.0
 MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", lambda rest: None)
 

@@ -17,8 +17,6 @@ from vismoe.types import Phase
 if TYPE_CHECKING:
     from vismoe.engine.stats import Figures, PrecisionInfo
 
-__all__ = ["ChatAnswer", "TextAnswer", "listed", "served_model"]
-
 Finish = Literal["stop", "length"]
 
 

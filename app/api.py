@@ -25,8 +25,6 @@ from vismoe.app.prometheus import metrics_text
 from vismoe.app.request_memory import RequestMemory
 from vismoe.config import SERVER_DEFAULTS, parse_bytes
 
-__all__ = ["create_app"]
-
 NOT_FOUND = "there is no such address. Fix: use /v1/chat/completions, /v1/completions, /v1/models"
 
 

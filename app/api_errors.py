@@ -17,8 +17,6 @@ from starlette.responses import JSONResponse
 
 from vismoe.errors import BudgetError, ClosedError, ConfigError, ContextError, InputError
 
-__all__ = ["ApiError", "api_error_of", "error_body", "error_response"]
-
 log = logging.getLogger("vismoe.serve")
 
 MAX_MESSAGE_CHARACTERS = 500

@@ -15,8 +15,6 @@ from starlette.types import Receive
 from vismoe.app.api_errors import ApiError
 from vismoe.app.request_memory import MemoryShare, RequestMemory
 
-__all__ = ["Caller", "Callers"]
-
 POLL_S = 0.05
 LAST_WORDS_S = 5.0  # time for clients to receive the reason when requests are ended
 

@@ -31,8 +31,6 @@ from vismoe.errors import InputError
 from vismoe.models.inputs.rgb import Header
 from vismoe.options import RequestOptions
 
-__all__ = ["Completions"]
-
 PREPARERS = 4  # prompts that are built at the same time; decoded images are large
 BEAT_S = 15.0  # between two keep-alive events while there is no text yet, because proxies close silent connections
 BEAT = b": still at it\n\n"

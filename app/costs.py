@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from vismoe.models.inputs.image_sizes import Look, most_reduction
 from vismoe.models.inputs.rgb import Header, Reduction, decoding_bytes
 
-__all__ = ["BASE_BYTES", "PictureCost", "body_bytes", "parsing_bytes", "picture_cost", "pictures_bytes", "text_bytes"]
-
 BASE_BYTES = 512 * 2**10  # of any request: the connection's read buffer, a small body, its prompt
 SMALL_BYTES = BASE_BYTES // 2  # costs up to this are covered by BASE_BYTES
 VALUE_BYTES = 400  # per value in a body, parsed and checked: 160 for an object, 370 for a message

@@ -36,8 +36,6 @@ from vismoe.errors import InputError
 from vismoe.models.inputs.images import data_uri_payload, look_at, open_image
 from vismoe.models.inputs.rgb import Header, decoding_bytes
 
-__all__ = ["PROCESS_BYTES", "Decoder", "Decoders"]
-
 REQUEST = struct.Struct("<??QQQ")  # header only, is base64, most pixels, divisor of the sides, bytes that follow
 ANSWER = struct.Struct("<?IIQ")  # success, width, height, bytes that follow
 READY = b"ready"

@@ -20,8 +20,6 @@ from vismoe.app.api_errors import ApiError, api_error_of, error_response
 from vismoe.app.known_hosts import MAX_LOGGED_CHARACTERS
 from vismoe.app.options import ServeOptions
 
-__all__ = ["Guard", "KeyCheck"]
-
 log = logging.getLogger("vismoe.serve")
 
 OPEN = ("/health",)  # needs no key, because load balancers have none

@@ -13,8 +13,6 @@ import numpy as np
 from vismoe.paging.page_table import NO_EXPERT, ON_DEVICE, PINNED
 from vismoe.pair import LOW
 
-__all__ = ["heat_map"]
-
 LEVELS = 3  # of brightness
 LEAST_ROW_PIXELS, MOST_ROW_PIXELS, FIGURE_PIXELS = 7.0, 22.0, 360.0
 LARGE, SMALL = 0.86, 0.42  # sides of a cell: in memory, and not in memory

@@ -26,8 +26,6 @@ from vismoe.models.inputs.image_addresses import address_error, beginning
 from vismoe.models.inputs.remote_images import RemoteImages
 from vismoe.models.inputs.rgb import Header
 
-__all__ = ["ImageIntake", "ImageLimits"]
-
 OF_A_REQUEST = 4  # a request's images together may have this many times the bytes and pixels of one image
 DATA_URI_HEADER_CHARACTERS = 128
 DOWNLOAD_WAIT_S = 2.0  # most time a download waits for memory

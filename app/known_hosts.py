@@ -15,8 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vismoe.app.api_errors import ApiError, error_response
 from vismoe.app.options import address_of, is_loopback
 
-__all__ = ["MAX_LOGGED_CHARACTERS", "KnownHosts"]
-
 log = logging.getLogger("vismoe.serve")
 
 MAX_LOGGED_CHARACTERS = 120

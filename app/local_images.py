@@ -16,8 +16,6 @@ from urllib.parse import unquote
 
 from vismoe.errors import ConfigError, InputError
 
-__all__ = ["LocalImages"]
-
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 NOT_THERE = "there is no image file of this name in the server's image folder. Fix: use the name of a file in it, or a data: URI"

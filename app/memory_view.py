@@ -6,8 +6,6 @@ from typing import Any
 from vismoe.app.options import served_name
 from vismoe.config import format_bytes
 
-__all__ = ["backends_table", "head", "memory_plan"]
-
 SHADES = 8  # colours of the bar, used in turn
 LEAST_SHARE = 0.01  # share of a tier's bytes; the bar combines smaller parts
 

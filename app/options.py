@@ -13,8 +13,6 @@ from vismoe.config import MOST_BYTES, Tokens
 from vismoe.errors import ConfigError
 from vismoe.ranges import Range, check_fields, option
 
-__all__ = ["ServeOptions", "is_api_key", "is_loopback", "served_name"]
-
 MOST_SECONDS = 7 * 86_400
 Size = Annotated[int, Range(1024, MOST_BYTES, "bytes")]
 Patience = Annotated[float, Range(0, MOST_SECONDS, "seconds", above=True)]

@@ -30,8 +30,6 @@ from vismoe.models.inputs.message_files import user_message
 from vismoe.options import RequestOptions
 from vismoe.types import Phase
 
-__all__ = ["Finished", "History", "Page", "PageTurn", "PageUpdate", "chosen", "shown", "tiles", "turn_at"]
-
 REFRESH_S = 0.1  # between two updates of the text; one per token would take time from the model
 MACHINE_REFRESH_S = 0.5  # between two updates of the heat map, which is larger
 TILES = {  # name, and tooltip

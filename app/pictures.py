@@ -8,8 +8,6 @@ from PIL import Image
 
 from vismoe.vision.overlay import kept_overlay
 
-__all__ = ["seen_pictures"]
-
 SIDE_PIXELS = 512  # the longer side of a shown picture, so that patches of small images have crisp edges and photos stay small
 NO_IMAGE = '<p class="vm-note">No image in this conversation yet.</p>'
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from vismoe.app.request_memory import RequestMemory
     from vismoe.engine.engine import Engine
 
-__all__ = ["PAGER_COUNTERS", "metrics_text"]
-
 REASON = re.compile(r"\s*[(:;,]")  # where the reasons begin, which contain measured rates and paths of this machine
 PAGER_COUNTERS = {  # counter of vismoe.metrics: (name here without _total, help text)
     "hits": ("vismoe_expert_hits", "Demands for experts that were resident"),

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from vismoe.engine.engine import Engine
 
-__all__ = ["RayOptions", "refuse_shared_memory", "serve_on_ray", "share_of_a_replica"]
-
 NAME = "vismoe"  # of the application on the cluster, and of its only deployment
 LOCAL = "local"  # the address that means a new cluster on this machine
 OBJECT_STORE_BYTES = 256 * 2**20  # of a new cluster; request bodies pass through it

@@ -20,8 +20,6 @@ from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
 from vismoe.planning.sizes import size_up
 
-__all__ = ["DECODERS", "MemoryKind", "MemoryShare", "RequestMemory"]
-
 DECODERS = 2  # processes
 LEAST_BYTES = DECODERS * PROCESS_BYTES + 64 * 2**20
 LARGE_BODY_BYTES = 2**20

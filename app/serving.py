@@ -23,8 +23,6 @@ from vismoe.errors import ConfigError
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
 
-__all__ = ["listening", "serve"]
-
 MAX_CONNECTIONS = 1024
 IDLE_S = 30  # a connection without a request is closed
 CLOSE_S = 2  # for connections to close when the server ends

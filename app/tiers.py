@@ -9,8 +9,6 @@ from vismoe.config import format_bytes
 from vismoe.types import Phase
 from vismoe.words import precision_words, share_words
 
-__all__ = ["Sources", "sources", "tiers"]
-
 MEANINGS = {
     Phase.PREFILL: "reading the question: many tokens at once need most experts of a layer, each fetched at most once",
     Phase.DECODE: "writing the answer: one token at a time needs a few experts of each layer",

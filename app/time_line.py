@@ -9,8 +9,6 @@ from typing import Any
 from vismoe.config import format_bytes
 from vismoe.types import Phase
 
-__all__ = ["time_line"]
-
 MOST_BARS = 400  # further passes share a bar: thinner ones could not be seen
 TICKS = 6  # about this many
 LAST_TICK = 0.95  # of the width; a label further right would leave the page

@@ -21,8 +21,6 @@ from vismoe.errors import BusyError, ConfigError, VisMoEError
 if TYPE_CHECKING:
     import gradio as gr
 
-__all__ = ["build", "require_gradio"]
-
 log = logging.getLogger("vismoe")
 
 Values = dict[Any, Any]  # values of widgets, by widget

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from vismoe.engine.engine import Engine
 
-__all__ = ["free_port", "serve", "served"]
-
 ADDRESS = "127.0.0.1"
 MOST_PORTS = 65535
 MOST_FILE_BYTES = 64 * 2**20

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Uploads", "uploads_folder"]
-
 PREFIX = "vismoe-ui-"
 LOCK = "in-use"
 UNASKED_S = 3600.0

@@ -14,8 +14,6 @@ from vismoe.options import HOTTEST, OPTIONS
 if TYPE_CHECKING:
     import gradio as gr
 
-__all__ = ["NOT_YET", "chat_tab", "examples", "formats_of", "machine_tab", "offers", "pictures_folder"]
-
 EXAMPLES = 4
 LEAST_KEEP = 0.1
 MOST_TOKENS = 2048  # limit of the slider, unless the planned context is smaller

@@ -23,8 +23,6 @@ from vismoe.eval.questions import KINDS, Conversation, conversation
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["AnswerFile", "Key", "answer_all", "batches", "program_digest", "questions"]
-
 Key = tuple[str, int]  # kind of question, number
 Row = TypeVar("Row", bound="DataclassInstance")  # a dataclass of plain values
 Contestant = TypeVar("Contestant")

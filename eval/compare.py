@@ -19,8 +19,6 @@ from vismoe.eval.paired import p_value, paired_difference
 from vismoe.eval.suite_rows import ANSWERS, work_folder
 from vismoe.flags import print_json
 
-__all__ = ["ALL", "ComparedQuestion", "Result", "compared", "read_result", "run_compare"]
-
 ALL = "all"
 SHAPES = "the JSON of vismoe eval --scenes --json or --lmms --json, an answer file (.jsonl), or FOLDER#ROW of a suite"
 SURE = 0.05

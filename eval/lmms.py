@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TASKS", "main", "manifest"]
-
 TASKS = Path(__file__).parent / "tasks"  # the value for --include_path of lmms-eval
 MODELS = "vismoe.eval.lmms_model"
 

@@ -12,8 +12,6 @@ from vismoe.errors import ConfigError
 from vismoe.flags import add_model_flags, add_option, add_request_options, add_settings
 from vismoe.ranges import Range, Rule, ValueKind
 
-__all__ = ["BATCH_SIZE", "model_arguments"]
-
 BATCH_SIZE = Rule("batch_size", (ValueKind(int, Range(1, 2**12, "requests")),), 1)
 
 SWITCHES = {name for name, hint in typing.get_type_hints(Settings).items() if hint is bool}

@@ -16,8 +16,6 @@ from vismoe.errors import InputError
 from vismoe.options import COLDEST, AnswerTokens
 from vismoe.ranges import Range, check_fields, shown, unencodable
 
-__all__ = ["BatchRow", "Generation", "batches", "left_padded"]
-
 ADDED_BY_LMMS_EVAL = "\n\n"  # its default stop string for tasks without one; its own models ignore this
 HOTTEST = 100  # highest temperature of a task; tasks are not bound by the engine's limit
 UNDERSTOOD = {

@@ -34,8 +34,6 @@ from vismoe.models.inputs.images import open_image
 from vismoe.options import RequestOptions
 from vismoe.planning.needs import mask_bytes
 
-__all__ = ["VisMoE", "VisMoEChat"]
-
 Messages = list[dict[str, Any]]
 
 

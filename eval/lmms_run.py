@@ -12,8 +12,6 @@ from vismoe.engine.engine import Engine
 from vismoe.errors import InputError
 from vismoe.eval.lmms import TASKS
 
-__all__ = ["run_tasks"]
-
 LIKELIHOODS = ("multiple_choice", "loglikelihood")  # lmms-eval supports these in its simple form only
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from vismoe.eval.scoring import accuracy
 
-__all__ = ["Interval", "beside", "p_value", "paired_difference", "points", "ratio_of_sums", "spread"]
-
 RESAMPLES = 2000
 SIGN_FLIPS, FLIPS_AT_ONCE = 10_000, 500
 FEW_CHANGES = 12  # up to this number, every assignment of signs is tried

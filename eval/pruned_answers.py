@@ -15,8 +15,6 @@ from vismoe.eval import questions as asking
 from vismoe.eval.answer_file import Key
 from vismoe.eval.questions import KINDS
 
-__all__ = ["FEWER_EXPERTS", "PROGRAM", "draw_of"]
-
 PROGRAM = (
     accuracy, asking, scenes, scoring, world,
     vismoe.vision.selection, vismoe.vision.saliency, vismoe.models.visual.saliency, vismoe.models.visual.encoded,

@@ -17,8 +17,6 @@ from vismoe.errors import VisMoEError
 from vismoe.eval.questions import KINDS
 from vismoe.flags import SuggestingParser
 
-__all__ = ["add_several", "folder_of", "run_on_questions", "study_parser", "told"]
-
 
 def study_parser(program: str | None, about: str) -> SuggestingParser:
     """A parser whose help shows `about` as it is written."""

@@ -235,8 +235,3 @@ def every_phrase() -> set[str]:
     forms = {form.replace("{", " ").replace("}", " ") for form in _BEYOND + _ABOUT_IT}
     said = {phrase for phrases in SAID.values() for phrase in _of("train", phrases)}
     return {*ANSWERS, *SYSTEM_PROMPTS, *forms, *said, *_QUALITIES, *_DEEDS}
-
-
-__all__ = [
-    "ANSWERS", "BEYOND", "NO_IMAGE", "as_typed", "beyond", "every_phrase", "gibberish", "greeting", "system_prompt",
-]  # fmt: skip

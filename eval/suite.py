@@ -44,8 +44,6 @@ from vismoe.eval.suite_rows import (
 )
 from vismoe.flags import INTERRUPTED, given_settings, model_options, one_model, print_json
 
-__all__ = ["Suite", "SuiteOptions", "run_suite"]
-
 STORE, LOCK = "store", "pack.lock"
 
 

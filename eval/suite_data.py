@@ -7,8 +7,6 @@ from typing import Any
 from vismoe.eval.answer_file import Key, batches
 from vismoe.eval.scoring import GROUPS, OTHERS, TEXT
 
-__all__ = ["Data", "Scenes", "Tasks"]
-
 READING = ("ocr", "textvqa", "docvqa")  # parts of the names of tasks about printed text
 
 

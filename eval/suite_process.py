@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JobFailed", "Worker"]
-
 COMMAND = (sys.executable, "-m", "vismoe.eval.suite_worker")
 LOG_LINES = 3  # log lines shown for a worker that died without an answer
 

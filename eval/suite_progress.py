@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["PACKING", "QUESTION", "TURN", "Outlook", "SuiteBar"]
-
 PACKING, QUESTION, TURN = "packing", "question", "turn"
 GUESSES_S = {PACKING: 10.0, QUESTION: 0.06, TURN: 8.0}  # per unit of work, until some are done
 

@@ -19,8 +19,6 @@ from vismoe.eval.scoring import OTHERS, TEXT
 from vismoe.eval.suite_rows import EXACT, REPORT, REQUESTS, Answered, SpeedTurn
 from vismoe.words import share_words
 
-__all__ = ["accuracy_of", "draw", "markdown", "speed_of", "write_report"]
-
 Key = tuple[str, int]
 MARKDOWN = "suite.md"
 ACCURACY_NOTE = """\

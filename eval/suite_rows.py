@@ -15,33 +15,6 @@ from vismoe.config import Settings
 from vismoe.errors import InputError
 from vismoe.pair import Format
 
-__all__ = [
-    "AGAIN",
-    "ANSWERS",
-    "EVAL_BATCH",
-    "EXACT",
-    "MAX_TOKENS",
-    "REPORT",
-    "REQUESTS",
-    "SPEED",
-    "SUITES",
-    "SUITE_FLAGS",
-    "TABLES",
-    "VARIED",
-    "WORK",
-    "Answered",
-    "Axes",
-    "PaperTable",
-    "SpeedTurn",
-    "SuiteRow",
-    "add_suite_arguments",
-    "packed_formats",
-    "paper_tables",
-    "refuse_varied",
-    "rows_of",
-    "work_folder",
-]  # fmt: skip
-
 EVAL_BATCH = 8  # questions answered together; with two pictures each they fit the default context
 SUITES = ("paper",)
 TABLES = ("keep", "selection", "formats", "precision", "memory", "steps")

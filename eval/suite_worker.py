@@ -38,8 +38,6 @@ from vismoe.store.pack import pack, refuse_small_disk
 from vismoe.store.packed import contents_of, find_store, formats_in
 from vismoe.types import Format, Phase
 
-__all__ = ["main"]
-
 Tell = Callable[[Any], None]
 SPEED_KIND, SPEED_SEED = "describe", 7  # one picture each, and the longest answers
 CLEAR = Path("/proc/self/clear_refs")

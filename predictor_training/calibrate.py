@@ -32,8 +32,6 @@ from vismoe.predictor_training.train import TrainingRecipe, refuse_too_few, trai
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
-__all__ = ["Calibrated", "Told", "calibrate", "refuse_unwritable"]
-
 DIVERGENCE_KEEP = 0.5
 DIVERGENCE_PROMPTS = 32
 CONTEST_REQUESTS = 40  # requests of each trace, from the validation split

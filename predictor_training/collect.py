@@ -25,8 +25,6 @@ from vismoe.models.load.runtime import runtime_of
 from vismoe.predictor_training.prompts import CalibrationPrompt, folder_prompts, scene_prompts
 from vismoe.trace.files import Trace, TraceWriter
 
-__all__ = ["KEEPS", "collect", "progress_bar", "trace_folder", "work_name"]
-
 KEEPS = (1.0, 0.5)
 ANSWER_TOKENS = 32
 # Settings that decide what is recorded.

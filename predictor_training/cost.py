@@ -38,8 +38,6 @@ from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.types import Phase
 
-__all__ = ["LookaheadCost", "measure"]
-
 TOKENS, PROMPT_TOKENS = 240, 8
 WARM_TOKENS = 24
 EXPERT_WIDTH = 64

@@ -28,8 +28,6 @@ from vismoe.predictor_training.train import TrainingRecipe, add_training_flags, 
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
-__all__ = ["LEARNED", "WITHOUT", "Judgement", "judge", "print_judgements", "trained_variants"]
-
 LEARNED, WITHOUT, MERGED, GATE = "learned", "learned, no visual summary", "learned, merged by index", "gate"
 UNASKED, BLIND = "learned, no routers", "learned, no routers, no visual"
 GROUPS = {"held-out": "held-out prompts", "unseen": "a kind not used in training"}

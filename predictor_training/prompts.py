@@ -20,8 +20,6 @@ from vismoe.models.inputs.images import file_of_url
 from vismoe.models.inputs.message_files import placed
 from vismoe.models.inputs.qwen_images import image_source
 
-__all__ = ["GROUPS", "CalibrationPrompt", "folder_prompts", "is_validation", "scene_prompts"]
-
 GROUPS = ("train", "held-out", "unseen")
 UNSEEN_KIND = "text"  # reading text; the paper leaves out TextVQA
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")

@@ -16,8 +16,6 @@ import numpy as np
 from vismoe.trace.files import Trace
 from vismoe.types import Phase, TokenKind
 
-__all__ = ["Depth", "depth_curve", "rank_correlation", "shallowest"]
-
 CORE_EVERY = 5
 SHARE_OF_BEST = 0.9
 FEWEST_TOKENS = 16  # least tokens of an image that counts

@@ -16,8 +16,6 @@ from vismoe.lookahead.network import Folded, log_expected
 from vismoe.predictor_training.samples import Samples
 from vismoe.predictor_training.train import Batches
 
-__all__ = ["TIMES_TOP_K", "Recall", "Scorer", "by_frequency", "by_gate", "by_learned", "by_lru", "by_nothing", "hot_recall"]
-
 TIMES_TOP_K = (1.25, 2.5, 3.75)
 CHUNK = 512
 

@@ -21,8 +21,6 @@ from vismoe.simulate.replay import replay
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
-__all__ = ["LEAST", "SHARES", "ReplayContest", "contest", "pinned_by_share", "with_scores"]
-
 SHARES = ("25%", "50%", "75%")
 ARRIVALS = (0.5, 1.0, 4.0)  # of an expert, in layer times
 LAYER_S = 1e-3

@@ -19,8 +19,6 @@ from vismoe.trace.files import Trace
 from vismoe.trace.steps import TraceStep
 from vismoe.types import Phase
 
-__all__ = ["Samples", "read_samples"]
-
 MOST_BYTES = 3 * 2**30
 PHASES = (Phase.PREFILL, Phase.DECODE)
 

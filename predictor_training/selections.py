@@ -23,8 +23,6 @@ from vismoe.models.visual.settings import UNCALIBRATED_SELECTION, pruning_of
 from vismoe.predictor_training.prompts import CalibrationPrompt
 from vismoe.vision.selection import SELECTIONS
 
-__all__ = ["SelectionCost", "by_turns", "cheapest", "costs_of", "scorer"]
-
 KEEP = 0.5
 MOST_PROMPTS = 48
 ANSWER_TOKENS = 40

@@ -28,8 +28,6 @@ from vismoe.predictor_training.samples import Samples, read_samples
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
-__all__ = ["GAMMA", "Batches", "Report", "TrainingRecipe", "refuse_device", "refuse_too_few", "train"]
-
 GAMMA = 0.8  # VisMMoE, 3.3.3
 FEWEST = 2  # prompts to train on
 LEAST_STEPS = 11  # of the schedule; its warm-up is a tenth, which would be empty with 10

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["RunningCall", "under"]
-
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 

@@ -19,8 +19,6 @@ from typing import Annotated, Any, Literal
 
 from vismoe.errors import ConfigError, VisMoEError
 
-__all__ = ["PATH_BEGINNINGS", "Range", "Read", "Rule", "check_fields", "file_name", "option", "rules_of", "shown", "unencodable"]
-
 SHOWN_CHARACTERS = 60
 PATH_BEGINNINGS = ("/", "./", "../", "~")
 NOT_A_TEXT = ", not a text"

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Waiting", "let_workers_sleep", "waiting", "without_us"]
-
 SPINS = "GOMP_SPINCOUNT"
 VARIABLES = (SPINS, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # a user's own setting is respected
 SHORT_SPINS = "2000"  # some microseconds

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Span", "Timeline"]
-
 MOST_SPANS = 2_000_000  # about 500 MB of objects; later spans are dropped, which the file says
 
 

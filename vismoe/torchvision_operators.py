@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["mend_on_import"]
-
 DESCRIBED = re.compile(r"""register_(?:fake|meta|autograd)\(\s*"(?:torchvision::)?(\w+)\"""")
 _libraries: list[Any] = []  # the definitions exist as long as these objects
 

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vismoe.engine.stats import PrecisionInfo
 
-__all__ = ["precision_words", "share_words"]
-
 
 def share_words(shares: Mapping[str, float]) -> str:
     """`{"int4": 0.71, "int2": 0.29}` -> `71.0% int4, 29.0% int2`, the larger one first."""

@@ -30,8 +30,6 @@ from vismoe.precision.policy import Policy
 from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import Format, RecordLayout
 
-__all__ = ["GOAL", "ControllerCost", "measure"]
-
 GOAL = 0.01  # of a token
 LAYERS, EXPERTS, HOT_SHARE = 48, 128, 0.25
 POLICIES: tuple[PolicyName, ...] = ("hotness", "importance", "hotness+importance")

@@ -27,20 +27,6 @@ from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.locate import inventory_of
 from vismoe.types import Format, RecordLayout
 
-__all__ = [
-    "SIXTEEN_BIT",
-    "ExpertWeights",
-    "FormatContestant",
-    "Judged",
-    "compared",
-    "expert_output_errors",
-    "images_seen_once",
-    "judge",
-    "log_probabilities",
-    "said",
-    "with_answers",
-]
-
 CAPTURED_TOKENS = 4096  # hidden states per MoE layer on which expert outputs are compared
 
 

@@ -32,8 +32,6 @@ from vismoe.kernels import cpu
 from vismoe.kernels.codecs import codec_of
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
-__all__ = ["KernelContest", "Speed", "measure"]
-
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
 EXPERTS_OF_A_CALL = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

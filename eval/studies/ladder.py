@@ -28,8 +28,6 @@ from vismoe.simulate.pinned import best_pinned
 from vismoe.simulate.replay import aligned_columns
 from vismoe.trace.files import Trace
 
-__all__ = ["main"]
-
 LINK_BYTES_PER_S = 60e6  # an expert of the bundled model (72 KiB) takes 1.2 ms, about the compute time of one of its layers
 LAYERS, EXPERTS = 6, 48
 VISION_DEPTH, VOCABULARY = 4, 32768  # a small tower and vocabulary, so that the experts dominate

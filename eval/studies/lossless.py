@@ -30,8 +30,6 @@ from vismoe.formats.lossless import content_bytes, packable
 from vismoe.kernels.lossless import FastLossless, available
 from vismoe.types import ExpertId, RecordLayout
 
-__all__ = ["entropy_bits", "huffman_bits"]
-
 GEOMETRY_30B = RecordLayout.of(
     {"gate_up_proj": (1536, 2048), "down_proj": (2048, 768)}, dict.fromkeys(["gate_up_proj", "down_proj"], torch.bfloat16)
 )

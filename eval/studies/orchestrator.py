@@ -32,8 +32,6 @@ from vismoe.simulate.replay import Order, aligned_columns, replay
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
-__all__ = ["main"]
-
 SHARES = ("12.5%", "25%", "50%", "75%")
 ORDERS: tuple[Order, ...] = ("lru", "lfu")
 LINKS_BYTES_PER_S = (15e6, 60e6, 240e6)  # an expert of the bundled model takes 4.9, 1.2 and 0.3 ms

@@ -21,8 +21,6 @@ from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant,
 from vismoe.precision.hotness import Hotness
 from vismoe.types import Format
 
-__all__ = ["COUNTS", "HOTNESS", "RANDOM", "JudgedAnswer", "judged", "orders_of"]
-
 HOTNESS, COUNTS, RANDOM = "hotness", "counts", "random"
 SIXTEEN_BIT = Everywhere(Format.RAW)
 MORE_TOKENS = 8  # beyond the longest true answer of the batch, an answer is cut off

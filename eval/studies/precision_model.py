@@ -21,8 +21,6 @@ from vismoe.eval.studies.format_quality import ExpertWeights, FormatContestant
 from vismoe.models.family.families import expert_modules, expert_parameters
 from vismoe.types import Format
 
-__all__ = ["LISTENERS", "SKIP", "LayerCall", "MixedExperts", "Rule", "Served", "attention_received"]
-
 SKIP = -1  # the format of a choice that is not computed
 LISTENERS = 64  # a prompt's last tokens, whose attention defines heavy hitters
 

@@ -34,8 +34,6 @@ from vismoe.precision.schedule import Schedule
 from vismoe.simulate.precision import HotnessReplay, Pass, read, replay_hotness, replay_importance
 from vismoe.types import ExpertInventory, RecordLayout
 
-__all__ = ["STUDIES", "main"]
-
 FOLDER = Path("precision-replay")
 STUDIES = ("decay", "hysteresis", "shift", "pools")
 QUOTAS = (0.125, 0.25, 0.5)  # shares of the experts that may be hot

@@ -16,8 +16,6 @@ from vismoe.precision.depth import ratios_of
 from vismoe.precision.importance import HEAVY_SHARE, by_chance, by_gate, by_load, heavy_hitters, skipped
 from vismoe.types import Format
 
-__all__ = ["ALIKE", "Demoted", "Everywhere", "InOneLayer", "PrecisionContestant", "Retained", "RuleInputs", "coldest"]
-
 ALIKE = "alike"  # each computation has the same probability of the low format, whatever its expert
 
 

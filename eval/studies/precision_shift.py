@@ -42,8 +42,6 @@ from vismoe.simulate.replay import aligned_columns
 from vismoe.trace.files import Trace
 from vismoe.types import ExpertInventory, Format
 
-__all__ = ["SHIFTS", "followed", "main", "oracle", "stream"]
-
 PERIOD_TOKENS = 32  # T
 HOT_SHARE = 0.25
 REACHED = 0.9

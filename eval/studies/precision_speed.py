@@ -38,8 +38,6 @@ from vismoe.store.pack import pack
 from vismoe.store.packed import contents_of
 from vismoe.types import Format, Phase
 
-__all__ = ["main", "pack_experts", "sizes"]
-
 RETENTION = 0.75
 BUDGETS = (0.5, 0.85)  # shares of all experts in the better format: those of Mixtral-8x7B in 4 bits that fit 16 and 24 GB
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 64, 8, 1024, 512

@@ -16,8 +16,6 @@ from vismoe.eval.questions import KINDS
 from vismoe.eval.studies.precision_judge import JudgedAnswer
 from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant
 
-__all__ = ["Comparison", "TableLine", "draw", "print_summary", "rank_correlation", "summary"]
-
 ALL = "all"
 RESAMPLES = 1000
 

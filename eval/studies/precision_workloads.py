@@ -21,8 +21,6 @@ from vismoe.simulate.precision import Pass, best_static, read
 from vismoe.trace.files import Trace
 from vismoe.trace.synthetic import skewed_trace
 
-__all__ = ["Stream", "prompts", "record", "streams", "synthetic"]
-
 FIRST_SCENE = 8_000_000  # so that scenes differ from those of `vismoe eval --scenes` and of training
 TEXTS = 72
 IN_TURN = 4  # requests of one sort before the sort changes

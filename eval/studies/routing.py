@@ -13,19 +13,6 @@ import numpy as np
 from vismoe.trace.steps import TraceStep
 from vismoe.types import TokenKind
 
-__all__ = [
-    "LayerLoad",
-    "LoadTransitions",
-    "active_experts",
-    "coverage",
-    "coverage_curve",
-    "index_similarity",
-    "load",
-    "most",
-    "prompt_layers",
-    "structure_similarity",
-]
-
 
 @dataclass(frozen=True)
 class LayerLoad:

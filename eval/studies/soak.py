@@ -30,8 +30,6 @@ from vismoe.engine.engine import Engine, load
 from vismoe.errors import VisMoEError
 from vismoe.eval.report import study_parser
 
-__all__ = ["Sample", "growth_bytes", "main"]
-
 SAMPLE_S = 1.0
 SCRAPE_SAMPLES = 5  # /metrics is read at every fifth sample
 SETTLE_S = 60.0  # time for the last requests to end

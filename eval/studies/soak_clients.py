@@ -25,8 +25,6 @@ from vismoe.eval.questions import KINDS, conversation
 from vismoe.eval.report import study_parser
 from vismoe.eval.scenes import compose
 
-__all__ = ["Told", "main"]
-
 PATIENCE_S = 300  # for one answer; a longer wait means that the server hangs
 SCENES = 12  # few, so that images repeat
 MOST_TOKENS = 48

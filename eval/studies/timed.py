@@ -27,8 +27,6 @@ from vismoe.predictor_training.prompts import CalibrationPrompt, scene_prompts
 from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 
-__all__ = ["Run", "TokenRequests", "ask_scenes", "ask_tokens", "generated_checkpoint", "held_out", "medians", "take_turns"]
-
 GEOMETRY, SKEW = "qwen3-vl-30b-a3b", 1.0  # of generated checkpoints
 
 

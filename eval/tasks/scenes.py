@@ -27,11 +27,6 @@ from vismoe.eval.scenes import compose, scene_random
 from vismoe.eval.scoring import character_accuracy, option, printed, words
 from vismoe.eval.world import with_article
 
-__all__ = [
-    "mmbench_accuracy", "mmbench_docs", "mmbench_results", "mme_docs", "mme_results", "mme_score", "ocr_docs", "ocr_results",
-    "pictures", "pope_docs", "pope_results",
-]  # fmt: skip
-
 Document = dict[str, Any]
 WHICH = ("Which of these is in the image?", "Which object is in the picture?", "What does the image show?")
 

@@ -45,8 +45,6 @@ from vismoe.planning.sizes import size_up
 from vismoe.store.index import files_of
 from vismoe.store.packed import find_store, formats_in
 
-__all__ = ["BenchOptions", "run"]
-
 BASELINE_PACKAGES = ("accelerate", "llama_cpp_python", "gguf")
 
 

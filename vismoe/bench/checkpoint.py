@@ -24,8 +24,6 @@ from vismoe.bench.weights import Noise, WeightRecipe, Weights, weights_of
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
 
-__all__ = ["MANIFEST", "Written", "refuse_small_disk", "write_checkpoint"]
-
 FORMAT = 1  # version of the weights: raise it when the same arguments give other bytes
 MANIFEST = "vismoe-bench.json"
 SHARD_BYTES = 5 * 10**9

@@ -27,8 +27,6 @@ from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.timeline import Timeline
 
-__all__ = ["LOADERS", "VisMoERunner"]
-
 
 @dataclass
 class Stamps:

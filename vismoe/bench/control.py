@@ -25,8 +25,6 @@ from vismoe.paging.transfer import DiskMover
 from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
-__all__ = ["ControlTime", "measure_control"]
-
 HIDDEN, INTERMEDIATE = 64, 24
 ROUNDS = 7
 

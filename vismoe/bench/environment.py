@@ -12,8 +12,6 @@ from vismoe.errors import InputError
 from vismoe.machine.measure import measure, measure_disk
 from vismoe.machine.profile import Profile, load_profile, merged, save_profile
 
-__all__ = ["ceilings_of", "commit"]
-
 
 def commit() -> str | None:
     """The commit of this package's checkout, with `+changes` if files differ from it; None outside a checkout."""

@@ -13,8 +13,6 @@ from vismoe.bench.job import BITS_PER_WEIGHT, EXACT, PARTNERS, PROGRAMS, Contest
 from vismoe.config import format_bytes
 from vismoe.planning.sizes import size_up
 
-__all__ = ["Entry", "FairConditions", "does_not_fit", "labels", "refusals"]
-
 NOTEWORTHY = 0.1  # share of a limit
 CACHE_SIZED_BYTES = 2**28  # weights that may fit wholly or largely in a processor's last-level cache
 

@@ -16,8 +16,6 @@ from vismoe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["GEOMETRIES", "ModelGeometry", "geometry_config", "model_class_of"]
-
 
 @dataclass(frozen=True)
 class ModelGeometry:

@@ -27,8 +27,6 @@ from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.safetensors_header import TensorEntry, read_header
 from vismoe.types import ExpertId, MoELayer
 
-__all__ = ["gguf_refusal", "is_float32", "write_gguf"]
-
 ROUTERS_AND_CONVOLUTIONS = re.compile(r"ffn_gate_inp|ssm_conv1d")  # matrices that llama.cpp needs in F32
 EXPERTS = re.compile(r"_exps\.weight$")
 PIECE_BYTES = 2**23

@@ -23,8 +23,6 @@ import numpy as np
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
 
-__all__ = ["GroupReport", "Groups", "MemoryGroup", "cached_bytes", "drop_caches", "imports_bytes"]
-
 CGROUPS = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
 ENTER = 'echo $$ > "$0" && exec "$@"'  # sh: join the group, then become the command

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-__all__ = ["ARCHITECTURES", "Architecture", "Tensors", "metadata"]
-
 Tensors = Iterator[tuple[str, torch.Tensor]]
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's expert gating functions
 

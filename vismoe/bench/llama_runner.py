@@ -11,8 +11,6 @@ import numpy as np
 from vismoe.bench.job import LOGITS, BenchRequest, Job
 from vismoe.bench.process import difference, disk_bytes
 
-__all__ = ["LOADERS", "LlamaRunner"]
-
 BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 512  # llama.cpp's own defaults
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 
-__all__ = ["die_with_parent", "difference", "disk_bytes", "peak_rss_bytes", "release_mapped"]
-
 PROC = Path("/proc/self")
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED, MADV_PAGEOUT = 4, 21

@@ -11,8 +11,6 @@ import torch
 
 from vismoe.errors import InputError
 
-__all__ = ["model_inputs", "picture_tokens", "random_ids"]
-
 
 def random_ids(config: Any, count: int, seed: int) -> tuple[int, ...]:
     """`count` ids of the text vocabulary, none of them special."""

@@ -14,8 +14,6 @@ from vismoe.config import format_bytes
 from vismoe.models.family.components import decode_read_bytes
 from vismoe.types import ExpertInventory
 
-__all__ = ["Ceilings", "Work", "agreement", "expert_read_bytes", "measures", "observed", "share", "spread", "summary", "warnings"]
-
 STATES = (COLD, WARM)
 REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the others are compared with the first that ran
 LEAST_CORRELATION = {EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2}  # with the reference's logits; another model has none

@@ -23,8 +23,6 @@ from vismoe.bench.turns import rotating
 from vismoe.config import format_bytes
 from vismoe.threads import without_us
 
-__all__ = ["BenchOutcome", "run_all", "run_job"]
-
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
 LOG_LINES = 12  # log lines kept of a failed worker
 

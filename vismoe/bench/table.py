@@ -10,8 +10,6 @@ from rich.text import Text
 from vismoe.bench.job import BITS_PER_WEIGHT, PROGRAMS
 from vismoe.config import format_bytes
 
-__all__ = ["print_report"]
-
 NOTHING = "-"
 SPEED_LEGEND = """
 medians, in brackets the extremes over processes.

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import Progress
 
-__all__ = ["KeptTurns", "reversing", "rotating"]
-
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 

@@ -26,8 +26,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from vismoe.errors import ConfigError
 from vismoe.models.family.families import ROUTERS, expert_modules, expert_parameters, refuse_unsupported, top_k_of
 
-__all__ = ["LAYER", "Noise", "WeightRecipe", "Weights", "weights_of"]
-
 BLOCK_VALUES = 2**24 - 3  # 32 MiB, drawn once; odd, so that rows of a long matrix never repeat the same stretch
 PIECE_VALUES = 2**20
 GUMBEL_STD = math.pi / math.sqrt(6)

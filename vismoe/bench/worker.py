@@ -17,8 +17,6 @@ from vismoe.bench.job import COLD, PROGRAMS, WARM, Answer, Job
 from vismoe.bench.limits import drop_caches
 from vismoe.bench.process import die_with_parent, peak_rss_bytes, release_mapped
 
-__all__ = ["answer", "main"]
-
 
 def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     """(the answer, the runner): load, drop the pages that loading cached, time the cold and the warm requests."""

@@ -18,8 +18,6 @@ from vismoe.errors import InputError
 if TYPE_CHECKING:
     from vismoe.bench.benchmark import BenchOptions
 
-__all__ = ["BENCH"]
-
 FAILED = 2  # VisMoE could not be measured; the baselines may have been
 TABLE_COLUMNS = 110  # width of the tables if no terminal gives one
 PICTURE = re.compile(r"(\d+)x(\d+)")

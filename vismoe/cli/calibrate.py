@@ -15,8 +15,6 @@ from vismoe.errors import CheckpointError, InputError
 if TYPE_CHECKING:
     from vismoe.predictor_training.calibrate import Calibrated
 
-__all__ = ["CALIBRATE"]
-
 SCENE_PROMPTS = 1000
 NAMES = SETTINGS["selection"].choices
 

@@ -17,8 +17,6 @@ from vismoe.options import RequestOptions
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
 
-__all__ = ["CHAT", "UI"]
-
 
 def chat_arguments(parser: ArgumentParser) -> None:
     """The flags of `vismoe chat`."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vismoe.machine.facts import Facts
     from vismoe.machine.profile import Profile
 
-__all__ = ["DOCTOR"]
-
 
 def doctor_arguments(parser: ArgumentParser) -> None:
     """The flags of `vismoe doctor`."""

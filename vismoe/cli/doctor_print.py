@@ -13,8 +13,6 @@ from vismoe.machine.facts import Facts
 from vismoe.machine.profile import Profile
 from vismoe.machine.rates import DiskRates, LinkRates
 
-__all__ = ["age_of", "print_doctor"]
-
 AGES = ((86_400, "day"), (3_600, "hour"), (60, "minute"))
 
 

@@ -20,8 +20,6 @@ from vismoe.cli.study import study_list
 from vismoe.errors import InputError
 from vismoe.eval.suite_rows import EVAL_BATCH, SUITE_FLAGS, SUITES, add_suite_arguments
 
-__all__ = ["EVAL"]
-
 QUESTIONS: dict[str, Any] = {"seed": 0, "n": 50, "batch": EVAL_BATCH}
 FLAGS: dict[str, dict[str, Any]] = {  # of each evaluation, by the name of its own flag, with their defaults
     "scenes": {**QUESTIONS, "kinds": None, "trace": None},

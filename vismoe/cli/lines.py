@@ -9,8 +9,6 @@ import contextlib
 import select
 import sys
 
-__all__ = ["next_input", "with_line_editing"]
-
 PASTE_S = 0.05  # a terminal may hand over a long paste in several pieces
 
 

@@ -7,8 +7,6 @@ from vismoe import flags
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import InputError
 
-__all__ = ["PLAN", "REPLAY"]
-
 CPU_BYTES_PER_S = 40e9  # the read rate of two cores with two memory channels
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from vismoe.store.index import Contents
     from vismoe.types import Format
 
-__all__ = ["PACK"]
-
 FORMATS = [name for name in typing.get_args(typing.get_type_hints(Settings)["format"]) if name != "auto"]
 LISTED = 20  # most bad records in a message
 

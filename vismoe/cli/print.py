@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
     from vismoe.metrics import Snapshot
 
-__all__ = [
-    "experts_did", "experts_line", "figure_rows", "hit_rate", "load_line", "print_accuracy", "print_backends",
-    "print_figures", "print_layers", "print_plan",
-]  # fmt: skip
-
 
 def print_plan(console: Console, plan: Any) -> None:
     """Prints the memory plan as a table."""

@@ -13,8 +13,6 @@ from vismoe.app.ray_serving import RayOptions, serve_on_ray
 from vismoe.config import SERVER_DEFAULTS
 from vismoe.errors import ConfigError
 
-__all__ = ["add_ray_flags", "ray_options", "run_on_ray"]
-
 FOLDERS = ("model", "store", "calibration")  # relative paths must be resolved: replicas have another working folder
 
 

@@ -14,8 +14,6 @@ from vismoe.config import SERVER_DEFAULTS, format_bytes
 from vismoe.errors import ConfigError
 from vismoe.ranges import Rule, Several, rules_of
 
-__all__ = ["SERVE"]
-
 PACKAGES = ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from vismoe.errors import ConfigError
 
-__all__ = ["STUDIES", "run_study", "study_list"]
-
 STUDIES = {  # name: (module of vismoe with a main(arguments), what it shows)
     "same-bits": ("eval.same_bits", "what changes bits of logits: batching, threads, cached prefixes, chunks"),
     "pruning": ("eval.studies.pruning", "accuracy by share and selection of kept visual tokens"),

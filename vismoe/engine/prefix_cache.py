@@ -12,8 +12,6 @@ import numpy as np
 from vismoe.models.visual.pruned_cache import beginning
 from vismoe.vision.selection import KeptImage
 
-__all__ = ["Prefix", "PrefixCache"]
-
 LEAST_TOKENS = 16  # a shorter beginning, such as that of a chat template, is not worth its place
 
 

@@ -16,8 +16,6 @@ from vismoe.engine.scheduler import Scheduler
 from vismoe.errors import InputError, VisMoEError
 from vismoe.options import RequestOptions
 
-__all__ = ["PlanChanges"]
-
 Result = TypeVar("Result")
 
 

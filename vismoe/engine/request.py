@@ -34,8 +34,6 @@ from vismoe.trace.files import TraceWriter
 from vismoe.types import Phase
 from vismoe.vision.selection import KeptImage, Pruning
 
-__all__ = ["Request", "SharedModel"]
-
 FIRST_TOKENS = 256  # that an answer of unknown length begins with
 RETENTION_STEPS = 10_000  # that tell two retentions apart
 

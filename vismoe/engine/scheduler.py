@@ -22,8 +22,6 @@ from vismoe.errors import ClosedError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Scheduler", "Steps"]
-
 
 class Steps(Protocol):
     """A request, as the scheduler sees it."""

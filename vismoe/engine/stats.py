@@ -13,8 +13,6 @@ from vismoe.types import Phase
 from vismoe.vision.overlay import kept_overlay
 from vismoe.vision.selection import KeptImage, Pruning
 
-__all__ = ["Clock", "Figures", "Finish", "PassFigures"]
-
 Finish = Literal[
     "stop", "length", "cancelled"
 ]  # the model's own end or a stop string; as long as it may be; cancelled by its reader

@@ -16,8 +16,6 @@ from torch.nn import functional
 from vismoe.formats.codec import Codec, in_blocks
 from vismoe.types import Format, RecordLayout, Section
 
-__all__ = ["GRIDS", "Affine", "Grid"]
-
 BLOCK_WEIGHTS = 1 << 18  # processed together; smaller blocks cost more calls, larger ones more cache misses
 LOAD_BYTES = 32  # bytes of codes that a kernel widens at once
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout, aligned
 
-__all__ = ["Codec", "in_blocks"]
-
 
 class Codec(ABC):
     """One geometry in one format. Unless a format says otherwise, a slab holds the raw record in whole blocks, and what is stored

@@ -36,8 +36,6 @@ from vismoe.errors import CheckpointError, ConfigError
 from vismoe.formats.codec import Codec
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout, Section, aligned
 
-__all__ = ["TAIL_BYTES", "Lossless", "check", "content_bytes", "header_bytes", "packable"]
-
 TAIL_BYTES = 64
 FAULTS = {
     1: "its header is not that of a lossless record of this geometry",

@@ -8,8 +8,6 @@ from torch import Tensor
 from vismoe.formats.codec import Codec
 from vismoe.types import Format, RecordLayout
 
-__all__ = ["Raw"]
-
 
 @dataclass(frozen=True)
 class Raw(Codec):

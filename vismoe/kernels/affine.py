@@ -23,8 +23,6 @@ from vismoe.formats.affine import Affine
 from vismoe.kernels.cpu import ISAS, Isa, available
 from vismoe.kernels.library import function, refuse_missing
 
-__all__ = ["KEPT_RANGES", "SHRINK_CODES", "SMALLEST_RANGE", "STEPS", "FastAffine"]
-
 KEPT_RANGES = {  # shares of a group's range that the codes span when fitting starts, by bits
     2: (1.0, 0.8, 0.65, 0.5),
     4: (1.0, 0.92, 0.84, 0.76, 0.68),

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from vismoe.kernels.library import function
 
-__all__ = ["crc32c"]
-
 _function = function("vismoe_crc32c", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_int], ctypes.c_uint32)
 
 Data = Tensor | NDArray[np.generic] | bytes | bytearray | memoryview

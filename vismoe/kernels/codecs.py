@@ -9,8 +9,6 @@ from vismoe.kernels.affine import FastAffine
 from vismoe.kernels.lossless import FastLossless
 from vismoe.types import Format, RecordLayout
 
-__all__ = ["codec_of"]
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

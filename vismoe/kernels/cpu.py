@@ -25,20 +25,6 @@ from vismoe.errors import BudgetError, ConfigError
 from vismoe.kernels.library import function, instruction_sets, library
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout, Section
 
-__all__ = [
-    "ExpertKernel",
-    "Isa",
-    "KernelSetup",
-    "available",
-    "combine",
-    "held_bytes",
-    "linear",
-    "route",
-    "setup",
-    "start",
-    "workspace_bytes",
-]
-
 Isa = Literal["portable", "avx2", "avx512", "avx512bf16"]  # in the order of csrc/kernels.h, later ones preferred
 ISAS: tuple[Isa, ...] = get_args(Isa)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the numbers of csrc/kernels.h, as are the numbers below

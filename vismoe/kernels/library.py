@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import vismoe.kernels
 from vismoe.errors import ConfigError
 
-__all__ = ["function", "instruction_sets", "library", "refuse_missing"]
-
 Name = TypeVar("Name", bound=str)
 
 FILE = "vismoe_kernels.so"

@@ -17,9 +17,6 @@ from torch import Tensor
 from vismoe.formats.lossless import Lossless, check, packable
 from vismoe.kernels.library import function, instruction_sets, library, refuse_missing
 
-__all__ = ["FastLossless", "Isa", "available"]
-
-
 Isa = Literal["portable", "avx2", "avx512"]  # in the order of csrc/lossless.cpp, later ones preferred; avx512 needs VBMI2
 ISAS: tuple[Isa, ...] = get_args(Isa)
 _encode = function(

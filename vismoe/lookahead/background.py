@@ -18,8 +18,6 @@ import torch
 
 from vismoe.lookahead.lookahead import Lookahead, Seen
 
-__all__ = ["BackgroundLookahead"]
-
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[int, int, np.ndarray], None]  # (tick of the demand, MoE layer, scores)

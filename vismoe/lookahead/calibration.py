@@ -23,8 +23,6 @@ from vismoe.store.whole import write_whole
 from vismoe.types import ExpertInventory
 from vismoe.vision.selection import SELECTIONS
 
-__all__ = ["FOLDER", "Calibration", "RoutingShape", "chosen_lookahead", "geometry_of", "predictor_memory_bytes", "router_digest"]
-
 FOLDER = "vismoe-calibration"
 JSON, PREDICTOR = "calibration.json", "predictor.safetensors"
 FORMAT, VERSION = "vismoe-calibration", 1

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LARGEST", "FeatureSizes", "Features", "History", "half", "share_of_tokens", "targets"]
-
 STEP_DECAY = 0.8  # of an expert's use, per forward pass
 REMEMBERED = 32
 LARGEST = 6e4  # limit of float16; single channels of a residual stream can exceed it

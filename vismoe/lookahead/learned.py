@@ -19,8 +19,6 @@ from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.lookahead.network import Folded
 from vismoe.types import Evidence, ExpertInventory, Phase
 
-__all__ = ["LayerSnapshot", "LearnedLookahead", "Witness"]
-
 
 @dataclass(frozen=True)
 class LayerSnapshot:

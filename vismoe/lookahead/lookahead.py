@@ -11,8 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["PREFILL_LAYERS", "Lookahead", "Seen", "rows_of"]
-
 PREFILL_LAYERS = (
     1  # layers ahead for a prompt, which uses nearly all experts of every layer: looking farther prefetches too early
 )

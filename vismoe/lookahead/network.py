@@ -27,8 +27,6 @@ from torch import nn
 from vismoe.errors import CheckpointError
 from vismoe.lookahead.features import LARGEST, Features, FeatureSizes, half
 
-__all__ = ["FLOOR", "PARTS", "Folded", "Predictor", "Shape", "load", "predictor_bytes", "save_folded"]
-
 PARTS = ("history", "hidden", "visual", "gate")
 FLOOR = 1e-4  # smaller probabilities count as this
 FORMAT, VERSION = "vismoe-predictor", 1

@@ -5,8 +5,6 @@ dropped (VisMMoE eq. 6). It stays the same throughout decode; a later prompt wit
 import numpy as np
 import torch
 
-__all__ = ["VisualSummary"]
-
 
 class VisualSummary:
     """`value` is `[H]` float32, or None if the request has no image."""

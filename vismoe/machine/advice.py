@@ -8,8 +8,6 @@ from vismoe.machine.facts import Facts
 from vismoe.machine.profile import Profile
 from vismoe.machine.rates import DiskRates
 
-__all__ = ["advise"]
-
 SLOW_DISK_BYTES_PER_S = 1e9
 MUCH_FASTER = 1.5
 SLOW_LINK_BYTES_PER_S = 6e9  # PCIe 3.0 with 8 lanes; a GPU in a suitable slot reaches more

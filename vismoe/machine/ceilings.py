@@ -9,16 +9,6 @@ from vismoe.machine.choices import Choices, fits_page_cache
 from vismoe.machine.profile import Profile, disk_of
 from vismoe.planning.plan import AUTO_SHARE
 
-__all__ = [
-    "EXAMPLES",
-    "MISS_SHARES",
-    "ModelSize",
-    "miss_bytes_per_s",
-    "resident_tokens_per_s",
-    "spare_bytes",
-    "tokens_per_s",
-]
-
 MISS_SHARES = (0.25, 0.5)
 
 

@@ -7,8 +7,6 @@ from vismoe.config import UNMEASURED_IO_THREADS, format_bytes
 from vismoe.machine.profile import Profile, disk_of
 from vismoe.machine.rates import DiskRate, DiskRates
 
-__all__ = ["Choices", "choose", "fits_page_cache", "format_rate"]
-
 MOST_THREADS = 8
 UNMEASURED_DIRECT_BYTES = 2**20  # reading one such expert keeps a disk busy, and would churn the page cache
 PAGE_CACHE_MARGIN = 1.1  # RAM beyond the plan counts as holding the experts if it has this many times their bytes

@@ -26,8 +26,6 @@ from vismoe.machine.hardware import cores
 from vismoe.machine.rates import FULL, MIB, DiskRate, DiskRates, Effort
 from vismoe.types import BLOCK_BYTES
 
-__all__ = ["disk_rates", "filesystem_key", "nearest_folder"]
-
 LEAST_SCRATCH_BYTES = 64 * MIB
 LEAST_EXISTING_BYTES = 256 * MIB  # an existing file of at least this size is measured instead of a scratch file
 WEIGHTS = ("*.safetensors", "*.gguf")

@@ -18,8 +18,6 @@ import torch
 
 from vismoe.machine.hardware import affinity_cores, cpu_quota, host_memory
 
-__all__ = ["Facts", "Gpu", "cpu_of", "facts", "machine_key", "package_versions"]
-
 # Features that VisMoE's kernels, or the libraries below torch, have separate code for: the name in /proc/cpuinfo, and the usual
 # name.
 FEATURES = {

@@ -10,8 +10,6 @@ from vismoe.machine.facts import facts, machine_key
 from vismoe.machine.profile import Profile
 from vismoe.machine.rates import FULL, QUICK, DiskRates, dram_rates, link_rates
 
-__all__ = ["measure", "measure_disk"]
-
 
 def measure(path: str | os.PathLike[str], quick: bool = True, progress: bool = False) -> Profile:
     """The profile of this machine with the filesystem of `path` (a folder, or a large file that is only read).

@@ -19,8 +19,6 @@ from vismoe.machine.disk import filesystem_key
 from vismoe.machine.facts import Facts, facts, machine_key
 from vismoe.machine.rates import DiskRates, DramRates, LinkRates
 
-__all__ = ["SCHEMA", "Profile", "disk_of", "load_profile", "merged", "profile_file", "save_profile"]
-
 SCHEMA = 1
 logger = logging.getLogger(__name__)
 

@@ -18,19 +18,6 @@ import torch
 
 from vismoe.machine.hardware import host_memory
 
-__all__ = [
-    "FULL",
-    "QUICK",
-    "DiskRate",
-    "DiskRates",
-    "DramRates",
-    "Effort",
-    "LinkRate",
-    "LinkRates",
-    "dram_rates",
-    "link_rates",
-]
-
 MIB = 2**20
 ROUNDS = 5
 LINK_REQUESTS_BYTES = (MIB, 8 * MIB, 64 * MIB)

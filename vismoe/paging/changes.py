@@ -13,8 +13,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from vismoe.errors import VisMoEError
 from vismoe.locks import under
 
-__all__ = ["Changes", "whole"]
-
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 

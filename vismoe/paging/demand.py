@@ -25,8 +25,6 @@ from vismoe.paging.tickets import Ticket
 from vismoe.paging.upgrading import Upgrading
 from vismoe.types import HIGH, ExpertId
 
-__all__ = ["Demand"]
-
 
 class Demand:
     """Used once: `open`; then, while there is anything `todo`, `next_group` and `computed`, or where

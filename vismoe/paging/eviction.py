@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["SlabView", "choose_victim"]
-
 
 @dataclass(frozen=True)
 class SlabView:

@@ -10,8 +10,6 @@ from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH
 
-__all__ = ["Group", "Lent"]
-
 
 class Lent(NamedTuple):
     """One expert of a group."""

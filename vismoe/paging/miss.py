@@ -19,8 +19,6 @@ from vismoe.pair import HIGH, LOW
 from vismoe.precision.policy import Policy
 from vismoe.precision.rules import Serve, serve, upgrades_in_time
 
-__all__ = ["Miss", "Rates", "Upgrades", "Way", "Ways", "choose_ways"]
-
 
 class Way(enum.Enum):
     """What is done about one missing expert."""

@@ -29,8 +29,6 @@ from vismoe.pools.pool import SlabPool
 from vismoe.timeline import Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
-__all__ = ["Lease", "Pager"]
-
 Given = ParamSpec("Given")
 
 

@@ -33,8 +33,6 @@ from vismoe.paging.transitions import Transitions
 from vismoe.pools.pool import SlabPool
 from vismoe.types import HIGH, ExpertId, ExpertInventory, Phase
 
-__all__ = ["HostRecords", "Link", "Residency"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from vismoe.types import ExpertId
 
-__all__ = ["Moved", "Ticket"]
-
 
 class Moved(NamedTuple):
     """Bytes that one copy moved over each tier boundary."""

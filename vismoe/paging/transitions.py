@@ -18,8 +18,6 @@ from vismoe.paging.page_table import PageTable
 from vismoe.paging.tickets import Ticket
 from vismoe.types import HIGH, LOW, ExpertId, Phase
 
-__all__ = ["Transitions"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from vismoe.paging.tickets import Ticket
 from vismoe.precision.rules import Serve
 from vismoe.types import HIGH, LOW
 
-__all__ = ["Upgrading"]
-
 
 class Upgrading:
     """`high`: bool `[E]`, which are wanted in the more precise format (None: all);

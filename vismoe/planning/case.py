@@ -26,8 +26,6 @@ from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.parts import PlanPart, fixed_parts, image_cache_part, request_part, staging_part, total
 from vismoe.planning.sizes import percent_up, size_down, size_up
 
-__all__ = ["AUTO_SHARE", "Case", "FittingPair", "fitting_pairs"]
-
 SHORT_CONTEXT = 512  # tokens: the least context that a machine should serve
 AUTO_SHARE = 0.8  # the most of the free device memory that memory="auto" takes
 

@@ -10,8 +10,6 @@ with a threshold of 64 KiB: +45%).
 import ctypes
 import os
 
-__all__ = ["return_large_blocks"]
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGE_BLOCK_BYTES = 2**20
 TRIM_BYTES = 16 * 2**20  # free memory that the end of the heap keeps

@@ -12,8 +12,6 @@ import torch
 from vismoe.pools.pool import SlabPool
 from vismoe.types import HIGH
 
-__all__ = ["Slabs"]
-
 
 class Slabs:
     """S slabs. `precision` uint8 `[S]` gives the format of each; None if there is only one format."""

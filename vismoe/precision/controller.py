@@ -15,8 +15,6 @@ from vismoe.precision.importance import by_gate, by_load, heaviest, skipped
 from vismoe.precision.policy import Policy
 from vismoe.precision.schedule import Schedule, schedule, threshold
 
-__all__ = ["Choice", "Precision"]
-
 
 class Choice(NamedTuple):
     """What one layer of one forward pass needs. Treat the arrays as read-only: some belong to the controller or the caller."""

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 
-__all__ = ["critical_count", "critical_counts", "ratios_of", "retention_of"]
-
 ROUNDING = 1e-9  # tolerance of ratio * demanded, so that 0.7 of 10 is 7 although the floating-point product is slightly larger
 
 

@@ -18,8 +18,6 @@ import numpy as np
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.store.whole import write_whole
 
-__all__ = ["Hotness", "profile_bytes", "refuse_unwritable"]
-
 STATE_VERSION = 1
 
 Seen = tuple[np.ndarray, np.ndarray]  # routing and weights of one token in one layer

@@ -12,8 +12,6 @@ import numpy as np
 
 from vismoe.precision.depth import critical_count, critical_counts
 
-__all__ = ["HEAVY_SHARE", "by_chance", "by_gate", "by_load", "critical_ahead", "heaviest", "heavy_hitters", "skipped"]
-
 HEAVY_SHARE = 0.2  # share of a sequence's tokens that are heavy hitters; the paper gives no number
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from vismoe.config import Settings
 from vismoe.pair import FormatPair
 
-__all__ = ["HYSTERESIS", "Policy"]
-
 HYSTERESIS = 1.5  # a challenger must be this many times hotter than the expert whose place it takes
 
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from vismoe.pair import HIGH, LOW
 from vismoe.precision.policy import Policy
 
-__all__ = ["ABSENT", "Serve", "serve", "upgrades_in_time"]
-
 ABSENT = 2  # beside HIGH and LOW: nothing is resident
 
 

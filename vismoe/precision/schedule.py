@@ -10,8 +10,6 @@ import numpy as np
 
 from vismoe.types import ExpertId
 
-__all__ = ["Schedule", "schedule", "threshold"]
-
 
 @dataclass(frozen=True)
 class Schedule:

@@ -12,8 +12,6 @@ from vismoe.paging.miss import Rates
 from vismoe.trace.steps import TraceStep
 from vismoe.types import ExpertInventory, Phase
 
-__all__ = ["Conditions", "Demands", "RecordedDemand", "Routing", "slabs_per_geometry"]
-
 
 class Routing(Protocol):
     """A recorded or synthetic trace."""

@@ -15,8 +15,6 @@ from rich.progress import Progress
 from vismoe.simulate.demands import Demands, Routing
 from vismoe.simulate.replay import ReplayResult, aligned_columns, replay
 
-__all__ = ["LINKS_BYTES_PER_S", "MissComparison", "MissRow", "compare_misses", "format_misses"]
-
 LINKS_BYTES_PER_S = (4e9, 12e9, 25e9, 50e9)
 CROSSOVER_WITHIN = 1.02  # the ratio of two rates between which it lies when the search ends
 FARTHEST = 2**10  # times the CPU's rate, up or down, that is looked at

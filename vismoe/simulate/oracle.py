@@ -9,8 +9,6 @@ import heapq
 
 import numpy as np
 
-__all__ = ["oracle_misses"]
-
 NEVER = np.iinfo(np.int64).max
 
 

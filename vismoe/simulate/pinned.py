@@ -15,8 +15,6 @@ from vismoe.simulate.demands import Conditions, Demands, Routing, slabs_per_geom
 from vismoe.simulate.replay import Order, aligned_columns, replay
 from vismoe.types import Phase
 
-__all__ = ["PinnedPoint", "best_depth", "best_pinned", "format_curves", "pinned_curve"]
-
 PHASES = (Phase.PREFILL, Phase.DECODE)
 WORTH_PINNING = 0.01  # a prefix is chosen only where it saves this share of the time, or of the bytes
 

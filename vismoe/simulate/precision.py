@@ -23,8 +23,6 @@ from vismoe.precision.policy import Policy
 from vismoe.simulate.demands import Routing
 from vismoe.types import HIGH, LOW, ExpertId, ExpertInventory, Phase
 
-__all__ = ["HotnessReplay", "Loaded", "Pass", "Update", "best_static", "read", "replay_hotness", "replay_importance"]
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -19,8 +19,6 @@ from vismoe.simulate.oracle import oracle_misses
 from vismoe.simulate.virtual_pager import VirtualPager
 from vismoe.types import Phase
 
-__all__ = ["Order", "ReplayResult", "Row", "aligned_columns", "compare", "format_table", "replay"]
-
 Order = Literal["lru", "lfu", "oracle"]
 ORDERS = get_args(Order)
 

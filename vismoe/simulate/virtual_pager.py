@@ -20,8 +20,6 @@ from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, RecordedDemand
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
-__all__ = ["VirtualPager"]
-
 
 class _AllInHostMemory:
     """A tier below the device that holds every record."""

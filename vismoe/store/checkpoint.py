@@ -20,8 +20,6 @@ from vismoe.store.files import OpenFiles, ThreadBuffer, bounce_bytes
 from vismoe.store.safetensors_header import SafetensorsHeader
 from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
 
-__all__ = ["Arrangement", "CheckpointStore", "Locator", "TensorPart"]
-
 
 class Arrangement(enum.Enum):
     """How the bytes on disk differ from the model's own orientation."""

@@ -12,8 +12,6 @@ from vismoe.store.files import CheckpointFiles, FileOnDisk
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import ExpertId, ExpertInventory
 
-__all__ = ["ExpertStore", "Reads", "StoreOnDisk", "Stores", "naming_expert"]
-
 
 def naming_expert(expert: ExpertId, error: CheckpointError) -> CheckpointError:
     """The same error, with a message that begins with the expert that was being read."""

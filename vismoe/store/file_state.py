@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from vismoe.errors import CheckpointError
 
-__all__ = ["FileChangedError", "FileState", "examined"]
-
 TICK_S = 0.011  # longer than a tick of the clock that dates changes
 
 

@@ -23,8 +23,6 @@ from vismoe.store.file_state import FileChangedError, FileState, examined
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import BLOCK_BYTES
 
-__all__ = ["CheckpointFiles", "FileOnDisk", "OpenFiles", "ThreadBuffer", "block_buffer", "bounce_bytes"]
-
 LOGICAL_BLOCK_BYTES = 512  # the smallest; O_DIRECT reads return a multiple of it, except at the end of a file
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # the error of a filesystem without O_DIRECT
 MOST_BOUNCE_BYTES = 4 * 2**20  # of one read: large enough for the disk, small enough to be copied from CPU caches

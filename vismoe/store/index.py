@@ -25,24 +25,6 @@ from vismoe.kernels.codecs import codec_of
 from vismoe.store.whole import write_whole
 from vismoe.types import BLOCK_BYTES, ExpertId, Format, MoELayer, RecordLayout, Section
 
-__all__ = [
-    "SCHEMA",
-    "Contents",
-    "Index",
-    "StoredRecord",
-    "checksum_of",
-    "files_of",
-    "index_path",
-    "layout_from_json",
-    "layout_to_json",
-    "plausible",
-    "read_index",
-    "remedy",
-    "shard_path",
-    "sync_folder",
-    "write_index",
-]
-
 SCHEMA = 1  # raise this whenever the meaning of the bytes of an index or record changes
 CHECKSUM = "crc32c"
 # Errors that values of wrong types and sizes cause where they are looked up, counted and laid out.

@@ -34,8 +34,6 @@ from vismoe.store.safetensors_header import refuse_changed
 from vismoe.store.unfinished import UnfinishedFormat, journal_path
 from vismoe.types import ExpertId
 
-__all__ = ["Packed", "memory_bound_bytes", "pack", "refuse_small_disk", "verify", "workers_for"]
-
 MEMORY_BYTES = 2 * 2**30  # limits the number of cores that encode, to no fewer than one
 EXPERTS_PER_WORKER = 5  # buffers: read, encoded, decoded again to compare, rearranged, waiting to be written
 WORKER_BYTES = 16 * 2**20  # what an encoder uses beside records

@@ -22,8 +22,6 @@ from vismoe.store.files import OpenFiles, ThreadBuffer, block_buffer
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
 from vismoe.types import ExpertId, ExpertInventory, Format
 
-__all__ = ["STORE_FOLDER", "PackedStore", "contents_of", "find_store", "formats_in"]
-
 STORE_FOLDER = "vismoe-store"  # inside the checkpoint's folder
 
 

@@ -19,8 +19,6 @@ import torch
 from vismoe.errors import CheckpointError
 from vismoe.store.file_state import FileState
 
-__all__ = ["SafetensorsHeader", "TensorEntry", "read_header", "refuse_changed"]
-
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 DTYPES: dict[str, torch.dtype] = {

@@ -34,8 +34,6 @@ from vismoe.store.index import (
 )
 from vismoe.types import Format
 
-__all__ = ["UnfinishedFormat", "journal_path"]
-
 SHARD_BYTES = 8 * 2**30  # most bytes of a file; a larger record gets its own file
 SYNC_BYTES = 256 * 2**20  # a sync happens after so many bytes
 SYNC_S = 5.0  # or seconds, whichever comes first

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replaces the file at `path` in one step, through a temporary neighbour that is removed on failure. Raises OSError."""

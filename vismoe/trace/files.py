@@ -22,8 +22,6 @@ from vismoe.store.whole import write_whole
 from vismoe.trace.steps import LayerRouting, TraceStep, pack, unpack
 from vismoe.types import Evidence, ExpertInventory, MoELayer, Phase
 
-__all__ = ["VERSION", "Trace", "TraceWriter"]
-
 VERSION = 1
 FORMAT = "vismoe-trace"
 HEADER = "trace.json"

@@ -19,8 +19,6 @@ import numpy as np
 
 from vismoe.types import Evidence, Phase, TokenKind
 
-__all__ = ["LayerRouting", "TraceStep", "pack", "unpack"]
-
 PHASES = tuple(Phase)
 
 

@@ -8,8 +8,6 @@ import numpy as np
 from vismoe.trace.steps import LayerRouting, TraceStep
 from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout, TokenKind
 
-__all__ = ["SyntheticTrace", "inventory_of", "skewed_trace"]
-
 
 @dataclass(frozen=True)
 class SyntheticTrace:

@@ -3,8 +3,6 @@
 import numpy as np
 from PIL import Image
 
-__all__ = ["kept_overlay"]
-
 DIMMED = 0.35  # factor of a dropped token's brightness
 LINE = (255, 255, 255)
 LINE_OPACITY = 0.35

@@ -6,8 +6,6 @@ a bound, sub-sampled: memory holds heads x few x patches, never patches x patche
 
 import torch
 
-__all__ = ["MOST_QUERIES", "attention_received", "distinctness", "merged", "received_bytes", "squares"]
-
 MOST_QUERIES = 512  # per image: on pictures of 2,304 patches this changed 5% of the more salient half; 256 queries changed 8%
 GOLDEN = (5**0.5 - 1) / 2
 MOST_AT_ONCE = 64  # queries

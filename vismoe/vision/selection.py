@@ -14,8 +14,6 @@ import numpy as np
 
 from vismoe.errors import ConfigError, InputError
 
-__all__ = ["SELECTIONS", "KeptImage", "Pruning", "Selection", "kept_count", "select"]
-
 ROUNDING = 1e-9  # tolerance of share * N, so that 0.29 of 100 is 29 although the floating-point product is slightly smaller
 CONTEXTUAL_SHARE = 10 / 64  # share of contextual tokens that VisionZip keeps: 54 dominant and 10 contextual ones of 64
 

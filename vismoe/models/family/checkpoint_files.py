@@ -18,20 +18,6 @@ from vismoe.errors import BudgetError, CheckpointError, ConfigError, Unsupported
 from vismoe.models.family.families import expert_modules, top_k_of
 from vismoe.ranges import PATH_BEGINNINGS, file_name, shown, unencodable
 
-__all__ = [
-    "check_json_files",
-    "config_file",
-    "demo_model",
-    "first_line",
-    "folder_or_name",
-    "read_json",
-    "reading_checkpoint",
-    "refuse_other_vocabulary",
-    "refuse_routing",
-    "refuse_unfit",
-    "weight_files",
-]
-
 AGAIN = "download or copy the file again"
 # Files that transformers reads beside config.json and the index; without those it cannot read it continues, with other answers.
 JSON_FILES = (

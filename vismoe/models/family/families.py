@@ -14,17 +14,6 @@ from torch import nn
 
 from vismoe.errors import UnsupportedModelError
 
-__all__ = [
-    "accumulator_dtype",
-    "expert_modules",
-    "expert_parameters",
-    "refuse_prequantized",
-    "refuse_unsupported",
-    "stack_of",
-    "top_k_of",
-    "unmark_quantized",
-]
-
 ON_INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts")
 ROUTERS = ("gate", "router")
 TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "topk")

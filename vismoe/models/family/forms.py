@@ -16,8 +16,6 @@ from torch.nn import functional
 from vismoe.models.family.families import expert_modules
 from vismoe.types import Activation, ExpertForm, ExpertInventory, Gate, RecordLayout
 
-__all__ = ["activated", "form_of", "forms_of", "transposed_sections"]
-
 PROBE_WIDTH = 64
 PROBE_SIZES = (12.0, 1000.0)  # scale of the probe: where activations bend, and beyond any limit
 TOLERANCE = 1e-5  # of float32 activations; known ones differ from each other by more than 1e-3 somewhere on the probe

@@ -6,8 +6,6 @@ import torch
 
 from vismoe.types import TokenKind
 
-__all__ = ["token_kinds"]
-
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 

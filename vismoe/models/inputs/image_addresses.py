@@ -3,8 +3,6 @@
 import re
 from urllib.parse import urlsplit
 
-__all__ = ["address_error", "beginning"]
-
 DATA_URI = "data:image/png;base64,..."
 ENCODED = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # the first characters of such files in base64
 BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]+")

@@ -8,8 +8,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from vismoe.errors import InputError
 
-__all__ = ["Look", "Sight", "area_look", "most_reduction"]
-
 
 @dataclass(frozen=True)
 class Sight:

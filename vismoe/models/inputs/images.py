@@ -24,8 +24,6 @@ from vismoe.models.inputs.image_addresses import address_error
 from vismoe.models.inputs.rgb import Header, Reduction, rgb_of
 from vismoe.ranges import file_name
 
-__all__ = ["MAX_PIXELS", "ImageSource", "data_uri_payload", "fetch_image", "file_of_url", "look_at", "open_image"]
-
 ImageSource = str | Path | bytes | Image.Image
 
 log = logging.getLogger("vismoe")

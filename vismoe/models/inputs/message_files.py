@@ -13,8 +13,6 @@ from vismoe.errors import InputError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["placed", "read_messages", "user_message", "with_images"]
-
 ELSEWHERE = ("http://", "https://", "file://", "data:")
 
 

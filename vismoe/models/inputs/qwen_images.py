@@ -26,8 +26,6 @@ from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.image_sizes import Sight
 from vismoe.models.inputs.images import MAX_PIXELS
 
-__all__ = ["SIZE_KEYS", "Picture", "QwenImages", "asked_size", "image_source"]
-
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 VIDEO_KEYS = frozenset("nframes fps min_frames max_frames total_pixels video_start video_end sample_fps raw_fps".split())
 MOST = 2**53  # the largest size: a float holds every whole number up to this

@@ -22,8 +22,6 @@ import httpx
 
 from vismoe.errors import InputError
 
-__all__ = ["RemoteImages", "download", "is_public"]
-
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 Hold = Callable[[int], Awaitable[None]]
 

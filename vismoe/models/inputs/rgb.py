@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-__all__ = ["BAND_PIXELS", "Header", "Reduction", "decoding_bytes", "rgb_of"]
-
 BAND_PIXELS = 2**18  # of a band of rows, or one row
 BAND_BYTES = 48  # most bytes per pixel of a band during any conversion: float64 copies of 32-bit grey
 DRAFTS = (8, 4, 2, 1)  # factors by which JPEG decoding can reduce

@@ -14,8 +14,6 @@ from transformers import core_model_loading as loading
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.store.checkpoint import Arrangement, TensorPart
 
-__all__ = ["ExpertParameter", "Row", "rows_of"]
-
 Row = tuple[TensorPart, ...]  # one expert's row of one parameter: parts concatenated along dim 0
 LISTED = 3  # names in an error
 

@@ -19,8 +19,6 @@ from vismoe.store.checkpoint import TensorPart
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.safetensors_header import SafetensorsHeader
 
-__all__ = ["EmbeddingOnDisk", "Table", "leave_on_disk", "table_bytes", "table_of"]
-
 
 class Table(NamedTuple):
     """Token embeddings that could stay on disk."""

@@ -27,8 +27,6 @@ from vismoe.planning.needs import CacheLayer, Curve, Footprint
 from vismoe.pools.kernel_cache import kernel_cache_entries
 from vismoe.types import ExpertInventory
 
-__all__ = ["footprint", "with_calibration"]
-
 FEW_TOKENS = 4
 SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: measured up to here, linear beyond (a chunk has 256)
 BETWEEN_TOKENS = tuple(2**power for power in range(13, 24, 2))  # measured below a long context, of which less may be advised

@@ -16,8 +16,6 @@ from vismoe.machine.profile import Profile, load_profile
 from vismoe.paging.miss import Rates, Ways
 from vismoe.types import RecordLayout
 
-__all__ = ["upgrade_rates", "ways_for"]
-
 NOMINAL_LINK_BYTES_PER_S = 25e9  # PCIe 4.0 x16, as it is reached
 NOMINAL_CPU_BYTES_PER_S = 40e9  # two channels of DDR5
 NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached

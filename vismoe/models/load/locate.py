@@ -21,8 +21,6 @@ from vismoe.store.checkpoint import CheckpointStore, TensorPart
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
-__all__ = ["inventory_of", "locate_experts", "locate_tensor"]
-
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # whatever else lies in a file means something by a scale
 
 

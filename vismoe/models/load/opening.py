@@ -43,8 +43,6 @@ from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair
 
-__all__ = ["Configuration", "Experts", "arrange_experts", "needs_of", "open_experts", "open_model", "with_experts"]
-
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
 

@@ -43,8 +43,6 @@ from vismoe.store.files import bounce_bytes
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-__all__ = ["decode_size", "describe", "experts_in_place", "model_class", "preview", "read_config", "torch_dtype"]
-
 
 def preview(
     model: str | Path,

@@ -29,8 +29,6 @@ from vismoe.pools.kernel_cache import bound_kernel_caches
 from vismoe.pools.malloc import return_large_blocks
 from vismoe.store.safetensors_header import refuse_changed
 
-__all__ = ["VisMoEConfig"]
-
 METHOD = "vismoe"
 AUTO_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -12,8 +12,6 @@ from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.plan import Plan, plan
 from vismoe.store.expert_store import Reads, Stores
 
-__all__ = ["Reading", "settle_reading", "start_reading"]
-
 WORTHWHILE_TABLE_BYTES = 16 * 2**20  # smaller embeddings are held: a read for every token is not worth them
 
 

@@ -44,8 +44,6 @@ from vismoe.store.expert_store import ExpertStore
 from vismoe.threads import waiting
 from vismoe.types import HIGH
 
-__all__ = ["Runtime", "build", "runtime_of"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from vismoe.models.family.families import expert_modules, expert_parameters
 
-__all__ = ["own_memory", "strip_experts"]
-
 
 def strip_experts(model: nn.Module) -> int:
     """Remove every routed expert's parameters from a model on the meta device; return their number of elements.

@@ -12,8 +12,6 @@ from torch import nn
 
 from vismoe.models.moe.experts import paged_experts
 
-__all__ = ["adapt"]
-
 
 class OnInterface:
     """An experts module `forward(hidden [T, H], top_k_index [T, K], top_k_weights [T, K])` that lacks only the dispatch."""

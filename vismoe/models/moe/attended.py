@@ -7,8 +7,6 @@ queries that may see the token, so that tokens near the end, which few queries s
 import numpy as np
 import torch
 
-__all__ = ["attended_bytes", "attention_received", "last_real"]
-
 SCORES_BYTES = 8 * 2**20  # scores of the queries processed at once, in float32; more only if a single query needs more
 
 

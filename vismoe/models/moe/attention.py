@@ -15,8 +15,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-__all__ = ["group_queries"]
-
 IMPLEMENTATION = "vismoe_sdpa"
 ASKS_FOR_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|==\s*\S*_attn_implementation")
 

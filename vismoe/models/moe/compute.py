@@ -21,8 +21,6 @@ from vismoe.paging.lent import Lent
 from vismoe.paging.pager import Lease
 from vismoe.types import ExpertInventory
 
-__all__ = ["ExpertBackend", "FastExperts", "TorchExperts"]
-
 PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
 Call = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["BLOCK_ROWS", "ExpertRows", "OneRow", "block_rows", "expert_output"]
-
 BLOCK_ROWS = 2048
 PROBED = (1024, 64)  # width and outputs of the products that block_rows tries: 20 to 60 ms
 

@@ -22,8 +22,6 @@ from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
 from vismoe.types import Phase, TokenKind
 
-__all__ = ["IMPLEMENTATION", "PagedLayer", "bind", "paged_experts"]
-
 IMPLEMENTATION = "vismoe"
 
 

@@ -14,8 +14,6 @@ from vismoe.precision.controller import Choice, Precision
 from vismoe.precision.importance import critical_ahead, heavy_hitters
 from vismoe.types import ExpertInventory, Phase
 
-__all__ = ["FormatChooser"]
-
 logger = logging.getLogger(__name__)
 
 

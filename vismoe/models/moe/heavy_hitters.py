@@ -29,8 +29,6 @@ from vismoe.models.visual.saliency import allowed as allowed_by
 from vismoe.models.visual.saliency import eager_function, own_function
 from vismoe.types import MoELayer
 
-__all__ = ["QUERIES", "HeavyHitters", "hitters_bytes"]
-
 QUERIES = 64  # per sequence, the last ones of a pass
 IMPLEMENTATION = "vismoe_heavy_hitters"
 HEARD_BY = "_vismoe_heavy_hitters"  # attribute of an attention module that holds its HeavyHitters

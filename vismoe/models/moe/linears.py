@@ -15,8 +15,6 @@ from torch import nn
 from vismoe.kernels import cpu
 from vismoe.models.family.components import is_vision
 
-__all__ = ["serve_linears"]
-
 MOST_ROWS = 16
 HALVES = (torch.bfloat16, torch.float16)
 

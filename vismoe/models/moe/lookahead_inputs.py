@@ -23,8 +23,6 @@ from vismoe.lookahead.summary import VisualSummary
 from vismoe.paging.pager import Pager
 from vismoe.types import Evidence, ExpertInventory, Phase, TokenKind
 
-__all__ = ["LookaheadInputs", "choose_lookahead"]
-
 Critical = Callable[[int, np.ndarray, bool], np.ndarray]
 
 

@@ -29,8 +29,6 @@ from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
 from vismoe.types import Evidence, Phase, TokenKind
 
-__all__ = ["ExpertService", "Interrupted", "RoutingRecorder", "Step", "StepContext"]
-
 SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
 
 

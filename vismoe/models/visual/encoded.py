@@ -14,8 +14,6 @@ import torch
 from vismoe.models.inputs.prompts import VISION_TOWERS
 from vismoe.models.visual.saliency import VisualSaliency
 
-__all__ = ["EncodedImage", "EncodedImages", "share_out"]
-
 
 @dataclass(frozen=True)
 class EncodedImage:

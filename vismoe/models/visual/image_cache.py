@@ -18,8 +18,6 @@ from torch import nn
 
 from vismoe.models.visual.encoded import EncodedImage, EncodedImages
 
-__all__ = ["ImageCache"]
-
 OF_DECODER = ("pooler_output", "deepstack_features")  # the fields of a tower's output that decoders use
 LEVELS = "deepstack_features"  # one value per level that a deeper layer adds to the tokens
 

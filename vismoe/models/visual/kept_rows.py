@@ -11,8 +11,6 @@ import torch
 
 from vismoe.models.visual.pruned_cache import PAD
 
-__all__ = ["KeptRows"]
-
 
 class KeptRows:
     """One forward pass, as the narrowed layers see it.

@@ -37,8 +37,6 @@ from vismoe.types import TokenKind
 from vismoe.vision.saliency import distinctness
 from vismoe.vision.selection import KeptImage, Pruning, select
 
-__all__ = ["VisualPruner"]
-
 logger = logging.getLogger(__name__)
 
 PRUNED_BY = "_vismoe_pruner"  # attribute of a decoder that holds its pruner

@@ -14,8 +14,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from vismoe.errors import InputError
 
-__all__ = ["PAD", "PrunedLayer", "beginning", "can_go_on", "left_padded"]
-
 PAD = -1
 
 

@@ -27,8 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vismoe.vision.saliency import attention_received, merged, received_bytes, squares
 
-__all__ = ["VisualSaliency", "allowed", "eager_function", "own_function", "saliency_bytes"]
-
 IMPLEMENTATION = "vismoe_saliency"
 WRAPPED = ("sdpa", "eager")  # towers take another path for flash attention, chosen by its name
 ALTERNATIVE = "distance of a visual token's embedding from the mean of its image"

@@ -9,8 +9,6 @@ from vismoe.models.visual.prune import VisualPruner
 from vismoe.types import ExpertInventory
 from vismoe.vision.selection import Pruning
 
-__all__ = ["UNCALIBRATED_SELECTION", "attach_pruner", "default_prune_layer", "fewer_experts", "joined_layers", "pruning_of"]
-
 UNCALIBRATED_SELECTION = "affinity"  # the paper's choice
 UNCALIBRATED_DEPTH = 1 / 6  # share of the decoder layers that see all tokens: 8 of 48; the paper pins 8 to 12
 

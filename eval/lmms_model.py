@@ -268,9 +268,8 @@ class Stops(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], width: int):
         self._tokenizer, self._stop, self._width = tokenizer, stop, width
-        self._tokens = (
-            max(len(string.encode()) for string in stop) + 1
-        )  # enough tokens for any stop string, since a token has at least one byte
+        # Enough tokens for any stop string, since a token has at least one byte.
+        self._tokens = max(len(string.encode()) for string in stop) + 1
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         ends = input_ids[:, self._width :][:, -self._tokens :]

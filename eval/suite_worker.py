@@ -140,9 +140,8 @@ def speed(
     tell: Tell, model: str | None, options: Mapping[str, str], settings: Mapping[str, Any], requests: int, max_tokens: int
 ) -> dict[str, Any]:
     """A Turn."""
-    model_class(
-        read_config(str(model or demo_model()), revision=options.get("revision"))
-    )  # imported before the baseline of memory is taken
+    # Imported before the baseline of memory is taken.
+    model_class(read_config(str(model or demo_model()), revision=options.get("revision")))
     asked = [messages(talk) for talk in questions(SPEED_KIND, range(requests + 1), SPEED_SEED)]
     before_bytes, began_s = _peak_from_here(), time.perf_counter()
     with load(model, **options, **settings) as engine:

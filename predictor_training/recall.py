@@ -96,9 +96,8 @@ def by_lru(samples: Samples) -> Scorer:
     recency = np.empty(samples.present.shape, np.float32)
     for row, present in enumerate(samples.present):
         recency[row] = last
-        last = np.where(
-            present > 0, row + 1 + present.astype(np.float32) * 0.5, last
-        )  # within one pass, the more used counts as later
+        # Within one pass, the more used counts as later.
+        last = np.where(present > 0, row + 1 + present.astype(np.float32) * 0.5, last)
     return lambda rows: _spread(recency[rows], samples.sizes.window)
 
 

@@ -28,9 +28,8 @@ MOST_PROMPTS = 48
 ANSWER_TOKENS = 40
 OF_ANSWER_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}  # inputs that have a value per token
 
-Scorer = Callable[
-    [CalibrationPrompt], Mapping[str, float]
-]  # a prompt's nats per answer token by selection, beyond those with all tokens
+# A prompt's nats per answer token by selection, beyond those with all tokens.
+Scorer = Callable[[CalibrationPrompt], Mapping[str, float]]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def reference(slabs, running_layer, window, prefetch_priority):
     def key(slab):
         kind = class_of(slabs, slab, running_layer, window)
         farthest_first = -int(slabs.layer[slab]) if kind == PROTECTED else 0
-        return kind, farthest_first, float(slabs.score[slab]), slab
+        return kind, farthest_first, float(slabs.worth[slab]), slab
 
     def may_take(slab):
         if not slabs.evictable[slab]:
@@ -63,7 +63,7 @@ def pools(draw, largest=24):
         streamed=column(st.booleans(), bool),
         speculative=column(st.booleans(), bool),
         priority=column(few, np.float32),
-        score=column(few | st.floats(-1e6, 1e6), np.float64),
+        worth=column(few | st.floats(-1e6, 1e6), np.float64),
     )
 
 
@@ -102,13 +102,13 @@ def one_of_each_class(**columns):
         streamed=np.array([True, False, False, False]),
         speculative=np.array([False, False, True, False]),
         priority=np.zeros(4, np.float32),
-        score=np.zeros(4),
+        worth=np.zeros(4),
     )
     return SlabView(**{**defaults, **columns})
 
 
 def test_classes_come_before_scores():
-    slabs = one_of_each_class(score=np.array([9.0, 8.0, 7.0, 6.0]))
+    slabs = one_of_each_class(worth=np.array([9.0, 8.0, 7.0, 6.0]))
     assert victims(slabs, running_layer=2, window=3) == [STREAMED, EXPIRED, SPECULATIVE, PROTECTED]
 
 

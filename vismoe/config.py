@@ -141,7 +141,7 @@ class Settings:
         "torch", "arithmetic: torch is bit-identical to transformers' eager experts, fast is ours (float32 accumulation)"
     )
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = option(
-        "auto", "of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"
+        "auto", "format of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"
     )
     policy: PolicyName = option(  # exact: all experts are in `format`
         "exact", "what decides formats at run time: hotness (DynaExq), importance (DyMoE), both; exact: they are fixed"
@@ -162,11 +162,11 @@ class Settings:
     store: File | None = option(
         None, "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint", "FOLDER|none"
     )
-    keep: Kept = option(1.0, "of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact", "SHARE")  # beta
+    keep: Kept = option(1.0, "share of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact", "SHARE")  # beta
     selection: Auto | Selection = option(
         "auto", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"
     )
-    core_share: Share = option(0.2, "with affinity: of the visual tokens that are kept for saliency alone", "SHARE")  # alpha
+    core_share: Share = option(0.2, "with affinity: share of the kept tokens that saliency alone decides", "SHARE")  # alpha
     expansion_weight: Annotated[float, Range(0, 10**6)] = option(  # lambda
         2.0, "with affinity: what a token loses for experts that the core does not use", "WEIGHT"
     )
@@ -195,7 +195,7 @@ class Settings:
         "auto", "threads that read experts from disk; auto takes what vismoe doctor measured", "THREADS"
     )
     misses: Literal["auto", "wait", "cpu"] = option(
-        "auto", "an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"
+        "auto", "about an expert in host memory, not on the device: wait for its copy, compute it on the CPU, or the sooner"
     )
     deterministic: bool = option(
         False, "what is computed, and where, follows from bytes and tokens, not from what was measured or is queued"
@@ -241,7 +241,7 @@ class Settings:
 
     @classmethod
     def of(cls, **values: Any) -> "Settings":
-        """Settings from names and values; an unknown name is refused with the nearest known one."""
+        """Settings from names and values; an unknown name is refused with the known ones."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in values.keys() - known:
             raise ConfigError(f"unknown setting {name!r}; settings are {', '.join(sorted(known))}")

@@ -35,7 +35,7 @@ COUNTERS = (
     "computed_low",
     "skipped",  # computations that a policy skipped
     "served_lower",  # experts that needed the more precise format but served in the other
-    "promotions",  # experts that the policy moved to the more precise format
+    "promotions",  # experts that hotness moved to the more precise format
     "demotions",
     "failed_transitions",
 )

@@ -1,4 +1,4 @@
-"""The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `doctor`, `bench`.
+"""The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `calibrate`, `doctor`, `bench`.
 
 Exit codes: 0; 2 for an error that the user can fix, reported in one message without a traceback; 130 after Ctrl-C. With `--json`
 stdout is exactly one JSON object, `{"error": ...}` for an error. Heavy imports happen after the arguments are parsed.

@@ -19,6 +19,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 OPTIONS = {name: rule for name, rule in rules_of(ServeOptions).items() if rule.meaning}  # others have flags of their own
+# Other flags have the names of their fields.
 FLAGS = {
     "allow_hosts": "--allow-host",
     "allow_origins": "--allow-origin",
@@ -27,7 +28,7 @@ FLAGS = {
     "memory_timeout_s": "--memory-timeout",
     "body_timeout_s": "--body-timeout",
     "drain_s": "--drain-seconds",
-}  # other flags have the names of their fields
+}
 
 
 def serve_arguments(parser: ArgumentParser) -> None:

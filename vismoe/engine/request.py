@@ -150,7 +150,7 @@ class Request:
         self._counters: Snapshot | None = None
         self._kept: tuple[KeptImage, ...] = ()
         self._reused_tokens = self._encoded_images = 0
-        self._finish: Finish = "cancelled"  # until it ends otherwise
+        self._finish: Finish | None = None  # until the answer ends by itself
 
     @property
     def unwanted(self) -> bool:
@@ -318,7 +318,7 @@ class Request:
             self._finish = "stop"
         elif last:
             self._finish = "length"
-        return self._finish == "cancelled"
+        return self._finish is None
 
     # -- the end
     def _leave(self) -> None:
@@ -343,7 +343,7 @@ class Request:
         counters = happened if self._counters is None else self._counters + happened
         return Figures(
             answer=self.reply.text,
-            finish="stop" if self._text.stopped else self._finish,
+            finish="stop" if self._text.stopped else self._finish or "cancelled",
             plan=shared.plan,
             images=prompt.images,
             encode_seconds=clock.encode_s,

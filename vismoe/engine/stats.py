@@ -13,9 +13,8 @@ from vismoe.types import Phase
 from vismoe.vision.overlay import kept_overlay
 from vismoe.vision.selection import KeptImage, Pruning
 
-Finish = Literal[
-    "stop", "length", "cancelled"
-]  # the model's own end or a stop string; as long as it may be; cancelled by its reader
+# The model's own end or a stop string; as long as it may be; cancelled by its reader.
+Finish = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)

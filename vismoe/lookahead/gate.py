@@ -210,9 +210,8 @@ def _predict(routed: RoutedLayer, residual: torch.Tensor) -> tuple[torch.Tensor,
     Routers return logits, weights and ids in an order that differs by family; types and shapes tell them apart. The ids are the
     router's own, since some families choose by more than the logits.
     """
-    normed = (
-        type(routed.norm).forward(routed.norm, residual).to(routed.dtype)
-    )  # bypasses the hooks, which are for the model's own calls
+    # Bypasses the hooks, which are for the model's own calls.
+    normed = type(routed.norm).forward(routed.norm, residual).to(routed.dtype)
     result = type(routed.router).forward(routed.router, normed, **routed.biases)
     tensors = [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
     logits = next((t for t in tensors if t.is_floating_point() and t.shape[-1] == routed.num_experts), None)

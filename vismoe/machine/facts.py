@@ -132,9 +132,8 @@ def chosen_of(text: str) -> str | None:
 
 def gpu(index: int) -> Gpu:
     found: Any = torch.cuda.get_device_properties(index)
-    address: list[Any] = [
-        getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
-    ]  # not in every build of torch
+    # Not in every build of torch.
+    address: list[Any] = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     link = None if None in address else pci_link(PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*address))
     return Gpu(found.name, found.total_memory, f"{found.major}.{found.minor}", link)
 

@@ -23,7 +23,7 @@ class SlabView:
     streamed: np.ndarray  # bool: came in for one prefill chunk only and was computed
     speculative: np.ndarray  # bool: prefetched and not yet demanded
     priority: np.ndarray  # float32: the lookahead's score of the resident expert for this token
-    score: np.ndarray  # float64: what the order inside a class says it is worth (lru: last use, lfu: uses)
+    worth: np.ndarray  # float64: what the order inside a class says it is worth (lru: last use, lfu: uses)
 
 
 def choose_victim(slabs: SlabView, running_layer: int, window: int, prefetch_priority: float | None = None) -> int | None:
@@ -37,17 +37,17 @@ def choose_victim(slabs: SlabView, running_layer: int, window: int, prefetch_pri
         return None
     streamed = slabs.streamed[candidates]
     if streamed.any():
-        return _least(slabs.score, candidates[streamed])
+        return _least(slabs.worth, candidates[streamed])
     layer = slabs.layer[candidates]
     in_window = (layer > running_layer) & (layer <= running_layer + window)
     if not in_window.all():
-        return _least(slabs.score, candidates[~in_window])
+        return _least(slabs.worth, candidates[~in_window])
     guessed = candidates[slabs.speculative[candidates]]
     if prefetch_priority is not None:
         guessed = guessed[slabs.priority[guessed] < prefetch_priority]
     if guessed.size:
-        return _least(slabs.score, guessed)
-    return _least(slabs.score, candidates[layer == layer.max()]) if prefetch_priority is None else None
+        return _least(slabs.worth, guessed)
+    return _least(slabs.worth, candidates[layer == layer.max()]) if prefetch_priority is None else None
 
 
 def _least(score: np.ndarray, members: np.ndarray) -> int:

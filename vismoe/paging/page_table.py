@@ -59,7 +59,7 @@ class PageTable:
         self.slab_of = np.full(experts, -1, dtype=np.int32)
         self.incoming = np.full(experts, -1, dtype=np.int32)  # the slab of a copy that is to replace, or help out, slab_of's
         self.uses = np.zeros(experts)
-        self.scores = np.zeros(experts, dtype=np.float32)  # lookahead priority of each expert, this token
+        self.priorities = np.zeros(experts, dtype=np.float32)  # lookahead priority of each expert, this token
         slabs = pool.capacity
         self.expert_in = np.full(slabs, -1, dtype=np.int32)
         self.layer_in = np.full(slabs, -1, dtype=np.int32)
@@ -141,7 +141,7 @@ class PageTable:
         if prefetch_priority is not None:
             ahead = self.layer_in - running_layer
             scored = (ahead >= 1) & (ahead <= window)  # scores of layers that have run are this token's past
-            priority[scored] = self.scores[self.expert_in[scored]]
+            priority[scored] = self.priorities[self.expert_in[scored]]
         view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, priority, self.worth)
         return choose_victim(view, running_layer, window, prefetch_priority)
 

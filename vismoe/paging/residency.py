@@ -1,4 +1,4 @@
-"""The residency core: decides which experts are lent, copied, evicted and promised, and counts it. No lock, no thread, no clock.
+"""The residency core: decides which experts are lent, copied, evicted and promoted, and counts it. No lock, no thread, no clock.
 
 Whatever drives it says what has happened, one event at a time, and does what it answers:
 
@@ -68,7 +68,8 @@ class Residency:
     there in less precision than was demanded. `deterministic`: nothing is copied unasked. `metrics`: to go on counting in.
     """
 
-    # Copies in flight that nothing has demanded. One, for it cannot be called back, and a demand should not wait for several.
+    # Copies in flight of absent experts that nothing has demanded. One, for it cannot be called back, and a demand should not
+    # wait for several.
     # Streaming a whole layer ahead of its demand would raise it to the most experts of a layer that are absent.
     unasked_at_once = 1
 
@@ -131,7 +132,7 @@ class Residency:
         for d in range(distance):
             table, ahead = self.table_of[layer + 1 + d], self.inventory.layers[layer + 1 + d]
             start, experts = table.base[ahead.index], ahead.num_experts
-            table.scores[start : start + experts] = scores[d, :experts]
+            table.priorities[start : start + experts] = scores[d, :experts]
             if table.pool.precision is None:
                 absent[d, :experts] = table.slab_of[start : start + experts] < 0
             else:

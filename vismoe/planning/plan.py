@@ -1,7 +1,7 @@
 """The memory plan: a pure function of what a model needs, the settings and what the machine has.
 
 Every byte that serving will hold belongs to a `PlanPart`; the parts of a plan add up to at most its budget. Settings that cannot
-work raise `BudgetError` with the numbers and a setting that works. Nothing here accesses a device, a file or a clock.
+work raise `BudgetError` with the numbers and a setting that works. Nothing here reads a file or a clock.
 """
 
 import dataclasses

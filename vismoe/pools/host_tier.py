@@ -38,9 +38,8 @@ class HostTier:
         )
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._slab_of: tuple[collections.OrderedDict[ExpertId, int], ...] = tuple(
-            collections.OrderedDict() for _ in slabs
-        )  # least recently used first
+        # Least recently used first.
+        self._slab_of: tuple[collections.OrderedDict[ExpertId, int], ...] = tuple(collections.OrderedDict() for _ in slabs)
         self._leases: collections.Counter[ExpertId] = collections.Counter()
         self._loading: set[ExpertId] = set()
         self._held: set[ExpertId] = set()

@@ -44,6 +44,7 @@ DECODER_ERRORS = (
     MemoryError, struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
 STRICTLY = threading.Lock()  # held while Pillow's setting is changed
+# EXIF orientation -> the operation that turns the picture upright.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -52,7 +53,7 @@ UPRIGHT = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # EXIF orientation -> the operation that turns the picture upright
+}
 
 
 def fetch_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image:

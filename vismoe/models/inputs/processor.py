@@ -12,13 +12,14 @@ from typing import Any
 from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+# Families whose images use Qwen3VLProcessor.
 QWEN3_VL_FAMILIES = (
     "qwen3_vl",
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen4_exp",
-)  # families whose images use Qwen3VLProcessor
+)
 
 
 class ImageOnlyProcessor(Qwen3VLProcessor):

@@ -85,13 +85,13 @@ class _TorchWork:
         """Number of tokens that chose each of `experts`, which ascend."""
         return self._rows.tokens
 
-    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
+    def run(self, lease: Lease, in_order: bool) -> torch.Tensor:
         """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
         out = torch.zeros_like(self._hidden, dtype=self._accumulator)
         parts: dict[int, torch.Tensor] = {}
-        if demand.computes_on_host:
+        if lease.computes_on_host:
             _ = self._below  # copies its inputs from the device now, before work is queued there
-        for group in demand.groups(in_order):
+        for group in lease.groups(in_order):
             for lent in group:
                 if in_order:
                     self._rows.add(out, lent.expert, self._part(lent))
@@ -147,26 +147,26 @@ class _FastWork:
     def _index(self) -> dict[int, int]:
         return {expert: i for i, expert in enumerate(self.experts)}
 
-    def run(self, demand: Lease, in_order: bool) -> torch.Tensor:
-        return self._added(demand) if in_order else self._combined(demand)
+    def run(self, lease: Lease, in_order: bool) -> torch.Tensor:
+        return self._added(lease) if in_order else self._combined(lease)
 
     def part(self, lent: Lent) -> torch.Tensor:
         """One expert's rows `[n, H]` float32, multiplied by the routing weights."""
         address = np.array([next(iter(lent.weights.values())).data_ptr()])  # a record begins with its first section
         return self._parts(Records([lent.expert], address), self._pairs([lent.expert]))
 
-    def _added(self, demand: Lease) -> torch.Tensor:
+    def _added(self, lease: Lease) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)
-        for group in demand.groups(in_order=True):
+        for group in lease.groups(in_order=True):
             records = Records(group.experts, group.addresses, group.precisions)
             for _, call, precisions in self._calls(records, self._pairs(group.experts)):
                 self._kernel.parts(*call, self._hidden, out, precisions, adding=True)
         return out.to(self._type)
 
-    def _combined(self, demand: Lease) -> torch.Tensor:
+    def _combined(self, lease: Lease) -> torch.Tensor:
         results: list[torch.Tensor] = []
         some: list[np.ndarray] = []
-        for group in demand.groups(in_order=False):
+        for group in lease.groups(in_order=False):
             pairs = self._pairs(group.experts)
             results.append(self._parts(Records(group.experts, group.addresses, group.precisions), pairs))
             if pairs is not None:

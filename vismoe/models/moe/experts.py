@@ -102,10 +102,10 @@ class PagedLayer:
         work = serving.backend.begin(layer, module, routing, hidden, factors)
         keep = None if decoding else _last_tokens_experts(step, routing)
         tokens = work.tokens if pager.ways is not None or high is not None else None
-        with pager.demand(layer, work.experts, keep, _real_tokens_experts(step, routing), tokens, high, first) as demand:
+        with pager.demand(layer, work.experts, keep, _real_tokens_experts(step, routing), tokens, high, first) as lease:
             if step.phase is not Phase.ENCODE:
                 self._show(step, routed, factors_of_routed, hidden)
-            return work.run(demand, in_order=not decoding)
+            return work.run(lease, in_order=not decoding)
 
     def _chosen(
         self,

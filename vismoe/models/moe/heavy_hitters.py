@@ -33,9 +33,8 @@ QUERIES = 64  # per sequence, the last ones of a pass
 IMPLEMENTATION = "vismoe_heavy_hitters"
 HEARD_BY = "_vismoe_heavy_hitters"  # attribute of an attention module that holds its HeavyHitters
 WRAPPED = ("sdpa", "eager", GROUPED)  # implementations whose masks say which query sees which key
-UNUSABLE = {
-    "deepseek_v4": "most of what its tokens attend to are summaries of several tokens"
-}  # by the decoder's model type: the reason
+# By the decoder's model type: the reason.
+UNUSABLE = {"deepseek_v4": "most of what its tokens attend to are summaries of several tokens"}
 UNHEARD = ("softcap", "cache")  # attention arguments that would change the sums
 DECODER_LAYER = re.compile(r"(.*?\w+)\.(\d+)\.")  # at the beginning of a module's path: (list of layers, index)
 Places = slice | torch.Tensor
@@ -129,9 +128,8 @@ class HeavyHitters:
         if self._latest is None or self._latest[0] != self._layers.get(layer):
             return None
         received = self._latest[1].cpu().numpy()
-        return (
-            received if received.any() else None
-        )  # zero if a cache has free slots after the new tokens, which were then not observed
+        # Zero if a cache has free slots after the new tokens, which were then not observed.
+        return received if received.any() else None
 
     def end(self) -> None:
         """Stop observing, undo the changes to the model, and discard the sums."""

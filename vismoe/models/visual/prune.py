@@ -96,9 +96,8 @@ class VisualPruner:
         self._hooks = [
             model.register_forward_pre_hook(self._note_kinds, with_kwargs=True),
             model.register_forward_hook(self._forget_failed, always_call=True),
-            decoder.register_forward_pre_hook(
-                self._begin, with_kwargs=True, prepend=True
-            ),  # prepended because other hooks read `dropping`
+            # Prepended because other hooks read `dropping`.
+            decoder.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
         ]
         for layer in layers[:prune_layer]:
             for path, experts in expert_modules(layer):
@@ -195,9 +194,8 @@ class VisualPruner:
         if past == 0 and self._acts:
             self.kept, self._ended = [], None
         if kinds is None and self._acts and kwargs.get("visual_pos_masks") is not None:
-            kinds = kwargs["visual_pos_masks"].to(
-                torch.uint8
-            )  # the model was called with embeddings, and this family passes the mask
+            # The model was called with embeddings, and this family passes the mask.
+            kinds = kwargs["visual_pos_masks"].to(torch.uint8)
         if kinds is not None and (kinds == TokenKind.VISUAL).any():
             assert embeddings is not None and kinds.shape == embeddings.shape[:2], (
                 "embeddings and visual_pos_masks differ in shape"
@@ -348,9 +346,8 @@ def _choices(experts: Any, hidden: torch.Tensor, index: torch.Tensor, tokens: in
     """Expert ids `[T, K]` of a call to an experts module; -1 for none."""
     if getattr(experts, "row_groups", 1) == 1:
         return index
-    groups = index.view(
-        -1, tokens
-    )  # each chosen expert computes all tokens, zeros for those that did not choose it (adapters.py)
+    # Each chosen expert computes all tokens, zeros for those that did not choose it (adapters.py).
+    groups = index.view(-1, tokens)
     return groups.where(hidden.view(*groups.shape, -1).any(-1), -1).T
 
 

@@ -501,6 +501,13 @@ def test_policy_formats_and_retention_are_changed_in_the_course_of_a_conversatio
     assert "75.0% int4, 25.0% int2" in first and "75.0% int8, 25.0% int2" in second and "computed" not in third
 
 
+def test_formats_that_no_policy_uses_are_said(engine, capsys):
+    assert cli.main(["chat", "--formats", "8/2", "Hi?"]) == 0
+    assert "--formats 8/2 changes nothing: policy exact has one format" in capsys.readouterr().err
+    assert cli.main(["chat", "--policy", "importance", "--formats", "8/2", "Hi?"]) == 0
+    assert "changes nothing" not in capsys.readouterr().err
+
+
 def test_a_change_that_cannot_be_is_said_and_leaves_everything_as_it_was(engine, type_lines, capsys):
     type_lines(
         "/policy hot", "/policy hotness", "/formats 2/4", "/formats 16/8", "/retention 0.4", "/retention much", "/formats 4/0"

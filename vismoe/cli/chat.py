@@ -73,7 +73,9 @@ def run_chat(arguments: Namespace) -> int:
         raise InputError(
             '--json answers one question, not a conversation. Fix: vismoe chat --json "What is in the picture?" --image PICTURE'
         )
-    flags.given_settings(arguments)
+    settings = flags.given_settings(arguments)  # refused before anything is loaded
+    if asked and "formats" in settings and settings.get("policy", "exact") == "exact":
+        say(f"--formats {settings['formats']} changes nothing: policy exact has one format. Fix: --policy hotness or importance")
     options = RequestOptions(reuse=True, **flags.given_options(arguments))
     if arguments.kept_map and not asked:
         raise InputError("--kept-map goes with one question; in a conversation, /map FOLDER saves the map of the last answer")

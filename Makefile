@@ -33,7 +33,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 unexport PYTHONDONTWRITEBYTECODE
 # Worker pools of torch that spin while they wait slow each other down when two processes share the cores.
 export GOMP_SPINCOUNT ?= 2000
-PYTEST_WORKERS ?= 2
+# One more than there are cores, up to four: a fifth of the time tests wait for servers, disks and clocks.
+PYTEST_WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 3 ? cores + 1 : 4 )))
 # A file stays on one worker, which makes its fixtures once; tests/conftest.py says which files start first.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 

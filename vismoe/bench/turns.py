@@ -1,5 +1,5 @@
-"""Timed rounds: in every round each contestant takes one turn. The order changes from round to round, so that nobody is always
-first, or always after the same one.
+"""Timed rounds: in every round each contestant takes one turn. The order changes from round to round, so that no contestant is
+always first, or always after the same one.
 """
 
 import json

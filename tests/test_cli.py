@@ -114,6 +114,9 @@ def test_every_setting_is_a_flag_with_its_default_in_the_help():
         assert f"--{field.name.replace('_', '-')}" in text and SETTINGS[field.name].meaning in text
         default = ENGINE_DEFAULTS.get(field.name, "none" if field.default is None else field.default)
         assert f"(default: {default})" in text
+    for flag in ("--store", "--calibration"):  # none is one of their values, and not the default
+        said = text.rpartition(f" {flag} FOLDER|none ")[2].partition(" --")[0]
+        assert "without it" in said and "default" not in said
 
 
 def test_flags_reach_the_engine_with_their_types_and_the_rest_is_left_to_it(engine):

@@ -111,8 +111,9 @@ def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER
     defaults = {**ENGINE_DEFAULTS, **further}
     group = parser.add_argument_group("memory and paging")
     for name, rule in SETTINGS.items():
-        default = defaults.get(name, rule.default)
-        add_option(group, rule, "" if default is None else f" (default: {default})")
+        default = defaults.get(name, "none" if rule.default is None else rule.default)
+        names_none = rule.placeholder.endswith("|none")  # a value of its own; the meaning says what holds without the flag
+        add_option(group, rule, "" if names_none else f" (default: {default})")
 
 
 def add_request_options(parser: Any, *names: str) -> None:

@@ -58,7 +58,8 @@ def measured_once():
         if key not in needs:
             needs[key] = footprint.footprint(model, inventory, settings, **options)
         entries = footprint.kernel_cache_entries(settings.kernels)
-        return dataclasses.replace(needs[key], inventory=inventory, kernel_entries=entries)
+        held = footprint.kernel_cache_bytes(needs[key].dtype, entries)
+        return dataclasses.replace(needs[key], inventory=inventory, kernel_entries=entries, kernel_bytes=held)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "footprint", measured)

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vismoe.pools.kernel_cache import ENTRIES
+from vismoe.pools.kernel_cache import BYTES_PER_ENTRY, ENTRIES
 from vismoe.types import ExpertInventory
 
 
@@ -71,6 +71,8 @@ class Footprint:
     max_image_tokens: int  # of one request, with any context; 0 for text-only models
     scratch_bytes: int = 0  # of the bounce buffer of one reading thread
     kernel_entries: int = 2 * ENTRIES  # in torch's caches of generated CPU kernels
+    kernel_bytes: int = 2 * ENTRIES * BYTES_PER_ENTRY  # what these caches hold at most, on this CPU
+    triton_bytes: int = 0  # of its library, which torch imports where it is installed
     tokenizer_bytes: int = 0  # in host memory: vocabulary and merges
     prefill_by_kernels: Curve | None = None  # `prefill` if the CPU kernels compute the experts; they keep a workspace instead
     by_kernels: bool = False  # whether the CPU kernels compute the experts

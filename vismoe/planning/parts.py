@@ -4,13 +4,11 @@ Pure, except that it checks whether Triton is installed.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from vismoe.config import format_bytes
 from vismoe.pair import Format, FormatPair
 from vismoe.planning.apportion import Division, experts_of, prefix_bytes
 from vismoe.planning.needs import Footprint, mask_bytes
-from vismoe.pools.kernel_cache import kernel_cache_bytes
 from vismoe.types import ExpertInventory, RecordLayout
 
 DECODE_ROWS = 8  # sequences of a batch for which the combine buffer is planned
@@ -19,7 +17,6 @@ RUNTIME_BYTES = {
     "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
     "cuda": 512 * 2**20,  # not measured yet: context, loaded kernels, cuBLAS workspace
 }
-TRITON_BYTES = 66 * 2**20  # measured: resident part of its library
 RUNTIME_NOTES = {"cpu": "model code, processor, threads", "cuda": "context, kernels, workspace (an estimate)"}
 
 
@@ -94,9 +91,9 @@ def workspace_part(nbytes: int) -> list[PlanPart]:
 def _of_a_cpu(need: Footprint) -> list[PlanPart]:
     """Parts in host memory, which are inside the budget only if the CPU is the device."""
     note = f"generated code for the {need.kernel_entries // 2} latest shapes of a product"
-    triton = [PlanPart("Triton", TRITON_BYTES, "torch imports it where it is installed")] if find_spec("triton") else []
+    triton = [PlanPart("Triton", need.triton_bytes, "torch imports it where it is installed")] if need.triton_bytes else []
     return [
-        PlanPart("kernel caches", kernel_cache_bytes(need.dtype, need.kernel_entries), note),
+        PlanPart("kernel caches", need.kernel_bytes, note),
         PlanPart("tokenizer", need.tokenizer_bytes),
         *triton,
     ]

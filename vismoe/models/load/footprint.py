@@ -7,6 +7,7 @@ states are exact whatever the family.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vismoe.models.load.live_memory import META, ExpertsMemory, FusedAttention, 
 from vismoe.models.load.vision_memory import vision_memory
 from vismoe.models.moe.eager import BLOCK_ROWS, block_rows
 from vismoe.planning.needs import CacheLayer, Curve, Footprint
-from vismoe.pools.kernel_cache import kernel_cache_entries
+from vismoe.pools.kernel_cache import kernel_cache_bytes, kernel_cache_entries
 from vismoe.types import ExpertInventory
 
 FEW_TOKENS = 4
@@ -32,6 +33,7 @@ SCANNED_TOKENS = (256, 512)  # recurrent layers loop over tokens in Python: meas
 BETWEEN_TOKENS = tuple(2**power for power in range(13, 24, 2))  # measured below a long context, of which less may be advised
 MEASURED_IMAGE_TOKENS = 2**17  # towers compute positions on the CPU; their memory is linear in the tokens
 TOKENIZER_TOKEN_BYTES = 1100  # measured: a byte-level BPE tokenizer of 151,643 tokens took 156 MiB
+TRITON_BYTES = 66 * 2**20  # measured: resident part of its library
 FAILURES = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)  # of transformers' own code
 GROWING = ("keys", "values", "indexer")  # tensors of a cache layer with one row per token, [..., tokens, width]
 
@@ -58,10 +60,11 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
         return max(0, peak_bytes - sum(layer.nbytes(run.tokens) for layer in layers))
 
     vision = vision_memory(model, min(context, MEASURED_IMAGE_TOKENS))
-    item = model.dtype.itemsize
+    item, dtype = model.dtype.itemsize, str(model.dtype).removeprefix("torch.")
+    entries = kernel_cache_entries(settings.kernels)
     return Footprint(
         family=model.config.model_type,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype,
         inventory=inventory,
         backbone=backbone_bytes(model),
         cache_layers=layers,
@@ -74,7 +77,9 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
         max_image_tokens=context if vision.encode.points else 0,
         logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
         combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
-        kernel_entries=kernel_cache_entries(settings.kernels),
+        kernel_entries=entries,
+        kernel_bytes=kernel_cache_bytes(dtype, entries),
+        triton_bytes=TRITON_BYTES if find_spec("triton") else 0,
         tokenizer_bytes=TOKENIZER_TOKEN_BYTES * config.vocab_size if _has_tokenizer(model) else 0,
         positions=getattr(config, "max_position_embeddings", None),
     )

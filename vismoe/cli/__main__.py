@@ -1,7 +1,18 @@
-"""`python -m vismoe.cli`: the `vismoe` command, run by this interpreter."""
+"""The `vismoe` command, also as `python -m vismoe.cli`: run by this interpreter."""
 
 import sys
 
-from vismoe.cli.main import main
+INTERRUPTED = 130
 
-sys.exit(main())
+
+def run() -> int:
+    """The exit code of the command; also where Ctrl-C arrives before its modules are imported."""
+    try:
+        from vismoe.cli.main import main
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

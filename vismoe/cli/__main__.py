@@ -2,15 +2,13 @@
 
 import sys
 
-INTERRUPTED = 130
-
 
 def run() -> int:
-    """The exit code of the command; also where Ctrl-C arrives before its modules are imported."""
+    """The exit code of the command; that of Ctrl-C also where it arrives before the command's modules are imported."""
     try:
         from vismoe.cli.main import main
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130  # `flags.INTERRUPTED`, which may not be imported yet
     return main()
 
 

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-PREFILL_LAYERS = (
-    1  # layers ahead for a prompt, which uses nearly all experts of every layer: looking farther prefetches too early
-)
+# Layers ahead for a prompt, which uses nearly all experts of every layer: looking farther prefetches too early.
+PREFILL_LAYERS = 1
 PREFILL_ROWS = 256  # tokens of a prompt for which routers run, spread evenly
 
 

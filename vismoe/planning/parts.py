@@ -1,7 +1,4 @@
-"""The named shares of memory that a plan adds up: each part and its bytes at a context.
-
-Pure, except that it checks whether Triton is installed.
-"""
+"""The named shares of memory that a plan adds up: each part and its bytes at a context. Pure."""
 
 from dataclasses import dataclass
 
@@ -91,11 +88,10 @@ def workspace_part(nbytes: int) -> list[PlanPart]:
 def _of_a_cpu(need: Footprint) -> list[PlanPart]:
     """Parts in host memory, which are inside the budget only if the CPU is the device."""
     note = f"generated code for the {need.kernel_entries // 2} latest shapes of a product"
-    triton = [PlanPart("Triton", need.triton_bytes, "torch imports it where it is installed")] if need.triton_bytes else []
     return [
         PlanPart("kernel caches", need.kernel_bytes, note),
         PlanPart("tokenizer", need.tokenizer_bytes),
-        *triton,
+        *part_of("Triton", need.triton_bytes, "torch imports it where it is installed"),
     ]
 
 

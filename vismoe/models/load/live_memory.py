@@ -49,13 +49,12 @@ class LiveMemory(TorchDispatchMode):
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, kwargs))
         known = {leaf.untyped_storage()._cdata for leaf in leaves}
         signature = (func, described(args), described(kwargs)) if _makes_new_tensors(func) else None
-        if signature in self._results:
-            made = [
-                torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in self._results[signature]
-            ]
-            result = made[0] if len(func._schema.returns) == 1 else tuple(made)
-        else:
-            result = func(*args, **kwargs)
+        if like := self._results.get(signature):
+            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in like]
+            for tensor in made:
+                self.count(tensor)
+            return made[0] if len(made) == 1 else tuple(made)
+        result = func(*args, **kwargs)
         tensors = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
         new = [tensor for tensor in tensors if tensor.device == META and tensor.untyped_storage()._cdata not in known]
         for tensor in new:

@@ -369,7 +369,7 @@ def test_hotness_storms_keep_everybody_there_and_end_where_everybody_belongs(
         nobody_waited(bench, since)
         counts = bench.pager.metrics.snapshot()
         moved = [store.reads - before for store, before in zip(bench.stores, reads, strict=True)]
-    assert counts.total("promotions") > 20 and counts.total("demotions") > 20 and counts.total("failed_transitions") == 0
+    assert counts.total("promotions") > 5 and counts.total("demotions") > 5 and counts.total("failed_transitions") == 0
     assert moved[LOW] == counts.total("demotions")
     assert moved[HIGH] == counts.total("promotions")
 

@@ -55,7 +55,7 @@ test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supp
 	@PYTHONPATH=$(OLDEST) $(PYTEST) $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
 
 models: $(OLDEST)/.done ## write docs/models.md
-	@$(BIN)/python tests/models_page.py $$(PYTHONPATH=$(OLDEST) $(BIN)/python tests/models_page.py --names)
+	@$(BIN)/python tests/models_page.py "$$(PYTHONPATH=$(OLDEST) $(BIN)/python tests/models_page.py --names)"
 
 check: lint types ## style, imports and types, no tests
 

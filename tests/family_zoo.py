@@ -2,6 +2,9 @@
 
 A family is a folder of transformers whose modeling file puts experts on the experts interface, or whose configuration names a
 number of experts. Its key is the model type of its most capable class: with images before text before neither.
+
+A composite is a class that reads images, holds no experts itself, and takes its text model from its configuration, together with
+a text model that has experts. Its key names both types. Which pairs publishers make cannot be inspected: `COMBINED` says it.
 """
 
 import re
@@ -22,6 +25,16 @@ LAYERS = 3
 WIDTH, TOWER_WIDTH = 64, 32
 IMAGE_TOKEN, FIRST_SPECIAL_TOKEN = 500, 501
 SPECIAL_TOKEN = re.compile(r"(?!(pad|bos|eos)_)\w+_token_(id|index)$")
+USUAL_TEXT = re.compile(r'(?:"text_config": SubConfigSpec\([^)]*model_type=|self\.text_config = CONFIG_MAPPING\[)"(\w+)"')
+FROM_CONFIG = re.compile(r"AutoModel(ForCausalLM)?\.from_config\((config=)?config\.text_config\b")
+COMBINED = {  # text models with experts that are checked like families, by class, beside those that a class has by default
+    "cohere2_vision": ("cohere2_moe",),  # Command A+
+    "internvl": ("qwen3_moe", "gpt_oss"),  # InternVL3.5
+    "lfm2_vl": ("lfm2_moe",),  # no published model is known
+    "llava_onevision": ("qwen3_moe",),  # nor here
+    "mistral3": ("mistral4",),  # Mistral Small 4
+}
+ANY_TEXT = "qwen3_moe"  # for a class whose usual text model has no relative with experts
 
 # Values by field name, for whichever configuration declares the field. 2I != H and I != H for every width of experts.
 TEXT: dict[str, Any] = dict(
@@ -52,9 +65,10 @@ TOWER: dict[str, Any] = dict(
 class Family:
     """A mixture-of-experts family of the installed transformers."""
 
-    name: str  # its model type
+    name: str  # its model type; of a composite both types
     class_name: str
     with_images: bool
+    text: str | None = None  # of a composite: the type of its text model
 
     @property
     def model_class(self) -> type[transformers.PreTrainedModel]:
@@ -64,15 +78,75 @@ class Family:
 @cache
 def families() -> dict[str, Family]:
     """Every family by name, found by reading the sources: nothing is imported."""
-    found: dict[str, Family] = {}
+    found = (_most_capable(source) for source in _sparse_sources().values())
+    return {family.name: family for family in found if family}
+
+
+@cache
+def composites() -> dict[str, Family]:
+    """Every composite whose text model has experts by default or in a published checkpoint, found in the same way."""
+    pairs = [(name, text) for name, texts in COMBINED.items() for text in texts if name in _takers()]
+    pairs += [(name, text) for name, text in _takers().items() if _has_experts(text)]
+    return {family.name: family for family in map(_composite, pairs)}
+
+
+@cache
+def possible_composites() -> dict[str, Family]:
+    """One composite of every other class that takes any text model: with the relative of its usual one that has experts."""
+    known = {name for name in _takers() if any(key.startswith(f"{name} + ") for key in composites())}
+    pairs = [(name, _relative(text)) for name, text in _takers().items() if name not in known]
+    return {family.name: family for family in map(_composite, pairs)}
+
+
+@cache
+def zoo() -> dict[str, Family]:
+    """The families and the composites that are checked like them."""
+    return families() | composites()
+
+
+def _composite(pair: tuple[str, str]) -> Family:
+    name, text = pair
+    return Family(" + ".join(pair), modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name], True, text)
+
+
+@cache
+def _sparse_sources() -> dict[Path, str]:
+    """The modeling files with experts."""
     counts = re.compile(rf"^    ({'|'.join(EXPERT_COUNTS)}):", re.MULTILINE)
+    found = {}
     for source in sorted(MODELS.glob("*/modeling_*.py")):
         configuration = source.with_name(source.name.replace("modeling", "configuration", 1))
         text = source.read_text()
-        sparse = "use_experts_implementation" in text or (configuration.is_file() and counts.search(configuration.read_text()))
-        if sparse and (family := _most_capable(text)):
-            found[family.name] = family
+        if "use_experts_implementation" in text or (configuration.is_file() and counts.search(configuration.read_text())):
+            found[source] = text
     return found
+
+
+@cache
+def _takers() -> dict[str, str]:
+    """Classes that read images, hold no experts and take any text model: (their model type, that of their usual text model)."""
+    found = {}
+    for name, class_name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
+        folder = name.replace("-", "_")
+        modeling, configuration = (MODELS / folder / f"{kind}_{folder}.py" for kind in ("modeling", "configuration"))
+        if modeling.is_file() and modeling not in _sparse_sources():
+            source, usual = modeling.read_text(), USUAL_TEXT.search(configuration.read_text())
+            if usual and FROM_CONFIG.search(source) and f"class {class_name}(" in source:
+                found[name] = usual[1]
+    return found
+
+
+@cache
+def _has_experts(text: str) -> bool:
+    """Whether text models of this type have experts."""
+    class_name = modeling_auto.MODEL_MAPPING_NAMES.get(text)
+    return any(f"class {class_name}(" in source for source in _sparse_sources().values())
+
+
+def _relative(text: str) -> str:
+    """lfm2_moe for lfm2, qwen3_5_moe_text for qwen3_5_text."""
+    named = f"{text.removesuffix('_text')}_moe{'_text' * text.endswith('_text')}"
+    return named if _has_experts(named) else ANY_TEXT
 
 
 def _most_capable(source: str) -> Family | None:
@@ -90,7 +164,10 @@ def _most_capable(source: str) -> Family | None:
 
 def tiny_config(family: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     """A small configuration with at least two MoE layers; `overrides` of sub-configurations are dicts under their names."""
-    config_class = families()[family].model_class.config_class
+    found = (zoo() | possible_composites())[family]
+    if found.text:
+        overrides = {**overrides, "text_config": {"model_type": found.text} | overrides.get("text_config", {})}
+    config_class = found.model_class.config_class
     return config_class(**_shrunk(config_class, TEXT, overrides))
 
 
@@ -116,7 +193,7 @@ def _shrunk(config_class: type[PreTrainedConfig], sizes: Mapping[str, Any], over
         if present is None and "audio" in name:
             continue
         if part is AutoConfig:
-            part = type(present) if present is not None else CONFIG_MAPPING[model_type]
+            part = CONFIG_MAPPING[model_type] if model_type else type(present)
         values[name] = part(**_shrunk(part, sizes if "text" in name else TOWER, own))
     return values | {name: value for name, value in overrides.items() if name not in default.sub_configs}
 

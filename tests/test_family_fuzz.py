@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, event, given, reject, settings
 from hypothesis import strategies as st
 from models_page import PREFILL_ONLY
 from searching import SEARCHING
-from test_families import RUNNING, Specimen, first, inventory
+from test_families import Specimen, first, inventory
 from test_footprint import CONTEXT, held_by_cache, measured
 from transformers import AutoConfig
 
@@ -63,7 +63,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    family = draw(st.sampled_from(RUNNING))
+    family = draw(st.sampled_from(tiny_models.FAMILIES))
     tokens = draw(st.integers(1, 24))
     options = st.fixed_dictionaries(
         {},
@@ -216,7 +216,7 @@ def several_kinds(family: str) -> bool:
     return "attn_layer_period" in fields[0] or any(len(kinds) > 1 for kinds in kinds_of_layers(*fields).values())
 
 
-HYBRID = [family for family in RUNNING if several_kinds(family)]
+HYBRID = [family for family in tiny_models.FAMILIES if several_kinds(family)]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers as T
 from calls import counting_calls
-from tiny_models import BUILDERS, FAMILIES, OVERRIDES, WITH_IMAGES, build, image_tokens, prompt, save
+from family_zoo import composites
+from tiny_models import BUILDERS, FAMILIES, OVERRIDES, WITH_IMAGES, ZOO, build, image_tokens, prompt, save
 
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError
@@ -43,7 +44,7 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ZOO)
 def test_every_tensor_of_the_backbone_is_counted_once(family):
     model = build(family)
     adapt(model)
@@ -67,7 +68,7 @@ def held_by_cache(model: T.PreTrainedModel) -> int:
     return held
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ZOO)
 def test_the_kv_cache_is_what_generation_really_holds(family):
     assert needs_of(family).cache_bytes(CONTEXT) == held_by_cache(build(family))
 
@@ -109,7 +110,7 @@ def test_live_memory_of_a_prefill_counts_what_a_layer_holds_by_hand():
     assert need.prefill(200) <= (need.prefill(400) + need.prefill(4)) // 2 + 1000
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) & set(WITH_IMAGES)))
+@pytest.mark.parametrize("family", [*sorted(set(FAMILIES) & set(WITH_IMAGES)), *composites()])
 def test_vision_towers_are_run_and_their_features_are_held(family):
     need = needs_of(family)
     assert need.max_image_tokens == CONTEXT

@@ -1,6 +1,6 @@
 """docs/models.md says what the tables and the installed transformers say."""
 
-from family_zoo import families
+from family_zoo import zoo
 from models_page import OLDEST, PAGE, is_oldest, page, result_of, rows
 
 
@@ -9,7 +9,7 @@ def test_the_page_is_what_make_models_writes():
     listed = rows(written)
     of_oldest = {name for name, (_, _, since, *_) in listed.items() if since == OLDEST}
     if is_oldest():
-        assert of_oldest == families().keys()
+        assert of_oldest == zoo().keys()
         assert {name: listed[name][-1] for name in of_oldest} == {name: result_of(name) for name in of_oldest}
     else:
         assert written == page(of_oldest), "run `make models`"

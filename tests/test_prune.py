@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from family_zoo import families
+from family_zoo import zoo
 from packaging.version import Version
 from PIL import Image
 from prune_reference import unseen
@@ -364,7 +364,7 @@ def test_what_cannot_be_pruned_is_refused():
     pruner.pruning = HALF
     with pytest.raises(UnsupportedModelError, match=r"StaticCache .*Fix: generate with the default cache"):
         model(**inputs, past_key_values=StaticCache(config=model.config.text_config, max_cache_len=32))
-    config, gemma = tiny_models.build("gemma4").config, families()["gemma4"].model_class
+    config, gemma = tiny_models.build("gemma4").config, zoo()["gemma4"].model_class
     config.text_config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     sliding = gemma(config).eval()
     pruner_of(sliding).pruning = HALF
@@ -374,21 +374,24 @@ def test_what_cannot_be_pruned_is_refused():
     assert "decoder layer 2 has no plain cache" in VisualPruner.of(gemma(config), 1)
 
 
-def test_a_layer_with_a_running_state_sees_kept_tokens_only_and_is_no_place_to_begin():
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_5_moe", "linear_attention"), ("lfm2_vl + lfm2_moe", "conv")])
+def test_a_layer_with_a_running_state_sees_kept_tokens_only_and_is_no_place_to_begin(family, kind):
     """The reference hands the linear layer the kept rows alone and puts its output back between the others."""
-    config = tiny_models.build("qwen3_5_moe").config
-    config.text_config.layer_types = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
+    config = tiny_models.build(family).config
+    config.text_config.layer_types = ["full_attention", kind, "full_attention", kind]
     config.text_config.num_hidden_layers = 4
     torch.manual_seed(0)
-    model = families()["qwen3_5_moe"].model_class(config).eval()
-    decoder, inputs = model.model.language_model, turn([3, (2, 3), 4])
+    model = zoo()[family].model_class(config).eval()
+    decoder, inputs = model.model.language_model, tiny_models.prompt(family)
     pruner = pruner_of(model)
     assert pruner.prune_layer == 2, "layer 1 has no cache"
     told, pruner.pruning = Told(pruner), HALF
     actual = tiny_models.greedy(model, inputs, 4)
     [kept] = told.rows([inputs])
     with pytest.raises(UnsupportedModelError, match="one sequence at a time"):
-        model(**turn([3, (2, 3), 4], [2, (3, 3), 1]))
+        two = tiny_models.prompt(family, batch=2)
+        two["attention_mask"][0, :2] = 0
+        model(**two)
     pruner.remove()
     linear, forward = decoder.layers[3], decoder.layers[3].forward
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from models_page import KEEPS_ALL, PREFILL_ONLY, refusal_of
+from family_zoo import zoo
+from models_page import KEEPS_ALL, PREFILL_ONLY
 from prune_reference import unseen
 from torch import nn
 
@@ -25,7 +26,7 @@ from vismoe.vision.selection import Pruning, Selection
 pytestmark = pytest.mark.usefixtures("one_thread")
 PRUNE_LAYER, STEPS = 1, 3
 OFF_INTERFACE = ("llama4", "step3p7")  # VisMoE puts their experts on the interface, where their routing can be read
-FAMILIES = [family for family in tiny_models.WITH_IMAGES if not refusal_of(family)]
+FAMILIES = [name for name in tiny_models.ZOO if zoo()[name].with_images]
 
 
 def models(family: str, folder: Path) -> tuple[Any, VisualPruner | str, Any]:

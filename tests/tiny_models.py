@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers as T
-from family_zoo import IMAGE_TOKEN, families, tiny_config
+from family_zoo import IMAGE_TOKEN, families, tiny_config, zoo
 from models_page import refusal_of
 from safetensors.torch import load_file, save_file
 
@@ -38,10 +38,12 @@ def rope(*section: int, **more: Any) -> dict[str, Any]:
     return dict(rope_type="default", rope_theta=10000.0, mrope_section=list(section), **more)
 
 
+SMALL_PICTURES = dict(image_size=56, patch_size=14)
 SAM = dict(image_size=128, patch_size=8, output_channels=16, downsample_channels=[24, 32], mlp_dim=80, global_attn_indexes=[1])
 # What a family wants that the zoo's sizes do not say. Sub-configurations are dicts under their names.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": dict(projector_patch_to_query_dict={49: 4}),
+    "cohere2_vision + cohere2_moe": dict(vision_config=SMALL_PICTURES, alignment_intermediate_size=96),
     "dbrx": dict(
         d_model=64,
         n_heads=4,
@@ -82,8 +84,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(num_local_experts=11),
     "granitemoehybrid": dict(layer_types=["mamba", "attention", "mamba"], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16),
     "inkling_mm_model": dict(vision_config=dict(n_layers=5, patch_size=4)),
+    "internvl + qwen3_moe": dict(vision_config=SMALL_PICTURES),
+    "internvl + gpt_oss": dict(vision_config=SMALL_PICTURES),
     "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
+    "kimi_k25 + deepseek_v3": dict(projection_hidden_size=32),
     "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),
+    "lfm2_vl + lfm2_moe": dict(
+        projector_hidden_size=48,
+        text_config=dict(layer_types=["conv", "full_attention", "full_attention"]),
+        vision_config=dict(patch_size=4, num_patches=64),
+    ),
     "jetmoe": dict(num_experts_per_tok=2, kv_channels=16),
     "llama4": dict(
         text_config=dict(intermediate_size_mlp=80, num_experts_per_tok=1),
@@ -96,11 +106,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             vision_output_dim=48,
         ),
     ),
+    "llava_onevision + qwen3_moe": dict(vision_config=SMALL_PICTURES, image_grid_pinpoints=[[56, 56]]),
     "longcat_flash": dict(num_layers=2, ffn_hidden_size=96, expert_ffn_hidden_size=24, moe_topk=3, zero_expert_num=2),
     "minimax_m3_vl": dict(projector_hidden_size=48),
+    "mistral3 + mistral4": dict(vision_config=SMALL_PICTURES),
     "mistral_large4": dict(vision_config=dict(image_size=64)),
     "muse_spark": dict(
         out_hidden_size=128, projector_hidden_size=48, audio_config=dict(num_hidden_layers=4, hidden_sizes=[16] * 4)
+    ),
+    "nemotron_h_omni + nemotron_h": dict(
+        vision_hidden_size=32,
+        projector_hidden_size=48,
+        vision_config=dict(patch_size=4, max_img_size=64, mlp_ratio=2.5, video_temporal_patch_size=2),
     ),
     "nemotron_h": dict(layers_block_type=["mamba", "moe", "attention", "moe"]),
     "nllb-moe": dict(
@@ -145,13 +162,29 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": dict(num_experts_per_tok=1),
 }
 FAMILIES = tuple(family for family in families() if not refusal_of(family))
+ZOO = tuple(name for name in zoo() if not refusal_of(name))
 WITH_IMAGES = tuple(name for name, family in families().items() if family.with_images)
+
+
+def tiny_of(family: str) -> T.PreTrainedConfig:
+    """The tiny configuration, with what the family and its text model want."""
+    own, text = OVERRIDES.get(family, {}), zoo()[family].text
+    if text in OVERRIDES:
+        own = own | {"text_config": OVERRIDES[text] | own.get("text_config", {})}
+    return tiny_config(family, own)
+
+
+def tiny_text(kind: str) -> T.PreTrainedConfig:
+    """The tiny configuration of a text model by its type, e.g. qwen3_5_moe_text."""
+    if kind in OVERRIDES or not kind.endswith("_text"):
+        return tiny_config(kind, OVERRIDES.get(kind, {}))
+    return tiny_of(kind.removesuffix("_text")).get_text_config()
 
 
 def build(family: str, seed: int = 0) -> T.PreTrainedModel:
     """A float32 model with random weights, the same for the same seed."""
     torch.manual_seed(seed)
-    model = families()[family].model_class(tiny_config(family, OVERRIDES.get(family, {}))).eval()
+    model = zoo()[family].model_class(tiny_of(family)).eval()
     with torch.no_grad():  # zeros, as biases are initialised, would hide a lost tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and tensor.device.type != "meta" and ("bias" in name or not tensor.any()):
@@ -159,7 +192,7 @@ def build(family: str, seed: int = 0) -> T.PreTrainedModel:
     return model
 
 
-BUILDERS: dict[str, Callable[[], T.PreTrainedModel]] = {family: partial(build, family) for family in families()}
+BUILDERS: dict[str, Callable[[], T.PreTrainedModel]] = {family: partial(build, family) for family in zoo()}
 
 
 def save(
@@ -194,9 +227,9 @@ def prompt(family: str, tokens: int = 9, *, dtype: torch.dtype = torch.float32, 
     """Inputs of a prefill; the families with images get one per row, between two stretches of text."""
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(5, 490, (batch, tokens), generator=generator)
-    accepted = inspect.signature(families()[family].model_class.forward).parameters
+    accepted = inspect.signature(zoo()[family].model_class.forward).parameters
     decoder = dict(decoder_input_ids=text[:, :4].clone()) if "decoder_input_ids" in accepted else {}
-    if family not in WITH_IMAGES:
+    if not zoo()[family].with_images:
         return dict(input_ids=text, attention_mask=torch.ones_like(text), **decoder)
     visual = torch.full((batch, image_tokens(family)), IMAGE_TOKEN)
     start, end = torch.full((batch, 1), IMAGE_TOKEN - 2), torch.full((batch, 1), IMAGE_TOKEN - 1)
@@ -216,7 +249,7 @@ def greedy(model: Any, inputs: dict[str, Any], steps: int) -> Any:
 
 def picture(family: str, batch: int, dtype: torch.dtype, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """What the family's processor would make of `batch` small pictures."""
-    vision = tiny_config(family, OVERRIDES.get(family, {})).vision_config
+    vision = tiny_of(family).vision_config
     accepted = inspect.signature(image_encoder(family)).parameters
     frames, rows, columns = PATCHES
 
@@ -228,6 +261,17 @@ def picture(family: str, batch: int, dtype: torch.dtype, generator: torch.Genera
     if family == "inkling2":
         side = vision.patch_size * vision.spatial_merge_size
         return dict(pixel_values=pixels(batch * 6, side, side, 3), image_grid_thw=torch.tensor([(1, 2, 3)] * batch))
+    if family.startswith("kimi_k25"):
+        shape = (batch * frames * rows * columns, 3, *[vision.patch_size] * 2)
+        return dict(pixel_values=pixels(*shape), image_grid_thw=torch.tensor([PATCHES] * batch))
+    if "image_grid_hw" in accepted:
+        shape = (batch * rows * columns, 3 * vision.patch_size**2)
+        return dict(pixel_values=pixels(*shape), image_grid_hw=torch.tensor([PATCHES[1:]] * batch))
+    if "spatial_shapes" in accepted:
+        shape, sizes = (batch, rows * columns, 3 * vision.patch_size**2), torch.tensor([PATCHES[1:]] * batch)
+        return dict(
+            pixel_values=pixels(*shape), spatial_shapes=sizes, pixel_attention_mask=torch.ones(shape[:2], dtype=torch.int32)
+        )
     if "image_grid_thw" in accepted:
         temporal = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
         shape = (batch * frames * rows * columns, 3 * temporal * vision.patch_size**2)
@@ -238,7 +282,9 @@ def picture(family: str, batch: int, dtype: torch.dtype, generator: torch.Genera
         shape = (batch, side * side, 3 * vision.patch_size**2)
         return dict(pixel_values=pixels(*shape), image_position_ids=places.expand(batch, -1, -1).clone())
     side = getattr(vision, "image_size", None) or vision.sam_config.image_size
-    values = dict(pixel_values=pixels(batch, 3, side, side))
+    side = side if isinstance(side, int) else side[0]
+    parts = (2,) if family.startswith("llava_onevision") else ()  # the whole picture, and its one part
+    values = dict(pixel_values=pixels(batch, *parts, 3, side, side))
     return values | dict(image_sizes=torch.tensor([(side, side)] * batch)) if "image_sizes" in accepted else values
 
 
@@ -252,8 +298,9 @@ def image_encoder(family: str) -> Callable[..., Any]:
 def image_tokens(family: str) -> int:
     """Tokens that one of our pictures takes: the rows that the family's own vision tower makes of it."""
     encoder = image_encoder(family)
-    vision = tiny_config(family, OVERRIDES.get(family, {})).vision_config
-    wanted = {name: getattr(vision, name) for name in inspect.signature(encoder).parameters if name == SELECTED}
+    vision = tiny_of(family).vision_config
+    asked = SELECTED in inspect.signature(encoder).parameters and hasattr(vision, SELECTED)
+    wanted = {SELECTED: getattr(vision, SELECTED)} if asked else {}
     with torch.no_grad():
         output = encoder(**picture(family, 1, torch.float32, torch.Generator()), **wanted)
     features = output.last_hidden_state if output.pooler_output is None else output.pooler_output

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.load.live_memory import META, FusedAttention, LiveMemory, all_chosen, forwards_replaced, one_expert_for_all
 from vismoe.models.visual.saliency import saliency_bytes
@@ -116,10 +117,17 @@ def _merge(config: Any) -> int:
     return merge
 
 
+def _patch_pixels(config: Any) -> int:
+    """Pixels of one patch; some configurations give its height and its width."""
+    size = getattr(config, "patch_size", 16)
+    return math.prod(size) if isinstance(size, list | tuple) else size**2
+
+
 def _patch_width(encoder: Any, config: Any) -> int:
     """Numbers of one flat patch: what the first projection of a whole number of frames takes."""
-    frame = CHANNELS * config.patch_size**2
-    widths = (math.prod(parameter.shape[1:]) for parameter in encoder.parameters() if parameter.ndim > 1)
+    frame = CHANNELS * _patch_pixels(config)
+    matrices = (weight for name, weight in encoder.named_parameters() if weight.ndim > 1 and is_vision(name.rpartition(".")[0]))
+    widths = (math.prod(weight.shape[1:]) for weight in matrices)
     return next(width for width in widths if width % frame == 0)
 
 
@@ -130,7 +138,7 @@ def _estimate(model: Any, config: Any, image_tokens: int) -> VisionMemory:
     hidden = getattr(config, "hidden_size", widest)
     patches = PATCHES_PER_TOKEN.get(model.config.model_type, 4)
     token_bytes = patches * (12 * hidden + 2 * widest) * torch.float32.itemsize
-    pixels_bytes = patches * CHANNELS * getattr(config, "patch_size", 16) ** 2 * torch.float32.itemsize
+    pixels_bytes = patches * CHANNELS * _patch_pixels(config) * torch.float32.itemsize
     features_bytes = model.config.get_text_config().hidden_size * torch.float32.itemsize
     points = ((0, 0), (image_tokens, image_tokens * (token_bytes + pixels_bytes)))
     return VisionMemory(Curve(points), pixels_bytes + features_bytes)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.fx.experimental import _config as symbolic
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from vismoe.models.family.families import expert_parameters
 from vismoe.models.moe.eager import expert_output
@@ -44,7 +44,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = [*tensors_in(args), *tensors_in(kwargs)]
         if len({leaf.device for leaf in leaves}) > 1:  # a constant of the CPU meets a meta tensor
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, kwargs))
         known = {leaf.untyped_storage()._cdata for leaf in leaves}
@@ -55,8 +55,7 @@ class LiveMemory(TorchDispatchMode):
                 self.count(tensor)
             return made[0] if len(made) == 1 else tuple(made)
         result = func(*args, **kwargs)
-        tensors = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
-        new = [tensor for tensor in tensors if tensor.device == META and tensor.untyped_storage()._cdata not in known]
+        new = [tensor for tensor in tensors_in(result) if tensor.device == META and tensor.untyped_storage()._cdata not in known]
         for tensor in new:
             self.count(tensor)
         if signature is not None and len(new) == len(func._schema.returns):
@@ -85,6 +84,17 @@ def _makes_new_tensors(func: Any) -> bool:
     schema = func._schema
     each = [*schema.arguments, *schema.returns]
     return all(one.alias_info is None for one in each) and all(str(one.type) == "Tensor" for one in schema.returns)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or the results of an operation, which torch nests in nothing else."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
 
 
 def described(value: Any) -> Any:

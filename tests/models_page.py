@@ -132,4 +132,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--names"]:
         print(*zoo(), sep="\n")
     else:
-        PAGE.write_text(page(set(sys.argv[1].splitlines())))
+        from published_models import section
+
+        PAGE.write_text(page(set(sys.argv[1].splitlines())) + section())

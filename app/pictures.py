@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from vismoe.vision.overlay import kept_overlay
+from vismoe.vision.overlay import kept_map
 
 SIDE_PIXELS = 512  # the longer side of a shown picture, so that patches of small images have crisp edges and photos stay small
 NO_IMAGE = '<p class="vm-note">No image in this conversation yet.</p>'
@@ -26,11 +26,15 @@ def seen_pictures(figures: Any) -> str:
 
 
 def _kept(picture: Image.Image, image: Any) -> str:
-    kept = image.selection.kept
-    share = f"{len(kept)} of {image.tokens} patches kept"
-    if image.grid is None:  # tokens of this family have no place in the image
-        return _figure(_sized(picture), share)
-    return _figure(kept_overlay(_sized(picture), image.grid, kept), share)
+    share = f"{len(image.selection.kept)} of {image.tokens} patches kept"
+    if image.layout is not None:  # a picture is also seen as a whole, and rows of patches end with tokens that show nothing
+        rows, columns = image.grid
+        share = (
+            f"{len(image.selection.kept)} of {image.tokens} tokens kept, {len(image.cells)} of them among these {rows * columns}"
+        )
+    sized = _sized(picture)
+    shown = kept_map(sized, image)
+    return _figure(sized if shown is None else shown, share)
 
 
 def _sized(picture: Image.Image) -> Image.Image:

@@ -5,7 +5,8 @@ from typing import Any
 
 import transformers as T
 
-from vismoe.bench.geometry import GEOMETRIES
+from vismoe.bench.geometry import GEOMETRIES, text_of
+from vismoe.models.family import class_named
 
 VOCABULARY = 2048
 ALL: dict[str, Any] = dict(
@@ -31,16 +32,20 @@ def small_config(name: str) -> T.PreTrainedConfig:
     """The geometry `name` with three layers, or four where a kind of layer comes every fourth."""
     geometry = GEOMETRIES[name]
     values = copy.deepcopy(dict(geometry.values))
-    text = values.get("text_config", values)
+    text = text_of(values)
     small = ALL | LINEAR | LATENT | OTHERS
     if text["num_key_value_heads"] == text["num_attention_heads"]:
         small |= dict(num_key_value_heads=ALL["num_attention_heads"])
     text.update({key: value for key, value in small.items() if key in text or key in ALL})
     text["num_hidden_layers"] = max(3, geometry.least_layers)
-    config_class = getattr(T, geometry.config_class)
+    config_class = class_named(geometry.config_class)
     if config_class.model_type in SECTIONS:
         text["rope_parameters"] |= dict(mrope_section=SECTIONS[config_class.model_type])
-    if "vision_config" in values:
+    if "projector_config" in values:  # DeepSeek-VL2, with other names
+        values["vision_config"] |= dict(width=64, layers=2, heads=4)
+        values["projector_config"] |= dict(input_dim=64, n_embed=ALL["hidden_size"])
+        values["image_token_id"] = TOKENS["image_token_id"]
+    elif "vision_config" in values:
         values["vision_config"] |= VISION
         values |= TOKENS
         if "deepstack_visual_indexes" in values["vision_config"]:

@@ -22,7 +22,7 @@ class ModelGeometry:
     """One published model: its family and the values of its config.json."""
 
     family: str  # the name of its transformers classes, without their endings
-    values: Mapping[str, Any]  # arguments of config_class; the number of decoder layers is in text_config if there is one
+    values: Mapping[str, Any]  # arguments of config_class; the number of decoder layers is in the part for text if there is one
     least_layers: int = 1  # the fewest decoder layers with one layer of every kind
 
     @property
@@ -36,7 +36,7 @@ class ModelGeometry:
     @property
     def layers(self) -> int:
         """Decoder layers as published."""
-        return self.values.get("text_config", self.values)["num_hidden_layers"]
+        return text_of(self.values)["num_hidden_layers"]
 
 
 def geometry_config(name: str, layers: int | None = None) -> "PreTrainedConfig":
@@ -52,20 +52,25 @@ def geometry_config(name: str, layers: int | None = None) -> "PreTrainedConfig":
             f"layers={layers}: {name} has {geometry.layers} decoder layers as published; with fewer than {geometry.least_layers} "
             f"a kind of layer would be missing. Fix: a number from {geometry.least_layers} to {geometry.layers}"
         )
-    import transformers
+    from vismoe.models.family import class_named
 
     values = copy.deepcopy(dict(geometry.values))
-    values.get("text_config", values)["num_hidden_layers"] = layers
-    config = getattr(transformers, geometry.config_class)(**values, dtype="bfloat16")
+    text_of(values)["num_hidden_layers"] = layers
+    config = class_named(geometry.config_class)(**values, dtype="bfloat16")
     config.architectures = [geometry.model_class]
     return config
 
 
 def model_class_of(name: str) -> "type[PreTrainedModel]":
-    """The transformers class of a published geometry; raises ConfigError for an unknown name."""
-    import transformers
+    """The model class of a published geometry; raises ConfigError for an unknown name."""
+    from vismoe.models.family import class_named
 
-    return getattr(transformers, _geometry(name).model_class)
+    return class_named(_geometry(name).model_class)
+
+
+def text_of(values: Mapping[str, Any]) -> Any:
+    """The values of the language model among those of a config.json."""
+    return values.get("text_config") or values.get("language_config") or values
 
 
 def _geometry(name: str) -> ModelGeometry:
@@ -95,6 +100,16 @@ def _with_vision(text: dict[str, Any], image_token: int, start_token: int, **vis
     marks = dict(vision_start_token_id=start_token, vision_end_token_id=start_token + 1)
     fixed = dict(patch_size=16, temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=text["hidden_size"])
     return dict(text_config=text, vision_config=fixed | vision, tie_word_embeddings=False) | tokens | marks
+
+
+def _deepseek_vl2(language: dict[str, Any]) -> dict[str, Any]:
+    """A DeepSeek-VL2 model, with the names of its published config.json."""
+    fixed = dict(num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=None)
+    vision = dict(layers=27, mlp_ratio=3.7362, patch_size=14, width=1152)
+    projector = dict(n_embed=language["hidden_size"])
+    return dict(
+        language_config=fixed | dict(max_position_embeddings=4096) | language, vision_config=vision, projector_config=projector
+    )
 
 
 QWEN_TOKENS = dict(bos_token_id=151643, eos_token_id=151645)
@@ -179,6 +194,34 @@ GEOMETRIES = {  # by name; behind it the repository on the hub whose config.json
         )
         | dict(n_group=1, topk_group=1, topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0)
         | dict(bos_token_id=100000, eos_token_id=100001),
+        least_layers=2,
+    ),
+    "deepseek-vl2-tiny": ModelGeometry(  # deepseek-ai/deepseek-vl2-tiny
+        "DeepseekVLV2",
+        _deepseek_vl2(
+            dict(vocab_size=129280, hidden_size=1280, intermediate_size=6848, moe_intermediate_size=896, num_hidden_layers=12)
+            | dict(num_attention_heads=10, num_key_value_heads=10, n_routed_experts=64, use_mla=False, kv_lora_rank=None)
+            | dict(qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0, topk_method="greedy", bos_token_id=0, eos_token_id=1)
+        ),
+        least_layers=2,
+    ),
+    "deepseek-vl2-small": ModelGeometry(  # deepseek-ai/deepseek-vl2-small
+        "DeepseekVLV2",
+        _deepseek_vl2(
+            dict(vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27)
+            | dict(num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, kv_lora_rank=512, topk_method="greedy")
+            | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+        ),
+        least_layers=2,
+    ),
+    "deepseek-vl2": ModelGeometry(  # deepseek-ai/deepseek-vl2, with the layers and heads that its file leaves to the defaults
+        "DeepseekVLV2",
+        _deepseek_vl2(
+            dict(vocab_size=129280, hidden_size=2560, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=30)
+            | dict(num_attention_heads=32, num_key_value_heads=32, n_routed_experts=72, kv_lora_rank=512, topk_method="noaux_tc")
+            | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, scoring_func="sigmoid", norm_topk_prob=True)
+            | dict(routed_scaling_factor=2.0, bos_token_id=0, eos_token_id=1)
+        ),
         least_layers=2,
     ),
     "gpt-oss-20b": ModelGeometry("GptOss", GPT_OSS, least_layers=2),  # openai/gpt-oss-20b

@@ -41,6 +41,9 @@ def picture_tokens(config: Any, picture: tuple[int, int] | None) -> int:
     """Tokens that a picture adds to the prompt, including its start and end marks; 0 without one."""
     if picture is None:
         return 0
+    if hasattr(config, "tiling"):
+        visual: int = config.tiling.tokens(config.tiling.best(picture))
+        return visual
     visual = math.prod(picture_grid(config, picture)) // config.vision_config.spatial_merge_size**2
     return visual + len(_mark(config, "start")) + len(_mark(config, "end"))
 
@@ -52,17 +55,25 @@ def _mark(config: Any, which: str) -> list[int]:
 
 
 def model_inputs(model: Any, token_ids: tuple[int, ...], picture: tuple[int, int] | None) -> dict[str, torch.Tensor]:
-    """Arguments of generate(): ids `[1, T]`, and for a picture its pixels `[patches, patch numbers]` and grid `[1, 3]`."""
+    """Arguments of generate(): ids `[1, T]`, and for a picture its pixels `[patches, patch numbers]` and grid `[1, 3]`, or its
+    views `[views, 3, H, W]` and tiles `[1, 2]`."""
     config = model.config
     if picture is None:
         ids = torch.tensor([token_ids])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    random = torch.Generator().manual_seed(0)
+    if hasattr(config, "tiling"):
+        across, down = config.tiling.tiles(config.tiling.best(picture))
+        ids = torch.tensor([[config.image_token_id] * picture_tokens(config, picture) + list(token_ids)])
+        pixels = torch.randn(1 + across * down, 3, config.tiling.side, config.tiling.side, generator=random).to(model.dtype)
+        crop = torch.tensor([[across, down]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "images_spatial_crop": crop}
     rows, columns = picture_grid(config, picture)
     visual = [config.image_token_id] * (rows * columns // config.vision_config.spatial_merge_size**2)
     ids = torch.tensor([[*_mark(config, "start"), *visual, *_mark(config, "end"), *token_ids]])
     patch_embed = next(module for name, module in model.named_modules() if name.endswith("patch_embed"))
     width = math.prod(next(patch_embed.parameters()).shape[1:])  # values of one patch, whatever its layers are
-    pixels = torch.randn(rows * columns, width, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    pixels = torch.randn(rows * columns, width, generator=random).to(model.dtype)
     kinds = (ids == config.image_token_id).int()
     return {
         "input_ids": ids,

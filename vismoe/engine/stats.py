@@ -10,7 +10,7 @@ from vismoe.config import Settings
 from vismoe.metrics import Snapshot
 from vismoe.planning.plan import Plan
 from vismoe.types import Phase
-from vismoe.vision.overlay import kept_overlay
+from vismoe.vision.overlay import kept_map
 from vismoe.vision.selection import KeptImage, Pruning
 
 # The model's own end or a stop string; as long as it may be; cancelled by its reader.
@@ -70,14 +70,8 @@ class Figures:
 
     def kept_maps(self) -> list[Image.Image]:
         """The images with what was dropped greyed out; empty where nothing was, or where a token has no place in an image."""
-        grids = [image.grid for image in self.kept]
-        if len(grids) != len(self.pictures) or None in grids:
-            return []
-        return [
-            kept_overlay(picture, grid, image.selection.kept)
-            for picture, grid, image in zip(self.pictures, grids, self.kept, strict=True)
-            if grid is not None
-        ]
+        maps = [kept_map(picture, image) for picture, image in zip(self.pictures, self.kept, strict=False)]
+        return [each for each in maps if each is not None] if len(maps) == len(self.pictures) and None not in maps else []
 
     @property
     def decode_tokens_per_s(self) -> float | None:

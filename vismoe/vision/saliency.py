@@ -65,6 +65,18 @@ def merged(received: torch.Tensor, token_of: torch.Tensor, tokens: int) -> torch
     return sums[0, :-1] / sums[1, :-1].clamp(min=1)
 
 
+def filled_rows(saliency: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
+    """Saliency `[tokens]` in which a token without patches has the largest of its row: a row's end stays while a part of it does.
+
+    `row_of` int64 `[tokens]`, -1 for a token of no row, which gets the largest of all. `token_of` as for `merged`.
+    """
+    empty = torch.ones_like(saliency, dtype=torch.bool)
+    empty[token_of[token_of >= 0]] = False
+    largest = torch.zeros(int(row_of.max()) + 1, device=saliency.device)
+    largest.scatter_reduce_(0, row_of.clamp(min=0), saliency.where(row_of >= 0, 0), "amax")
+    return torch.where(empty, largest[row_of.clamp(min=0)].where(row_of >= 0, saliency.max()), saliency)
+
+
 def squares(rows: torch.Tensor, columns: torch.Tensor, width: int, side: int) -> torch.Tensor:
     """Token of each patch, int64, if each `side` x `side` square of patches is one token; `width` in patches; -1 right of the
     last."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vismoe.errors import ConfigError, InputError
+from vismoe.vision.layout import TokenLayout
 
 ROUNDING = 1e-9  # tolerance of share * N, so that 0.29 of 100 is 29 although the floating-point product is slightly smaller
 CONTEXTUAL_SHARE = 10 / 64  # share of contextual tokens that VisionZip keeps: 54 dominant and 10 contextual ones of 64
@@ -68,6 +69,14 @@ class KeptImage:
     grid: tuple[int, int] | None  # rows and columns of tokens, if the tower received them
     selection: Selection
     tokens: int
+    layout: TokenLayout | None = None  # where its tokens are no plain grid
+
+    @property
+    def cells(self) -> np.ndarray | None:
+        """The cells of the grid that kept tokens show, int64; None if tokens have no place in the image."""
+        if self.grid is None:
+            return None
+        return self.selection.kept if self.layout is None else self.layout.cells(self.selection.kept)
 
 
 def kept_count(share: float, tokens: int) -> int:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, Processor
 
 from vismoe.errors import CheckpointError, ContextError, InputError
 from vismoe.models.family.checkpoint_files import refuse_other_vocabulary
-from vismoe.models.inputs.image_sizes import Look, area_look
+from vismoe.models.inputs.image_sizes import Look, Sight, area_look
 from vismoe.models.inputs.processor import load_processor
 from vismoe.models.inputs.qwen_images import Picture, QwenImages, asked_size, image_source
 from vismoe.ranges import shown, unencodable
@@ -117,8 +117,21 @@ class PromptBuilder:
         qwen = QwenImages.of(self.processor)
         if qwen is not None:
             return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens)
+        if hasattr(self.processor, "image_settings"):
+            return self._own_look(self.processor.image_settings(1, image_tokens))
         limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
         return area_look(self._image_processor, limits)
+
+    def _own_look(self, settings: Mapping[str, Any]) -> Look:
+        """The look of an image processor that says it itself, with these settings."""
+
+        def look(width: int, height: int) -> Sight:
+            try:
+                return Sight(*self._image_processor.sight(width, height, **settings))
+            except ValueError as error:
+                raise InputError(f"{error}. Fix: another --image-tokens, or none") from error
+
+        return look
 
     @property
     def _image_processor(self) -> Any:
@@ -258,20 +271,22 @@ class PromptBuilder:
         self, pictures: list[Picture], image_tokens: tuple[int, int] | None, context: int | None
     ) -> dict[str, Any]:
         """Arguments of the processor about the images: the images, resized if VisMoE decides their size."""
-        limits, qwen = self._pixel_limits(image_tokens), QwenImages.of(self.processor)
+        qwen = QwenImages.of(self.processor)
         if qwen is None:
             if any(picture.size for picture in pictures):
                 family = type(self.processor).__name__
                 raise InputError(f"only Qwen models support min_pixels and similar; this one has a {family}. Fix: leave them out")
-            return {"images": [picture.image for picture in pictures], **limits}
+            images = [picture.image for picture in pictures]
+            if not hasattr(self.processor, "image_settings"):
+                return {"images": images, **self._pixel_limits(image_tokens)}
+            settings = self.processor.image_settings(len(images), image_tokens)
+            look = self._own_look(settings)
+            _refuse_beyond(sum(seen.tokens for seen in (look(*image.size) for image in images) if seen), context)
+            return {"images": images, "images_kwargs": settings}
         asked = [qwen.asked(picture.size, image_tokens) for picture in pictures]
         again = qwen.again and not image_tokens
-        tokens = sum(qwen.look(size, again)(*picture.image.size).tokens for picture, size in zip(pictures, asked))
-        if context is not None and tokens > context:
-            raise ContextError(
-                f"the conversation's images have {tokens:,} visual tokens, the planned context is {context:,}. "
-                f"Fix: load with context={2 * tokens} (--context), use smaller images (--image-tokens, max_pixels), or start anew"
-            )
+        looks = (qwen.look(size, again)(*picture.image.size) for picture, size in zip(pictures, asked))
+        _refuse_beyond(sum(seen.tokens for seen in looks), context)
         images = [qwen.resized(picture.image, size) for picture, size in zip(pictures, asked)]
         resize = {} if again else {"images_kwargs": {"do_resize": False}}
         return {"images": images, **resize}
@@ -288,6 +303,14 @@ class PromptBuilder:
         if not 1 <= least <= most:
             raise InputError(f"image_tokens={image_tokens}: the smaller number must come first, e.g. 64..1024")
         return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}
+
+
+def _refuse_beyond(tokens: int, context: int | None) -> None:
+    if context is not None and tokens > context:
+        raise ContextError(
+            f"the conversation's images have {tokens:,} visual tokens, the planned context is {context:,}. "
+            f"Fix: load with context={2 * tokens} (--context), use smaller images (--image-tokens, max_pixels), or start anew"
+        )
 
 
 def _name(image: Image.Image, settings: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from vismoe.config import Settings
-from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.ceilings import ModelSize
 from vismoe.machine.hardware import probe
@@ -106,6 +106,8 @@ def read_config(model: str | Path, *, revision: str | None = None) -> PreTrained
     check_json_files(path.parent)
     try:
         return AutoConfig.from_pretrained(str(model), revision=revision or "main")
+    except VisMoEError:
+        raise
     except Exception as error:  # the boundary to a file of others: values of any type and number
         if values.get("model_type") in CONFIG_MAPPING:
             raise CheckpointError(
@@ -122,7 +124,7 @@ def read_config(model: str | Path, *, revision: str | None = None) -> PreTrained
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that generates: the checkpoint's own architecture, else image-text-to-text before causal language model."""
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
+        found = getattr(transformers, name, None)  # of own families: by the Auto classes, below
         if found is not None and getattr(found, "can_generate", lambda: False)():
             return found
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):

@@ -22,7 +22,7 @@ from vismoe.planning.needs import Curve
 
 FEW_TOKENS = 4
 SQUARES = {"inkling_mm_model": 1, "inkling2": 2}  # families that take a square of pixels per image token, and its patches a side
-PICTURES = {"deepseek_ocr2", "llama4", "unlimited_ocr"}  # families that take whole pictures of one size
+PICTURES = {"deepseek_ocr2", "deepseek_vl_v2", "llama4", "unlimited_ocr"}  # families that take whole pictures of one size
 OPTIONS = ("vision_feature_select_strategy",)  # what their encoders ask for beside the pixels
 TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder")
 CHANNELS = 3
@@ -82,7 +82,9 @@ def _request(model: Any, encoder: Any, tokens: int, pictures: int) -> dict[str, 
     if model.config.model_type in PICTURES:
         dtype = model.dtype  # these towers cast nothing
         side = getattr(config, "image_size", None) or config.sam_config.image_size
-        shape: tuple[int, ...] = (pictures, CHANNELS, side, side)
+        if "images_spatial_crop" in asked:  # a whole view and one tile of each
+            more["images_spatial_crop"] = torch.ones(pictures, 2, dtype=torch.int64)
+        shape: tuple[int, ...] = (pictures * (1 + ("images_spatial_crop" in asked)), CHANNELS, side, side)
     elif model.config.model_type in SQUARES:
         side = SQUARES[model.config.model_type] * config.patch_size
         shape = (rows * columns, side, side, CHANNELS)

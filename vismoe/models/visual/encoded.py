@@ -5,7 +5,7 @@ then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from vismoe.models.inputs.prompts import VISION_TOWERS
 from vismoe.models.visual.saliency import VisualSaliency
+from vismoe.vision.layout import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class EncodedImage:
     tokens: int
     saliency: np.ndarray | None = None  # float32 [tokens]
     grid: tuple[int, int] | None = None  # rows and columns of tokens
+    layout: TokenLayout | None = None  # where its tokens are no plain grid; then `grid` is that of the layout
 
 
 class EncodedImages:
@@ -91,14 +93,19 @@ class EncodedImages:
             salient = self.saliency.take(sizes)
             gridded = [image.tokens for image in grids] == sizes
             self._images = [
-                EncodedImage(tokens, salient[i] if salient is not None else None, grids[i].grid if gridded else None)
+                replace(grids[i] if gridded else EncodedImage(tokens), saliency=None if salient is None else salient[i])
                 for i, tokens in enumerate(sizes)
             ]
         self.saliency.begin()
 
     def _note_grids(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Families with images of any shape pass frames, rows and columns of patches to their tower, int `[images, 3]`."""
+        """Families with images of any shape pass frames, rows and columns of patches to their tower, int `[images, 3]`, or their
+        tower says where tokens lie."""
         if not self.listening:
+            return
+        if hasattr(tower, "token_layouts"):
+            layouts = tower.token_layouts(*args, **kwargs)
+            self._grids += [EncodedImage(layout.tokens, None, layout.grid, layout) for layout in layouts]
             return
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim == 2 and value.shape[1] == 3:

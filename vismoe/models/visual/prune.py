@@ -257,7 +257,9 @@ class VisualPruner:
                 hidden = hidden.index_put(own, merged)
             keep[own] = False
             keep[own[0], own[1][kept]] = True
-            self.kept.append(KeptImage(int(row[begin]), step.past + int(place[begin]), image.grid, selection, end - begin))
+            self.kept.append(
+                KeptImage(int(row[begin]), step.past + int(place[begin]), image.grid, selection, end - begin, image.layout)
+            )
         return hidden, keep
 
     def _images(self, step: PrunedPass, row: torch.Tensor, place: torch.Tensor) -> list[tuple[int, int, EncodedImage]]:

@@ -2,9 +2,9 @@
 
 Between `begin()` and `take()` one attention module looks up a function of this module: it calls the function that the module
 would have used and also sums the attention that each patch receives (vision/saliency.py). It uses the queries and keys that the
-block computes anyway, nothing else of the model changes, and outputs are the same bit for bit. A row of `LAYOUTS`, or the order
-of the Qwen-like towers, says how a family combines patches into tokens. If that does not work, `source` says why, and what the
-pruner uses instead.
+block computes anyway, nothing else of the model changes, and outputs are the same bit for bit. The tower itself, a row of
+`LAYOUTS`, or the order of the Qwen-like towers, says how a family combines patches into tokens. If that does not work, `source`
+says why, and what the pruner uses instead.
 """
 
 import copy
@@ -25,7 +25,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vismoe.vision.saliency import attention_received, merged, received_bytes, squares
+from vismoe.vision.layout import TokenLayout
+from vismoe.vision.saliency import attention_received, filled_rows, merged, received_bytes, squares
 
 IMPLEMENTATION = "vismoe_saliency"
 WRAPPED = ("sdpa", "eager")  # towers take another path for flash attention, chosen by its name
@@ -38,10 +39,11 @@ class Layout:
     """How a tower's patches become visual tokens."""
 
     side: Callable[[Any], int]  # from the model's configuration: patches along a side of a token
-    grid: str = "blocks"  # blocks: a token's patches are adjacent; square; or the tower's argument that gives the grid
+    grid: str = "blocks"  # blocks: a token's patches are adjacent; square; own; or the tower's argument that gives the grid
     class_tokens: int = 0  # before the patches; after them if negative
 
 
+OWN = Layout(lambda config: config.vision_config.downsample_ratio, "own")  # the tower says it itself (vision/layout.py)
 GRIDDED = Layout(lambda config: getattr(config.vision_config, "spatial_merge_size", 0))  # the Qwen-like towers
 LAYOUTS = {  # by the tower's model type
     "gemma4_vision": Layout(lambda config: config.vision_config.pooling_kernel_size, "pixel_position_ids"),
@@ -87,7 +89,7 @@ class Tap:
             return f"{kind}: {UNUSABLE[kind]}"
         if "window_index" in inspect.getsource(type(tower).forward):
             return f"{kind}: its patches are in the order of windows"
-        layout = LAYOUTS.get(kind, GRIDDED)
+        layout = OWN if hasattr(tower, "token_layouts") else LAYOUTS.get(kind, GRIDDED)
         if not layout.side(model.config):
             return f"{kind}: it is not known here how its patches become visual tokens"
         name, attention = found[(len(found) - 1) // 2 if block is None else block]
@@ -102,7 +104,7 @@ class Heard:
     """What one tap observed in the tower since `begin()`."""
 
     received: list[torch.Tensor] = field(default_factory=list)  # per patch [n]; of one image, or (pixtral) of all images
-    grids: list[torch.Tensor] = field(default_factory=list)  # per image, from the layout's argument
+    grids: list[Any] = field(default_factory=list)  # per image, from the layout's argument; or a TokenLayout
 
     def images(self, tap: Tap) -> list["Image"] | None:
         """Every image in the order of encoding; None if nothing was observed, or patches do not form whole tokens."""
@@ -186,7 +188,8 @@ class VisualSaliency:
 
     def _read_grids(self, tower: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         assert self._tap is not None
-        self._heard.grids.extend(arguments.get(self._tap.layout.grid, ()))
+        own = self._tap.layout is OWN
+        self._heard.grids.extend(tower.token_layouts(**arguments) if own else arguments.get(self._tap.layout.grid, ()))
 
 
 def saliency_bytes(model: Any, image_tokens: int) -> int:
@@ -271,6 +274,22 @@ def _by_positions(patches: list[torch.Tensor], grids: list[torch.Tensor], tap: T
     return images
 
 
+def _by_layouts(patches: list[torch.Tensor], grids: list[TokenLayout], tap: Tap) -> list[Image]:
+    """Pictures of one or several views each; their tokens without patches are as salient as the most salient one of their row."""
+    views = iter(patches)
+    images = []
+    for layout in grids:
+        received = list[torch.Tensor]()
+        while sum(map(len, received)) < len(layout.token_of) and (view := next(views, None)) is not None:
+            received.append(view)
+        if sum(map(len, received)) != len(layout.token_of):
+            return []
+        token_of, row_of = (torch.from_numpy(numbers).to(received[0].device) for numbers in (layout.token_of, layout.row_of))
+        saliency = filled_rows(merged(torch.cat(received), token_of, layout.tokens), token_of, row_of)
+        images.append(Image(saliency, _count(saliency), layout.tokens))
+    return images if next(views, None) is None else []
+
+
 def _in_rows(received: torch.Tensor, rows: int, columns: int, tap: Tap) -> Image:
     place = _count(received)
     token_of = squares(place // columns, place % columns, columns, tap.side)
@@ -282,11 +301,12 @@ def _count(received: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(received), device=received.device)
 
 
-READERS: dict[str, Callable[[list[torch.Tensor], list[torch.Tensor], Tap], list[Image]]] = {
+READERS: dict[str, Callable[[list[torch.Tensor], list[Any], Tap], list[Image]]] = {
     "blocks": _blocks,
     "square": _in_squares,
     "image_sizes": _by_sizes,
     "pixel_position_ids": _by_positions,
+    "own": _by_layouts,
 }
 LISTENING: WeakKeyDictionary[Any, tuple[Heard, Callable[..., Any]]] = WeakKeyDictionary()
 AttentionInterface.register(IMPLEMENTATION, listening_attention)

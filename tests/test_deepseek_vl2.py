@@ -6,7 +6,7 @@ attention with sigmoid routing and a bias (base).
 """
 
 import base64
-import io
+import dataclasses
 import json
 from pathlib import Path
 
@@ -26,10 +26,12 @@ from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import Deepse
 
 import vismoe
 from vismoe import VisMoEConfig
+from vismoe.app.page import Page, PageTurn
 from vismoe.app.pictures import seen_pictures
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import GEOMETRIES, geometry_config, model_class_of
 from vismoe.bench.prompt import model_inputs, picture_tokens
+from vismoe.cli.main import main
 from vismoe.errors import ContextError, InputError, UnsupportedModelError
 from vismoe.models.family.deepseek_vl2.configuration import ORIGINAL, DeepseekVLV2Config
 from vismoe.models.family.deepseek_vl2.processing import GROUNDING
@@ -460,17 +462,36 @@ def test_what_was_kept_is_drawn_on_the_picture_as_the_tiles_show_it(engine):
     assert f"{kept.tokens // 2} of {kept.tokens} tokens kept, {len(kept.cells)} of them among these 1176" in html
 
 
-def test_the_server_answers_as_the_engine_does(engine):
-    encoded = io.BytesIO()
-    picture(700, 300).save(encoded, "PNG")
-    address = "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
+@pytest.mark.parametrize("kind", KINDS)
+def test_command_server_and_page_answer_as_the_engine_does(kind, folder, tmp_path, capsys):
+    file, shown = tmp_path / "wide.png", picture(700, 300)
+    shown.save(file)
+    address = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
     content = [{"type": "image_url", "image_url": {"url": address}}, {"type": "text", "text": "What?"}]
-    expected = said(engine, asking("What?", picture(700, 300)))
-    with served(engine) as server:
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
-        found = server.post(body).json()
-    assert found["choices"][0]["message"]["content"] == expected.answer
-    assert found["vismoe"]["visual_tokens"] == expected.figures.visual_tokens > ONE_TILE
+    where = folder(kind)
+    with vismoe.load(where, memory="50%", context=2048) as engine:
+        expected = said(engine, asking("What?", shown))
+        assert expected.figures.visual_tokens == SMALL_RULE.tokens(SMALL_RULE.best(shown.size))
+        with served(engine) as server:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
+            answer = server.post(body).json()
+        assert answer["choices"][0]["message"]["content"] == expected.answer
+        assert answer["vismoe"]["visual_tokens"] == expected.figures.visual_tokens
+        page = Page(engine)
+        half = dataclasses.replace(page.options, keep=0.5, max_tokens=6)
+        *_, last = page.answer(PageTurn.of("What?", [str(file)]), (), "me", half)
+        assert "tokens kept," in last.finished.pictures and "data:image/jpeg" in last.finished.pictures
+    capsys.readouterr()  # the server spoke of its address
+    limits = ["--memory", "50%", "--context", "2048"]
+    assert main(["chat", str(where), *limits, "--max-tokens", "6", "--json", "--image", str(file), "What?"]) == 0
+    assert json.loads(capsys.readouterr().out)["answer"] == expected.answer
+
+
+def test_packing_and_planning_work_from_the_folder(folder, tmp_path, capsys):
+    where = folder("base", torch.bfloat16)
+    assert main(["pack", str(where), "--formats", "int4", "--out", str(tmp_path)]) == 0
+    assert main(["plan", str(where), "--memory", "50%", "--context", "2048", "--store", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["family"] == "deepseek_vl_v2"
 
 
 def test_the_benchmark_writes_the_family_and_shows_it_a_picture(tmp_path):

@@ -8,6 +8,7 @@ attention with sigmoid routing and a bias (base).
 import base64
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import deepseek_vl2 as checkpoints
@@ -243,6 +244,23 @@ def test_the_fast_kernels_are_as_near_to_float32_as_torch_is(kind, folder, small
         fast = vismoe.runtime_of(model).backends["kernels"]
         vismoe.runtime_of(model).pager.close()
     assert errors[1] <= 1.05 * errors[0], fast
+
+
+def test_an_answer_ends_at_the_end_token_which_published_files_name_in_the_language_model_alone(
+    folder, small_processor, tmp_path
+):
+    where = folder()
+    assert not (where / "generation_config.json").exists()
+    model = eager(where)
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (0, 1)
+    inputs = batch(small_processor, ("What?", [picture(90, 90)]))
+    free = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, -4:].tolist()
+    shutil.copytree(where, tmp_path / "other")
+    published = json.loads((where / "config.json").read_text())
+    published["language_config"]["eos_token_id"] = free[1]  # as if the second token ended texts
+    (tmp_path / "other" / "config.json").write_text(json.dumps(published))
+    model = eager(tmp_path / "other")
+    assert model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist() == free[:2]
 
 
 # -- visual tokens

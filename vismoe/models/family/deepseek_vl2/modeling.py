@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForImageTextToText, Cache, GenerationMixin, PreTrainedModel, SiglipVisionModel
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    Cache,
+    GenerationMixin,
+    PreTrainedModel,
+    SiglipVisionModel,
+    initialization,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
@@ -35,6 +43,12 @@ class DeepseekVLV2PreTrainedModel(PreTrainedModel):
     _no_split_modules = ("SiglipEncoderLayer", "DeepseekV2DecoderLayer", "DeepseekV3DecoderLayer", "DeepseekOcr2TextDecoderLayer")
     _skip_keys_device_placement = ("past_key_values",)
     _keys_to_ignore_on_load_unexpected = (r"^vision\.attn_pool\.",)  # in the files, but not a part of the model's computation
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DeepseekVLV2Model):
+            for embedding in (module.image_newline, module.view_separator):
+                initialization.normal_(embedding, std=len(embedding) ** -0.5)
 
 
 class DeepseekVLV2VisionModel(SiglipVisionModel):
@@ -207,6 +221,14 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )
+
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers' own; then takes the tokens that begin and end a text from the language model, since published files
+        name them nowhere else."""
+        super().adjust_generation_fn(*args, **kwargs)
+        for name in ("bos_token_id", "eos_token_id"):
+            if getattr(self.generation_config, name) is None:
+                setattr(self.generation_config, name, getattr(self.config.text_config, name))
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, is_first_iteration: bool = False, **kwargs: Any

@@ -18,6 +18,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
+from vismoe.models.family import class_named
+from vismoe.models.family.deepseek_vl2 import configuration as deepseek_vl2
 from vismoe.models.family.families import EXPERT_COUNTS
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -72,7 +74,7 @@ class Family:
 
     @property
     def model_class(self) -> type[transformers.PreTrainedModel]:
-        return getattr(transformers, self.class_name)
+        return class_named(self.class_name)
 
 
 @cache
@@ -100,8 +102,14 @@ def possible_composites() -> dict[str, Family]:
 
 @cache
 def zoo() -> dict[str, Family]:
-    """The families and the composites that are checked like them."""
-    return families() | composites()
+    """The families and the composites that are checked like them, those of vismoe/models/family included."""
+    return families() | composites() | own()
+
+
+def own() -> dict[str, Family]:
+    """DeepSeek-VL2, with each of its language models."""
+    pairs = [(deepseek_vl2.MODEL_TYPE, kind.model_type) for kind in deepseek_vl2.TEXT_CLASSES]
+    return {" + ".join(pair): Family(" + ".join(pair), "DeepseekVLV2ForConditionalGeneration", True, pair[1]) for pair in pairs}
 
 
 def _composite(pair: tuple[str, str]) -> Family:

@@ -57,7 +57,9 @@ float32, what an independent reference computes that hides the dropped ones. Wit
 and longer sequences are refused; with linear attention it begins at a layer that has keys and values, one sequence at a time.
 
 A name with a plus is a composite: a class that takes its text model from its configuration, together with a text model that has
-experts. The table has those that publishers combine, and two more (with lfm2_vl and llava_onevision).
+experts. The table has those that publishers combine, and two more (with lfm2_vl and llava_onevision). transformers has no class
+for DeepSeek-VL2 (`deepseek_vl_v2`); the one of VisMoE ([families.md](families.md)) has the language model deepseek_ocr2_text in
+DeepSeek-VL2-Tiny, deepseek_v2 in Small, and deepseek_v3 in the largest.
 
 | family | class | since | input | drops tokens | result |
 |---|---|---|---|---|---|

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import transformers as T
-from family_zoo import IMAGE_TOKEN, families, tiny_config, zoo
+from family_zoo import IMAGE_TOKEN, TOWER_WIDTH, WIDTH, families, own, tiny_config, zoo
 from models_page import refusal_of
 from safetensors.torch import load_file, save_file
+
+from vismoe.models.family import class_named
 
 SELECTED = "vision_feature_select_strategy"  # which llama4 wants to be told in older releases
 PATCHES = (1, 4, 6)  # frames, rows, columns of patches: 6 visual tokens after merging 2 x 2
@@ -41,6 +43,11 @@ def rope(*section: int, **more: Any) -> dict[str, Any]:
 SMALL_PICTURES = dict(image_size=56, patch_size=14)
 SAM = dict(image_size=128, patch_size=8, output_channels=16, downsample_channels=[24, 32], mlp_dim=80, global_attn_indexes=[1])
 # What a family wants that the zoo's sizes do not say. Sub-configurations are dicts under their names.
+DEEPSEEK_VL2: dict[str, Any] = dict(  # views of 2 x 2 tokens
+    vision_config=dict(image_size=42, patch_size=14),
+    projector_config=dict(input_dim=TOWER_WIDTH, n_embed=WIDTH),
+    candidate_resolutions=[[42, 42]],
+)
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": dict(projector_patch_to_query_dict={49: 4}),
     "cohere2_vision + cohere2_moe": dict(vision_config=SMALL_PICTURES, alignment_intermediate_size=96),
@@ -153,6 +160,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp": dict(
         text_config=dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4)
     ),
+    **dict.fromkeys(own(), DEEPSEEK_VL2),
+    "deepseek_vl_v2 + deepseek_ocr2_text": DEEPSEEK_VL2 | dict(text_config=dict(mlp_layer_types=["dense", "sparse", "sparse"])),
     "step3p7": dict(
         text_config=dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
         vision_config=dict(image_size=112),
@@ -212,7 +221,7 @@ def save(
 
 def model_class(folder: Path) -> type[T.PreTrainedModel]:
     """The class that a checkpoint names as its architecture."""
-    return getattr(T, T.AutoConfig.from_pretrained(folder).architectures[0])
+    return class_named(T.AutoConfig.from_pretrained(folder).architectures[0])
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> T.PreTrainedModel:
@@ -264,6 +273,9 @@ def picture(family: str, batch: int, dtype: torch.dtype, generator: torch.Genera
     if family.startswith("kimi_k25"):
         shape = (batch * frames * rows * columns, 3, *[vision.patch_size] * 2)
         return dict(pixel_values=pixels(*shape), image_grid_thw=torch.tensor([PATCHES] * batch))
+    if "images_spatial_crop" in accepted:  # the whole picture, and its one tile
+        side = vision.image_size
+        return dict(pixel_values=pixels(batch * 2, 3, side, side), images_spatial_crop=torch.ones(batch, 2, dtype=torch.int64))
     if "image_grid_hw" in accepted:
         shape = (batch * rows * columns, 3 * vision.patch_size**2)
         return dict(pixel_values=pixels(*shape), image_grid_hw=torch.tensor([PATCHES[1:]] * batch))

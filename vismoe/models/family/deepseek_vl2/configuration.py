@@ -24,6 +24,7 @@ ORIGINAL: dict[str, Any] = dict(
     scoring_func="softmax", max_position_embeddings=2048, rms_norm_eps=1e-6, bos_token_id=100000, eos_token_id=100001,
     rope_theta=10000.0, rope_scaling=None, attention_bias=False, hidden_act="silu", use_mla=True,
 )  # fmt: skip
+TEXT_CLASSES = (DeepseekOcr2TextConfig, DeepseekV2Config, DeepseekV3Config)  # of tiny, small and base
 OF_LATENT_ATTENTION = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
 DEFAULT_TEXT: dict[str, Any] = dict(  # where no language model is named: transformers makes such configurations
     hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64,
@@ -76,6 +77,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
             )
         if self.projector_config["depth"] != PROJECTOR["depth"] or self.projector_config["n_embed"] != text.hidden_size:
             raise ValueError("projector_config: a projector has two layers and the width of the language model")
+        vision.vision_use_head = False
         vision.downsample_ratio = self.projector_config["downsample_ratio"]  # the tower says which patches form a token
         if self.image_token_id is None:
             self.image_token_id = IMAGE_TOKENS.get(text.vocab_size)
@@ -121,8 +123,7 @@ def _text_config(given: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _saved_text_config(values: dict[str, Any]) -> PreTrainedConfig:
-    classes = (DeepseekOcr2TextConfig, DeepseekV2Config, DeepseekV3Config)
-    named = {cls.model_type: cls for cls in classes}
+    named = {cls.model_type: cls for cls in TEXT_CLASSES}
     if values.get("model_type") not in named:
         raise ValueError(f"text_config has the model type {values.get('model_type')!r}, not one of {', '.join(named)}")
     return named[values["model_type"]](**{name: value for name, value in values.items() if name != "model_type"})

@@ -254,3 +254,7 @@ def test_the_command_measures_the_demo_model_and_draws(tmp_path, capsys, monkeyp
     assert {path.name for path in tmp_path.glob("*.png")} == {"expert-demand.png", "layer-similarity.png"}
     assert all(path.stat().st_size < 60_000 for path in tmp_path.glob("*.png"))
     assert all(Trace.open(path).complete for path in (tmp_path / "work").iterdir())
+
+
+def test_bytes_that_a_prefill_loads_are_printed_as_kibibytes():
+    assert expert_demand.number("loaded_bytes", 3 * 2**20) == "3,072" and expert_demand.number("hit_rate", 0.25) == "25.0%"

@@ -273,6 +273,8 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
 def number(measure: str, value: float) -> str:
     if measure in ("active_experts", "loads"):
         return f"{value:.1f}"
+    if measure == "loaded_bytes":
+        return f"{value / 1024:,.0f}"
     return f"{value:.3f}" if "similarity" in measure else f"{value:.1%}"
 
 

@@ -22,7 +22,8 @@ from vismoe.planning.needs import Curve
 
 FEW_TOKENS = 4
 SQUARES = {"inkling_mm_model": 1, "inkling2": 2}  # families that take a square of pixels per image token, and its patches a side
-PICTURES = {"deepseek_ocr2", "deepseek_vl_v2", "llama4", "unlimited_ocr"}  # families that take whole pictures of one size
+PICTURES = {"deepseek_ocr2", "llama4", "unlimited_ocr"}  # families that take whole pictures of one size
+TILES = "images_spatial_crop"  # of families that take pictures of one size: how many form an image
 OPTIONS = ("vision_feature_select_strategy",)  # what their encoders ask for beside the pixels
 TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder")
 CHANNELS = 3
@@ -55,12 +56,16 @@ def vision_memory(model: Any, image_tokens: int) -> VisionMemory:
 def _tower_memory(model: Any, encoder: Any, config: Any, image_tokens: int) -> VisionMemory:
     """The same for the tower alone."""
     gridded = "image_grid_thw" in inspect.signature(encoder.get_image_features).parameters and _merge(config)
-    if not gridded and model.config.model_type not in PICTURES | SQUARES.keys():
+    if not (gridded or takes_pictures(model, encoder) or model.config.model_type in SQUARES):
         return _estimate(model, config, image_tokens)
     few = _encode(model, encoder, _request(model, encoder, min(FEW_TOKENS, image_tokens), pictures=1))
     most = _encode(model, encoder, _request(model, encoder, image_tokens, pictures=-(-image_tokens // few.tokens)))
     points = {run.tokens: run.peak_bytes for run in (few, most)}
     return VisionMemory(Curve(tuple(sorted(points.items()))), -(-most.kept_bytes // most.tokens))
+
+
+def takes_pictures(model: Any, encoder: Any) -> bool:
+    return model.config.model_type in PICTURES or TILES in inspect.signature(encoder.get_image_features).parameters
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,12 @@ def _request(model: Any, encoder: Any, tokens: int, pictures: int) -> dict[str, 
     columns = -(-tokens // rows)
     more = {name: getattr(config, name) for name in OPTIONS if name in asked}
     dtype = torch.float32
-    if model.config.model_type in PICTURES:
+    if takes_pictures(model, encoder):
         dtype = model.dtype  # these towers cast nothing
         side = getattr(config, "image_size", None) or config.sam_config.image_size
-        if "images_spatial_crop" in asked:  # a whole view and one tile of each
-            more["images_spatial_crop"] = torch.ones(pictures, 2, dtype=torch.int64)
-        shape: tuple[int, ...] = (pictures * (1 + ("images_spatial_crop" in asked)), CHANNELS, side, side)
+        if TILES in asked:  # a whole view and one tile of each
+            more[TILES] = torch.ones(pictures, 2, dtype=torch.int64)
+        shape: tuple[int, ...] = (pictures * (1 + (TILES in asked)), CHANNELS, side, side)
     elif model.config.model_type in SQUARES:
         side = SQUARES[model.config.model_type] * config.patch_size
         shape = (rows * columns, side, side, CHANNELS)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,9 +19,7 @@ import pytest
 from fake_engine import FakeEngine
 from PIL import Image
 
-pytest.importorskip("gradio", reason='gradio is missing: pip install "vismoe[serve]"')
 httpx = pytest.importorskip("httpx", reason='httpx is missing: pip install "vismoe[serve]"')
-gradio_client = pytest.importorskip("gradio_client")
 
 from vismoe.app import ui_serving  # noqa: E402
 from vismoe.app import uploads as uploads_module  # noqa: E402
@@ -30,7 +29,11 @@ from vismoe.app.uploads import Uploads, uploads_folder  # noqa: E402
 from vismoe.cli import main as cli  # noqa: E402
 from vismoe.errors import ConfigError  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing")  # pandas deprecations
+MISSING = [package for package in ("gradio", "gradio_client") if find_spec(package) is None]  # not imported by every worker
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason='gradio is missing: pip install "vismoe[serve]"'),
+    pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing"),  # pandas deprecations
+]
 SETTINGS = (1.0, "", "exact", "4/2", 0.75, 256, 0.0)  # as the page's widgets stand at first
 
 
@@ -140,6 +143,8 @@ def test_uploads_lie_where_only_this_user_can_read_them(address, picture, tempor
 
 
 def test_a_picture_goes_with_the_last_conversation_that_is_about_it(address, picture, temporary):
+    import gradio_client
+
     mine, yours = (gradio_client.Client(address, verbose=False, analytics_enabled=False) for _ in range(2))
     asked = {"text": "What?", "files": [gradio_client.handle_file(picture)]}
     for client in (mine, yours):

@@ -293,8 +293,8 @@ def test_the_simple_form_places_images_where_the_text_names_them(engine):
 
 def test_a_batch_says_what_its_rows_say_alone_in_the_order_of_the_requests(engine):
     messages = [chat_message(kind, number) for number in range(2) for kind in ("compare", "text", "exists")]
-    alone = chat(engine, messages, {"max_new_tokens": 40})
-    together = chat(engine, messages, {"max_new_tokens": 40}, batch_size=4)
+    alone = chat(engine, messages, {"max_new_tokens": 20})
+    together = chat(engine, messages, {"max_new_tokens": 20}, batch_size=4)
     assert [each.text for each in together] == [each.text for each in alone]
     assert [each.token_counts for each in together] == [each.token_counts for each in alone]
     assert alone[1].text == talk("text", 0).turns[-1].answer

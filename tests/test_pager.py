@@ -414,7 +414,9 @@ def is_ours(code: CodeType) -> bool:
 @functools.cache
 def our_codes() -> set[CodeType]:
     """Of all functions of paging and host tier, and of what is inside them."""
+    gc.unfreeze()  # what is frozen is not among the objects
     found, new = set(), {f.__code__ for f in gc.get_objects() if type(f) is FunctionType and is_ours(f.__code__)}
+    gc.freeze()
     while new:
         found |= new
         new = {const for code in new for const in code.co_consts if isinstance(const, CodeType)} - found

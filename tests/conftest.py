@@ -6,6 +6,7 @@ directory; and Ctrl-C means the same where a script started the suite in the bac
 """
 
 import dataclasses
+import gc
 import os
 import signal
 import tempfile
@@ -26,6 +27,16 @@ LONGEST = (
     "families", "footprint", "memory_agreement", "browser", "precision_engine", "examples", "lmms", "calibrate", "cli_demo",
     "serve_demo", "family_fuzz", "packaging", "pack_kills", "interrupts", "engine", "ui_serving", "ui", "generate_fuzz",
 )  # fmt: skip
+
+
+def pytest_sessionstart():
+    """What is imported stays: the garbage collector need not look through millions of objects again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
@@ -50,6 +61,7 @@ def measured_once():
     """A worker measures what a model needs beside its experts at its first load; tests of the measurement call it themselves."""
     from vismoe.models.load import footprint, opening
 
+    gc.freeze()
     needs = {}
 
     def measured(model, inventory, settings, **options):
@@ -63,6 +75,7 @@ def measured_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "footprint", measured)
+        patch.setattr("transformers.PreTrainedConfig.__repr__", object.__repr__)  # made at each load, for a line nobody logs
         yield
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from vismoe.options import RequestOptions
 
 PICTURE = Image.open(demo_model().parent / "images" / "demo.png").resize((128, 128))
 QUESTIONS = ["Describe the image.", "What is in it?"]
-CONTEXT = 96
+CONTEXT = 80
 
 
 def ask(text, *images):
@@ -171,6 +172,15 @@ def test_it_holds_a_part_of_the_context_and_lets_others_run_beside_it(engine, mo
     engine.check_integrity()
 
 
+@cache
+def said_alone(engine, **options):
+    found = []
+    for question in QUESTIONS:
+        reply = engine.chat(ask(question, PICTURE), **options)
+        found.append(("".join(reply), reply.figures.answer_tokens))
+    return found
+
+
 @pytest.mark.parametrize(
     ("options", "reuse"), [({}, False), ({}, True), ({"sample": True, "temperature": 1.5, "seed": 3}, False)]
 )
@@ -180,10 +190,7 @@ def test_who_gave_up_its_place_says_what_it_would_have_said(engine, monkeypatch,
     given_up, put_back = [], Scheduler._put_back
     monkeypatch.setattr(Scheduler, "_put_back", lambda turns, later: (given_up.append(later), put_back(turns, later)))
     never_ends(engine, monkeypatch)
-    alone = []
-    for question in QUESTIONS:
-        reply = engine.chat(ask(question, PICTURE), **options)
-        alone.append(("".join(reply), reply.figures.answer_tokens))
+    alone = said_alone(engine, **options)
     pieces = [[] for _ in QUESTIONS]
     replies = [engine.chat(ask(question, PICTURE), reuse=reuse, **options) for question in QUESTIONS]
     for reply, said in zip(replies, pieces, strict=True):

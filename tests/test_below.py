@@ -96,7 +96,7 @@ def warm(pager):
 def test_random_steps_keep_every_invariant_also_where_host_memory_is_small(policy, experts, slabs, host_records, threads):
     options = dict(make=copying, host_records=host_records, policy=policy, threads=threads)
     with deadline(120, "somebody waits for ever"):
-        pager = random_walk(3, 1_500, [experts] * 6, [0] * 6, [slabs], **options)
+        pager = random_walk(3, 800, [experts] * 6, [0] * 6, [slabs], **options)
     counts = pager.metrics.snapshot()
     assert host_records < counts.total("computed_on_host") < counts.total("misses")
     assert counts.total("evictions") > 100
@@ -107,9 +107,9 @@ def test_random_steps_keep_every_invariant_also_where_host_memory_is_small(polic
 def test_random_steps_over_an_emulated_link_and_two_geometries(policy):
     with deadline(120, "somebody waits for ever"):
         pager = random_walk(
-            5, 2_000, [4, 9, 4, 9], [0, 1, 0, 1], [3, 5], make=emulated, policy=policy, link_bytes_per_s=1e8, window=2
+            5, 1_000, [4, 9, 4, 9], [0, 1, 0, 1], [3, 5], make=emulated, policy=policy, link_bytes_per_s=1e8, window=2
         )
-    assert pager.metrics.snapshot().total("computed_on_host") > 300
+    assert pager.metrics.snapshot().total("computed_on_host") > 150
 
 
 # -- what is computed
@@ -389,7 +389,7 @@ def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
         pager.host.check_integrity()
         assert not pager.host._held
 
-    assert interrupt_at_random(pager, times=200, check_more=nothing_is_held) > 150
+    assert interrupt_at_random(pager, times=150, check_more=nothing_is_held) > 110
     assert pager.metrics.snapshot().total("computed_on_host") > 0
 
 

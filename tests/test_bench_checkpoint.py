@@ -233,7 +233,7 @@ def status(field):
 
 config, cls = geometry_config("tiny", 4), model_class_of("tiny")
 write_checkpoint(config, cls, Path(sys.argv[1]) / "warm", progress=False)
-config.text_config.moe_intermediate_size = 2048
+config.text_config.moe_intermediate_size = 1024
 baseline = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 written = write_checkpoint(config, cls, Path(sys.argv[1]) / "large", progress=False, skew=1.0)
@@ -247,5 +247,5 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["total_bytes"] > 400e6
+    assert figures["total_bytes"] > 200e6
     assert figures["grown_bytes"] < 64 * 2**20, figures

@@ -50,8 +50,24 @@ def skip_where_reads_are_not_counted(file: Path) -> None:
         pytest.skip(f"reads from the file system of {file} are not counted")
 
 
+@pytest.fixture(scope="module")
+def limit(tiny) -> Groups | ConfigError:
+    """Leaves VisMoE no more than its imports beside the budget; or why there is none."""
+    plan = preview(tiny.name, Settings.of(memory="50%", context=40, kernels="auto"))
+    try:
+        return Groups(plan.budget_bytes + imports_bytes())
+    except ConfigError as error:
+        return error
+
+
+@pytest.fixture(scope="module")
+def within_the_limit(tiny, limit):
+    """What a worker of VisMoE found there, or without a limit where there is none."""
+    return run_job(job_of("vismoe", tiny), limit if isinstance(limit, Groups) else Groups(None))
+
+
 @pytest.mark.parametrize("contestant", ["vismoe", "transformers", "llama.cpp-mmap"])
-def test_a_cold_request_reads_its_experts_from_storage_and_a_warm_one_does_not_read_more(contestant, tiny):
+def test_a_cold_request_reads_its_experts_from_storage_and_a_warm_one_does_not_read_more(contestant, tiny, request):
     skip_where_reads_are_not_counted(tiny.files[0])
     job = job_of(contestant, tiny)
     if contestant.startswith("llama"):
@@ -59,7 +75,7 @@ def test_a_cold_request_reads_its_experts_from_storage_and_a_warm_one_does_not_r
         pytest.importorskip("gguf")
         file = str(gguf_of(tiny, quiet=True))
         job = replace(job, gguf=file, files=(file,))
-    found = run_job(job, Groups(None))
+    found = request.getfixturevalue("within_the_limit") if contestant == "vismoe" else run_job(job, Groups(None))
     assert "failed" not in found, found["failed"]
     assert found["cached_bytes"] <= 0.05 * found["files_bytes"] and found["files_bytes"] > tiny.inventory.total_bytes
     cold, warm = found["requests"]
@@ -129,11 +145,7 @@ def test_a_worker_of_llama_cpp_carries_neither_torch_nor_transformers():
     assert printed(code).strip() == "[] True"
 
 
-def test_vismoe_finishes_under_a_limit_that_leaves_no_more_than_its_imports_beside_the_budget(tiny):
-    plan = preview(tiny.name, Settings.of(memory="50%", context=40, kernels="auto"))
-    try:
-        groups = Groups(plan.budget_bytes + imports_bytes())
-    except ConfigError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    found = run_job(job_of("vismoe", tiny), groups)
-    assert "failed" not in found, found["failed"]
+def test_vismoe_finishes_under_a_limit_that_leaves_no_more_than_its_imports_beside_the_budget(limit, within_the_limit):
+    if isinstance(limit, ConfigError):
+        pytest.skip(f"no control group can be made here: {limit}")
+    assert "failed" not in within_the_limit, within_the_limit["failed"]

@@ -7,17 +7,17 @@ or ask another machine for anything.
 import contextlib
 import importlib.util
 import json
-import os
+import queue
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from vismoe.cli import main as cli
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [package for package in ("playwright", "gradio") if importlib.util.find_spec(package) is None]
@@ -25,9 +25,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian, Ubuntu: sudo apt-get install chromium)"),
     pytest.mark.skipif(bool(MISSING), reason=f"missing: {', '.join(MISSING)}; pip install -e '.[dev]'"),
 ]
-VISMOE = [sys.executable, "-m", "vismoe.cli"]
 IMAGES = Path(__file__).parent.parent / "assets" / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync"]
+FLAGS += ["--disable-features=SpareRendererForSitePerProcess"]  # a process that waits for a page which nobody opens
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 WAIT_MS = 60_000  # a busy machine is not a failure
 WHOLE = json.loads((IMAGES / "pictures.json").read_text())["demo.png"]["answer"]
@@ -42,30 +42,33 @@ PUT = """(box, [event, name, bytes]) => {
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory) -> Iterator[str]:
-    """Where `vismoe ui` serves; at the end it is stopped by Ctrl-C, and ends well."""
+    """Where `vismoe ui` serves, in a thread of this process; test_ui_serving.py says how one of its own ends."""
+    from vismoe.app import ui_serving
+    from vismoe.app.page import Page
+
+    over, told = threading.Event(), queue.SimpleQueue[str]()
+
+    def serve(engine, port, options) -> int:
+        with ui_serving.served(Page(engine, options), port) as address:
+            told.put(address)
+            over.wait()
+        return 0
+
     store = str(tmp_path_factory.mktemp("store"))
-    subprocess.run([*VISMOE, "pack", "--formats", "int4", "--out", store], check=True, capture_output=True)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    assert cli.main(["pack", "--formats", "int4", "--out", store]) == 0
     slow = ["--memory", "25%", "--emulated-link-bytes-per-s", "16MB", "--misses", "wait"]
-    server = subprocess.Popen(
-        [*VISMOE, "ui", "--port", str(port), "--store", store, *slow],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        said = []
-        while not (said and "VisMoE is at" in said[-1]):
-            said.append(server.stdout.readline())
-            assert said[-1], f"vismoe ui ended: {''.join(said)}"
-        yield f"http://127.0.0.1:{port}/"
-        server.send_signal(signal.SIGINT)
-        assert "stopped" in server.communicate(timeout=30)[0] and server.returncode == 0
-    finally:
-        server.kill()
-        server.wait()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as other:
+        patch.setattr(ui_serving, "serve", serve)
+        patch.setattr("vismoe.flags.ctrl_c_exits", lambda arguments: contextlib.nullcontext())  # only a main thread hears signals
+        ended = other.submit(cli.main, ["ui", "--port", "0", "--store", store, *slow])
+        ended.add_done_callback(lambda done: told.put(""))
+        try:
+            address = told.get()
+            assert address, "vismoe ui ended"
+            yield address
+        finally:
+            over.set()
+        assert ended.result(30) == 0
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,13 @@ def held_out(path, content):
     raise AssertionError("never held out")
 
 
-def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys):
+@pytest.fixture
+def short_answers(monkeypatch):
+    for module in ("collect", "calibrate", "selections"):
+        monkeypatch.setattr(f"vismoe.predictor_training.{module}.ANSWER_TOKENS", 8)
+
+
+def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys, short_answers):
     held_out(prompts / "b.png", (ASSETS / "images" / "second.png").read_bytes())
     held_out(prompts / "damaged.png", b"no picture")
     out, work = tmp_path / "calibration", tmp_path / "work"
@@ -326,14 +332,14 @@ def test_a_collection_goes_on_only_where_the_settings_are_the_same(tmp_path, mon
         collect(FailingEngine(window=3), [CalibrationPrompt("train/text/0", "Hello!")], tmp_path)
 
 
-def test_a_killed_collection_goes_on_where_it_was(prompts, tmp_path):
+def test_a_killed_collection_goes_on_where_it_was(prompts, tmp_path, short_answers):
     """Killed after a shard was written; then the same command, and every request is there once and whole."""
     script = (
         "import sys, os; from vismoe.predictor_training import collect as c; from vismoe.trace.files import TraceWriter as W\n"
         "real, left = W.request, [int(sys.argv[1])]\n"
         "def request(self, name):\n    self._flush_bytes = 1; real(self, name); left[0] -= 1\n"
         "    if left[0] == 0: os.kill(os.getpid(), 9)\n"
-        "W.request = request\n"
+        "W.request, c.ANSWER_TOKENS = request, 8\n"
         "sys.exit(c.main(sys.argv[2:]))\n"
     )
     command = [str(tmp_path / "work"), "--data", str(prompts)]

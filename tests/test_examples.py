@@ -33,6 +33,7 @@ from vismoe.app.serving import welcome
 from vismoe.cli import main as cli
 from vismoe.cli.study import STUDIES
 from vismoe.engine.engine import demo_model
+from vismoe.machine.rates import QUICK
 
 IMAGES = demo_model().parent / "images"
 PICTURES = {"photo.jpg": "demo.png", "photo.png": "demo.png", "a.png": "first.png", "b.png": "second.png"}
@@ -57,6 +58,7 @@ SUBSTITUTES = (  # what stands in a command, and what is run in its place
     (r"~/pictures", "pictures"),
     (r"--host 0\.0\.0\.0", "--host 127.0.0.1"),
     (r"--limit \d+", "--limit 2"),
+    (r"--trace \w+", "--trace recording"),  # of a whole answer; `routing` is shorter
     (r"--n \d+", "--n 1"),
     (r"\bTRACE(\.\.\.)?|\bT\b", "routing"),
     (r"\bDIR\b", "nvme/my-model"),
@@ -140,6 +142,8 @@ def readers_desk(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def at_the_desk(desk, monkeypatch):
     monkeypatch.chdir(desk)
+    less = dataclasses.replace(QUICK, point_s=0.01, scratch_bytes=64 * 2**20, dram_bytes=32 * 2**20)
+    monkeypatch.setattr("vismoe.machine.measure.QUICK", less)
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +317,7 @@ def test_a_command_does_what_it_says(example, capsys, monkeypatch, packed, serve
     if "--lmms" in example.text:
         pytest.importorskip("lmms_eval", reason='lmms-eval is missing: pip install "vismoe[eval]"')
     if "replay" in example.text and not Path("routing").exists():
-        assert cli.main(["chat", "--trace", "routing", "--image", "photo.jpg", "What is this?"]) == 0
+        assert cli.main(["chat", "--trace", "routing", "--max-tokens", "8", "--image", "photo.jpg", "What is this?"]) == 0
     RUNNERS[example.text.split()[1]](example, capsys, monkeypatch)
 
 

@@ -232,7 +232,7 @@ def test_a_whole_trace_is_recorded_once_and_a_part_of_one_anew(tmp_path, monkeyp
 
 def test_the_command_measures_the_demo_model_and_draws(tmp_path, capsys, monkeypatch):
     def few(layer: int) -> list[PruningContestant]:
-        return [PruningContestant(Pruning(0.5, name), layer) for name in ("affinity", "saliency", "random")]
+        return [PruningContestant(Pruning(0.5, name), layer) for name in ("affinity", "random")]
 
     study = dataclasses.replace(expert_demand.STUDIES["selection"], contestants=few)
     monkeypatch.setitem(expert_demand.STUDIES, "selection", study)

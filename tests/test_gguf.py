@@ -188,7 +188,7 @@ def status(field):
     return int(line.split()[1]) * 1024
 
 config, folder = geometry_config("tiny", 4), Path(sys.argv[1])
-for width in (32, 1024):
+for width in (32, 512):
     config.text_config.moe_intermediate_size = width
     written = write_checkpoint(config, model_class_of("tiny"), folder / str(width), progress=False)
     baseline = status("VmRSS")
@@ -205,7 +205,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "1024.bf16.gguf").stat().st_size > 200e6
+    assert (tmp_path / "512.bf16.gguf").stat().st_size > 100e6
     assert int(done.stdout.splitlines()[-1]) < 64 * 2**20
 
 

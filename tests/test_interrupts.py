@@ -1,4 +1,4 @@
-"""Ctrl-C at every bytecode of a demand's beginning and end, and at many of all others: what another thread finds afterwards.
+"""Ctrl-C at many bytecodes of a demand's beginning and end, and at some of all others: what another thread finds afterwards.
 
 That one must be able to go on at once. With HYPOTHESIS_PROFILE=searching it is every bytecode there is.
 """
@@ -11,7 +11,7 @@ from test_pager import NumberStore, check, interrupt_everywhere, make_pager
 from vismoe.paging.pager import Pager
 from vismoe.types import ExpertId, Phase
 
-EVERY = 1 if SEARCHING else 97  # so many bytecodes apart, where there are too many
+EVERY = 1 if SEARCHING else 199  # so many bytecodes apart, where there are too many
 
 
 def serve_a_layer(pager: Pager, phase: Phase) -> None:
@@ -23,8 +23,8 @@ def serve_a_layer(pager: Pager, phase: Phase) -> None:
                 check(ExpertId(0, lent.expert), lent.weights)
 
 
-@pytest.mark.parametrize(("phase", "every"), [(Phase.PREFILL, 1 if SEARCHING else 7), (Phase.DECODE, 1)])
-def test_ctrl_c_at_every_bytecode_of_beginning_and_end_of_a_demand_lets_other_threads_go_on(phase, every):
+@pytest.mark.parametrize(("phase", "every"), [(Phase.PREFILL, 1 if SEARCHING else 11), (Phase.DECODE, 1 if SEARCHING else 5)])
+def test_ctrl_c_at_bytecodes_of_beginning_and_end_of_a_demand_lets_other_threads_go_on(phase, every):
     def make() -> Pager:
         return make_pager(NumberStore([4], [0]), [2], threads=1)
 
@@ -36,7 +36,7 @@ def test_ctrl_c_at_many_bytecodes_of_a_pass_lets_other_threads_go_on(phase):
     def make() -> Pager:
         return make_pager(NumberStore([8] * 3, [0, 1, 0]), [3, 3], threads=1)
 
-    interrupt_everywhere(phase, make, 100, every=EVERY, event="opcode")
+    interrupt_everywhere(phase, make, 5000 // EVERY, every=EVERY, event="opcode")
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
@@ -46,4 +46,4 @@ def test_ctrl_c_at_many_bytecodes_while_host_memory_is_held_lets_other_threads_g
         warm(pager)
         return pager
 
-    interrupt_everywhere(phase, make, 100, every=EVERY, event="opcode")
+    interrupt_everywhere(phase, make, 5000 // EVERY, every=EVERY, event="opcode")

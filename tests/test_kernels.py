@@ -16,6 +16,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searching import examples
 from torch import Tensor
 
 from vismoe.errors import ConfigError
@@ -176,7 +177,7 @@ def tolerance(isa: str, experts: Experts, hidden: Tensor) -> float:
 
 # ------------------------------------------------------------------ right numbers
 @pytest.mark.parametrize("formats", [*zip(FORMATS), *PAIRS], ids="/".join)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     hidden=st.integers(1, 300),
     intermediate=st.integers(1, 300),

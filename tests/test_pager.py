@@ -1,4 +1,4 @@
-"""The pager against its invariants: 32,000 random steps, an integrity check after each, and what must happen in small cases.
+"""The pager against its invariants: 16,000 random steps, an integrity check after each, and what must happen in small cases.
 
 With HYPOTHESIS_PROFILE=searching it is 10^5 steps.
 """
@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from searching import SEARCHING, examples
+from searching import SEARCHING
 
 from vismoe.errors import BusyError, ClosedError, TransferError
 from vismoe.paging.pager import Lease, Pager
@@ -31,7 +31,7 @@ from vismoe.paging.transfer import DiskMover
 from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
-EVERY = 1 if examples(1) > 1 else 3  # interrupts strike before every so many lines
+EVERY = 1 if SEARCHING else 7  # interrupts strike before every so many lines
 
 
 class NumberStore:
@@ -133,13 +133,13 @@ def random_walk(
     [([2], "lfu", 2), ([3], "lru", 1), ([16], "lfu", 2), ([40], "lfu", 3)],
 )
 def test_random_steps_keep_every_invariant(slabs, order, threads):
-    steps = 25_000 if SEARCHING else 8_000
+    steps = 25_000 if SEARCHING else 4_000
     pager = random_walk(7, steps, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
     counts = pager.metrics.snapshot()
     assert counts.total("hits") + counts.total("misses") > steps
-    assert counts.total("evictions") > 1000
+    assert counts.total("evictions") > 500
     if slabs != [2]:  # a guess always leaves a slab for a demand, so of two it rarely gets one
-        assert counts.total("prefetched_bytes") > 100 * pager.core.ledger.unit_bytes
+        assert counts.total("prefetched_bytes") > 50 * pager.core.ledger.unit_bytes
         assert counts.total("wasted_prefetch_bytes") > 0
 
 
@@ -414,7 +414,9 @@ def is_ours(code: CodeType) -> bool:
 @functools.cache
 def our_codes() -> set[CodeType]:
     """Of all functions of paging and host tier, and of what is inside them."""
+    gc.unfreeze()  # what is frozen is not among the objects
     found, new = set(), {f.__code__ for f in gc.get_objects() if type(f) is FunctionType and is_ours(f.__code__)}
+    gc.freeze()
     while new:
         found |= new
         new = {const for code in new for const in code.co_consts if isinstance(const, CodeType)} - found
@@ -533,7 +535,7 @@ def interrupt_at_random(
 
 
 def test_ctrl_c_at_any_moment_leaves_a_pager_that_works():
-    assert interrupt_at_random(make_pager(NumberStore([16] * 4, [0] * 4), [10]), times=400) > 350
+    assert interrupt_at_random(make_pager(NumberStore([16] * 4, [0] * 4), [10]), times=200) > 175
 
 
 def test_a_second_thread_in_the_middle_of_a_demand_is_refused_and_harms_nothing():

@@ -38,7 +38,7 @@ def ask(text="What is in the picture?"):
 
 
 def said(engine, text="What is in the picture?", **options):
-    reply = engine.chat(ask(text), max_tokens=24, **options)
+    reply = engine.chat(ask(text), max_tokens=10, **options)
     return "".join(reply), reply.figures
 
 
@@ -261,7 +261,7 @@ def test_policies_and_formats_change_while_the_engine_runs(packed):
 
 def test_a_change_holds_for_whoever_asks_after_it(packed):
     with load(packed, "exact") as engine:
-        running = engine.chat(ask("Describe the image."), max_tokens=40)
+        running = engine.chat(ask("Describe the image."), max_tokens=16)
         change = threading.Thread(target=engine.change, kwargs={"policy": "importance", "formats": "16/4"})
         change.start()
         while engine.precision is None:
@@ -302,7 +302,7 @@ def test_requests_that_ask_for_other_policies_take_turns(packed):
     wanted = [("importance", "4/2"), (None, None), ("hotness", "16/4"), ("importance", "4/2"), ("importance", "4/0")]
     with load(packed, "exact") as engine:
         exact, _ = said(engine)
-        replies = [engine.chat(ask(), max_tokens=24, policy=policy, formats=formats) for policy, formats in wanted]
+        replies = [engine.chat(ask(), max_tokens=10, policy=policy, formats=formats) for policy, formats in wanted]
         for (policy, formats), reply in zip(wanted, replies, strict=True):
             answer, precision = "".join(reply), reply.figures.precision
             if policy is None:
@@ -315,7 +315,7 @@ def test_requests_that_ask_for_other_policies_take_turns(packed):
 
 def test_retention_belongs_to_the_request(packed):
     with load(packed, "importance", formats="16/0", memory="100%") as engine:
-        replies = {r: engine.chat(ask("Describe the image."), max_tokens=24, retention=r) for r in (0.5, 0.75, 1.0)}
+        replies = {r: engine.chat(ask("Describe the image."), max_tokens=10, retention=r) for r in (0.5, 0.75, 1.0)}
         skipped = {r: ("".join(reply), reply.figures.formats.get("skip", 0.0))[1] for r, reply in replies.items()}
         assert skipped[0.5] > skipped[0.75] > skipped[1.0] == 0
         for r, share in skipped.items():  # by turns as alone

@@ -387,7 +387,7 @@ def test_the_server_holds_no_more_than_its_plan_whatever_it_is_sent(real):
     flat = data_uri(encoded(Image.new("RGB", (7999, 4000), "teal"), "PNG"))
     bodies = [json.dumps(asking(*[flat] * 4)).encode()] * (80 if SEARCHING else 3)
     photographs = [json.dumps(asking(photograph(seed))).encode() for seed in range(2)]
-    bodies += [photographs[number % 2] for number in range(120 if SEARCHING else 10)]
+    bodies += [photographs[number % 2] for number in range(120 if SEARCHING else 6)]
     random.Random(0).shuffle(bodies)
     answers = []
 

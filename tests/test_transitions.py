@@ -252,7 +252,7 @@ def walk(seed: int, steps: int, bench: Bench) -> Bench:
     [((2, 2), "lfu", 2), ((3, 2), "lru", 1), ((2, 5), "lfu", 2), ((9, 7), "lfu", 1), ((20, 24), "lfu", 3)],
 )
 def test_importance_computes_everybody_in_the_format_it_wants(slabs, order, threads):
-    steps = 2000 * MORE
+    steps = 1000 * MORE
     bench = walk(11, steps, Bench([8] * 6, [0] * 6, [slabs], importance=True, order=order, threads=threads))
     counts = bench.pager.metrics.snapshot()
     assert counts.total("hits") + counts.total("misses") > steps
@@ -784,7 +784,7 @@ def test_ctrl_c_at_every_line_of_a_demand_that_upgrades_is_repaired(phase):
                         assert lent.weights["w"][:3].tolist() == [layer, lent.expert, lent.precision]
                         assert lent.precision == HIGH or not wishes[lent.expert]
 
-    interrupt_everywhere(phase, lambda: Bench([4], [0], [(3, 2)], importance=True, threads=1).pager, 300, serve, EVERY)
+    interrupt_everywhere(phase, lambda: Bench([4], [0], [(3, 2)], importance=True, threads=1).pager, 900 // EVERY, serve, EVERY)
 
 
 def test_ctrl_c_at_every_line_while_experts_move_is_repaired():
@@ -807,7 +807,7 @@ def test_ctrl_c_at_every_line_while_experts_move_is_repaired():
         list(bench.pager.bring_in_all(first))
         return bench.pager
 
-    interrupt_everywhere(Phase.DECODE, make, 300, serve, EVERY)
+    interrupt_everywhere(Phase.DECODE, make, 900 // EVERY, serve, EVERY)
 
 
 def test_ctrl_c_at_any_moment_while_experts_move_leaves_a_pager_that_works():

@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,10 +19,9 @@ import pytest
 from fake_engine import FakeEngine
 from PIL import Image
 
-pytest.importorskip("gradio", reason='gradio is missing: pip install "vismoe[serve]"')
 httpx = pytest.importorskip("httpx", reason='httpx is missing: pip install "vismoe[serve]"')
-gradio_client = pytest.importorskip("gradio_client")
 
+from vismoe.app import ui_serving  # noqa: E402
 from vismoe.app import uploads as uploads_module  # noqa: E402
 from vismoe.app.page import Page  # noqa: E402
 from vismoe.app.ui_serving import free_port, serve, served  # noqa: E402
@@ -28,9 +29,12 @@ from vismoe.app.uploads import Uploads, uploads_folder  # noqa: E402
 from vismoe.cli import main as cli  # noqa: E402
 from vismoe.errors import ConfigError  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing")  # pandas deprecations
+MISSING = [package for package in ("gradio", "gradio_client") if find_spec(package) is None]  # not imported by every worker
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason='gradio is missing: pip install "vismoe[serve]"'),
+    pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing"),  # pandas deprecations
+]
 SETTINGS = (1.0, "", "exact", "4/2", 0.75, 256, 0.0)  # as the page's widgets stand at first
-PROGRAM = "from fake_engine import FakeEngine\nfrom vismoe.app.ui_serving import serve\nraise SystemExit(serve(FakeEngine(), 0))"
 
 
 @pytest.fixture
@@ -139,6 +143,8 @@ def test_uploads_lie_where_only_this_user_can_read_them(address, picture, tempor
 
 
 def test_a_picture_goes_with_the_last_conversation_that_is_about_it(address, picture, temporary):
+    import gradio_client
+
     mine, yours = (gradio_client.Client(address, verbose=False, analytics_enabled=False) for _ in range(2))
     asked = {"text": "What?", "files": [gradio_client.handle_file(picture)]}
     for client in (mine, yours):
@@ -186,23 +192,51 @@ def test_a_picture_that_was_attached_again_stays_and_one_that_was_left_alone_goe
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves the page, with its temporary files below `folder`."""
-    where = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=where)
+    """A process that serves the page of the demo model, with its temporary files below `folder`."""
+    where = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "vismoe.cli", "ui", "--port", "0", "--memory", "50%"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=where)
     try:
-        yield process, process.stdout.readline().split(" is at ")[1].split()[0] + "/"
+        for line in process.stdout:
+            if " is at " in line:
+                break
+        yield process, line.split(" is at ")[1].split()[0] + "/"
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_signal_ends_the_server_well_and_nothing_stays(tmp_path, picture):
+def test_ctrl_c_ends_the_command_well_and_nothing_stays(tmp_path, picture):
     with running(tmp_path) as (process, address), open_page(address, "me"):
         upload(address, picture)
         assert len(pictures_in(tmp_path)) == 1
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0 and "stopped" in process.stdout.read()
     assert list(tmp_path.glob("vismoe-ui-*")) == []
+
+
+def test_sigterm_ends_the_server_as_ctrl_c_does(temporary, picture, monkeypatch, capsys):
+    found = []
+
+    def visit(address: str) -> None:
+        with open_page(address, "me"):
+            upload(address, picture)
+            found.append(pictures_in(temporary))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def visited(page: Page, port: int) -> Iterator[str]:
+        with served(page, port) as address:
+            visitor = threading.Thread(target=visit, args=(address,))
+            visitor.start()
+            yield address
+            visitor.join()
+
+    monkeypatch.setattr(ui_serving, "served", visited)
+    before = signal.getsignal(signal.SIGTERM)
+    assert serve(FakeEngine(), 0) == 0 and "stopped" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert len(found[0]) == 1 and list(temporary.glob("vismoe-ui-*")) == []
 
 
 def test_what_a_killed_server_left_goes_when_the_next_one_starts_and_what_is_in_use_stays(temporary):

@@ -24,6 +24,7 @@ MISSING = [package for package in ("playwright", "gradio") if importlib.util.fin
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (Debian, Ubuntu: sudo apt-get install chromium)"),
     pytest.mark.skipif(bool(MISSING), reason=f"missing: {', '.join(MISSING)}; pip install -e '.[dev]'"),
+    pytest.mark.filterwarnings("ignore:.*:Warning:gradio.queueing"),  # pandas deprecations
 ]
 IMAGES = Path(__file__).parent.parent / "assets" / "images"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-sync"]

@@ -154,6 +154,12 @@ MODELS = (
             projector_patch_to_query_dict={1225: 128, 4900: 256},
         ),
     ),
+    Published("DeepSeek-V3.2", "deepseek_v32", 671, of("deepseek_v32")),  # without its layer for multi-token prediction
+    Published("GLM-5", "glm_moe_dsa", 744, of("glm_moe_dsa")),
+    Published("MiMo-V2-Flash", "mimo_v2_flash", 309, of("mimo_v2_flash")),
+    Published("Solar-Open-100B", "solar_open", 102.6, of("solar_open")),
+    Published("A.X-K1", "axk1", 519, of("axk1")),
+    Published("FlexOlmo-7x7B-1T", "flex_olmo", 33, of("flex_olmo")),
     Published("Hunyuan-A13B", "hunyuan_v1_moe", 80, of("hunyuan_v1_moe", **HUNYUAN_A13B)),
 )
 
@@ -165,7 +171,8 @@ The smallest `--memory` is what `vismoe plan MODEL --context {CONTEXT} --kernels
 measured, for a request of {CONTEXT} tokens, all of them an image's where the model reads images. It is made from the dimensions
 in the publisher's config.json, without weights. VisMoE's own kernels take a little less; transformers {OLDEST} takes much more
 for some recurrent models. Where it is large beside the weights, the reason is attention to the whole prompt at once (gpt-oss),
-the tower (Aria, gemma), or layers without experts (Llama 4). A smaller `--context` takes less.
+an index over it (DeepSeek-V3.2, GLM-5), the tower (Aria, gemma), or layers without experts (Llama 4). A smaller `--context` takes
+less.
 
 *Used per token*: all parameters but those of the experts that a token does not choose.
 

@@ -159,7 +159,7 @@ def held_out(path, content):
 @pytest.fixture
 def short_answers(monkeypatch):
     for module in ("collect", "calibrate", "selections"):
-        monkeypatch.setattr(f"vismoe.predictor_training.{module}.ANSWER_TOKENS", 8)
+        monkeypatch.setattr(f"vismoe.predictor_training.{module}.ANSWER_TOKENS", 4)
 
 
 def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys, short_answers):
@@ -339,7 +339,7 @@ def test_a_killed_collection_goes_on_where_it_was(prompts, tmp_path, short_answe
         "real, left = W.request, [int(sys.argv[1])]\n"
         "def request(self, name):\n    self._flush_bytes = 1; real(self, name); left[0] -= 1\n"
         "    if left[0] == 0: os.kill(os.getpid(), 9)\n"
-        "W.request, c.ANSWER_TOKENS = request, 8\n"
+        "W.request, c.ANSWER_TOKENS = request, 4\n"
         "sys.exit(c.main(sys.argv[2:]))\n"
     )
     command = [str(tmp_path / "work"), "--data", str(prompts)]

@@ -9,6 +9,8 @@ import base64
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import deepseek_vl2 as checkpoints
@@ -263,6 +265,49 @@ def test_an_answer_ends_at_the_end_token_which_published_files_name_in_the_langu
     assert model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist() == free[:2]
 
 
+@pytest.mark.parametrize("tiles", [(3, 2), (1, 3)])
+def test_views_become_tokens_in_the_order_that_the_layout_says(tiles, folder, monkeypatch):
+    """Tokens are numbered by their view and place before they are put together; two pictures, so that views do not mix."""
+    model, side = eager(folder()).model, 2
+    across, down = tiles
+    views = 2 * (1 + across * down)
+    numbered = torch.arange(views * side**2, dtype=torch.float32).view(views, side, side, 1).expand(-1, -1, -1, 64)
+    monkeypatch.setattr(model.multi_modal_projector, "forward", lambda features: numbered)
+    model.image_newline.data.fill_(-1), model.view_separator.data.fill_(-2)
+    crops = torch.tensor([tiles, tiles])
+    pictures = model.get_image_features(torch.zeros(views, 3, SMALL, SMALL), crops).pooler_output
+    layout = token_layout(tiles, 3, side)
+    first_patch = np.array([np.flatnonzero(layout.token_of == token)[:1].tolist() or [-1] for token in range(layout.tokens)])[
+        :, 0
+    ]
+    for number, tokens in enumerate(pictures):
+        for token, patch in enumerate(first_patch):
+            view, place = divmod(patch, 9)
+            expected = ((number * (1 + across * down) + view) * side + place // 3 // 2) * side + place % 3 // 2
+            assert tokens[token, 0] == (expected if patch >= 0 else -2 if layout.row_of[token] < 0 else -1)
+    with pytest.raises(ValueError, match="views, but the images have"):
+        model.get_image_features(torch.zeros(views, 3, SMALL, SMALL), crops[:1])
+
+
+def test_images_need_their_tokens_and_labels_give_a_loss(folder, small_processor):
+    model = eager(folder())
+    inputs = batch(small_processor, ("What?", [picture(90, 90)]), ("And?", [picture(500, 200)]))
+    output = model(**inputs, labels=inputs["input_ids"])
+    logits = output.logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, inputs["input_ids"][:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+    assert torch.equal(model(**inputs, return_dict=False)[0], output.logits)
+    generated = torch.full((2, 3), IMAGE_TOKEN)  # image tokens behind the prompt show nothing
+    longer = {
+        "input_ids": torch.cat([inputs["input_ids"], generated], 1),
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1),
+    }
+    assert torch.equal(model(**inputs | longer).logits[:, : output.logits.shape[1]], output.logits)
+    inputs["input_ids"][0, inputs["input_ids"][0] == IMAGE_TOKEN] = 9
+    with pytest.raises(ValueError, match="image tokens, the images have"):
+        model(**inputs)
+
+
 # -- visual tokens
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropped_tokens_are_as_if_nobody_saw_them_and_keep_1_drops_none(kind, folder, small_processor):
@@ -371,7 +416,9 @@ def test_pictures_are_cut_as_the_original_processor_cuts_them(processor):
 def test_the_processor_is_saved_as_published_and_its_tokenizer_keeps_spaces_and_boxes(processor, folder, tmp_path):
     processor.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())
-    assert saved.items() <= json.loads(json.dumps(checkpoints.PROCESSOR)).items()
+    settings = ("candidate_resolutions", "patch_size", "downsample_ratio", "image_mean", "image_std", "normalize")
+    published = json.loads(json.dumps(checkpoints.PROCESSOR))
+    assert saved == {name: published[name] for name in (*settings, "image_token", "processor_class")}
     text = "  two  spaces, a\ttab <|ref|>it<|/ref|><|det|>[[1, 2, 3, 4]]<|/det|>"
     for each in (processor, AutoProcessor.from_pretrained(tmp_path)):
         ids = each.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -405,6 +452,34 @@ def test_numbers_of_pictures_and_places_have_to_agree(processor):
         processor(text=[text], images=[picture(9, 9)] * 2)
     nested = processor(text=[text, text], images=[[picture(9, 9)], [picture(9, 9)]], return_tensors="pt")
     assert len(nested["images_spatial_crop"]) == 2
+
+
+def test_pictures_come_as_files_addresses_and_arrays_too(processor, tmp_path):
+    wide = picture(700, 300)
+    wide.save(tmp_path / "wide.png")
+    text = f"{BEGIN}<|User|>: <image>\nWhat?\n\n<|Assistant|>:"
+    expected = processor(text=text, images=wide, return_tensors="pt")
+    for same in (str(tmp_path / "wide.png"), np.asarray(wide), [wide]):
+        assert torch.equal(processor(text=text, images=same, return_tensors="pt")["pixel_values"], expected["pixel_values"])
+    content = [{"type": "image", "path": str(tmp_path / "wide.png")}, {"type": "text", "text": "What?"}]
+    made = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+    assert processor(text="ok", padding="max_length", max_length=20, return_tensors="pt")["input_ids"].shape == (1, 20)
+    with pytest.raises(TypeError, match="truncation"):
+        processor(text="ok", truncation=True)
+    with pytest.raises(ValueError, match="a picture of 3000 x 1 is less than a pixel wide"):
+        processor(text=text, images=picture(3000, 1))
+
+
+def test_the_processor_is_found_where_nothing_but_vismoe_was_imported(folder):
+    program = (
+        "import sys, vismoe; from transformers import AutoProcessor; "
+        "print(type(AutoProcessor.from_pretrained(sys.argv[1])).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder())], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["DeepseekVLV2Processor"], done.stderr
 
 
 # -- the engine, the server, the page
@@ -444,6 +519,8 @@ def test_image_tokens_choose_among_the_ways_of_cutting(engine):
         InputError, match=r"no way of cutting a picture gives 64 to 256 visual tokens; they give 421, .* or 2,?101"
     ):
         said(engine, asking("What?", wide), image_tokens=(64, 256))
+    with pytest.raises(InputError, match="the smaller number must come first"):
+        said(engine, asking("What?", wide), image_tokens=(700, 421))
     three = said(engine, asking("What?", wide, wide, wide), image_tokens=(600, 2200))
     assert three.figures.visual_tokens == 3 * ONE_TILE, "more than two pictures are never cut"
 
@@ -453,6 +530,11 @@ def test_pictures_beyond_the_context_are_refused_before_they_are_cut(engine, mon
     messages = [asking("What?", picture(1200, 1200), picture(1200, 1200, 1))]
     with pytest.raises(ContextError, match=r"images have 4,0\d\d visual tokens"):
         engine.prompts.build(messages, lambda source: source, None, 2048)
+
+
+def test_a_text_without_a_template_begins_with_the_begin_token(engine):
+    assert engine.prompts.build_text("hi").inputs["input_ids"][0, 0] == 0
+    assert engine.prompts.build([asking("hi")], None).inputs["input_ids"][0].tolist().count(0) == 1
 
 
 def test_a_large_photograph_may_be_decoded_smaller(engine):

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = {
     "types": 0, "pair": 0, "errors": 0, "metrics": 0, "config": 0, "options": 0, "ranges": 0, "timeline": 0, "threads": 0,
-    "locks": 0, "torchvision_operators": 0,
+    "locks": 0, "torchvision_operators": 0, "after_import": 0,
     "formats": 1,
     "store": 2, "pools": 2, "planning": 2, "kernels": 2, "machine": 2, "precision": 2, "vision": 2,
     "paging": 3, "trace": 3,

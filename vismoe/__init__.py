@@ -10,6 +10,7 @@ Names are imported at their first use: importing torch and transformers takes se
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vismoe import after_import as _imports
 from vismoe import threads as _threads
 from vismoe import torchvision_operators as _torchvision
 
@@ -52,6 +53,8 @@ _HOMES = {
 
 _threads.let_workers_sleep()  # before torch is imported
 _torchvision.mend_on_import()
+# Who asks for a processor before anything of ours finds those of the families that transformers lacks.
+_imports.after_import("transformers.models.auto.processing_auto", lambda: importlib.import_module("vismoe.models.family"))
 
 
 def __getattr__(name: str) -> Any:

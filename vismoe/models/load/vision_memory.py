@@ -85,7 +85,7 @@ def _request(model: Any, encoder: Any, tokens: int, pictures: int) -> dict[str, 
     more = {name: getattr(config, name) for name in OPTIONS if name in asked}
     dtype = torch.float32
     if takes_pictures(model, encoder):
-        dtype = model.dtype  # these towers cast nothing
+        dtype = torch.float32 if TILES in asked else model.dtype  # the other towers cast nothing
         side = getattr(config, "image_size", None) or config.sam_config.image_size
         if TILES in asked:  # a whole view and one tile of each
             more[TILES] = torch.ones(pictures, 2, dtype=torch.int64)

@@ -1,9 +1,11 @@
 """DeepSeek-VL2 (tiny, small and base), which transformers has no classes for: configuration, model, conversion and processor."""
 
+import functools
+
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from vismoe.models.family.after_import import after_import
+from vismoe.after_import import after_import
 from vismoe.models.family.deepseek_vl2.configuration import MODEL_TYPE, ON_USE, DeepseekVLV2Config
 
 
@@ -25,11 +27,11 @@ def class_named(name: str) -> type | None:
     return vars(modeling).get(name) if name.startswith("DeepseekVLV2") else None
 
 
+@functools.cache
 def _register_model() -> None:
     from vismoe.models.family.deepseek_vl2 import modeling
 
     modeling.register()
-    ON_USE.remove(_register_model)
 
 
 def _register_processor() -> None:

@@ -75,6 +75,8 @@ class DeepseekVLV2Config(PreTrainedConfig):
             raise ValueError(
                 f"tile_tag={self.tile_tag!r} and global_view_pos={self.global_view_pos!r}: only '2D' and 'head' exist"
             )
+        if self.projector_config["downsample_ratio"] != PROJECTOR["downsample_ratio"]:
+            raise ValueError(f"downsample_ratio={self.projector_config['downsample_ratio']!r}: only 2 exists")
         if self.projector_config["depth"] != PROJECTOR["depth"] or self.projector_config["n_embed"] != text.hidden_size:
             raise ValueError("projector_config: a projector has two layers and the width of the language model")
         vision.vision_use_head = False
@@ -82,7 +84,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
         if self.image_token_id is None:
             self.image_token_id = IMAGE_TOKENS.get(text.vocab_size)
         super().__post_init__(**kwargs)
-        for function in tuple(ON_USE):
+        for function in ON_USE:
             function()
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cache,
     GenerationMixin,
@@ -22,6 +23,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
+from transformers.utils import can_return_tuple
 
 from vismoe.models.family.deepseek_vl2.configuration import MODEL_TYPE, DeepseekVLV2Config
 from vismoe.models.family.deepseek_vl2.tiles import token_layout, tokens_of
@@ -124,12 +126,15 @@ class DeepseekVLV2Model(DeepseekVLV2PreTrainedModel):
             large = of_image[1:].unflatten(0, (down, across)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
             images.append(torch.cat((self._with_newlines(of_image[0]), self.view_separator[None], self._with_newlines(large))))
             first += len(of_image)
+        if first != len(views):
+            raise ValueError(f"there are {len(views)} views, but the images have {first}: {images_spatial_crop.tolist()}")
         return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=images)
 
     def _with_newlines(self, grid: torch.Tensor) -> torch.Tensor:
         """`[rows, columns, hidden]` -> `[rows * (columns + 1), hidden]`."""
         return torch.cat((grid, self.image_newline.expand(len(grid), 1, -1)), 1).flatten(0, 1)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -149,13 +154,9 @@ class DeepseekVLV2Model(DeepseekVLV2PreTrainedModel):
         if pixel_values is not None:
             if input_ids is None or self.config.image_token_id is None or images_spatial_crop is None:
                 raise ValueError("pixel_values need input_ids, images_spatial_crop and a configuration with an image_token_id")
-            tokens = torch.cat(list(self.get_image_features(pixel_values, images_spatial_crop).pooler_output))
-            visual = input_ids == self.config.image_token_id
-            if len(visual) == 1:  # prompt lookup may guess image tokens behind the prompt, which show nothing
-                visual &= visual.cumsum(1) <= len(tokens)
-            if int(visual.sum()) != len(tokens):
-                raise ValueError(f"the text has {int(visual.sum())} image tokens, the images have {len(tokens)}")
-            inputs_embeds = inputs_embeds.masked_scatter(visual[..., None], tokens.to(inputs_embeds))
+            images = list(self.get_image_features(pixel_values, images_spatial_crop).pooler_output)
+            shown = _shown(input_ids == self.config.image_token_id, [len(image) for image in images])
+            inputs_embeds = inputs_embeds.masked_scatter(shown[..., None], torch.cat(images).to(inputs_embeds))
         output: BaseModelOutputWithPast = self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -188,6 +189,7 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
     ) -> BaseModelOutputWithPooling:
         return self.model.get_image_features(pixel_values, images_spatial_crop, **kwargs)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -199,9 +201,11 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits `[batch, tokens, vocabulary]`. Images as for `get_image_features`, in the order of their tokens."""
+        """Logits `[batch, tokens, vocabulary]`, and with `labels` the loss. Images as for `get_image_features`, in the order of
+        their tokens."""
         output = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -215,8 +219,11 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
         )
         hidden = output.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept])
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         return CausalLMOutputWithPast(
-            logits=self.lm_head(hidden[:, kept]),
+            loss=loss,
+            logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
             attentions=output.attentions,
@@ -254,6 +261,23 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
             }
         ids, rest = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)
         return ids, rest | images
+
+
+def _shown(visual: torch.Tensor, images: list[int]) -> torch.Tensor:
+    """The image tokens that show these images, which have so many tokens each: bool `[batch, tokens]`, of image tokens `visual`.
+
+    A sequence takes whole images; image tokens behind them were generated, or guessed by prompt lookup, and show nothing. Raises
+    ValueError for images without tokens.
+    """
+    shown, left = visual.clone(), list(images)
+    for row, count in enumerate(visual.sum(1).tolist()):
+        taken = 0
+        while left and taken + left[0] <= count:
+            taken += left.pop(0)
+        shown[row] &= visual[row].cumsum(0) <= taken
+    if left:
+        raise ValueError(f"the text has {int(visual.sum())} image tokens, the images have {sum(images)}")
+    return shown
 
 
 def _blocks(
@@ -355,4 +379,5 @@ def register() -> None:
     register_checkpoint_conversion_mapping(MODEL_TYPE, list(CONVERSION), overwrite=True)
     register_checkpoint_conversion_mapping(DeepseekVLV2VisionModel.__name__, list(CONVERSION_OF_TOWER), overwrite=True)
     AutoModel.register(DeepseekVLV2Config, DeepseekVLV2Model, exist_ok=True)
-    AutoModelForImageTextToText.register(DeepseekVLV2Config, DeepseekVLV2ForConditionalGeneration, exist_ok=True)
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):  # the original code names the second
+        auto.register(DeepseekVLV2Config, DeepseekVLV2ForConditionalGeneration, exist_ok=True)

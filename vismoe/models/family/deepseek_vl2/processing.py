@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 from transformers import AutoProcessor, BatchFeature, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.image_utils import load_image
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from vismoe.models.family.deepseek_vl2.configuration import CANDIDATES, DeepseekVLV2Config
@@ -85,11 +86,14 @@ class DeepseekVLV2ImageProcessor(ImageProcessingMixin):
         )
 
     def size_of(self, picture: Size, tiling: bool = True, least_tokens: int = 0, most_tokens: int | None = None) -> Size:
-        """The sides of the large version of a picture. Raises ValueError if no version has that few or many visual tokens.
+        """The sides of the large version of a picture. Raises ValueError if no version has that few or many visual tokens, and
+        for a picture that would be less than a pixel wide in a view.
 
         `tiling`: whether it may be cut; otherwise it is one tile, and `least_tokens` is not looked at.
         """
         rule = self.tiling
+        if round(min(picture) * rule.side / max(picture)) < 1:
+            raise ValueError(f"a picture of {picture[0]} x {picture[1]} is less than a pixel wide in a view of {rule.side}")
         if not tiling:
             rule, least_tokens = Tiling(rule.candidates[:1], rule.patch_size, rule.downsample_ratio), 0
         return rule.best(picture, least_tokens, most_tokens)
@@ -103,8 +107,7 @@ class DeepseekVLV2ImageProcessor(ImageProcessingMixin):
         """`settings`: those of `size_of`, for every picture."""
         rule, views, tiles = self.tiling, list[np.ndarray](), list[tuple[int, int]]()
         grey = tuple(int(255 * mean) for mean in self.image_mean)
-        for picture in [images] if isinstance(images, Image.Image) else images:
-            picture = picture.convert("RGB")
+        for picture in map(_opened, _listed(images)):
             size = self.size_of(picture.size, **settings)
             large = ImageOps.pad(picture, size, color=grey)
             places = [(x, y) for y in range(0, size[1], rule.side) for x in range(0, size[0], rule.side)]
@@ -146,10 +149,10 @@ class DeepseekVLV2Processor(ProcessorMixin):
         published files name loses spaces in transformers 5."""
         names = DeepseekVLV2ImageProcessor().to_dict().keys() - {"image_processor_type"}
         settings = {name: value for name, value in (processor_dict or {}).items() if name in names}
-        return [
-            DeepseekVLV2ImageProcessor(**settings),
-            TokenizersBackend.from_pretrained(pretrained_model_name_or_path, **kwargs),
-        ]
+        tokenizer = TokenizersBackend.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        tokenizer.add_bos_token = True  # of a text without the chat template, which writes it itself
+        tokenizer.update_post_processor()
+        return [DeepseekVLV2ImageProcessor(**settings), tokenizer]
 
     def to_dict(self) -> dict[str, Any]:
         """As published: one level, with the settings of pictures among the others."""
@@ -168,12 +171,18 @@ class DeepseekVLV2Processor(ProcessorMixin):
         text: str | Sequence[str] | None = None,
         images_kwargs: dict[str, Any] | None = None,
         return_tensors: str | None = None,
+        padding: bool | str = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         """Inputs of one or several texts. `images`: all pictures in the order of their `<image>`, flat or one list per text.
 
-        Raises ValueError if their numbers differ. `images_kwargs`: settings of the image processor (`image_settings`).
+        Raises ValueError if their numbers differ. `images_kwargs`: settings of the image processor (`image_settings`). Raises
+        TypeError for options of a tokenizer that are not named here.
         """
+        if unknown := [name for name, value in kwargs.items() if value]:
+            raise TypeError(f"{type(self).__name__} does not know {', '.join(unknown)}")
         texts = [text] if isinstance(text, str) else list(text or ())
         pictures = _by_text(images, [each.count(self.image_token) for each in texts])
         rows, seen = list[list[int]](), list[BatchFeature]()
@@ -185,7 +194,9 @@ class DeepseekVLV2Processor(ProcessorMixin):
                 rule = self.image_processor.tiling
                 counts = [rule.tokens((w * rule.side, h * rule.side)) for w, h in seen[-1]["images_spatial_crop"].tolist()]
             rows.append(self._ids(words, counts))
-        padded = self.tokenizer.pad({"input_ids": rows}, padding=True)
+        padded = self.tokenizer.pad(
+            {"input_ids": rows}, padding=padding or True, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of
+        )
         inputs = {name: np.array(padded[name], dtype=np.int64) for name in ("input_ids", "attention_mask")}
         for name in self.image_processor.model_input_names if seen else ():
             inputs[name] = np.concatenate([each[name] for each in seen])
@@ -200,9 +211,20 @@ class DeepseekVLV2Processor(ProcessorMixin):
         return ids
 
 
-def _by_text(images: Any, wanted: list[int]) -> list[list[Image.Image]]:
+def _listed(images: Any) -> list[Any]:
+    return list(images) if isinstance(images, list | tuple) else [images]
+
+
+def _opened(picture: Any) -> Image.Image:
+    """A picture in RGB, from a picture, a path, an address, base64 or an array `[H, W, 3]` of bytes."""
+    if not isinstance(picture, str | Image.Image):
+        picture = Image.fromarray(np.asarray(picture))
+    return load_image(picture).convert("RGB")
+
+
+def _by_text(images: Any, wanted: list[int]) -> list[list[Any]]:
     """The pictures of each text, from a flat list or one list per text."""
-    given: list[Any] = [] if images is None else [images] if isinstance(images, Image.Image) else list(images)
+    given = [] if images is None else _listed(images)
     nested = bool(given) and all(isinstance(each, list | tuple) for each in given)
     if nested and [len(each) for each in given] == wanted:
         return [list(each) for each in given]

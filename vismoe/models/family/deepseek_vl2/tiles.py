@@ -56,7 +56,8 @@ class Tiling:
         allowed = [size for size in self.candidates if least <= self.tokens(size) and (most is None or self.tokens(size) <= most)]
         if not allowed:
             counts = sorted({self.tokens(size) for size in self.candidates})
-            raise ValueError(f"no way of cutting a picture gives {least} to {most} visual tokens; they give {_listed(counts)}")
+            asked = f"{least} to {most}" if least else f"up to {most}"
+            raise ValueError(f"no way of cutting a picture gives {asked} visual tokens; they give {_listed(counts)}")
         return max(allowed, key=order)  # of equals the first
 
     def tiles(self, size: Size) -> tuple[int, int]:

@@ -185,6 +185,7 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
 def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_is_said(visit):
     me = visit()
     me.choose("policy", "importance")
+    me.page.wait_for_function("document.querySelector('#formats input').value == '16/4'")  # the server has answered
     me.choose("formats", "16/4")
     me.page.get_by_role("button", name="What does the sign say?").click()
     assert me.tell(contains="OPEN") == 'It says "OPEN".'

@@ -51,7 +51,7 @@ ORACLE_IMAGE_TOKEN = 299
 TEXT_CLASSES = {"tiny": DeepseekOcr2TextConfig, "small": DeepseekV2Config, "base": DeepseekV3Config}
 RULE = Tiling(CANDIDATES, patch_size=14, downsample_ratio=2)
 SMALL, PUBLISHED = 42, 384  # sides of a view in pixels
-SMALL_RULE = Tiling(tuple(map(tuple, checkpoints.candidates(SMALL))), patch_size=14, downsample_ratio=2)
+SMALL_RULE = Tiling.of(checkpoints.candidates(SMALL), patch_size=14, downsample_ratio=2)
 ONE_TILE = 421  # the least visual tokens of a picture
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -53,8 +53,10 @@ _HOMES = {
 
 _threads.let_workers_sleep()  # before torch is imported
 _torchvision.mend_on_import()
-# Who asks for a processor before anything of ours finds those of the families that transformers lacks.
-_imports.after_import("transformers.models.auto.processing_auto", lambda: importlib.import_module("vismoe.models.family"))
+# AutoProcessor learns the processors of families that transformers lacks, whatever else of vismoe is imported.
+_imports.after_import(
+    "transformers.models.auto.processing_auto", lambda: importlib.import_module("vismoe.models.family").register_processors()
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -70,8 +70,9 @@ class Figures:
 
     def kept_maps(self) -> list[Image.Image]:
         """The images with what was dropped greyed out; empty where nothing was, or where a token has no place in an image."""
-        maps = [kept_map(picture, image) for picture, image in zip(self.pictures, self.kept, strict=False)]
-        return [each for each in maps if each is not None] if len(maps) == len(self.pictures) and None not in maps else []
+        maps = [kept_map(*pair) for pair in zip(self.pictures, self.kept, strict=False)]
+        found = [each for each in maps if each is not None]
+        return found if len(found) == len(self.pictures) else []
 
     @property
     def decode_tokens_per_s(self) -> float | None:

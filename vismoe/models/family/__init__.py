@@ -10,6 +10,12 @@ for family in OWN:
     family.register()
 
 
+def register_processors() -> None:
+    """Tells transformers' AutoProcessor, once that is imported, about the processors of the families here."""
+    for family in OWN:
+        family.register_processor()
+
+
 def class_named(name: str) -> Any:
     """The class of transformers or of a family here with this name; AttributeError if there is none."""
     import transformers

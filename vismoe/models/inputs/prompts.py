@@ -114,20 +114,14 @@ class PromptBuilder:
 
     def look(self, image_tokens: tuple[int, int] | None, size: Mapping[str, int]) -> Look:
         """How the model sees a picture, from its sides; `size`: the size options of its message part. Raises InputError."""
+        _refuse_range(image_tokens)
         qwen = QwenImages.of(self.processor)
         if qwen is not None:
             return qwen.look(qwen.asked(size, image_tokens), qwen.again and not image_tokens)
         if hasattr(self.processor, "image_settings"):
-            return self._own_look(self._own_settings(1, image_tokens))
+            return self._own_look(self.processor.image_settings(1, image_tokens))
         limits: dict[str, int] | None = self._pixel_limits(image_tokens).get("images_kwargs", {}).get("size")
         return area_look(self._image_processor, limits)
-
-    def _own_settings(self, pictures: int, image_tokens: tuple[int, int] | None) -> dict[str, Any]:
-        """Settings that the processor gives for a conversation with so many pictures."""
-        if image_tokens is not None:
-            _refuse_range(*image_tokens)
-        settings: dict[str, Any] = self.processor.image_settings(pictures, image_tokens)
-        return settings
 
     def _own_look(self, settings: Mapping[str, Any]) -> Look:
         """The look of an image processor that says it itself, with these settings."""
@@ -278,6 +272,7 @@ class PromptBuilder:
         self, pictures: list[Picture], image_tokens: tuple[int, int] | None, context: int | None
     ) -> dict[str, Any]:
         """Arguments of the processor about the images: the images, resized if VisMoE decides their size."""
+        _refuse_range(image_tokens)
         qwen = QwenImages.of(self.processor)
         if qwen is None:
             if any(picture.size for picture in pictures):
@@ -286,7 +281,7 @@ class PromptBuilder:
             images = [picture.image for picture in pictures]
             if not hasattr(self.processor, "image_settings"):
                 return {"images": images, **self._pixel_limits(image_tokens)}
-            settings = self._own_settings(len(images), image_tokens)
+            settings = self.processor.image_settings(len(images), image_tokens)
             look = self._own_look(settings)
             _refuse_beyond(sum(seen.tokens for seen in (look(*image.size) for image in images) if seen), context)
             return {"images": images, "images_kwargs": settings}
@@ -307,13 +302,12 @@ class PromptBuilder:
         if not side:
             raise InputError(f"--image-tokens: the image processor of this family ({type(images).__name__}) has a fixed size")
         least, most = image_tokens
-        _refuse_range(least, most)
         return {"images_kwargs": {"size": {"shortest_edge": least * side**2, "longest_edge": most * side**2}}}
 
 
-def _refuse_range(least: int, most: int) -> None:
-    if not 1 <= least <= most:
-        raise InputError(f"image_tokens={(least, most)}: the smaller number must come first, e.g. 64..1024")
+def _refuse_range(image_tokens: tuple[int, int] | None) -> None:
+    if image_tokens is not None and not 1 <= image_tokens[0] <= image_tokens[1]:
+        raise InputError(f"image_tokens={image_tokens}: the smaller number must come first, e.g. 64..1024")
 
 
 def _refuse_beyond(tokens: int, context: int | None) -> None:

@@ -56,7 +56,7 @@ def vision_memory(model: Any, image_tokens: int) -> VisionMemory:
 def _tower_memory(model: Any, encoder: Any, config: Any, image_tokens: int) -> VisionMemory:
     """The same for the tower alone."""
     gridded = "image_grid_thw" in inspect.signature(encoder.get_image_features).parameters and _merge(config)
-    if not (gridded or takes_pictures(model, encoder) or model.config.model_type in SQUARES):
+    if not (gridded or _takes_pictures(model, encoder) or model.config.model_type in SQUARES):
         return _estimate(model, config, image_tokens)
     few = _encode(model, encoder, _request(model, encoder, min(FEW_TOKENS, image_tokens), pictures=1))
     most = _encode(model, encoder, _request(model, encoder, image_tokens, pictures=-(-image_tokens // few.tokens)))
@@ -64,7 +64,7 @@ def _tower_memory(model: Any, encoder: Any, config: Any, image_tokens: int) -> V
     return VisionMemory(Curve(tuple(sorted(points.items()))), -(-most.kept_bytes // most.tokens))
 
 
-def takes_pictures(model: Any, encoder: Any) -> bool:
+def _takes_pictures(model: Any, encoder: Any) -> bool:
     return model.config.model_type in PICTURES or TILES in inspect.signature(encoder.get_image_features).parameters
 
 
@@ -84,7 +84,7 @@ def _request(model: Any, encoder: Any, tokens: int, pictures: int) -> dict[str, 
     columns = -(-tokens // rows)
     more = {name: getattr(config, name) for name in OPTIONS if name in asked}
     dtype = torch.float32
-    if takes_pictures(model, encoder):
+    if _takes_pictures(model, encoder):
         dtype = torch.float32 if TILES in asked else model.dtype  # the other towers cast nothing
         side = getattr(config, "image_size", None) or config.sam_config.image_size
         if TILES in asked:  # a whole view and one tile of each

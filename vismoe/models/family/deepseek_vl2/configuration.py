@@ -90,9 +90,7 @@ class DeepseekVLV2Config(PreTrainedConfig):
     @property
     def tiling(self) -> Tiling:
         vision: Any = self.vision_config
-        candidates = tuple((width, height) for width, height in self.candidate_resolutions or ())
-        assert self.projector_config is not None
-        return Tiling(candidates, vision.patch_size, self.projector_config["downsample_ratio"])
+        return Tiling.of(self.candidate_resolutions or (), vision.patch_size, vision.downsample_ratio)
 
 
 def _text_config(given: dict[str, Any]) -> PreTrainedConfig:

@@ -140,13 +140,10 @@ class DeepseekVLV2Model(DeepseekVLV2PreTrainedModel):
         input_ids: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         images_spatial_crop: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
+        """Hidden states `[batch, tokens, hidden]`; `kwargs` are the language model's."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
@@ -157,14 +154,7 @@ class DeepseekVLV2Model(DeepseekVLV2PreTrainedModel):
             images = list(self.get_image_features(pixel_values, images_spatial_crop).pooler_output)
             shown = _shown(input_ids == self.config.image_token_id, [len(image) for image in images])
             inputs_embeds = inputs_embeds.masked_scatter(shown[..., None], torch.cat(images).to(inputs_embeds))
-        output: BaseModelOutputWithPast = self.language_model(
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        output: BaseModelOutputWithPast = self.language_model(inputs_embeds=inputs_embeds, **kwargs)
         return output
 
 

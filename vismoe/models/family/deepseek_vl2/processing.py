@@ -81,9 +81,7 @@ class DeepseekVLV2ImageProcessor(ImageProcessingMixin):
 
     @property
     def tiling(self) -> Tiling:
-        return Tiling(
-            tuple((width, height) for width, height in self.candidate_resolutions), self.patch_size, self.downsample_ratio
-        )
+        return Tiling.of(self.candidate_resolutions, self.patch_size, self.downsample_ratio)
 
     def size_of(self, picture: Size, tiling: bool = True, least_tokens: int = 0, most_tokens: int | None = None) -> Size:
         """The sides of the large version of a picture. Raises ValueError if no version has that few or many visual tokens, and

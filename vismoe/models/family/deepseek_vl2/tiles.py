@@ -26,6 +26,11 @@ class Tiling:
     patch_size: int  # pixels along a side of a patch
     downsample_ratio: int  # patches along a side of a token
 
+    @classmethod
+    def of(cls, candidates: Sequence[Sequence[int]], patch_size: int, downsample_ratio: int) -> "Tiling":
+        """From the lists of a file."""
+        return cls(tuple((width, height) for width, height in candidates), patch_size, downsample_ratio)
+
     @property
     def side(self) -> int:
         """Pixels along a side of a view."""

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import tiny_models
 import torch
-from family_zoo import composites
+from family_zoo import composites, own
 from models_page import KEEPS_ALL
 
 from vismoe.models.visual.image_cache import ImageCache
@@ -14,7 +14,7 @@ from vismoe.models.visual.prune import VisualPruner
 from vismoe.vision.selection import Pruning
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FAMILIES = [family for family in (*tiny_models.WITH_IMAGES, *composites()) if family != "diffusion_gemma"]
+FAMILIES = [family for family in (*tiny_models.WITH_IMAGES, *composites(), *own()) if family != "diffusion_gemma"]
 
 
 def logits(model, inputs):

@@ -4,7 +4,7 @@ Checkpoints are read and written under their published names (`CONVERSION`, `CON
 2412.10302), section 3, and the published checkpoints.
 """
 
-from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -152,7 +152,9 @@ class DeepseekVLV2Model(DeepseekVLV2PreTrainedModel):
             if input_ids is None or self.config.image_token_id is None or images_spatial_crop is None:
                 raise ValueError("pixel_values need input_ids, images_spatial_crop and a configuration with an image_token_id")
             images = list(self.get_image_features(pixel_values, images_spatial_crop).pooler_output)
-            shown = _shown(input_ids == self.config.image_token_id, [len(image) for image in images])
+            visual, tokens = torch.eq(input_ids, self.config.image_token_id), [len(image) for image in images]
+            ends = _sums(tokens, _images_per_row(visual.sum(1).tolist(), tokens))
+            shown = visual & (visual.cumsum(1) <= torch.tensor(ends, device=visual.device)[:, None])
             inputs_embeds = inputs_embeds.masked_scatter(shown[..., None], torch.cat(images).to(inputs_embeds))
         output: BaseModelOutputWithPast = self.language_model(inputs_embeds=inputs_embeds, **kwargs)
         return output
@@ -243,46 +245,44 @@ class DeepseekVLV2ForConditionalGeneration(DeepseekVLV2PreTrainedModel, Generati
         images = {name: kwargs.pop(name, None) for name in OF_IMAGES}
         if expand_size > 1 and images["pixel_values"] is not None:
             assert input_ids is not None and self.config.image_token_id is not None
+            tiles, side = images["images_spatial_crop"].tolist(), self.config.tiling.view_tokens
             visual = torch.eq(input_ids, self.config.image_token_id).sum(1).tolist()
-            views, crops = _blocks(images["pixel_values"], images["images_spatial_crop"], visual, self.config.tiling.view_tokens)
+            per_row = _images_per_row(visual, [tokens_of(of_image, side) for of_image in tiles])
+            views = _sums([1 + across * down for across, down in tiles], per_row)
             images = {
-                "pixel_values": torch.cat([block for block in views for _ in range(expand_size)]),
-                "images_spatial_crop": torch.cat([block for block in crops for _ in range(expand_size)]),
+                "pixel_values": _repeated(images["pixel_values"], views, expand_size),
+                "images_spatial_crop": _repeated(images["images_spatial_crop"], per_row, expand_size),
             }
         ids, rest = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)
         return ids, rest | images
 
 
-def _shown(visual: torch.Tensor, images: list[int]) -> torch.Tensor:
-    """The image tokens that show these images, which have so many tokens each: bool `[batch, tokens]`, of image tokens `visual`.
+def _images_per_row(visual: list[int], images: list[int]) -> list[int]:
+    """How many images each sequence of a batch has, from the image tokens of the sequences and those of the images, in order.
 
     A sequence takes whole images; image tokens behind them were generated, or guessed by prompt lookup, and show nothing. Raises
     ValueError for images without tokens.
     """
-    shown, left = visual.clone(), list(images)
-    for row, count in enumerate(visual.sum(1).tolist()):
-        taken = 0
-        while left and taken + left[0] <= count:
-            taken += left.pop(0)
-        shown[row] &= visual[row].cumsum(0) <= taken
-    if left:
-        raise ValueError(f"the text has {int(visual.sum())} image tokens, the images have {sum(images)}")
-    return shown
-
-
-def _blocks(
-    views: torch.Tensor, crops: torch.Tensor, visual: Sequence[int], side: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Views and crops of each sequence of a batch, with so many image tokens in each."""
-    of_views, of_crops = list[int](), list[int]()
-    image, tiles = 0, crops.tolist()
+    counts, left = list[int](), list(images)
     for tokens in visual:
-        first, left = image, tokens
-        while left > 0 and image < len(tiles):
-            left, image = left - tokens_of(tiles[image], side), image + 1
-        of_crops.append(image - first)
-        of_views.append(sum(1 + across * down for across, down in tiles[first:image]))
-    return list(views.split(of_views)), list(crops.split(of_crops))
+        before = len(left)
+        while left and left[0] <= tokens:
+            tokens -= left.pop(0)
+        counts.append(before - len(left))
+    if left:
+        raise ValueError(f"the text has {sum(visual)} image tokens, the images have {sum(images)}")
+    return counts
+
+
+def _sums(values: list[int], lengths: list[int]) -> list[int]:
+    """Sums of consecutive values, so many at a time."""
+    each = iter(values)
+    return [sum(islice(each, length)) for length in lengths]
+
+
+def _repeated(tensor: torch.Tensor, lengths: list[int], times: int) -> torch.Tensor:
+    """The tensor with each block of rows so many times, one after another."""
+    return torch.cat([block for block in tensor.split(lengths) for _ in range(times)])
 
 
 def _language_model(config: Any) -> PreTrainedModel:

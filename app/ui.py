@@ -133,11 +133,8 @@ def _connect(page: Page, uploads: Uploads, chat: dict[str, Any], machine: dict[s
     leaving = [chat["forget"].click, chatbot.clear]
     gr.on(leaving, forget, None, outputs, concurrency_limit=None, show_progress="hidden", api_name="forget")
 
-    def offer(policy: str, chosen: str) -> gr.Dropdown:
-        return formats_of(chat["offers"].get(policy, []), chosen)
-
     policy, formats = chat["options"]["policy"], chat["options"]["formats"]
-    policy.input(offer, [policy, formats], formats, queue=False, show_progress="hidden", api_name=False)
+    policy.input(None, [policy, formats], formats, js=formats_of(chat["offers"]))
 
 
 def _visits(page: Page, uploads: Uploads, blocks: "gr.Blocks") -> None:

@@ -129,12 +129,20 @@ def offers(engine: Engine) -> dict[str, list[str]]:
     return {"exact": [], **{policy: pairs for policy, pairs in served.items() if pairs}}
 
 
-def formats_of(pairs: list[str], chosen: str) -> "gr.Dropdown":
-    """The choices under a policy with these pairs."""
-    import gradio as gr
+def formats_of(offered: dict[str, list[str]]) -> str:
+    """A function for the browser: the policy and the formats chosen so far -> the choices of formats under this policy.
 
-    value = chosen if chosen in pairs or not pairs else pairs[0]
-    return gr.Dropdown(choices=pairs or [chosen], value=value, interactive=bool(pairs))
+    It runs in the browser because gradio refuses a value that the server's list of choices no longer has: had the server changed
+    its list, each request sent before its answer arrived would fail.
+    """
+    return (
+        "(policy, chosen) => {"
+        f"const pairs = {json.dumps(offered)}[policy];"
+        "const choices = (pairs.length ? pairs : [chosen]).map((pair) => [pair, pair]);"
+        "const value = pairs.length && !pairs.includes(chosen) ? pairs[0] : chosen;"
+        "return {__type__: 'update', choices, value, interactive: pairs.length > 0};"
+        "}"
+    )
 
 
 def machine_tab(page: Page) -> dict[str, Any]:

@@ -137,6 +137,9 @@ class Visitor:
         self.page.locator(f"#{setting} input").click()
         self.page.get_by_role("option", name=option, exact=True).click()
 
+    def shows(self, setting: str, option: str) -> None:
+        self.page.wait_for_function(f"document.querySelector('#{setting} input').value == '{option}'")
+
     def fits(self) -> bool:
         return self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
@@ -185,7 +188,12 @@ def test_a_picture_is_uploaded_asked_about_followed_up_and_looked_at_again_with_
 def test_who_decides_formats_is_chosen_for_the_next_question_and_what_cannot_be_is_said(visit):
     me = visit()
     me.choose("policy", "importance")
-    me.page.wait_for_function("document.querySelector('#formats input').value == '16/4'")  # the server has answered
+    me.shows("formats", "16/4")  # in place of a pair that cannot serve
+    me.choose("formats", "4/0")
+    me.choose("policy", "exact")
+    me.page.locator("#formats input:disabled").wait_for()
+    me.choose("policy", "importance")
+    me.shows("formats", "4/0")  # a pair that can serve stays
     me.choose("formats", "16/4")
     me.page.get_by_role("button", name="What does the sign say?").click()
     assert me.tell(contains="OPEN") == 'It says "OPEN".'

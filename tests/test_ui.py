@@ -410,7 +410,6 @@ def test_only_policies_that_can_serve_are_offered_with_the_pairs_that_they_can_s
     assert list(every) == ["exact", "hotness", "importance", "hotness+importance"] and "4/2" in every["importance"]
     some = widgets.offers(FakeEngine(packed={"16", "4"}))
     assert some == {"exact": [], **{policy: ["16/4"] for policy in every if policy != "exact"}}
-    assert widgets.formats_of(["16/4"], "4/2").value == "16/4" and widgets.formats_of(["16/4", "4/2"], "4/2").value == "4/2"
     none = FakeEngine(packed=set())
     shown_now = widgets._settings(Page(none), widgets.offers(none))
     assert [choice for choice, _ in shown_now["policy"].choices] == ["exact"] and not shown_now["formats"].interactive

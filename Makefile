@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.vismoe-base
 DEV := $(VENV)/.vismoe-dev
 TYPES := $(VENV)/types
+TRITON := $(VENV)/triton
 FOLDERS := app eval predictor_training
 RECIPE := $(wildcard assets/*.py) assets/demo_recipe
 NATIVE := CMakeLists.txt $(wildcard vismoe/kernels/csrc/*)
 # The oldest transformers supported and the hub client it wants, beside the environment's own: PYTHONPATH puts them in front.
 OLDEST := $(VENV)/transformers-5.17
 # Tests in which the version of transformers decides nothing run once, with the newest.
-APART := kernels kernels_eval lossless checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
+APART := kernels gpu_kernels kernels_eval lossless checksum affine_encode formats formats_quality pack pack_cli pack_kills packed_store store \
 	store_reads safetensors_header miss route library pager below eviction host_tier speculation pinned replay trace timeline plan \
 	config threads machine doctor control bench_checkpoint bench_cli bench_fairness bench_limits bench_process bench_run gguf \
 	packaging memory_agreement layers cli cli_paste words cli_study cli_demo ui ui_serving browser scenes images overlay selection \
@@ -48,7 +49,7 @@ help: ## this list
 demo: $(BASE) ## ask the bundled model about a picture, with a quarter of its experts in memory
 	@$(BIN)/vismoe chat --verbose --memory 25% --image assets/images/demo.png "What is in the picture?"
 
-test: $(DEV) ## the test suite
+test: $(DEV) $(TRITON)/.done ## the test suite
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supported
@@ -95,6 +96,14 @@ $(DEV): pyproject.toml $(NATIVE) | $(BIN)/python
 	@echo "Installing vismoe and what its tests need into $(VENV); torch, transformers, gradio and lmms-eval come along, which takes minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@ $(BASE)
+
+# torch for CUDA brings Triton along. Without it, the GPU kernels are interpreted and compiled by a Triton beside the environment;
+# where there is none for this system, their tests skip and say so.
+$(TRITON)/.done: Makefile | $(DEV)
+	@mkdir -p $(TRITON)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing Triton into $(TRITON), for tests only."; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(TRITON) 'triton==3.6.0' || true; }
+	@touch $@
 
 $(OLDEST)/.done: Makefile | $(DEV)
 	@echo "Installing transformers 5.17 into $(OLDEST)."

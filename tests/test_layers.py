@@ -35,6 +35,7 @@ OPTIONAL = {
 
 # The files that are such a package's own: whoever imports one does so inside a function, or is one of them.
 BEHIND_AN_EXTRA = {
+    "vismoe/kernels/gpu/programs.py",
     "vismoe/models/inputs/remote_images.py",
     *(f"app/{name}.py" for name in "ui ui_serving answers api api_errors callers completions guard images".split()),
     *(f"app/{name}.py" for name in "known_hosts request_memory schemas serving".split()),

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.kernels.library import function, instruction_sets, library
-from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout, Section
+from vismoe.kernels.matrices import Matrix, matrices
+from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 Isa = Literal["portable", "avx2", "avx512", "avx512bf16"]  # in the order of csrc/kernels.h, later ones preferred
 ISAS: tuple[Isa, ...] = get_args(Isa)
@@ -106,6 +107,11 @@ class _Matrix(ctypes.Structure):
         ("bias_dtype", ctypes.c_int32),
     ]
 
+    @classmethod
+    def of(cls, matrix: Matrix) -> "_Matrix":
+        *places, encoding, bias_dtype = matrix
+        return cls(*places, ENCODINGS[encoding], -1 if bias_dtype is None else DTYPES.index(bias_dtype))
+
 
 class _Expert(ctypes.Structure):
     _fields_ = [
@@ -135,29 +141,14 @@ class ExpertKernel:
     def of(cls, format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> "ExpertKernel | str":
         """The kernel for slabs of layout `slab` that hold experts of layout `raw` in `format`; a string gives the reason for
         none."""
-        sections = {section.name: section for section in raw.sections}
-        unknown = set(sections) - {form.up, form.down, f"{form.up}_bias", f"{form.down}_bias"}
-        if unknown:
-            return f"its experts also have {', '.join(sorted(unknown))}, which the fast kernels do not know"
-        if form.gate is Gate.NONE and form.activation is Activation.CLAMPED_SWIGLU:
-            return f"its experts have no gate, and {form.activation} needs one"
-        if format.exact:
-            if form.transposed:
-                return "its raw weights are stored [in, out]; the fast kernels read [out, in], as the integer formats hold them"
-            dtype = sections[form.up].dtype
-            if dtype not in ENCODINGS or sections[form.down].dtype != dtype:
-                return f"raw weights are {dtype}; the fast kernels read bfloat16 and float16"
-            encoding = ENCODINGS[dtype]
-        else:
-            encoding = ENCODINGS[format]
-        lying = {section.name: section for section in slab.sections}
-        up = _matrix(form.up, sections[form.up], form.transposed, encoding, lying)
-        down = _matrix(form.down, sections[form.down], form.transposed, encoding, lying)
-        ups = down.inputs if form.gate is Gate.NONE else 2 * down.inputs
-        if up.rows != ups or up.inputs != down.rows:
-            return f"{form.up} {up.rows} x {up.inputs} and {form.down} {down.rows} x {down.inputs} do not fit a {form.gate} gate"
+        if format.exact and form.transposed:
+            return "its raw weights are stored [in, out]; the fast kernels read [out, in], as the integer formats hold them"
+        found = matrices(format, raw, slab, form)
+        if isinstance(found, str):
+            return found
+        up, down = (_Matrix.of(matrix) for matrix in found)
         expert = _Expert(up, down, GATES.index(form.gate), ACTIVATIONS.index(form.activation), form.alpha, form.limit)
-        return cls((format,), up.inputs, down.inputs, (_Expert * 1)(expert))
+        return cls((format,), found[0].inputs, found[1].inputs, (_Expert * 1)(expert))
 
     @classmethod
     def mixed(cls, kernels: Sequence["ExpertKernel"]) -> "ExpertKernel":
@@ -227,18 +218,6 @@ def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, thread
 def held_bytes() -> int:
     """Bytes of the workspace now: those of the largest call so far."""
     return int(_held_bytes()())
-
-
-def _matrix(name: str, section: Section, transposed: bool, encoding: int, lying: dict[str, Section]) -> _Matrix:
-    rows, inputs = reversed(section.shape) if transposed else section.shape
-    bias = lying.get(f"{name}_bias")
-    place = (bias.offset_bytes, DTYPES.index(bias.dtype)) if bias else (0, -1)
-    if f"{name}.codes" in lying:
-        codes, scale, offset = (lying[f"{name}.{part}"] for part in ("codes", "scale", "offset"))
-        places = (codes.offset_bytes, scale.offset_bytes, offset.offset_bytes)
-        return _Matrix(*places, place[0], rows, inputs, codes.shape[1], scale.shape[1], encoding, place[1])
-    codes = lying[name]
-    return _Matrix(codes.offset_bytes, 0, 0, place[0], rows, inputs, inputs * codes.dtype.itemsize, 0, encoding, place[1])
 
 
 # ------------------------------------------------------------------ routing

@@ -9,10 +9,11 @@ where they exist for every geometry, and torch's otherwise; the choice and its r
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from vismoe.errors import ConfigError
 from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
 from vismoe.kernels.codecs import codec_of
+from vismoe.kernels.gpu import experts as gpu
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.hardware import cores, probe
 from vismoe.models.family.families import expert_modules
@@ -31,6 +33,7 @@ from vismoe.models.load.host_rates import ways_for
 from vismoe.models.load.locate import locate_experts
 from vismoe.models.load.reading import Reading, settle_reading, start_reading
 from vismoe.models.moe.compute import PAIRS_PER_CALL
+from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL as GPU_PAIRS
 from vismoe.models.moe.heavy_hitters import hitters_bytes
 from vismoe.paging.miss import Ways
 from vismoe.planning.needs import Footprint, Hardware
@@ -41,8 +44,9 @@ from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
 from vismoe.store.packed import PackedStore, find_store, formats_in
-from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair
+from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
+K = TypeVar("K")
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
 
@@ -54,7 +58,8 @@ class Experts:
     transposed: tuple[frozenset[str], ...]  # per geometry, the matrices that the model keeps as [in, out]
     where: str  # for people: the formats and where they are read
     codecs: tuple[tuple[Codec, ...], ...]  # by precision, per geometry
-    kernels: tuple[cpu.ExpertKernel, ...] | None  # per geometry, for experts of all formats; None: torch computes
+    kernels: tuple[cpu.ExpertKernel, ...] | None  # per geometry, for experts of all formats; without any, torch computes
+    gpu_kernels: tuple[tuple[gpu.GpuKernel, ...], ...] | None  # per geometry, by precision
     host_kernels: tuple[cpu.ExpertKernel, ...] | None  # for experts that are computed in host memory below a device
     ways: Ways | None  # to serve a miss there; None: it waits
     backend: str  # for people: whose, and why
@@ -72,6 +77,10 @@ class Experts:
         policy holds (that of hotness in host memory, and counted here all the same)."""
         if self.kernels is not None:
             return self.policy_bytes + self._kernel_bytes(self.kernels)
+        if self.gpu_kernels is not None:
+            return self.policy_bytes + max(
+                kernel.workspace_bytes(GPU_PAIRS) for kernels in self.gpu_kernels for kernel in kernels
+            )
         restored = not all(format.exact for format in self.formats)
         return self.policy_bytes + (sum(codec.raw.record_bytes for codec in self.codecs[0]) if restored else 0)
 
@@ -176,7 +185,7 @@ def with_experts_of(needs: Footprint, reads: Reads, experts: Experts) -> Footpri
         inventory=experts.inventory,
         transposed=experts.transposed,
         scratch_bytes=reads.scratch_bytes,
-        by_kernels=experts.kernels is not None,
+        by_kernels=experts.kernels is not None or experts.gpu_kernels is not None,
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
     )
@@ -291,10 +300,14 @@ def _arrange(
         raise ConfigError("emulated_link_bytes_per_s stands in for a device on the CPU. Fix: leave it out, or device='cpu'")
     formats = tuple(by_geometry[0].format for by_geometry in codecs)
     found: tuple[cpu.ExpertKernel, ...] | str = "torch was asked for"
+    on_gpu: tuple[tuple[gpu.GpuKernel, ...], ...] | str = "torch was asked for"
     if settings.kernels != "torch":
-        found = _kernels(forms_of(model, inventory), inventory, formats)
-    why_not = found if isinstance(found, str) else "the fast kernels are for the CPU" if device.type != "cpu" else None
-    if why_not and settings.kernels == "fast":
+        forms = forms_of(model, inventory)
+        found = _kernels(forms, inventory, formats)
+        if device.type != "cpu":
+            on_gpu = gpu.missing(device, model.dtype) or _gpu_kernels(forms, inventory, formats, model.dtype)
+    why_not = found if device.type == "cpu" else on_gpu
+    if isinstance(why_not, str) and settings.kernels == "fast":
         raise ConfigError(f"kernels='fast': {why_not}. Fix: kernels='auto' (--kernels auto)")
     if not isinstance(found, str):
         setup = cpu.start(min(torch.get_num_threads(), cores()))
@@ -308,30 +321,52 @@ def _arrange(
     policy_bytes = hitters_bytes(model, settings.context) if "importance" in settings.policy else 0
     if "hotness" in settings.policy:
         policy_bytes += profile_bytes([layer.num_experts for layer in inventory.layers])
-    kernels, host_kernels = None, None
-    if isinstance(found, str):
+    kernels = found if device.type == "cpu" and not isinstance(found, str) else None
+    host_kernels = found if device.type != "cpu" and ways and not isinstance(found, str) else None
+    if isinstance(why_not, str):
         exact = "bit-identical to eager experts" if all(f.exact for f in formats) else "integer formats are restored first"
-        backend = f"torch ({exact}; {found})" if settings.kernels != "torch" else f"torch ({exact})"
-    elif device.type == "cpu":
-        kernels, backend = found, fast
+        backend = f"torch ({exact}; {why_not})" if settings.kernels != "torch" else f"torch ({exact})"
     else:
-        host_kernels = found if ways else None
-        backend = f"torch ({why_not})" + (f"; in host memory {fast}" if ways else "")
-    return Experts(inventory, transposed, where, codecs, kernels, host_kernels, ways, backend, model.dtype, policy_bytes)
+        backend = fast if kernels else f"fast (Triton, {torch.cuda.get_device_name(device)})"
+    if host_kernels:
+        backend += f"; in host memory {fast}"
+    gpu_kernels = None if isinstance(on_gpu, str) else on_gpu
+    serving = kernels, gpu_kernels, host_kernels
+    return Experts(inventory, transposed, where, codecs, *serving, ways, backend, model.dtype, policy_bytes)
 
 
 def _kernels(
     forms: Sequence[ExpertForm | str], inventory: ExpertInventory, formats: Sequence[Format]
 ) -> tuple[cpu.ExpertKernel, ...] | str:
     """The CPU kernels of every geometry, or why there are none."""
-    found: list[cpu.ExpertKernel] = []
+    found = _per_geometry(cpu.ExpertKernel.of, forms, inventory, formats)
+    if isinstance(found, str):
+        return found
+    return tuple(cpu.ExpertKernel.mixed(kernels) if len(kernels) > 1 else kernels[0] for kernels in found)
+
+
+def _gpu_kernels(
+    forms: Sequence[ExpertForm | str], inventory: ExpertInventory, formats: Sequence[Format], dtype: torch.dtype
+) -> tuple[tuple[gpu.GpuKernel, ...], ...] | str:
+    """The GPU kernels of every geometry, by precision, or why there are none."""
+    return _per_geometry(functools.partial(gpu.GpuKernel.of, dtype=dtype), forms, inventory, formats)
+
+
+def _per_geometry(
+    kernel_of: Callable[[Format, RecordLayout, RecordLayout, ExpertForm], K | str],
+    forms: Sequence[ExpertForm | str],
+    inventory: ExpertInventory,
+    formats: Sequence[Format],
+) -> tuple[tuple[K, ...], ...] | str:
+    """For every geometry a kernel for each format, or why there is none."""
+    found: list[tuple[K, ...]] = []
     layouts = [inventory.layouts, inventory.low_layouts][: len(formats)]
     for form, raw, *slabs in zip(forms, inventory.raw_layouts, *layouts, strict=True):
-        kernels: list[cpu.ExpertKernel] = []
+        kernels: list[K] = []
         for format, slab in zip(formats, slabs, strict=True):
-            kernel = form if isinstance(form, str) else cpu.ExpertKernel.of(format, raw, slab, form)
+            kernel = form if isinstance(form, str) else kernel_of(format, raw, slab, form)
             if isinstance(kernel, str):
                 return kernel
             kernels.append(kernel)
-        found.append(cpu.ExpertKernel.mixed(kernels) if len(kernels) > 1 else kernels[0])
+        found.append(tuple(kernels))
     return tuple(found)

@@ -22,9 +22,10 @@ from vismoe.models.family.families import stack_of
 from vismoe.models.load.host_rates import upgrade_rates
 from vismoe.models.load.opening import Configuration, Experts
 from vismoe.models.moe.attention import group_queries
-from vismoe.models.moe.compute import ExpertBackend, FastExperts, TorchExperts
+from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.experts import bind
 from vismoe.models.moe.format_choice import FormatChooser
+from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.heavy_hitters import HeavyHitters
 from vismoe.models.moe.linears import MOST_ROWS, serve_linears
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs, choose_lookahead
@@ -282,11 +283,13 @@ def _bring_in(pager: Pager, chooser: FormatChooser | None, plan: Plan) -> tuple[
     return pager.bring_in_all(high), plan.total_experts
 
 
-def _backend(experts: Experts, device: torch.device) -> ExpertBackend:
+def _backend(experts: Experts, device: torch.device) -> TorchExperts | FastExperts | GpuExperts:
     """What computes the experts of a layer."""
     if experts.kernels is not None:
         return FastExperts(experts.inventory, experts.kernels)
     on_host = FastExperts(experts.inventory, experts.host_kernels) if experts.host_kernels is not None else None
+    if experts.gpu_kernels is not None:
+        return GpuExperts(experts.inventory, experts.gpu_kernels, on_host)
     return TorchExperts(experts.inventory, experts.codecs, device, on_host)
 
 

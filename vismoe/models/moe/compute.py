@@ -17,7 +17,7 @@ from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
 from vismoe.models.family.families import accumulator_dtype
 from vismoe.models.moe.eager import BLOCK_ROWS, ExpertRows, OneRow, block_rows, expert_output
-from vismoe.paging.lent import Lent
+from vismoe.paging.lent import Group, Lent
 from vismoe.paging.pager import Lease
 from vismoe.types import ExpertInventory
 
@@ -102,7 +102,7 @@ class _TorchWork:
         return out.to(self._hidden.dtype)
 
     @cached_property
-    def _below(self) -> "_FastWork":
+    def _below(self) -> "FastWork":
         """The same layer for the kernels, which compute in host memory; created only when an expert is lent from there."""
         host = self._parent.host
         assert host is not None, "experts are lent from host memory only if there are kernels"
@@ -124,12 +124,12 @@ class FastExperts:
     def __init__(self, inventory: ExpertInventory, kernels: Sequence[cpu.ExpertKernel]):
         self.inventory, self.kernels = inventory, kernels
 
-    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "_FastWork":
+    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "FastWork":
         kernel = self.kernels[self.inventory.layers[layer].geometry]
-        return _FastWork(kernel, module.num_experts, routing, hidden, factors)
+        return FastWork(kernel, module.num_experts, routing, hidden, factors)
 
 
-class _FastWork:
+class FastWork:
     """P pairs sorted by expert, then token: pairs `starts[i] .. starts[i + 1]` belong to `experts[i]`."""
 
     def __init__(
@@ -155,6 +155,10 @@ class _FastWork:
         address = np.array([next(iter(lent.weights.values())).data_ptr()])  # a record begins with its first section
         return self._parts(Records([lent.expert], address), self._pairs([lent.expert]))
 
+    def parts_of(self, group: Group) -> torch.Tensor:
+        """The rows float32 `[n, H]` of a group's experts, expert by expert."""
+        return self._parts(Records(group.experts, group.addresses, group.precisions), self._pairs(group.experts))
+
     def _added(self, lease: Lease) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)
         for group in lease.groups(in_order=True):
@@ -167,9 +171,8 @@ class _FastWork:
         results: list[torch.Tensor] = []
         some: list[np.ndarray] = []
         for group in lease.groups(in_order=False):
-            pairs = self._pairs(group.experts)
-            results.append(self._parts(Records(group.experts, group.addresses, group.precisions), pairs))
-            if pairs is not None:
+            results.append(self.parts_of(group))
+            if (pairs := self._pairs(group.experts)) is not None:
                 some.append(pairs)
         if not results:  # every choice was a sentinel
             return torch.zeros(self._hidden.shape, dtype=self._type)
@@ -214,6 +217,3 @@ class _FastWork:
         at = np.array([self._index[expert] for expert in experts])
         starts = np.concatenate([[0], np.cumsum(self._starts[at + 1] - self._starts[at])]).astype(np.int32)
         return records, starts, self._tokens[pairs], self._factors[pairs]
-
-
-ExpertBackend = TorchExperts | FastExperts  # whose `begin` prepares a layer of a pass, and `run` computes it as experts come

@@ -19,8 +19,9 @@ from vismoe.errors import ClosedError, ContextError, UnsupportedModelError
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
 from vismoe.models.family.token_kinds import token_kinds
-from vismoe.models.moe.compute import ExpertBackend
+from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.format_choice import FormatChooser
+from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.paging.pager import Pager
@@ -71,7 +72,7 @@ class ExpertService:
     """What serves a model's experts for as long as one plan holds."""
 
     pager: Pager
-    backend: ExpertBackend
+    backend: TorchExperts | FastExperts | GpuExperts  # `begin` prepares a layer of a pass, `run` computes it as experts come
     plan: Plan
     chooser: FormatChooser | None = None  # chooses between two formats; None: there is one
 

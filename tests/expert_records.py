@@ -1,0 +1,164 @@
+"""Experts with random weights as records in every format, batches for them, and how large their errors may be."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import reference
+import torch
+from torch import Tensor
+
+from vismoe.formats.affine import GRIDS
+from vismoe.formats.codec import Codec
+from vismoe.kernels import cpu
+from vismoe.kernels.codecs import codec_of
+from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
+
+FORMATS = (Format.RAW, Format.INT8, Format.INT4, Format.INT2)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMS = {
+    "qwen": (Gate.CONCATENATED, Activation.SILU, True),
+    "gpt-oss": (Gate.INTERLEAVED, Activation.CLAMPED_SWIGLU, True),
+    "gemma": (Gate.CONCATENATED, Activation.GELU_TANH, False),
+    "gelu": (Gate.NONE, Activation.GELU_ERF, True),
+    "nemotron": (Gate.NONE, Activation.RELU_SQUARED, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Some experts with random weights: as records, and as the matrices that the records stand for."""
+
+    raw: RecordLayout
+    codecs: Sequence[Codec]  # by precision
+    model_form: ExpertForm
+    slabs: Sequence[Tensor]  # uint8 [record_bytes] each, every gap full of NaN patterns
+    weights: list[dict[str, Tensor]]
+    precisions: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, format=Format.RAW, dtype=torch.bfloat16, hidden=96, intermediate=80, count=3, form="qwen", transposed=False):
+        gate, activation, biased = FORMS[form]
+        ups = intermediate if gate is Gate.NONE else 2 * intermediate
+        shapes = {"up_proj": (ups, hidden), "down_proj": (hidden, intermediate)}
+        if transposed:
+            shapes = {name: shape[::-1] for name, shape in shapes.items()}
+        if biased:
+            shapes |= {"up_proj_bias": (ups,), "down_proj_bias": (hidden,)}
+        raw = RecordLayout.of(shapes, dict.fromkeys(shapes, dtype))
+        codec = codec_of(format, raw, frozenset({"up_proj", "down_proj"} if transposed else ()))
+        expert_form = ExpertForm("up_proj", "down_proj", transposed, gate, activation, alpha=1.702, limit=1.5)
+        slabs = torch.full((count, codec.slab.record_bytes), 0xFF, dtype=torch.uint8)
+        weights = [cls._fill(codec, slab, expert_form) for slab in slabs]
+        return cls(raw, (codec,), expert_form, slabs, weights)
+
+    @property
+    def form(self) -> ExpertForm:
+        """Of `weights`."""
+        return dataclasses.replace(self.model_form, transposed=False)
+
+    @cached_property
+    def kernel(self) -> cpu.ExpertKernel:
+        kernels = [cpu.ExpertKernel.of(codec.format, self.raw, codec.slab, self.model_form) for codec in self.codecs]
+        assert all(isinstance(kernel, cpu.ExpertKernel) for kernel in kernels), kernels
+        return cpu.ExpertKernel.mixed(kernels) if len(kernels) > 1 else kernels[0]
+
+    @classmethod
+    def mixed(cls, kinds: Sequence["Experts"], precisions: Sequence[int]) -> "Experts":
+        """Expert i as kinds[precisions[i]] has it."""
+        codecs = [kind.codecs[0] for kind in kinds]
+        slabs = [kinds[precision].slabs[i] for i, precision in enumerate(precisions)]
+        weights = [kinds[precision].weights[i] for i, precision in enumerate(precisions)]
+        return cls(kinds[0].raw, codecs, kinds[0].model_form, slabs, weights, np.array(precisions, np.uint8))
+
+    @staticmethod
+    def _fill(codec, slab: Tensor, form: ExpertForm) -> dict[str, Tensor]:
+        """Random numbers into one slab; returns the weights that they mean, matrices [out, in]."""
+        views, weights = codec.slab.views(slab), {}
+        transposed = (form.up, form.down) if form.transposed else ()
+        for section in codec.raw.sections:
+            if section.name in views:
+                spread = section.shape[-1] ** -0.5 if len(section.shape) == 2 else 0.1
+                weight = views[section.name].copy_(torch.randn(section.shape) * spread)
+                weights[section.name] = weight.T if section.name in transposed else weight
+                continue
+            codes, scale, offset = (views[f"{section.name}.{part}"] for part in ("codes", "scale", "offset"))
+            inputs = codec.shape(section)[1]
+            codes.copy_(torch.randint(256, codes.shape))
+            spread = inputs**-0.5 / GRIDS[codec.format].middle
+            scale.copy_((torch.rand(scale.shape) + 0.5) * spread)
+            offset.copy_(torch.randn(offset.shape) * spread)
+            weights[section.name] = dequantised(codec.format, codes, scale, offset, inputs)
+        return weights
+
+    def records(self) -> np.ndarray:
+        return np.array([slab.data_ptr() for slab in self.slabs], np.uint64)
+
+
+def dequantised(format: Format, codes: Tensor, scale: Tensor, offset: Tensor, inputs: int) -> Tensor:
+    """float32 [out, in], input by input as docs/formats.md says."""
+    out = torch.empty(codes.shape[0], inputs)
+    group = GRIDS[format].group_inputs
+    for i in range(inputs):
+        if format is Format.INT8:
+            centred = codes[:, i].view(torch.int8).int()
+        elif format is Format.INT4:
+            centred = (codes[:, i // 64 * 32 + i % 32].int() >> (4 * (i % 64 // 32)) & 15) - 8
+        else:
+            centred = (codes[:, i // 128 * 32 + i % 32].int() >> (2 * (i % 128 // 32)) & 3) - 2
+        out[:, i] = centred * scale[:, i // group].float() + offset[:, i // group].float()
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Hidden states and who wants which of them."""
+
+    hidden: Tensor
+    starts: np.ndarray
+    tokens: np.ndarray
+    factors: np.ndarray
+
+    @classmethod
+    def of(cls, counts, hidden=96, dtype=torch.bfloat16, tokens=None):
+        tokens = tokens or max(1, *counts)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        which = np.concatenate([np.sort(np.random.permutation(tokens)[:n]) for n in counts]).astype(np.int32)
+        factors = np.random.rand(len(which)).astype(np.float32)
+        return cls(torch.randn(tokens, hidden).to(dtype), starts, which, factors)
+
+    def parts(self, experts: Experts) -> Tensor:
+        out = torch.full((len(self.tokens), experts.kernel.hidden), torch.nan)
+        call = experts.records(), self.starts, self.tokens, self.factors, self.hidden, out
+        experts.kernel.parts(*call, precisions=experts.precisions)
+        return out
+
+    def added(self, experts: Experts, out: Tensor) -> Tensor:
+        call = experts.records(), self.starts, self.tokens, self.factors, self.hidden, out
+        experts.kernel.parts(*call, precisions=experts.precisions, adding=True)
+        return out
+
+    def oracle(self, experts: Experts) -> Tensor:
+        tokens, factors = torch.from_numpy(self.tokens).long(), torch.from_numpy(self.factors)
+        return reference.parts(experts.form, experts.weights, self.starts.tolist(), tokens, factors, self.hidden)
+
+
+def rms(values: Tensor) -> float:
+    return values.double().square().mean().sqrt().item()
+
+
+def typical(experts: Experts, batch: Batch) -> float:
+    """The root mean square that outputs have where nothing cancels: errors are measured in it."""
+    squares = []
+    gated = experts.form.gate is not Gate.NONE
+    for weights, first, last in zip(experts.weights, batch.starts, batch.starts[1:]):
+        x = batch.hidden[batch.tokens[first:last]].double()
+        bias = weights.get("up_proj_bias", torch.zeros(())).double()
+        product = (x.square() @ weights["up_proj"].double().square().T + bias.square()).mean(dim=1, keepdim=True)
+        powers = {Activation.RELU_SQUARED: product**2, Activation.CLAMPED_SWIGLU: product * (product + 1)}
+        middle = powers.get(experts.form.activation, product**2 if gated else product)
+        bias = weights.get("down_proj_bias", torch.zeros(())).double()
+        out = middle * weights["down_proj"].double().square().sum(dim=1) + bias.square()
+        squares.append(out * torch.from_numpy(batch.factors[first:last, None]).double() ** 2)
+    return torch.cat(squares).mean().sqrt().item()

@@ -1,0 +1,230 @@
+"""Run by test_gpu_kernels.py: what the Triton programs compute, and what their results must not depend on.
+
+The last part runs a whole model. Without a GPU its experts are served on the CPU, but computed by the interpreted programs.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import reference
+import tiny_models
+import torch
+from expert_records import FORMATS, FORMS, Batch, Experts, rms, typical
+
+import vismoe
+from vismoe import VisMoEConfig
+from vismoe.cli.main import main
+from vismoe.kernels.gpu import experts as gpu
+from vismoe.models.family.forms import forms_of
+from vismoe.models.load import opening
+from vismoe.models.moe.gpu_experts import GpuExperts
+from vismoe.types import Format
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def kernel_of(experts: Experts, dtype=torch.bfloat16) -> gpu.GpuKernel:
+    codec = experts.codecs[0]
+    kernel = gpu.GpuKernel.of(codec.format, experts.raw, codec.slab, experts.model_form, dtype)
+    assert isinstance(kernel, gpu.GpuKernel), kernel
+    return kernel
+
+
+def parts(experts: Experts, batch: Batch, rows=None, only=None) -> torch.Tensor:
+    """Float32 `[P, H]`, NaN where nothing was computed; `only`: of these experts."""
+    kernel, slabs = kernel_of(experts, batch.hidden.dtype), [slab.to(DEVICE) for slab in experts.slabs]
+    which = np.arange(len(slabs)) if only is None else np.array(only)
+    addresses = np.array([slab.data_ptr() for slab in slabs])[which]
+    starts, ends = batch.starts[:-1][which].astype(np.int64), batch.starts[1:][which].astype(np.int64)
+    rows = rows or gpu.tile_rows(int((ends - starts).max()))
+    (tiles,) = gpu.upload([gpu.tiles_of(addresses, starts, ends, rows)], DEVICE)
+    tokens, pairs = len(batch.hidden), len(batch.tokens)
+    top_k = len(batch.starts)  # as many choices as there can be; a pair's place is one of its token's
+    seen, places = np.zeros(tokens, np.int32), np.empty(pairs, np.int32)
+    for i, token in enumerate(batch.tokens):
+        places[i], seen[token] = token * top_k + seen[token], seen[token] + 1
+    factors = torch.full((tokens, top_k), torch.nan)
+    factors.view(-1)[torch.from_numpy(places).long()] = torch.from_numpy(batch.factors)
+    activated = torch.full((pairs, kernel.intermediate), torch.nan, dtype=batch.hidden.dtype, device=DEVICE)
+    out = torch.full((pairs, kernel.hidden), torch.nan, device=DEVICE)
+    x = batch.hidden.to(DEVICE)
+    kernel.parts(x, torch.from_numpy(places).to(DEVICE), factors.to(DEVICE), tiles, rows, activated, out)
+    return out.cpu()
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+def cases() -> list[tuple]:
+    """Every format with every form, with shapes that divide the tiles and shapes that do not."""
+    shapes = itertools.cycle([(128, 64), (130, 33), (96, 80), (257, 31)])
+    counts = itertools.cycle([[1], [2, 0, 3], [17, 1], [1, 40], [64]])
+    dtypes, transposed = itertools.cycle([torch.bfloat16, torch.float16, torch.bfloat16]), itertools.cycle([False, True])
+    return [
+        (format, form, next(shapes), next(counts), next(dtypes), next(transposed))
+        for format, form in itertools.product(FORMATS, FORMS)
+    ]
+
+
+@pytest.mark.parametrize("format, form, shape, counts, dtype, transposed", cases())
+def test_parts_are_those_of_the_oracle(format, form, shape, counts, dtype, transposed):
+    hidden, intermediate = shape
+    experts = Experts.of(format, dtype, hidden, intermediate, len(counts), form, transposed)
+    batch = Batch.of(counts, hidden, dtype)
+    oracle, size = batch.oracle(experts), typical(experts, batch)
+    bound = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}[dtype]
+    few = 2 if form == "nemotron" else 1  # squares have twice the error
+    assert rms(parts(experts, batch) - oracle) <= few * bound * size
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("form", ["qwen", "gpt-oss"])
+def test_the_error_is_at_most_that_of_torch_in_bfloat16(format, form):
+    experts, batch = Experts.of(format, hidden=512, intermediate=256, count=2, form=form), Batch.of([16, 16], 512)
+    oracle = batch.oracle(experts)
+    rounded = [{name: weight.bfloat16() for name, weight in weights.items()} for weights in experts.weights]
+    tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(32)
+    eager = reference.parts(experts.form, rounded, [0, 16, 32], tokens, ones, batch.hidden, torch.bfloat16).double()
+    eager *= torch.from_numpy(batch.factors)[:, None]
+    assert rms(parts(experts, batch) - oracle) <= 1.05 * rms(eager - oracle)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_result_depends_on_its_own_token_and_expert_only(format):
+    """Not on the other experts of a launch nor on the other tokens, one of which is poisoned; rows of others are left alone."""
+    experts, batch = Experts.of(format, hidden=130, intermediate=40), Batch.of([3, 12, 1], 130, tokens=12)
+    whole = parts(experts, batch)
+    some = parts(experts, batch, only=[1])
+    assert torch.equal(some[3:15], whole[3:15])
+    assert some[:3].isnan().all() and some[15:].isnan().all()
+    batch.hidden[batch.tokens[5]] = torch.nan
+    mine = torch.from_numpy(batch.tokens == batch.tokens[5])
+    poisoned = parts(experts, batch)
+    assert poisoned[mine].isnan().all() and torch.equal(poisoned[~mine], whole[~mine])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter multiplies matrices with the CPU's BLAS")
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_shape_of_a_tile_does_not_change_a_bit(format):
+    experts, batch = Experts.of(format, hidden=2048, intermediate=768), Batch.of([1, 40, 16], 2048)
+    assert torch.equal(parts(experts, batch, rows=gpu.FEW_ROWS), parts(experts, batch, rows=gpu.MANY_ROWS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("adding", [False, True])
+def test_sums_are_those_of_the_oracle_bit_for_bit(adding, dtype):
+    """Also for a token without pairs, which gets zeros, or stays as it is."""
+    if adding and dtype != torch.float32:
+        pytest.skip("sums that go on are float32")
+    values, tokens = torch.randn(7, 1030), np.array([0, 2, 2, 4, 0, 2, 4])
+    start = torch.randn(5, 1030) if adding else torch.full((5, 1030), torch.nan)
+    expected = start.clone() if adding else torch.zeros(5, 1030)
+    reference.add(values, torch.from_numpy(tokens), expected)
+    count, sums = gpu.sums_of(tokens, None if adding else 5)
+    out = start.to(dtype).to(DEVICE)
+    gpu.combine(values.to(DEVICE), torch.from_numpy(sums).to(DEVICE), count, out, adding)
+    assert count == (3 if adding else 5) and torch.equal(out.cpu(), expected.to(dtype))
+
+
+def test_every_pair_is_in_one_tile():
+    starts, ends = np.array([0, 0, 5, 40]), np.array([0, 5, 40, 41])
+    tiles = gpu.tiles_of(np.arange(4) * 64, starts, ends, 16)
+    assert tiles.tolist() == [[64, 128, 128, 128, 192], [0, 5, 21, 37, 40], [5, 16, 16, 3, 1]]
+
+
+def test_what_cannot_be_computed_is_said():
+    experts = Experts.of(Format.RAW, torch.float16, 64, 32)
+    found = gpu.GpuKernel.of(Format.RAW, experts.raw, experts.raw, experts.model_form, torch.bfloat16)
+    assert found == "raw weights are torch.float16, hidden states torch.bfloat16; the GPU kernels compute in one type"
+
+
+# ------------------------------------------------------------------ a whole model
+FAMILY = "qwen3_moe"
+
+
+@pytest.fixture(autouse=True)
+def wide_tiles(monkeypatch):
+    """The interpreter takes its time for each program."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(gpu, "COLUMNS", 64)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    tiny_models.save(FAMILY, folder, dtype=torch.bfloat16)
+    assert main(["pack", str(folder), "--formats", "int4,int2"]) == 0
+    return folder
+
+
+def load(folder, **settings):
+    """The model, its experts computed by the GPU kernels."""
+    kernels = "fast" if DEVICE.type == "cuda" or "misses" in settings else "torch"
+    model = tiny_models.model_class(folder).from_pretrained(
+        folder, dtype=torch.bfloat16, device_map=DEVICE.type, quantization_config=VisMoEConfig(kernels=kernels, **settings)
+    )
+    context = vismoe.runtime_of(model).context
+    if not isinstance(context.serving.backend, GpuExperts):
+        experts = vismoe.runtime_of(model).configuration.experts
+        forms = forms_of(model, experts.inventory)
+        kernels = opening._gpu_kernels(forms, experts.inventory, experts.formats, torch.bfloat16)
+        host = context.serving.backend if "misses" in settings else None
+        backend = GpuExperts(experts.inventory, kernels, host)
+        context.now_serving = dataclasses.replace(context.serving, backend=backend)
+    return model
+
+
+@torch.inference_mode()
+def logits(model, tokens=6, batch=1) -> torch.Tensor:
+    """Of a prefill and greedy steps, `[B, steps, vocabulary]`."""
+    inputs = {name: t.to(DEVICE) for name, t in tiny_models.prompt(FAMILY, tokens, dtype=torch.bfloat16, batch=batch).items()}
+    return torch.stack(tiny_models.greedy(model, inputs, 2).logits, dim=1).cpu()
+
+
+@torch.inference_mode()
+def test_logits_are_as_near_to_float64_as_eager_experts(checkpoint):
+    inputs = tiny_models.prompt(FAMILY, tokens=40, dtype=torch.bfloat16, batch=3)
+    exact = tiny_models.reference(checkpoint, torch.bfloat16).double()(**inputs).logits
+    there = {name: t.to(DEVICE) for name, t in inputs.items()}
+    eager = tiny_models.reference(checkpoint, torch.bfloat16).to(DEVICE)(**there).logits.cpu()
+    ours = load(checkpoint, memory="100%")(**there).logits.cpu()
+    errors, eagers = ((found - exact).square().mean(dim=2).median() for found in (ours, eager))  # few tokens change their experts
+    assert 0 < errors.sqrt() <= 1.05 * eagers.sqrt()
+
+
+@pytest.mark.parametrize("format", ["raw", "int4"])
+def test_a_budget_changes_no_bit(checkpoint, format, monkeypatch):
+    full = logits(load(checkpoint, memory="100%", format=format))
+    small = load(checkpoint, memory="12%", format=format)
+    assert torch.equal(logits(small), full)
+    counts = vismoe.runtime_of(small).pager.metrics.snapshot()
+    assert counts.total("evictions") > 0
+    monkeypatch.setattr("vismoe.models.moe.gpu_experts.PAIRS_PER_CALL", 7)  # cuts through experts
+    assert torch.equal(logits(small), full)
+
+
+def test_two_formats_in_one_layer_are_computed_together(checkpoint):
+    """What importance chose differs from all experts in either format, and a budget without evictions changes nothing."""
+    found = {}
+    for formats in ("16/2", "16/4"):
+        model = load(checkpoint, memory="60%", policy="importance", formats=formats, deterministic=True)
+        found[formats] = logits(model)
+        shares = vismoe.runtime_of(model).pager.metrics.snapshot().shares(("high", "low"))
+        assert shares["high"] > 0 and shares["low"] > 0
+    raw = logits(load(checkpoint, memory="100%", format="raw"))
+    assert 0 < rms(found["16/4"][:, 0] - raw[:, 0]) < rms(found["16/2"][:, 0] - raw[:, 0])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="test_cuda.py has it on a GPU")
+def test_misses_that_the_cpu_computes_change_logits_by_rounding_only(checkpoint):
+    model = load(checkpoint, memory="25%", misses="cpu", emulated_link_bytes_per_s=1e8)
+    full = logits(load(checkpoint, memory="100%"))
+    for _ in range(2):  # at first nothing is in host memory
+        found = logits(model)
+    torch.testing.assert_close(found[:, 0], full[:, 0], rtol=0.05, atol=0.1)
+    assert vismoe.runtime_of(model).pager.metrics.snapshot().total("computed_on_host") > 0

@@ -1,0 +1,50 @@
+"""The GPU kernels without a GPU: interpreted against float64 oracles, and compiled for GPUs that are not here.
+
+Triton decides at import whether it interprets, so both are processes of their own. `make test` installs Triton beside the
+environment. With a GPU the first of them runs there instead of being interpreted.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from searching import SEARCHING
+
+HERE = Path(__file__).parent
+BESIDE = Path(sys.prefix) / "triton"
+HERE_TOO = importlib.util.find_spec("triton") is not None
+pytestmark = pytest.mark.skipif(not (HERE_TOO or (BESIDE / "triton").is_dir()), reason="no Triton here: make test installs it")
+
+
+def run(*arguments: str | Path, **environment: str) -> str:
+    """A Python process that has Triton; what it printed."""
+    paths = [str(HERE), *([] if HERE_TOO else [str(BESIDE)]), os.environ.get("PYTHONPATH", "")]
+    both = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    ran = subprocess.run([sys.executable, *arguments], env=both, capture_output=True, text=True, cwd=HERE.parent)
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-4000:]
+    return ran.stdout
+
+
+def test_the_programs_compute_what_the_oracles_do():
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / "gpu_kernels.py", **interpreted)
+
+
+def test_the_programs_compile_for_gpus_that_are_not_here_as_they_were_meant(tmp_path):
+    """In the shapes of Qwen3-30B-A3B. Nothing is spilled, and the shared memory of a consumer's GPU suffices. Weights are loaded
+    16 bytes at once. Products use the one instruction whose order of additions all tiles share. No multiplication is fused with
+    an addition, which would depend on the compiler.
+    """
+    rows, formats = ("16,32", "raw,int8,int4,int2") if SEARCHING else ("16", "raw,int4")
+    found = json.loads(run(HERE / "gpu_compile.py", "80,90,100", rows, formats, TRITON_CACHE_DIR=str(tmp_path)))
+    assert {made["capability"] for made in found} == {80, 90, 100}
+    for made in found:
+        assert made["spilled_bytes"] == made["other matrix instructions"] == made["fused"] == 0, made
+        assert made["shared_bytes"] <= 99 * 1024 and made["registers"] <= 168, made
+        if made["program"] != "combine":
+            assert made["mma.sync"] > 0 and (made["16-byte loads"] >= 8 or made["format"] == "int2"), made

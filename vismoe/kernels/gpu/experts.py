@@ -1,0 +1,179 @@
+"""The GPU kernels: they compute whole experts from their slabs, found by address; the programs are Triton's (`programs`).
+
+A pair is one token and one of its experts. Pairs are sorted by expert, then token, and cut into tiles of one expert. Two launches
+compute the pairs of a group of experts, and one adds them up: their number does not depend on how many experts there are.
+
+The result of a pair depends on its token and its expert only: not on the other tokens, nor on which experts were resident. So
+every tile uses the same instructions: `tile_rows` stays below 64 rows, from which on Hopper and Blackwell would use instructions
+that add up in another order.
+
+Inputs and activated values are bfloat16 or float16, sums are float32. Triton is imported by the first launch.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vismoe.formats.affine import GRIDS
+from vismoe.kernels.matrices import SIXTEEN_BITS, Matrix, matrices
+from vismoe.types import ExpertForm, Format, Gate, RecordLayout
+
+FEW_ROWS, MANY_ROWS = 16, 32  # pairs of a tile: decoding, prompts
+COLUMNS, INPUTS = 32, 128  # of a tile, and how many inputs of raw weights are loaded at once
+SUM_COLUMNS = 1024
+WARPS, STAGES = 4, 4
+
+
+def missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run on this GPU with hidden states of this type; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the GPU kernels need Triton, which is not installed"
+    if dtype not in SIXTEEN_BITS:
+        return f"the model computes in {dtype}; the GPU kernels compute in bfloat16 and float16"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the GPU has compute capability {major}.{minor}; the GPU kernels need 8.0"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class GpuKernel:
+    """Computes experts of one geometry in one format."""
+
+    format: Format
+    hidden: int
+    intermediate: int
+    gate: Gate
+    _up: dict[str, Any]  # constants of the programs
+    _down: dict[str, Any]
+
+    @classmethod
+    def of(cls, format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm, dtype: torch.dtype) -> "GpuKernel | str":
+        """The kernel for slabs of layout `slab` that hold experts of layout `raw` in `format`, with hidden states of type
+        `dtype`; a string gives the reason for none."""
+        found = matrices(format, raw, slab, form)
+        if isinstance(found, str):
+            return found
+        up, down = found
+        if format.exact and up.encoding != dtype:
+            return f"raw weights are {up.encoding}, hidden states {dtype}; the GPU kernels compute in one type"
+        transposed = form.transposed and format.exact  # the integer formats lie [out, in]
+        activation = {
+            "GATE": str(form.gate),
+            "ACTIVATION": str(form.activation),
+            "ALPHA": form.alpha,
+            "LIMIT": form.limit if form.limit < float("inf") else 0.0,
+        }
+        shape = {"HIDDEN": up.inputs, "WIDTH": down.inputs}
+        kernels = (_constants(matrix, transposed) for matrix in (up, down))
+        return cls(
+            format, up.inputs, down.inputs, form.gate, {**shape, **activation, **next(kernels)}, {**shape, **next(kernels)}
+        )
+
+    def parts(
+        self, x: Tensor, places: Tensor, factors: Tensor, tiles: Tensor, rows: int, activated: Tensor, parts: Tensor
+    ) -> None:
+        """parts float32 `[P, H]` = routing weight times expert(x), for the pairs in `tiles`; other rows are left as they are.
+
+        x `[T, H]`; factors `[T, K]`; places int32 `[P]`: the index of each pair in factors; tiles int64 `[3, n]` as made by
+        `tiles_of` with `rows` pairs at most; activated `[P, I]` of x's type is overwritten. All on one device, contiguous.
+        """
+        programs, interpreted = _programs()
+        count = tiles.shape[1]
+        if not count:
+            return
+        block = {"BM": rows, "BN": COLUMNS, "BK": INPUTS, "INTERPRETED": interpreted}
+        how = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False}
+        top_k = factors.shape[1]
+        grid = (count, -(-self.intermediate // COLUMNS))
+        programs.up[grid](x, places, tiles, count, activated, TOP_K=top_k, **self._up, **block, **how)
+        grid = (count, -(-self.hidden // COLUMNS))
+        programs.down[grid](activated, places, factors, tiles, count, parts, **self._down, **block, **how)
+
+    def workspace_bytes(self, pairs: int) -> int:
+        """Bytes of `activated` and `parts` for so many pairs."""
+        return pairs * (2 * self.intermediate + 4 * self.hidden)
+
+
+def tiles_of(addresses: np.ndarray, starts: np.ndarray, ends: np.ndarray, rows: int) -> np.ndarray:
+    """Tiles int64 `[3, n]` (record, first pair, pairs) of at most `rows` pairs each; expert i at `addresses[i]` has the pairs
+    `starts[i] .. ends[i]`."""
+    counts = -(-(ends - starts) // rows)
+    which = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = starts[which] + nth * rows
+    return np.stack([addresses[which], first, np.minimum(ends[which] - first, rows)]).astype(np.int64)
+
+
+def tile_rows(most_pairs: int) -> int:
+    """Pairs of a tile for experts with at most `most_pairs` pairs."""
+    return FEW_ROWS if most_pairs <= FEW_ROWS else MANY_ROWS
+
+
+def sums_of(tokens: np.ndarray, count: int | None = None) -> tuple[int, np.ndarray]:
+    """(number of sums, int32 `[2 n + 1 + P]`) for `combine`: the pairs of each token, in their order. tokens `[P]`: each pair's
+    token. `count`: sums for the tokens 0 .. count, with or without pairs; None: for those that have pairs."""
+    order = np.argsort(tokens, kind="stable")
+    rows = np.unique(tokens) if count is None else np.arange(count)
+    starts = np.searchsorted(tokens[order], np.append(rows, np.iinfo(np.int64).max))
+    return len(rows), np.concatenate([rows, starts, order]).astype(np.int32)
+
+
+def combine(parts: Tensor, sums: Tensor, count: int, out: Tensor, adding: bool = False) -> None:
+    """out `[T, H]` = the sums of parts float32 `[P, H]` that `sums_of` lists, in float32, rounded once to out's type.
+
+    adding: on top of what is there, which is float32.
+    """
+    programs, interpreted = _programs()
+    hidden = out.shape[1]
+    assert not adding or out.dtype == torch.float32, "sums that go on are float32"
+    if count:
+        grid = (count, -(-hidden // SUM_COLUMNS))
+        block = {"BN": SUM_COLUMNS, "INTERPRETED": interpreted}
+        programs.combine[grid](parts, sums, count, out, HIDDEN=hidden, ADDING=adding, **block, enable_fp_fusion=False)
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays of one type on the device, by one copy that the host does not wait for."""
+    joined = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if device.type == "cuda":
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return [part.view(array.shape) for part, array in zip(joined.split([array.size for array in arrays]), arrays, strict=True)]
+
+
+def _constants(matrix: Matrix, transposed: bool) -> dict[str, Any]:
+    """What the programs have to know of a matrix."""
+    integer = isinstance(matrix.encoding, Format)
+    grid = GRIDS[matrix.encoding] if isinstance(matrix.encoding, Format) else None
+    return {
+        "BITS": grid.bits if grid else 16,
+        "AT": matrix.codes,
+        "SCALE_AT": matrix.scale,
+        "OFFSET_AT": matrix.offset,
+        "BIAS_AT": matrix.bias,
+        "BIAS_TYPE": _triton_type(matrix.bias_dtype) if matrix.bias_dtype else None,
+        "ROWS": matrix.rows,
+        "INPUTS": matrix.inputs,
+        "ROW_BYTES": matrix.row_bytes,
+        "GROUPS": matrix.groups if integer else 0,
+        "GROUP": grid.group_inputs if grid else 1,
+        "TRANSPOSED": transposed,
+    }
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+def _programs() -> tuple[Any, bool]:
+    from vismoe.kernels.gpu import programs
+
+    return programs, os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,205 @@
+"""The Triton programs: products of tokens with experts that lie in slabs, and ordered sums. `experts` launches them.
+
+A program computes one tile: up to BM pairs of one expert, times BN columns. The expert's record is found by its address, so one
+launch serves experts anywhere in the pool. Weights are decoded in registers to the type of the inputs, as torch restores them;
+products are summed in float32, along the inputs in one fixed order, whatever the shape of the tile. Nothing is added by atomics.
+So the result of a pair depends on its token and its expert only.
+
+A tile is described by three rows of `tiles` int64 `[3, n]`: the record's address, the tile's first pair, the number of its pairs.
+Importing this module needs Triton. Interpreted (TRITON_INTERPRET=1), it runs on the CPU, in float32 where `tl.dot` would
+misread bfloat16.
+"""
+
+import triton
+import triton.language as tl
+
+LOAD_BYTES = tl.constexpr(32)  # of codes that hold one input per byte and lane (formats/affine.py)
+
+
+@triton.jit
+def _inputs(x_rows, k, x_ok, INPUTS: tl.constexpr):
+    return tl.load(x_rows[:, None] + k[None, :], mask=x_ok[:, None] & (k < INPUTS)[None, :], other=0.0)
+
+
+@triton.jit
+def _rounded(values, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Float32 values in another type; the interpreter cuts bfloat16 off."""
+    if INTERPRETED and kind == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        values = (bits & -65536).to(tl.float32, bitcast=True)
+    return values.to(kind)
+
+
+@triton.jit
+def _dot(a, b, sums, INTERPRETED: tl.constexpr):
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+    return tl.dot(a, b, sums)
+
+
+@triton.jit
+def _product(
+    record, x_rows, x_ok, r, r_ok,
+    BITS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr,
+    BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Float32 `[BM, COLUMNS]`: inputs at `x_rows` times rows `r` of the matrix, plus its bias."""
+    kind = x_rows.dtype.element_ty
+    sums = tl.zeros((BM, COLUMNS), tl.float32)
+    if BITS == 16:
+        weights = tl.multiple_of(record.to(tl.pointer_type(kind)), 64) + AT // 2
+        for start in range(0, INPUTS, BK):
+            k = start + tl.arange(0, BK)
+            at = k[:, None] * ROWS + r[None, :] if TRANSPOSED else r[None, :] * INPUTS + k[:, None]
+            w = tl.load(weights + at, mask=(k < INPUTS)[:, None] & r_ok[None, :], other=0.0)
+            sums = _dot(_inputs(x_rows, k, x_ok, INPUTS), w, sums, INTERPRETED)
+    else:
+        LANES: tl.constexpr = 8 // BITS
+        codes = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 64) + AT
+        scales = (record + SCALE_AT).to(tl.pointer_type(tl.bfloat16))
+        offsets = (record + OFFSET_AT).to(tl.pointer_type(tl.bfloat16))
+        STEP: tl.constexpr = 64 if BITS > 2 else LOAD_BYTES  # bytes, whose inputs of one lane are in one group
+        for start in range(0, ROW_BYTES, STEP):
+            at = start + tl.arange(0, STEP)
+            bytes = tl.load(codes + r[None, :] * ROW_BYTES + at[:, None], mask=(at < ROW_BYTES)[:, None] & r_ok[None, :], other=0)
+            for lane in tl.static_range(LANES):
+                k = at // LOAD_BYTES * (LOAD_BYTES * LANES) + lane * LOAD_BYTES + at % LOAD_BYTES
+                group = (start * LANES + lane * LOAD_BYTES) // GROUP
+                known = r_ok & (group < GROUPS)
+                scale = tl.load(scales + r * GROUPS + group, mask=known, other=0.0).to(tl.float32)
+                offset = tl.load(offsets + r * GROUPS + group, mask=known, other=0.0).to(tl.float32)
+                if BITS == 8:
+                    code = bytes.to(tl.int8, bitcast=True).to(tl.float32)
+                else:
+                    code = ((bytes >> (lane * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - (1 << (BITS - 1))
+                w = code * scale[None, :] + offset[None, :]
+                if kind == tl.float16:
+                    w = tl.clamp(w, -65504.0, 65504.0)
+                sums = _dot(_inputs(x_rows, k, x_ok, INPUTS), _rounded(w, kind, INTERPRETED), sums, INTERPRETED)
+    if BIAS_AT >= 0:
+        bias = tl.load((record + BIAS_AT).to(tl.pointer_type(BIAS_TYPE)) + r, mask=r_ok, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _activated(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """What an expert computes between its products; `types.Activation` has the formulas. LIMIT 0: none."""
+    if LIMIT > 0 and (ACTIVATION == "silu" or ACTIVATION == "clamped_swiglu"):
+        g = tl.where(g > LIMIT, LIMIT, g)
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+    if ACTIVATION == "silu":
+        return g * _sigmoid(g) * u
+    elif ACTIVATION == "gelu_tanh":
+        return g * _sigmoid(2.0 * 0.7978845608028654 * (g + 0.044715 * g * g * g)) * u
+    elif ACTIVATION == "gelu_erf":
+        return 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476)) * u
+    elif ACTIVATION == "relu_squared":
+        positive = tl.where(g < 0, 0.0, g)
+        return positive * positive * u
+    else:
+        tl.static_assert(ACTIVATION == "clamped_swiglu")
+        return g * _sigmoid(ALPHA * g) * (u + 1.0)
+
+
+@triton.jit
+def up(
+    x, places, tiles, count, activated,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BITS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr,
+    BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """activated `[P, WIDTH]` = activation(gate, up) of the pairs of each tile. x `[T, HIDDEN]`. places int32 `[P]`: the index of
+    a pair among the `T * TOP_K` choices. Grid (tiles, WIDTH / BN)."""
+    tile = tl.program_id(0)
+    record = tl.load(tiles + tile)
+    first = tl.load(tiles + count + tile)
+    m = tl.arange(0, BM)
+    m_ok = m < tl.load(tiles + 2 * count + tile)
+    token = tl.load(places + first + m, mask=m_ok, other=0) // TOP_K
+    GATED: tl.constexpr = GATE != "none"
+    COLUMNS: tl.constexpr = BN * 2 if GATED else BN
+    j = tl.arange(0, COLUMNS)
+    n = tl.program_id(1) * BN + (j // 2 if GATED else j)
+    if GATE == "concatenated":
+        r = n + (j % 2) * WIDTH
+    elif GATE == "interleaved":
+        r = 2 * n + j % 2
+    else:
+        r = n
+    sums = _product(
+        record, x + token.to(tl.int64) * HIDDEN, m_ok, r, n < WIDTH,
+        BITS, AT, SCALE_AT, OFFSET_AT, BIAS_AT, BIAS_TYPE, ROWS, INPUTS, ROW_BYTES, GROUPS, GROUP, TRANSPOSED,
+        BM, COLUMNS, BK, INTERPRETED,
+    )  # fmt: skip
+    if GATED:
+        gate, linear = tl.split(tl.reshape(sums, (BM, BN, 2)))
+        h = _activated(gate, linear, ACTIVATION, ALPHA, LIMIT)
+    else:
+        h = _activated(sums, 1.0, ACTIVATION, ALPHA, 0.0)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    at = (first + m)[:, None] * WIDTH + column[None, :]
+    h = _rounded(h, activated.dtype.element_ty, INTERPRETED)
+    tl.store(activated + at, h, mask=m_ok[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def down(
+    activated, places, factors, tiles, count, parts,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, OFFSET_AT: tl.constexpr, BIAS_AT: tl.constexpr,
+    BIAS_TYPE: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """parts float32 `[P, HIDDEN]` = routing weight * (down times activated). factors `[T * K]`, of any type. Grid (tiles,
+    HIDDEN / BN)."""
+    tile = tl.program_id(0)
+    record = tl.load(tiles + tile)
+    first = tl.load(tiles + count + tile)
+    m = tl.arange(0, BM)
+    m_ok = m < tl.load(tiles + 2 * count + tile)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    sums = _product(
+        record, activated + (first + m) * WIDTH, m_ok, n, n < HIDDEN,
+        BITS, AT, SCALE_AT, OFFSET_AT, BIAS_AT, BIAS_TYPE, ROWS, INPUTS, ROW_BYTES, GROUPS, GROUP, TRANSPOSED,
+        BM, BN, BK, INTERPRETED,
+    )  # fmt: skip
+    place = tl.load(places + first + m, mask=m_ok, other=0)
+    weight = tl.load(factors + place, mask=m_ok, other=0.0).to(tl.float32)
+    at = (first + m)[:, None] * HIDDEN + n[None, :]
+    tl.store(parts + at, sums * weight[:, None], mask=m_ok[:, None] & (n < HIDDEN)[None, :])
+
+
+@triton.jit
+def combine(parts, sums_of, count, out, HIDDEN: tl.constexpr, ADDING: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """out `[T, HIDDEN]` = for each of `count` tokens the sum of its parts, in float32 and in the order of its pairs. Grid (count,
+    HIDDEN / BN).
+
+    ADDING: on top of what is there. sums_of int32: the tokens `[count]`, where the pairs of each start `[count + 1]`, the pairs.
+    """
+    row = tl.program_id(0)
+    token = tl.load(sums_of + row).to(tl.int64)
+    start, end = tl.load(sums_of + count + row), tl.load(sums_of + count + row + 1)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    ok = n < HIDDEN
+    total = tl.zeros((BN,), tl.float32)
+    if ADDING:
+        total = tl.load(out + token * HIDDEN + n, mask=ok, other=0.0).to(tl.float32)
+    i = start
+    while i < end:
+        pair = tl.load(sums_of + 2 * count + 1 + i).to(tl.int64)
+        total += tl.load(parts + pair * HIDDEN + n, mask=ok, other=0.0)
+        i += 1
+    tl.store(out + token * HIDDEN + n, _rounded(total, out.dtype.element_ty, INTERPRETED), mask=ok)

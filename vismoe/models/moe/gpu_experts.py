@@ -1,0 +1,129 @@
+"""The arithmetic of one MoE layer by the GPU kernels: a few launches per layer, whatever the number of experts.
+
+Experts that are resident are launched at once, others as they arrive. Each pair of a token and an expert has a result of its own,
+in float32; they are added in ascending expert id and rounded once. So hits, misses and the order of arrival never change a bit.
+Shapes: hidden `[T, H]`, routing and factors `[T, K]`; P pairs, sorted by expert.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from vismoe.kernels import cpu
+from vismoe.kernels.gpu import experts as gpu
+from vismoe.models.moe.compute import FastExperts, FastWork
+from vismoe.paging.lent import Group
+from vismoe.paging.pager import Lease
+from vismoe.types import ExpertInventory
+
+PAIRS_PER_CALL = 4096  # of a prompt: bounds the results that are kept before they are added
+
+
+class GpuExperts:
+    """`kernels`: per geometry, by precision. `host` computes what is lent from host memory."""
+
+    def __init__(self, inventory: ExpertInventory, kernels: Sequence[Sequence[gpu.GpuKernel]], host: FastExperts | None = None):
+        self.inventory, self.kernels, self.host = inventory, kernels, host
+
+    def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "_GpuWork":
+        return _GpuWork(self, layer, module, routing, hidden, factors)
+
+
+class _GpuWork:
+    def __init__(
+        self, parent: GpuExperts, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor
+    ):
+        self._parent, self._layer, self._module, self._routing = parent, layer, module, routing
+        self._kernels = parent.kernels[parent.inventory.layers[layer].geometry]
+        self._hidden, self._factors = hidden.contiguous(), factors.contiguous()
+        self.experts, starts, self._tokens, self._places = cpu.route(routing, module.num_experts)
+        self._starts = starts.astype(np.int64)
+        self._rows = gpu.tile_rows(int(np.diff(self._starts).max(initial=0)))
+
+    @property
+    def tokens(self) -> list[int]:
+        """Number of tokens that chose each of `experts`, which ascend."""
+        return np.diff(self._starts).tolist()
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {expert: i for i, expert in enumerate(self.experts)}
+
+    @cached_property
+    def _below(self) -> FastWork:
+        """The same layer for the CPU kernels; created only when an expert is lent from host memory."""
+        host = self._parent.host
+        assert host is not None, "experts are lent from host memory only if there are kernels"
+        return host.begin(self._layer, self._module, self._routing, self._hidden.cpu(), self._factors.cpu())
+
+    def run(self, lease: Lease, in_order: bool) -> torch.Tensor:
+        """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
+        device = self._hidden.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            if lease.computes_on_host:
+                _ = self._below  # copies its inputs from the device now, before work is queued there
+            return self._added(lease) if in_order else self._combined(lease)
+
+    def _combined(self, lease: Lease) -> torch.Tensor:
+        hidden, pairs = self._hidden, len(self._tokens)
+        count, sums = gpu.sums_of(self._tokens, len(hidden))
+        places, sums_there = gpu.upload([self._places, sums], hidden.device)
+        parts, activated = self._room(pairs)
+        for group in lease.groups(in_order=False):
+            at = np.array([self._index[expert] for expert in group.experts])
+            if group.on_host:
+                rows = np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in at])
+                parts.index_copy_(0, *(self._sent(rows) for rows in (torch.from_numpy(rows), self._below.parts_of(group))))
+            else:
+                self._compute(group, at, slice(0, pairs), places, parts, activated)
+        out = torch.empty_like(hidden)
+        gpu.combine(parts, sums_there, count, out)
+        return out
+
+    def _added(self, lease: Lease) -> torch.Tensor:
+        hidden, pairs = self._hidden, len(self._tokens)
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        parts, activated = self._room(min(pairs, PAIRS_PER_CALL))
+        for group in lease.groups(in_order=True):
+            first = self._index[group.experts[0]]
+            at = np.arange(first, first + len(group))  # in order, a group is a run of the experts
+            begin, end = int(self._starts[first]), int(self._starts[at[-1] + 1])
+            below = self._below.parts_of(group) if group.on_host else None
+            for start in range(begin, end, PAIRS_PER_CALL):
+                some = slice(start, min(start + PAIRS_PER_CALL, end))
+                count, sums = gpu.sums_of(self._tokens[some])
+                places, sums_there = gpu.upload([self._places[some], sums], hidden.device)
+                if below is not None:
+                    parts[: some.stop - start] = self._sent(below[start - begin : some.stop - begin])
+                else:
+                    self._compute(group, at, some, places, parts, activated)
+                gpu.combine(parts, sums_there, count, out, adding=True)
+        return out.to(hidden.dtype)
+
+    def _room(self, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 `[P, H]` for results, `[P, I]` for what is between an expert's two products."""
+        hidden, kernel = self._hidden, self._kernels[0]
+        parts = torch.empty(pairs, kernel.hidden, dtype=torch.float32, device=hidden.device)
+        return parts, torch.empty(pairs, kernel.intermediate, dtype=hidden.dtype, device=hidden.device)
+
+    def _compute(
+        self, group: Group, at: np.ndarray, pairs: slice, places: torch.Tensor, parts: torch.Tensor, activated: torch.Tensor
+    ) -> None:
+        """These pairs of a group's experts, into rows of `parts` from 0; `places` are theirs. `at`: the experts' indices."""
+        starts, ends = (np.clip(self._starts[i], pairs.start, pairs.stop) - pairs.start for i in (at, at + 1))
+        precisions = np.zeros(len(at), np.uint8) if group.precisions is None else group.precisions
+        for precision, kernel in enumerate(self._kernels):
+            mine = precisions == precision
+            tiles = gpu.tiles_of(group.addresses[mine], starts[mine], ends[mine], self._rows)
+            if tiles.shape[1]:
+                (there,) = gpu.upload([tiles], parts.device)
+                kernel.parts(self._hidden, places, self._factors, there, self._rows, activated, parts)
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host, on the device, by a copy that the host does not wait for."""
+        device = self._hidden.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,141 @@
+"""The order of copies and kernels on a GPU, on simulated streams: the real pager, mover and host tier, and what each of their
+orders is for: without it a kernel reads another expert's bytes, every time."""
+
+import contextlib
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from simulated_cuda import Event, SimulatedCuda, SimulatedPool, Stream
+
+from vismoe.paging.pager import Pager
+from vismoe.paging.transfer import DeviceMover
+from vismoe.pools.host_tier import HostTier
+from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
+
+LAYERS, EXPERTS, TOP_K, SLABS, RECORDS = 3, 10, 3, 5, 3
+
+
+class FilledStore:
+    """All numbers of a record say which expert it is."""
+
+    scratch_bytes = 0
+    fingerprint = "numbers"
+    layout = RecordLayout.of({"w": (16,)}, {"w": torch.int64})
+    inventory = ExpertInventory(tuple(MoELayer(i, f"layers.{i}", EXPERTS, TOP_K, 0) for i in range(LAYERS)), (layout,))
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        record.view(torch.int64).fill_(number(*expert))
+        return record.numel()
+
+
+def number(layer: int, expert: int) -> int:
+    return 100 * layer + expert
+
+
+class InOneThread(DeviceMover):
+    """The model's thread copies, so that everything happens in an order that the seed decides."""
+
+    by_demander = True
+
+
+def wrong_reads(cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10) -> list[tuple[int, set[int]]]:
+    """(the expert that a kernel was launched for, the experts whose numbers it read) for every kernel that read another one."""
+    cuda.install(patch)
+    store, rng, wrong = FilledStore(), random.Random(1), []
+    tier = HostTier(store, (RECORDS,), page_locked=False)
+    pager = Pager(
+        store.inventory,
+        (SimulatedPool(cuda, store.layout, SLABS),),
+        mover(tier, device=torch.device("cpu")),
+        threads=threads,
+    )
+
+    def read_others():
+        """As other workers would: enough that only a leased record stays."""
+        for expert in rng.sample(range(EXPERTS), RECORDS):
+            with tier.lease(ExpertId(rng.randrange(LAYERS), expert)):
+                pass
+
+    cuda.meanwhile = read_others if not threads else lambda: None
+
+    def kernel(weights: torch.Tensor, wanted: int) -> None:
+        if (read := set(weights.tolist())) != {wanted}:
+            wrong.append((wanted, read))
+
+    try:
+        for _ in range(steps):
+            pager.begin_step(Phase.DECODE)
+            for layer in range(LAYERS):
+                if readback:
+                    cuda.compute.synchronize()
+                chosen = sorted(rng.sample(range(EXPERTS), TOP_K))
+                with pager.demand(layer, chosen) as demand:
+                    if layer + 1 < LAYERS and rng.random() < 0.7:
+                        guess = np.zeros((1, EXPERTS), np.float32)
+                        guess[0, rng.sample(range(EXPERTS), TOP_K)] = 1.5
+                        pager.look_ahead(layer, guess)
+                    for lent in (lent for group in demand.groups(in_order=False) for lent in group):
+                        reading = functools.partial(kernel, lent.weights["w"], number(layer, lent.expert))
+                        cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
+        cuda.compute.synchronize()
+        pager.check_integrity()
+        assert pager.metrics.snapshot().total("evictions") > 10
+    finally:
+        pager.close()
+    return wrong
+
+
+@pytest.mark.parametrize("readback", [False, True], ids=["no readback", "a readback per layer"])
+def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(readback, monkeypatch):
+    for late in ("kernels", "copies"):
+        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, readback=readback)
+    for seed in range(20):
+        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, readback=readback)
+        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, DeviceMover, threads=2, readback=readback, steps=5)
+
+
+def no_wait(patch):
+    """The copy stream does not wait for the kernels that read the slab."""
+    patch.setattr(Stream, "wait_event", lambda stream, event: None)
+
+
+def no_event_at_release(patch):
+    """Nothing is noted when a demand lets go of its slabs."""
+    patch.setattr(DeviceMover, "released", lambda mover, geometry, slabs: None)
+
+
+def done_too_early(patch):
+    """A ticket is done before its copy."""
+    patch.setattr(Event, "synchronize", lambda event: None)
+
+
+def lease_too_short(patch):
+    """The host record may be evicted before it was copied."""
+    lease = HostTier.lease
+
+    @contextlib.contextmanager
+    def ended(tier, expert):
+        with lease(tier, expert) as found:
+            pass
+        yield found
+
+    patch.setattr(HostTier, "lease", ended)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "late"),
+    [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_early, "copies"), (lease_too_short, "copies")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, monkeypatch):
+    mistake(monkeypatch)
+    assert wrong_reads(SimulatedCuda(late=late), monkeypatch)
+
+
+def test_half_a_copy_can_be_seen(monkeypatch):
+    """Otherwise the proof above would miss a kernel that runs beside the copy."""
+    done_too_early(monkeypatch)
+    assert any(len(read) > 1 for seed in range(20) for _, read in wrong_reads(SimulatedCuda(seed), monkeypatch))

@@ -189,6 +189,7 @@ def runtime_of(model: Any) -> Runtime:
     return runtime
 
 
+@torch.inference_mode(False)  # what threads write into is allocated here, and they do not run in the mode of the one that loads
 def _service(
     model: Any, configuration: Configuration, metrics: Metrics | None = None, hotness: Hotness | None = None
 ) -> tuple[ExpertService, dict[str, str]]:

@@ -61,7 +61,7 @@ class SimulatedCuda:
     def __init__(self, seed: int = 0, late: str | None = None):
         self.lock = threading.RLock()
         self.meanwhile: Callable[[], None] = lambda: None
-        self._random, self._late, self._here = random.Random(seed), late, threading.local()
+        self.late, self._random, self._here = late, random.Random(seed), threading.local()
         self.streams: list[Stream] = []
         self.compute = self.stream_of()
 
@@ -97,7 +97,7 @@ class SimulatedCuda:
 
     def go_on(self) -> None:
         """What the device does by itself after something was queued."""
-        steps = self._random.randrange(4) if self._late is None else -1
+        steps = self._random.randrange(4) if self.late is None else -1
         while steps and self._step(waited_for=False):
             steps -= 1
 
@@ -110,8 +110,8 @@ class SimulatedCuda:
     def _step(self, waited_for: bool) -> bool:
         """Run one operation; False if none can run, or none that runs before something waits for it."""
         ready = [stream for stream in self.streams if stream.queue and stream.queue[0][1]()]
-        if self._late is not None:
-            early = [stream for stream in ready if (stream is self.compute) != (self._late == "kernels")]
+        if self.late is not None:
+            early = [stream for stream in ready if (stream is self.compute) != (self.late == "kernels")]
             ready = early or (ready if waited_for else [])
         if ready:
             self._random.choice(ready).queue.popleft()[0]()
@@ -127,6 +127,24 @@ class SimulatedPool(SlabPool):
 
     def record(self, slab: int) -> Any:
         return _Record(self._cuda, super().record(slab))
+
+
+class SimulatedTensor:
+    """What `tensor` will hold when the operations queued so far have run, as a tensor on the simulated device."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, cuda: SimulatedCuda, tensor: torch.Tensor):
+        self._cuda, self._tensor = cuda, tensor
+
+    def detach(self) -> "SimulatedTensor":
+        return self
+
+    def to(self, place: str, non_blocking: bool) -> torch.Tensor:
+        assert place == "cpu" and non_blocking
+        host = torch.full_like(self._tensor, -1)
+        self._cuda.copy(host, self._tensor)
+        return host
 
 
 class _Record:

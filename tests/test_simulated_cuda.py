@@ -3,16 +3,20 @@ orders is for: without it a kernel reads another expert's bytes, every time."""
 
 import contextlib
 import functools
+import queue
 import random
 
 import numpy as np
 import pytest
 import torch
-from simulated_cuda import Event, SimulatedCuda, SimulatedPool, Stream
+from simulated_cuda import Event, SimulatedCuda, SimulatedPool, SimulatedTensor, Stream
 
+from vismoe.lookahead.background import BackgroundLookahead
+from vismoe.lookahead.lookahead import Seen
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import DeviceMover
 from vismoe.pools.host_tier import HostTier
+from vismoe.pools.readback import on_host
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
 LAYERS, EXPERTS, TOP_K, SLABS, RECORDS = 3, 10, 3, 5, 3
@@ -139,3 +143,53 @@ def test_half_a_copy_can_be_seen(monkeypatch):
     """Otherwise the proof above would miss a kernel that runs beside the copy."""
     done_too_early(monkeypatch)
     assert any(len(read) > 1 for seed in range(20) for _, read in wrong_reads(SimulatedCuda(seed), monkeypatch))
+
+
+class Copied:
+    """A lookahead whose scores are its snapshot: the layer that it saw."""
+
+    def __init__(self, cuda: SimulatedCuda):
+        self._cuda = cuda
+
+    def snapshot(self, seen: Seen) -> torch.Tensor:
+        snapshot = torch.zeros(4)
+        self._cuda.copy(snapshot, torch.full((4,), float(seen.layer)))
+        return snapshot
+
+    def evaluate(self, snapshot: torch.Tensor) -> np.ndarray:
+        return on_host(SimulatedTensor(self._cuda, snapshot))[0].copy()
+
+
+def wrong_scores(cuda: SimulatedCuda, patch, layers: int = 5) -> list[tuple[int, np.ndarray]]:
+    """(layer, scores) where a lookahead read something else than what the model's stream had snapshot for it."""
+    cuda.install(patch)
+    told = queue.SimpleQueue()
+    ahead = BackgroundLookahead(
+        Copied(cuda), lambda tick, layer, scores: told.put((layer, scores)), inline=False, gpu=SimulatedTensor.device
+    )
+    later: list[int] = []
+    found = []
+    for layer in range(1, layers + 1):
+        ahead.ask(Seen(layer, True, np.zeros((1, 1), np.int64), torch.zeros(1, 4)), tick=layer)
+        cuda.launch(functools.partial(later.append, layer))
+        found.append(told.get(timeout=60))
+        assert cuda.late != "kernels" or layer not in later, "the lookahead waited for what the model does after the snapshot"
+    ahead.close()
+    return [(layer, scores) for layer, scores in found if (scores != layer).any()]
+
+
+def test_a_lookahead_reads_what_the_model_made_for_it_and_waits_for_nothing_after_it(monkeypatch):
+    for cuda in [SimulatedCuda(late="kernels"), SimulatedCuda(late="copies"), *map(SimulatedCuda, range(20))]:
+        assert not wrong_scores(cuda, monkeypatch)
+        assert [stream.priority for stream in cuda.streams] == [0, -1], "lower is sooner"
+
+
+def no_wait_for_the_readback(patch):
+    """The host reads before the copy to it has ended."""
+    patch.setattr(Stream, "synchronize", lambda stream: None)
+
+
+@pytest.mark.parametrize(("mistake", "late"), [(no_wait, "kernels"), (no_wait_for_the_readback, "copies")])
+def test_each_order_of_the_lookahead_that_is_left_out_shows(mistake, late, monkeypatch):
+    mistake(monkeypatch)
+    assert len(wrong_scores(SimulatedCuda(late=late), monkeypatch)) == 5

@@ -170,7 +170,7 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         backends["workers"] = waiting().why
         if not waiting().settled:
             logger.warning("torch's worker threads will fight the copying ones for the cores: %s", waiting().why)
-    inputs = LookaheadInputs(inventory, settings.window, lookahead, gate, settings.deterministic, device.type == "cpu")
+    inputs = LookaheadInputs(inventory, settings.window, lookahead, gate, settings.deterministic, device)
     pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
     runtime = Runtime(model, configuration, context, backends)

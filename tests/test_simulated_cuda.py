@@ -14,9 +14,11 @@ from simulated_cuda import Event, SimulatedCuda, SimulatedPool, SimulatedTensor,
 from vismoe.lookahead.background import BackgroundLookahead
 from vismoe.lookahead.lookahead import Seen
 from vismoe.paging.pager import Pager
+from vismoe.paging.tickets import Ticket
 from vismoe.paging.transfer import DeviceMover
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.readback import on_host
+from vismoe.pools.slabs import Slabs
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
 LAYERS, EXPERTS, TOP_K, SLABS, RECORDS = 3, 10, 3, 5, 3
@@ -143,6 +145,24 @@ def test_half_a_copy_can_be_seen(monkeypatch):
     """Otherwise the proof above would miss a kernel that runs beside the copy."""
     done_too_early(monkeypatch)
     assert any(len(read) > 1 for seed in range(20) for _, read in wrong_reads(SimulatedCuda(seed), monkeypatch))
+
+
+@pytest.mark.parametrize("unasked", [{"speculative": True}, {"transition": True}], ids=str)
+def test_a_demanded_copy_does_not_wait_for_one_that_nothing_demanded(unasked, monkeypatch):
+    cuda, computed = SimulatedCuda(late="kernels"), []
+    cuda.install(monkeypatch)
+    store = FilledStore()
+    mover = DeviceMover(HostTier(store, (RECORDS,), page_locked=False), device=torch.device("cpu"))
+    slabs = Slabs.of(SimulatedPool(cuda, store.layout, 2))
+    cuda.launch(functools.partial(computed.append, "a long kernel that reads slab 0"))
+    mover.released(0, np.array([0]))
+    with monkeypatch.context() as patch:
+        done_too_early(patch)  # the thread that copies the guess waits elsewhere
+        mover.move(Ticket(ExpertId(1, 1), 0, slab=0, **unasked), slabs)
+    mover.move(Ticket(ExpertId(0, 2), 0, slab=1), slabs)
+    assert not computed and slabs.weights(1)["w"].tolist() == [number(0, 2)] * 16
+    cuda.streams[-1].synchronize()
+    assert computed and slabs.weights(0)["w"].tolist() == [number(1, 1)] * 16
 
 
 class Copied:

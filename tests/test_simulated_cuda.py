@@ -165,6 +165,20 @@ def test_a_demanded_copy_does_not_wait_for_one_that_nothing_demanded(unasked, mo
     assert computed and slabs.weights(0)["w"].tolist() == [number(1, 1)] * 16
 
 
+@pytest.mark.parametrize("unasked", [False, True])
+def test_slabs_in_memory_that_a_queued_kernel_still_writes_are_filled_after_it(unasked, monkeypatch):
+    """torch gives freed memory to the next tensor as soon as everything on its stream is queued."""
+    cuda = SimulatedCuda(late="kernels")
+    cuda.install(monkeypatch)
+    store = FilledStore()
+    slabs = Slabs.of(SimulatedPool(cuda, store.layout, 2))
+    cuda.launch(lambda: slabs.pools[0].buffer.fill_(7))
+    mover = DeviceMover(HostTier(store, (RECORDS,), page_locked=False), device=torch.device("cpu"))
+    mover.move(Ticket(ExpertId(1, 1), 0, slab=0, speculative=unasked), slabs)
+    cuda.compute.synchronize()
+    assert slabs.weights(0)["w"].tolist() == [number(1, 1)] * 16
+
+
 class Copied:
     """A lookahead whose scores are its snapshot: the layer that it saw."""
 

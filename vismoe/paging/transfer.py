@@ -61,7 +61,8 @@ class DiskMover(Mover):
 class DeviceMover:
     """Disk to page-locked host tier to device slab, on two streams: what was demanded does not queue behind what was not.
 
-    Orders kept (FluxMoE, algorithm 1). Write after read: a copy's stream waits for the event recorded on the compute stream when
+    Orders kept (FluxMoE, algorithm 1). Made before the slabs: what is queued by now may still use the memory that they get, so
+    both streams wait for it. Write after read: a copy's stream waits for the event recorded on the compute stream when
     the demand that used the slab let go of it. Read after write: a ticket is done only after its copy's event was waited for on
     the host, so no kernel that was launched later can see the old bytes, and no copy of the other stream can take the slab. The
     host record stays leased until then.
@@ -72,6 +73,9 @@ class DeviceMover:
     def __init__(self, *hosts: HostTier, device: torch.device):
         self.hosts, self._device = hosts, device
         self._demanded, self._unasked = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)  # lower is sooner
+        queued = torch.cuda.current_stream(device).record_event()
+        for stream in (self._demanded, self._unasked):
+            stream.wait_event(queued)
         self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:

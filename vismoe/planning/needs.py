@@ -106,3 +106,4 @@ class Hardware:
     cores: int = 1
     local_world_size: int = 1
     total_host_bytes: int = 2**60  # RAM that control groups allow; the default bounds nothing
+    held_bytes: int = 0  # of a GPU, by torch in this process; not free

@@ -206,6 +206,7 @@ def _service(
     Under hotness every expert is brought in before this returns, otherwise the pinned prefix.
     """
     settings, experts, plan, device = configuration.settings, configuration.experts, configuration.plan, configuration.device
+    configuration.limit_gpu()
     mover, inventory = _mover(configuration, tiers if tiers is not None else []), experts.inventory
     ways = experts.ways
     if ways is not None and ways.deterministic and sum(plan.host_slabs) < plan.total_experts:

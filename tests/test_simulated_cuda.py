@@ -98,6 +98,7 @@ def wrong_reads(cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readba
 def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(readback, monkeypatch):
     for late in ("kernels", "copies"):
         assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, readback=readback)
+        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, DeviceMover, threads=2, readback=readback)
     for seed in range(20):
         assert not wrong_reads(SimulatedCuda(seed), monkeypatch, readback=readback)
         assert not wrong_reads(SimulatedCuda(seed), monkeypatch, DeviceMover, threads=2, readback=readback, steps=5)

@@ -3,6 +3,7 @@
 Everything that is allocated here is in the plan: pools, mover, pager and, where a policy chooses formats, what it holds.
 """
 
+import contextlib
 import gc
 import logging
 import traceback
@@ -268,10 +269,11 @@ def _mover(configuration: Configuration, tiers: Tiers) -> Mover:
     tiers[:] = [(store, fitting[key]) for store, slabs in wanted if (key := (store.states, slabs)) in fitting]
     fitting.clear()  # the others give their memory back before any is taken
     kept, hosts = dict(tiers), []
-    for store, slabs in wanted:
-        if store in kept:
-            kept[store].go_on_with(store)
-        hosts.append(kept.get(store) or HostTier(store, slabs, page_locked=emulated is None))
+    with torch.cuda.device(device) if emulated is None else contextlib.nullcontext():  # page-locking makes a context there
+        for store, slabs in wanted:
+            if store in kept:
+                kept[store].go_on_with(store)
+            hosts.append(kept.get(store) or HostTier(store, slabs, page_locked=emulated is None))
     return DeviceMover(*hosts, device=device) if emulated is None else EmulatedLinkMover(*hosts, bytes_per_s=emulated)
 
 

@@ -117,8 +117,9 @@ def _layers(folder: Path, name: str, memory: str, tokens: int, **settings: Any) 
     lookahead, gate = random_lookahead(model, name)
     seconds = timed(lookahead)
     inventory, window = runtime.pager.inventory, runtime.pager.window
-    asking = _Unheard(inventory, window, lookahead, gate, inline=False)
-    ways = [LookaheadInputs(inventory, window, None, None, inline=True), asking]
+    device = runtime.context.device
+    asking = _Unheard(inventory, window, lookahead, gate, inline=False, device=device)
+    ways = [LookaheadInputs(inventory, window, None, None, inline=True, device=device), asking]
     took: list[list[float]] = [[], []]
     layers = len(runtime.store.inventory.layers)
     draw = torch.Generator().manual_seed(0)

@@ -8,6 +8,12 @@ import torch
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
+from vismoe.config import Settings
+from vismoe.errors import TransferError
+from vismoe.pools import page_lock
+from vismoe.pools.pool import SlabPool
+from vismoe.pools.readback import on_host
+from vismoe.types import RecordLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -40,7 +46,7 @@ def test_a_slab_is_not_overwritten_while_a_kernel_still_reads_it(tmp_path):
     tiny_models.save("qwen3_moe", tmp_path)
     reference = tiny_models.reference(tmp_path).to("cuda")
     model = tiny_models.model_class(tmp_path).from_pretrained(
-        tmp_path, device_map="cuda", quantization_config=VisMoEConfig(memory="12%")
+        tmp_path, device_map={"": "cuda"}, quantization_config=VisMoEConfig(memory="12%")
     )
     inputs = {k: v.to("cuda") for k, v in tiny_models.prompt("qwen3_moe").items()}
     with torch.inference_mode():
@@ -55,7 +61,7 @@ def test_misses_that_the_cpu_computes_beside_the_gpu_change_logits_by_rounding_o
     reference = tiny_models.reference(tmp_path, torch.bfloat16).to("cuda")
     settings = VisMoEConfig(memory="25%", kernels="auto", misses=misses)
     model = tiny_models.model_class(tmp_path).from_pretrained(
-        tmp_path, dtype=torch.bfloat16, device_map="cuda", quantization_config=settings
+        tmp_path, dtype=torch.bfloat16, device_map="auto", quantization_config=settings
     )
     inputs = {k: v.to("cuda") for k, v in tiny_models.prompt("qwen3_vl_moe", dtype=torch.bfloat16, batch=2).items()}
     with torch.inference_mode():
@@ -92,3 +98,50 @@ def test_policies_choose_on_the_gpu_what_they_choose_on_the_cpu(policy, tmp_path
         computed[device] = counts.shares(("high", "low"))
         pager.close()
     assert computed["cuda"]["high"] == pytest.approx(computed["cpu"]["high"], abs=0.1)  # tokens may differ by a rounding
+
+
+def test_values_come_back_through_page_locked_memory_with_one_wait():
+    tensors = [torch.arange(12, device="cuda").view(3, 4), torch.rand(3, 4, device="cuda"), torch.tensor([True], device="cuda")]
+    for found, tensor in zip(on_host(*tensors), tensors, strict=True):
+        assert found.dtype == tensor.cpu().numpy().dtype and (found == tensor.cpu().numpy()).all()
+    assert tensors[0].to("cpu", non_blocking=True).is_pinned()
+
+
+def test_records_of_several_registrations_are_copied_to_the_gpu(monkeypatch):
+    monkeypatch.setattr(page_lock, "PIECE_BYTES", 2**16)
+    pool = SlabPool(RecordLayout.of({"w": (375,)}, {"w": torch.int64}), 1000, page_locked=True)
+    for slab in range(pool.capacity):
+        pool.weights(slab)["w"].fill_(slab)
+        assert pool.record(slab).is_pinned()
+    copies = [pool.weights(slab)["w"].to("cuda", non_blocking=True) for slab in range(pool.capacity)]
+    assert torch.equal(torch.stack(copies)[:, 0].cpu(), torch.arange(pool.capacity))
+    assert all(bool((copy == copy[0]).all()) for copy in copies)
+
+
+def test_a_refused_registration_leaves_no_error_behind():
+    pool = SlabPool(RecordLayout.of({"w": (512,)}, {"w": torch.int64}), 8, page_locked=True)
+    with pytest.raises(TransferError, match="CUDA error"):
+        page_lock.page_lock(pool.buffer, pool)  # it is registered already
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_a_change_of_policy_keeps_registrations_and_torch_keeps_to_the_budget(tmp_path):
+    tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    assert main(["pack", str(tmp_path), "--formats", "int4"]) == 0
+    settings = {"memory": "70%", "policy": "hotness", "formats": "16/4"}
+    with torch.inference_mode():
+        model = tiny_models.model_class(tmp_path).from_pretrained(
+            tmp_path, dtype=torch.bfloat16, device_map="cuda", quantization_config=VisMoEConfig(**settings)
+        )
+    runtime = vismoe.runtime_of(model)
+    before, total = list(runtime.pager.hosts), torch.cuda.mem_get_info()[1]
+    most = runtime.configuration.hardware.held_bytes + runtime.plan.budget_bytes
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(min(1, most / total))
+    asked = Settings.of(**{**settings, "policy": "importance"})
+    runtime.reconfigure(model, runtime.configuration.with_settings(model, asked))
+    assert list(runtime.pager.hosts) == before
+    inputs = {k: v.to("cuda") for k, v in tiny_models.prompt("qwen3_moe", dtype=torch.bfloat16).items()}
+    model.generate(**inputs, do_sample=False, max_new_tokens=8)
+    runtime.pager.check_integrity()
+    runtime.close()
+    assert torch.cuda.get_per_process_memory_fraction() == 1

@@ -1,6 +1,7 @@
 """The emulated link: same bits, and as late as its rate says."""
 
 import time
+import weakref
 
 import pytest
 import tiny_models
@@ -9,6 +10,10 @@ from test_pager import NumberStore, lent_by
 
 import vismoe
 from vismoe import VisMoEConfig
+from vismoe.cli.main import main
+from vismoe.config import Settings
+from vismoe.errors import TransferError
+from vismoe.models.load import runtime as runtime_module
 from vismoe.paging.pager import Pager
 from vismoe.paging.transfer import EmulatedLinkMover
 from vismoe.pools.host_tier import HostTier
@@ -48,6 +53,50 @@ def test_logits_are_the_same_bits_whichever_way_misses_are_served(tmp_path):
     assert torch.equal(tokens["wait"], tokens["cpu"]) and torch.equal(tokens["wait"], tokens["auto"])
     assert counts["wait"].total("computed_on_host") == 0 < counts["auto"].total("computed_on_host")
     assert counts["cpu"].total("bytes_copied") < counts["wait"].total("bytes_copied")
+
+
+def test_host_memory_stays_when_the_policy_changes_and_formats_do_not(tmp_path, monkeypatch):
+    """Registering it anew with a GPU takes seconds for each ten gigabytes, and reading it again longer."""
+    tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    assert main(["pack", str(tmp_path), "--formats", "int4"]) == 0
+    settings = {"memory": "70%", "policy": "hotness", "formats": "16/4", "emulated_link_bytes_per_s": 1e9}
+    model = tiny_models.model_class(tmp_path).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=VisMoEConfig(**settings)
+    )
+    runtime, inputs = vismoe.runtime_of(model), tiny_models.prompt("qwen3_moe", dtype=torch.bfloat16)
+
+    def change(policy):
+        asked = Settings.of(**{**settings, "policy": policy})
+        runtime.reconfigure(model, runtime.configuration.with_settings(model, asked))
+        with torch.inference_mode():
+            logits = model(**inputs).logits
+        runtime.pager.check_integrity()
+        return logits
+
+    both = list(runtime.pager.hosts)
+    resident = runtime.pager.precisions().size
+    assert sum(tier.pools[0].capacity - tier.pools[0].free for tier in both) >= resident
+    change("importance")
+    assert list(runtime.pager.hosts) == both
+    logits = change("exact")
+    assert list(runtime.pager.hosts) == both[:1]
+    assert torch.equal(logits, tiny_models.reference(tmp_path, torch.bfloat16)(**inputs).logits)
+    gone = weakref.ref(both.pop())
+    assert gone() is None, "what does not fit gives its memory back"
+    make, failures = runtime_module._backend, [TransferError("no room")]
+
+    def fail_once(*given):
+        if failures:
+            raise failures.pop()
+        return make(*given)
+
+    monkeypatch.setattr(runtime_module, "_backend", fail_once)
+    with pytest.raises(TransferError, match="no room"):
+        change("importance")
+    assert list(runtime.pager.hosts) == both, "what was there serves again after a change that failed"
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs).logits, logits)
+    runtime.close()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from vismoe import VisMoEConfig
 from vismoe.errors import ConfigError
-from vismoe.machine.hardware import group_limits, host_memory, probe
+from vismoe.machine.hardware import group_limits, host_memory, probe, torch_device
+from vismoe.models.load.quantizer import VisMoEQuantizer
 
 
 def write(folder, **files):
@@ -46,3 +48,21 @@ def test_a_device_that_is_not_there_is_refused():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="sees no GPU"):
             probe("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "rank", "index"),
+    [("cuda", None, 1), ("cuda", "0", 0), ("cuda", "7", 1), ("cuda:0", "1", 0), (None, "0", 0), (None, None, 1)],
+)
+def test_a_gpu_has_the_index_that_its_tensors_will_have(asked, rank, index, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert torch_device(asked) == torch.device("cuda", index)
+    loading = VisMoEQuantizer(VisMoEConfig())
+    for device_map in ["auto"] if asked is None else [{"": asked}, {"model": asked, "lm_head": torch.device(asked)}]:
+        assert loading.update_device_map(device_map) == {"": torch.device("cuda", index)}
+    assert loading.update_device_map(None) is None and loading.update_device_map({"": 1}) == {"": torch.device("cuda", 1)}

@@ -153,3 +153,20 @@ def test_recording_a_family_whose_experts_see_a_part_of_the_tokens_is_refused(tm
             model(**tiny_models.prompt("ernie4_5_vl_moe"))
         runtime.context.record_to(None)
     runtime.pager.check_integrity()
+
+
+@pytest.mark.parametrize("link", [None, 1e9], ids=["slabs", "host memory below slabs"])
+def test_a_model_that_was_loaded_in_inference_mode_runs_in_it_and_outside(link, folder, reference):
+    """A tensor that was made in that mode refuses every write from a thread outside it, such as a copying one."""
+    with torch.inference_mode():
+        model = load(folder, emulated_link_bytes_per_s=link, kernels="torch")
+    pager = vismoe.runtime_of(model).pager
+    pools = [pool for table in pager.tables for pool in table.pool.pools] if link is None else pager.host.pools
+    assert not any(tensor.is_inference() for pool in pools for tensor in (pool.record(0), *pool.weights(0).values()))
+    inputs = tiny_models.prompt("qwen3_moe")
+    generating = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
+    expected = reference.generate(**inputs, **generating)
+    for mode in (False, True, False):
+        with torch.inference_mode(mode):
+            assert torch.equal(model.generate(**inputs, **generating), expected)
+    assert pager.metrics.snapshot().total("misses") > 0

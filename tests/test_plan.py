@@ -211,6 +211,12 @@ def test_a_gpu_has_a_host_tier_bounded_by_host_memory_and_staging_beside_it():
     assert "staging" not in [part.name for part in whole.parts]
     part = plan(need, Settings(memory="25%", host_memory="100MiB"), machine)
     assert part.host_bytes <= 100 * MIB and part.host_slabs[0] == (100 * MIB - 9 * MIB) // experts.layouts[0].record_bytes
+    owned = dataclasses.replace(machine, total_host_bytes=400 * MIB)
+    assert plan(need, Settings(memory="25%"), owned).host_bytes == pytest.approx(
+        0.7 * 400 * MIB, abs=experts.layouts[0].record_bytes
+    )
+    more = plan(need, Settings(memory="25%", host_memory="300MiB"), owned)
+    assert 0.7 * 400 * MIB < more.host_bytes <= 300 * MIB
     for asked in ("1MiB", "100GiB"):
         settings = Settings(memory="25%", host_memory=asked)
         with pytest.raises(BudgetError) as refused:

@@ -85,7 +85,8 @@ def measure_control(layers: int = 48, experts: int = 128, top_k: int = 8, steps:
                     pass
         backend = TorchExperts(inventory, ((Raw(layout),),), torch.device("cpu"))
         nothing_asks_for_a_plan: Any = None
-        context = StepContext(torch.device("cpu"), LookaheadInputs(inventory, pager.window, None, None, inline=True))
+        cpu = torch.device("cpu")
+        context = StepContext(cpu, LookaheadInputs(inventory, pager.window, None, None, inline=True, device=cpu))
         context.serve(ExpertService(pager, backend, nothing_asks_for_a_plan))
         return _measure(context, module, steps)
     finally:

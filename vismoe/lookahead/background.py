@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +23,33 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[int, int, np.ndarray], None]  # (tick of the demand, MoE layer, scores)
 
 
+class _Asked(NamedTuple):
+    tick: int
+    layer: int
+    request: int
+    snapshot: Any
+    made: Any  # the event behind the snapshot on the model's stream; None on a CPU
+
+
 class BackgroundLookahead:
     """Evaluates a lookahead for the model's thread; calls `tell` with the result, in the thread that computed it.
 
-    `charge` is called with the seconds of a core that each evaluation of the worker took.
+    `charge` is called with the seconds of a core that each evaluation of the worker took. `gpu`: where snapshots lie; the worker
+    evaluates on a stream of its own there, behind what makes the snapshot and ahead of what the model has queued. None: the CPU.
     """
 
-    def __init__(self, lookahead: Lookahead, tell: Tell, inline: bool, charge: Callable[[float], None] = lambda core_s: None):
+    def __init__(
+        self,
+        lookahead: Lookahead,
+        tell: Tell,
+        inline: bool,
+        charge: Callable[[float], None] = lambda core_s: None,
+        gpu: torch.device | None = None,
+    ):
         self._lookahead, self._tell, self.inline, self._charge = lookahead, tell, inline, charge
-        self._waiting: queue.SimpleQueue[tuple[int, int, Any] | None] = queue.SimpleQueue()
+        self._gpu = gpu
+        self._stream = torch.cuda.Stream(gpu, priority=-1) if gpu is not None and not inline else None
+        self._waiting: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._request = 0
         self._failed: tuple[int, Exception] | None = None  # (request, error)
         self._worker: threading.Thread | None = None
@@ -62,7 +80,8 @@ class BackgroundLookahead:
             worker = threading.Thread(target=self._work, name="vismoe-lookahead", daemon=True)
             worker.start()
             self._worker = worker
-        self._waiting.put((tick, seen.layer, (self._request, snapshot)))
+        made = torch.cuda.current_stream(self._gpu).record_event() if self._stream is not None else None
+        self._waiting.put(_Asked(tick, seen.layer, self._request, snapshot, made))
 
     def close(self) -> None:
         """Ends the worker thread; may be called twice."""
@@ -76,18 +95,25 @@ class BackgroundLookahead:
     def _work(self) -> None:
         _torch_alone_here()
         while (newest := self._newest()) is not None:
-            tick, layer, (request, snapshot) = newest
             began_s = time.thread_time()
             try:
-                scores = self._lookahead.evaluate(snapshot)
+                scores = self._evaluated(newest)
                 if scores is not None:
-                    self._tell(tick, layer, scores)
+                    self._tell(newest.tick, newest.layer, scores)
                 self._charge(time.thread_time() - began_s)
             except Exception as error:  # the worker's boundary; the model's thread raises the error
-                self._failed = request, error
+                self._failed = newest.request, error
         self._waiting.put(None)  # ends another worker, in case an interrupt or a second thread started one
 
-    def _newest(self) -> tuple[int, int, Any] | None:
+    def _evaluated(self, asked: "_Asked") -> np.ndarray | None:
+        """The scores. Reading them back ends all use of the snapshot, whose memory the model's stream may get next."""
+        if self._stream is None:
+            return self._lookahead.evaluate(asked.snapshot)
+        self._stream.wait_event(asked.made)
+        with torch.cuda.stream(self._stream):
+            return self._lookahead.evaluate(asked.snapshot)
+
+    def _newest(self) -> "_Asked | None":
         """The latest snapshot; None to end."""
         newest = self._waiting.get()
         while newest is not None and not self._waiting.empty():

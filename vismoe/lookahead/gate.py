@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
+from vismoe.pools.readback import on_host
 from vismoe.types import ExpertInventory
 
 NORMS = ("post_attention_layernorm", "ffn_norm", "pre_ff_layernorm")  # the norm between the residual stream and the MoE block
@@ -115,7 +116,7 @@ class GateLookahead:
         nearly all experts: only one layer ahead, the share of the tokens that would choose the expert."""
         chosen, probability = self._ask(snapshot.layer, snapshot.rows, self.window if snapshot.decoding else PREFILL_LAYERS)
         scores = (chosen * (1 + probability)).amax(dim=1) if snapshot.decoding else chosen.mean(dim=1)
-        return scores.cpu().numpy()
+        return on_host(scores)[0]
 
     @torch.inference_mode()
     def expected(self, layer: int, rows: torch.Tensor, experts: int) -> np.ndarray:
@@ -125,7 +126,7 @@ class GateLookahead:
         if layer + 1 == len(self._layers):
             return said
         chosen, probability = self._ask(layer, rows, self.window)
-        said[:, : len(chosen), : chosen.shape[-1]] = torch.stack([chosen.mean(dim=1), probability.mean(dim=1)]).cpu().numpy()
+        said[:, : len(chosen), : chosen.shape[-1]] = on_host(chosen.mean(dim=1), probability.mean(dim=1))
         return said
 
     def _ask(self, layer: int, rows: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:

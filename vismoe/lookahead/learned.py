@@ -17,6 +17,7 @@ from vismoe.lookahead.features import Features, FeatureSizes, History, half, sha
 from vismoe.lookahead.gate import GateLookahead
 from vismoe.lookahead.lookahead import PREFILL_LAYERS, Seen, rows_of
 from vismoe.lookahead.network import Folded
+from vismoe.pools.readback import on_host
 from vismoe.types import Evidence, ExpertInventory, Phase
 
 
@@ -75,7 +76,7 @@ class Witness:
         return Features(
             share_of_tokens(snapshot.present, sizes.experts),
             snapshot.history.ahead(snapshot.layer),
-            snapshot.hidden.cpu().numpy(),
+            on_host(snapshot.hidden)[0],
             visual,
             expected,
         )

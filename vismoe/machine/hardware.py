@@ -25,13 +25,16 @@ def probe(device: str | torch.device | None = None) -> Hardware:
     free_host, total_host = host_memory()
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if kind.type == "cpu":
-        return Hardware("cpu", free_host, total_host, free_host, cores(), ranks)
+        return Hardware("cpu", free_host, total_host, free_host, cores(), ranks, total_host, torch.cuda.memory_reserved(kind))
     free, total = torch.cuda.mem_get_info(kind)
-    return Hardware("cuda", free, total, free_host, cores(), ranks)
+    return Hardware("cuda", free, total, free_host, cores(), ranks, total_host, torch.cuda.memory_reserved(kind))
 
 
 def torch_device(device: str | torch.device | None) -> torch.device:
-    """The device to run on; None selects a GPU if there is one. Raises ConfigError for an unknown or missing device."""
+    """The device to run on, a GPU always with its index, by which tensors are compared: `cuda` is this process's GPU.
+
+    None selects a GPU if there is one. Raises ConfigError for an unknown or missing device.
+    """
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     if device is not None and not isinstance(device, str | torch.device):
         raise ConfigError(f"device={shown(device)} is not a device; choose cpu, cuda or e.g. cuda:1. Fix: device={usual!r}")
@@ -45,9 +48,17 @@ def torch_device(device: str | torch.device | None) -> torch.device:
         raise ConfigError(f"device={str(device)!r}: choose cpu or cuda")
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={str(device)!r}: torch {torch.__version__} sees no GPU; choose cpu")
-    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+    if kind == torch.device("cuda"):
+        kind = torch.device("cuda", _own_gpu())
+    if kind.type == "cuda" and kind.index >= torch.cuda.device_count():
         raise ConfigError(f"device={str(device)!r}: there are {torch.cuda.device_count()} GPUs. Fix: device='cuda'")
     return kind
+
+
+def _own_gpu() -> int:
+    """The index of the GPU of this process: that of its rank where several processes have one each, otherwise torch's own."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdecimal() and int(rank) < torch.cuda.device_count() else torch.cuda.current_device()
 
 
 def cores() -> int:

@@ -60,7 +60,7 @@ class Pager:
         **options: Any,
     ):
         self.inventory, self.pinned_layers = inventory, pinned_layers
-        self._hosts: Sequence[HostTier] = mover.hosts
+        self.hosts: Sequence[HostTier] = mover.hosts
         self.core = Residency(inventory, pools, hosts=mover.hosts, **options)
         self.window, self.ways = self.core.window, self.core.ways
         self.metrics, self.tables = self.core.metrics, self.core.tables
@@ -175,14 +175,14 @@ class Pager:
 
     def close(self) -> None:
         self.core.closed = True
-        for host in self._hosts:
+        for host in self.hosts:
             host.close()
         self.transfer.close()
 
     @property
     def host(self) -> HostTier | None:
         """The tier below the device, where there is one and slabs hold one format."""
-        return self._hosts[0] if self._hosts else None
+        return self.hosts[0] if self.hosts else None
 
     # -- which call may decide; in a change
     def _claim(self) -> None:

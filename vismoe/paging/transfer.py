@@ -59,28 +59,34 @@ class DiskMover(Mover):
 
 
 class DeviceMover:
-    """Disk to page-locked host tier to device slab, on a stream of its own.
+    """Disk to page-locked host tier to device slab, on two streams: what was demanded does not queue behind what was not.
 
-    Orders kept (FluxMoE, algorithm 1). Write after read: the copy stream waits for the event recorded on the compute stream
-    when the demand that used the slab let go of it. Read after write: a ticket is done only after its copy's event was waited
-    for on the host, so no kernel that was launched later can see the old bytes. The host record stays leased until then.
+    Orders kept (FluxMoE, algorithm 1). Made before the slabs: what is queued by now may still use the memory that they get, so
+    both streams wait for it. Write after read: a copy's stream waits for the event recorded on the compute stream when
+    the demand that used the slab let go of it. Read after write: a ticket is done only after its copy's event was waited for on
+    the host, so no kernel that was launched later can see the old bytes, and no copy of the other stream can take the slab. The
+    host record stays leased until then.
     """
 
     by_demander = False
 
     def __init__(self, *hosts: HostTier, device: torch.device):
         self.hosts, self._device = hosts, device
-        self._stream = torch.cuda.Stream(device)
+        self._demanded, self._unasked = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)  # lower is sooner
+        queued = torch.cuda.current_stream(device).record_event()
+        for stream in (self._demanded, self._unasked):
+            stream.wait_event(queued)
         self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
         with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
             event = self._last_read.get((ticket.geometry, ticket.slab))
-            with torch.cuda.stream(self._stream):
+            stream = self._unasked if ticket.speculative or ticket.transition else self._demanded
+            with torch.cuda.stream(stream):
                 if event is not None:
-                    self._stream.wait_event(event)
+                    stream.wait_event(event)
                 pool.record(ticket.slab).copy_(lease.pool.record(lease.slab), non_blocking=True)
-                copied = self._stream.record_event()
+                copied = stream.record_event()
             copied.synchronize()
         return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.bytes_of(ticket.slab))
 

@@ -12,6 +12,7 @@ from vismoe.planning.sizes import size_down, size_up
 from vismoe.types import RecordLayout
 
 RESERVE_BYTES = 2**30  # of a GPU machine's free RAM, not used by the tier
+MOST_SHARE = 0.7  # of a GPU machine's RAM, page-locked unless more is asked for: the page cache needs some, and so do others
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
         return HostDivision(tuple(experts[:geometries]), tuple(experts[geometries:]), (part, *workspace))
     ranks = hardware.local_world_size
     asked, free = settings.host_memory, hardware.free_host_bytes
-    bound = max(0, free - RESERVE_BYTES) if asked is None else parse_bytes(asked)
+    usual = max(0, min(free - RESERVE_BYTES, int(hardware.total_host_bytes * MOST_SHARE)))
+    bound = usual if asked is None else parse_bytes(asked)
     staging = [*staging_part(need, io_threads), *workspace, *request_part(settings.request_memory_bytes)]
     least = least_slabs(inventory, least=LEAST_SLABS + io_threads) * formats
     needed = (_bytes(layouts, least) + total(staging)) * ranks
     if bound < needed:
-        given = f"{format_bytes(bound)} " + ("are free beside the reserve" if asked is None else "were given")
+        given = f"{format_bytes(bound)} " + ("may be taken unasked" if asked is None else "were given")
         message = f"the page-locked host tier needs at least {format_bytes(needed)}, {given}"
         if needed > free:
             raise BudgetError(f"{message}; {format_bytes(free)} of RAM are free", f"a machine with {size_up(needed)} of free RAM")

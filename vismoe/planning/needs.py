@@ -105,3 +105,5 @@ class Hardware:
     free_host_bytes: int  # equals free_bytes on the CPU
     cores: int = 1
     local_world_size: int = 1
+    total_host_bytes: int = 2**60  # RAM that control groups allow; the default bounds nothing
+    held_bytes: int = 0  # of a GPU, by torch in this process; not free

@@ -124,6 +124,16 @@ class HostTier:
         self._held.clear()
         self._changed.notify_all()
 
+    @property
+    def records(self) -> tuple[int, ...]:
+        """Of each geometry, how many it has room for."""
+        return tuple(pool.capacity for pool in self.pools)
+
+    def go_on_with(self, store: ExpertStore) -> None:
+        """Serve again after `close`, with what is here. `store` has the same records as the one before."""
+        self._store, self._closed = store, False
+        self.let_go()
+
     def close(self) -> None:
         """Makes every wait for room, now or later, raise ClosedError."""
         under(self._lock, self._close)

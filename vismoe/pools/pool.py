@@ -5,13 +5,12 @@ bits as freshly allocated weights. A pool in host memory starts on a disk block'
 of whole blocks. The page table, not the pool, knows which expert a slab holds.
 """
 
-import weakref
-from collections.abc import Callable
+import mmap
 
 import numpy as np
 import torch
 
-from vismoe.errors import TransferError
+from vismoe.pools.page_lock import page_lock
 from vismoe.types import BLOCK_BYTES, RecordLayout
 
 
@@ -34,11 +33,12 @@ class SlabPool:
     ):
         self.layout, self.capacity, self.aliased = layout, slabs, aliased
         nbytes = 0 if aliased else slabs * layout.record_bytes
-        memory = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8, device=device)
-        start = -memory.data_ptr() % BLOCK_BYTES
+        boundary = max(BLOCK_BYTES, mmap.PAGESIZE)  # pages are locked
+        memory = torch.empty(nbytes + boundary, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % boundary
         self.buffer = memory[start : start + nbytes].view(-1, layout.record_bytes)
         if page_locked:
-            weakref.finalize(self, _page_lock(self.buffer), self.buffer.data_ptr())
+            page_lock(self.buffer, self)
         self.addresses = memory.data_ptr() + start + layout.record_bytes * np.arange(slabs)  # int64 [S], on the pool's device
         self._views: list[dict[str, torch.Tensor]] = [layout.views(record) for record in self.buffer]
         if aliased:
@@ -91,18 +91,3 @@ class SlabPool:
     def check_integrity(self) -> None:
         assert len(self._free) == len(set(self._free)) == sum(self._is_free), "free list and free flags disagree"
         assert all(self._is_free[slab] for slab in self._free)
-
-
-def _page_lock(buffer: torch.Tensor) -> Callable[[int], object]:
-    """Register ordinary memory with CUDA; returns the function that undoes this, given the address.
-
-    torch's own page-locked allocator rounds up to a power of two, which would be up to twice the plan.
-    """
-    cuda = torch.cuda.cudart()
-    status = cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-    if int(status) != 0:
-        raise TransferError(
-            f"{buffer.numel()} bytes of host memory could not be page-locked (CUDA error {int(status)}). "
-            "Fix: a smaller host_memory (--host-memory), or raise the limit of locked memory (ulimit -l)"
-        )
-    return cuda.cudaHostUnregister

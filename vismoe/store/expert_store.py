@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from vismoe.errors import CheckpointError
+from vismoe.store.file_state import FileState
 from vismoe.store.files import CheckpointFiles, FileOnDisk
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import ExpertId, ExpertInventory
@@ -63,6 +64,11 @@ class StoreOnDisk:
     def paths(self) -> list[Path]:
         """The files that hold the records."""
         return [file.path for file in self._files.files]
+
+    @property
+    def states(self) -> tuple[FileState, ...]:
+        """Of the files when they were opened. Stores with equal ones have the same records."""
+        return self._files.states
 
     def read_past_cache(self) -> str | None:
         """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""

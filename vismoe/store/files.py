@@ -212,7 +212,7 @@ class CheckpointFiles:
             self._open: OpenFiles | None = OpenFiles(files, os.O_RDONLY, again=again)
         except OSError as error:
             raise self._cannot_open(error) from error
-        self._states = self._open.states
+        self.states = tuple(self._open.states)
 
     def read_past_cache(self, stretch_bytes: int) -> str | None:
         """Read past the page cache from now on, stretches of up to `stretch_bytes`; returns the reason if this filesystem
@@ -221,7 +221,7 @@ class CheckpointFiles:
         if flag is None:
             return "this system has no O_DIRECT"
         try:
-            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce_bytes(stretch_bytes), self._again, self._states)
+            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce_bytes(stretch_bytes), self._again, self.states)
             direct.probe()
         except OSError as error:
             if error.errno not in NO_DIRECT:

@@ -39,6 +39,7 @@ from vismoe.paging.miss import Ways
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.pair_split import paired
 from vismoe.planning.plan import Plan
+from vismoe.pools.gpu_limit import lift, limit
 from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
@@ -136,8 +137,14 @@ class Configuration:
             if store is not self.source:
                 store.close()
 
+    def limit_gpu(self) -> None:
+        """Hold torch to the budget, where the device is a GPU and a budget was given, until `close`."""
+        if self.device.type == "cuda" and self.settings.memory != "auto":
+            limit(self.source, self.device, self.hardware.held_bytes, self.plan.budget_bytes)
+
     def close(self) -> None:
         """Close the stores and the checkpoint."""
+        lift(self.source)
         self.stores.close()
         self.source.close()
 

@@ -58,8 +58,10 @@ class VisMoEQuantizer(HfQuantizer):
     requires_calibration = False
 
     def update_device_map(self, device_map: Any) -> Any:
-        """`auto` and its kin spread whole layers; here the model goes to one device and the experts are paged."""
-        return {"": torch_device(None)} if device_map in AUTO_MAPS else device_map
+        """`auto` and its kin spread whole layers; here the model goes to one device with an index, and experts are paged."""
+        if device_map is None:
+            return None
+        return {"": torch_device(None) if device_map in AUTO_MAPS else _one_device(device_map)}
 
     def _process_model_before_weight_loading(
         self, model: Any, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any

@@ -3,6 +3,7 @@
 Everything that is allocated here is in the plan: pools, mover, pager and, where a policy chooses formats, what it holds.
 """
 
+import contextlib
 import gc
 import logging
 import traceback
@@ -41,11 +42,13 @@ from vismoe.pools.pool import SlabPool
 from vismoe.precision.controller import Precision
 from vismoe.precision.hotness import Hotness
 from vismoe.precision.policy import Policy
-from vismoe.store.expert_store import ExpertStore
+from vismoe.store.expert_store import ExpertStore, StoreOnDisk
 from vismoe.threads import waiting
 from vismoe.types import HIGH
 
 logger = logging.getLogger(__name__)
+
+Tiers = list[tuple[StoreOnDisk, HostTier]]  # host tiers, each with the store that its records are from
 
 
 class Runtime:
@@ -105,17 +108,18 @@ class Runtime:
         Between two requests, on the thread that runs the model. Raises what failed; the new configuration is closed then.
         """
         before, timeline = self.configuration, self.pager.timeline
+        tiers: Tiers = list(zip(before.stores.by_precision, self.pager.hosts))
         self._learned = self.hotness
         self.save_hotness()
         self.context.stop_serving()
         _give_back_memory(before.device)  # before any other is taken
         try:
-            served = _service(model, configuration, self.metrics, self._learned)
+            served = _service(model, configuration, self.metrics, self._learned, tiers)
         except BaseException as error:
             configuration.close_stores()
             _clear_frames(error)
             _give_back_memory(before.device)
-            self._serve(before, *_service(model, before, self.metrics, self._learned))
+            self._serve(before, *_service(model, before, self.metrics, self._learned, tiers))
             self.pager.timeline = timeline
             self.refused = str(error)
             raise
@@ -171,7 +175,7 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         backends["workers"] = waiting().why
         if not waiting().settled:
             logger.warning("torch's worker threads will fight the copying ones for the cores: %s", waiting().why)
-    inputs = LookaheadInputs(inventory, settings.window, lookahead, gate, settings.deterministic, device.type == "cpu")
+    inputs = LookaheadInputs(inventory, settings.window, lookahead, gate, settings.deterministic, device)
     pruner, backends["visual tokens"] = attach_pruner(model, settings, calibration)
     context = StepContext(device, inputs, pruner, fewer_experts(settings, inventory))
     runtime = Runtime(model, configuration, context, backends)
@@ -190,15 +194,22 @@ def runtime_of(model: Any) -> Runtime:
     return runtime
 
 
+@torch.inference_mode(False)  # what threads write into is allocated here, and they do not run in the mode of the one that loads
 def _service(
-    model: Any, configuration: Configuration, metrics: Metrics | None = None, hotness: Hotness | None = None
+    model: Any,
+    configuration: Configuration,
+    metrics: Metrics | None = None,
+    hotness: Hotness | None = None,
+    tiers: Tiers | None = None,
 ) -> tuple[ExpertService, dict[str, str]]:
-    """(what serves, what was chosen and why). `metrics` go on counting; `hotness` is what an earlier configuration has learned.
+    """(what serves, what was chosen and why). `metrics` go on counting; `hotness` is what an earlier configuration has learned,
+    and `tiers` what it has left: those that fit serve again with all that they hold, the others are dropped.
 
     Under hotness every expert is brought in before this returns, otherwise the pinned prefix.
     """
     settings, experts, plan, device = configuration.settings, configuration.experts, configuration.plan, configuration.device
-    mover, inventory = _mover(configuration), experts.inventory
+    configuration.limit_gpu()
+    mover, inventory = _mover(configuration, tiers if tiers is not None else []), experts.inventory
     ways = experts.ways
     if ways is not None and ways.deterministic and sum(plan.host_slabs) < plan.total_experts:
         ways = None  # what lies in host memory depends on when it was read
@@ -248,13 +259,22 @@ def _pools(configuration: Configuration) -> list[list[SlabPool]]:
     return pools
 
 
-def _mover(configuration: Configuration) -> Mover:
+def _mover(configuration: Configuration, tiers: Tiers) -> Mover:
     stores, plan, device = configuration.stores.by_precision, configuration.plan, configuration.device
     emulated = configuration.settings.emulated_link_bytes_per_s
     if emulated is None and device.type != "cuda":
         return DiskMover(*stores)
     records = (plan.host_slabs, plan.low_host_slabs)[: len(stores)]
-    hosts = [HostTier(store, slabs, page_locked=emulated is None) for store, slabs in zip(stores, records, strict=True)]
+    wanted = list(zip(stores, records, strict=True))
+    fitting = {(store.states, tier.records): tier for store, tier in tiers}
+    tiers[:] = [(store, fitting[key]) for store, slabs in wanted if (key := (store.states, slabs)) in fitting]
+    fitting.clear()  # the others give their memory back before any is taken
+    kept, hosts = dict(tiers), []
+    with torch.cuda.device(device) if emulated is None else contextlib.nullcontext():  # page-locking makes a context there
+        for store, slabs in wanted:
+            if store in kept:
+                kept[store].go_on_with(store)
+            hosts.append(kept.get(store) or HostTier(store, slabs, page_locked=emulated is None))
     return DeviceMover(*hosts, device=device) if emulated is None else EmulatedLinkMover(*hosts, bytes_per_s=emulated)
 
 

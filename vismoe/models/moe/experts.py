@@ -20,6 +20,7 @@ from vismoe.errors import BusyError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
+from vismoe.pools.readback import on_host
 from vismoe.types import Phase, TokenKind
 
 IMPLEMENTATION = "vismoe"
@@ -119,7 +120,7 @@ class PagedLayer:
         """Routing and factors without what the policy skips, which experts are wanted in the more precise format, bool `[E]`, and
         which of them first. `weights`: the factors on the host, where they were read."""
         if weights is None:
-            weights = factors.detach().float().cpu().numpy()
+            weights = on_host(factors.float())[0]
         known = len(routing) == step.tokens  # some families' experts see a part of the tokens only
         real = step.kinds != TokenKind.PAD if known and step.padded and step.kinds is not None else None
         if not known and step.batch > 1 and chooser.precision.policy.importance and step.phase is Phase.PREFILL:
@@ -160,7 +161,7 @@ class PagedLayer:
             dropped = visual & torch.zeros_like(visual).expand_as(factors).scatter(1, order[:, top_k:], True)
             left = factors.masked_fill(dropped, 0.0)
             factors = torch.where(visual, left * (factors.sum(1, keepdim=True) / left.sum(1, keepdim=True)), factors)
-            routing[dropped.cpu().numpy()] = none
+            routing[on_host(dropped)[0]] = none
         if step.kept is not None:
             routing[step.kept < 0] = none
         return routing, factors
@@ -179,7 +180,7 @@ class PagedLayer:
                 f"routing of this family cannot be recorded: {len(routing)} of {step.tokens} tokens reach "
                 f"MoE layer {self.layer}, and a trace needs to know which. Fix: run without recording"
             )
-        kept, weights = step.kept, factors.float().cpu().numpy()
+        kept, weights = step.kept, on_host(factors.float())[0]
         if kept is not None:
             real = kept >= 0
             routing, weights, kept = routing[real], weights[real], kept[real]
@@ -187,14 +188,9 @@ class PagedLayer:
 
 
 def _on_host(index: torch.Tensor, factors: torch.Tensor, with_factors: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """Routing int64 and, where a policy wants them, weights float32 `[T, K]`: one read from a device."""
-    if not with_factors:
-        return np.ascontiguousarray(index.cpu().numpy()), None
-    if index.device.type == "cpu":
-        return np.ascontiguousarray(index.numpy()), factors.detach().float().numpy()
-    both = torch.cat([index.float(), factors.float()], dim=1).cpu().numpy()  # ids are small: exact in float32
-    ids, weights = np.split(both, 2, axis=1)
-    return np.ascontiguousarray(ids, dtype=np.int64), np.ascontiguousarray(weights)
+    """Routing int64 and, where a policy wants them, weights float32 `[T, K]`: one wait for a device."""
+    ids, *weights = map(np.ascontiguousarray, on_host(index, *([factors.float()] if with_factors else [])))
+    return ids, weights[0] if weights else None
 
 
 def _last_tokens_experts(step: Step, routing: np.ndarray) -> set[int]:

@@ -55,7 +55,7 @@ def choose_lookahead(
 class LookaheadInputs:
     """Runs `lookahead` for the next `window` layers of a pager (`serve`). `gate` also serves recordings, if the family has one.
 
-    `cores_shared`: the model computes on the same cores as the lookahead, so the lookahead's time is charged to speculation.
+    `device`: of the model. On a CPU the lookahead computes on the same cores, so its time is charged to speculation.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LookaheadInputs:
         lookahead: Lookahead | None,
         gate: GateLookahead | None,
         inline: bool,
-        cores_shared: bool = False,
+        device: torch.device,
     ):
         self._told: Pager | None = None
         self.lookahead = lookahead
@@ -74,8 +74,9 @@ class LookaheadInputs:
         sizes = FeatureSizes(len(layers), max(layer.num_experts for layer in layers), 0, 0, window)
         self._gate, self._recording = gate, Witness(gate, sizes)
         self._critical: Critical | None = None
-        charge = (lambda core_s: self._pager.asked(core_s)) if cores_shared else lambda core_s: None
-        self._ahead = BackgroundLookahead(lookahead, self._tell, inline, charge) if lookahead is not None else None
+        charge = (lambda core_s: self._pager.asked(core_s)) if device.type == "cpu" else lambda core_s: None
+        gpu = device if device.type == "cuda" else None
+        self._ahead = BackgroundLookahead(lookahead, self._tell, inline, charge, gpu) if lookahead is not None else None
         self._remembers = lookahead is not None and lookahead.remembers
 
     def serve(self, pager: Pager | None, critical: Critical | None) -> None:

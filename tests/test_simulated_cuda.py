@@ -1,0 +1,230 @@
+"""The order of copies and kernels on a GPU, on simulated streams: the real pager, mover and host tier, and what each of their
+orders is for: without it a kernel reads another expert's bytes, every time."""
+
+import contextlib
+import functools
+import queue
+import random
+
+import numpy as np
+import pytest
+import torch
+from simulated_cuda import Event, SimulatedCuda, SimulatedPool, SimulatedTensor, Stream
+
+from vismoe.lookahead.background import BackgroundLookahead
+from vismoe.lookahead.lookahead import Seen
+from vismoe.paging.pager import Pager
+from vismoe.paging.tickets import Ticket
+from vismoe.paging.transfer import DeviceMover
+from vismoe.pools.host_tier import HostTier
+from vismoe.pools.readback import on_host
+from vismoe.pools.slabs import Slabs
+from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
+
+LAYERS, EXPERTS, TOP_K, SLABS, RECORDS = 3, 10, 3, 5, 3
+
+
+class FilledStore:
+    """All numbers of a record say which expert it is."""
+
+    scratch_bytes = 0
+    fingerprint = "numbers"
+    layout = RecordLayout.of({"w": (16,)}, {"w": torch.int64})
+    inventory = ExpertInventory(tuple(MoELayer(i, f"layers.{i}", EXPERTS, TOP_K, 0) for i in range(LAYERS)), (layout,))
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        record.view(torch.int64).fill_(number(*expert))
+        return record.numel()
+
+
+def number(layer: int, expert: int) -> int:
+    return 100 * layer + expert
+
+
+class InOneThread(DeviceMover):
+    """The model's thread copies, so that everything happens in an order that the seed decides."""
+
+    by_demander = True
+
+
+def wrong_reads(cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10) -> list[tuple[int, set[int]]]:
+    """(the expert that a kernel was launched for, the experts whose numbers it read) for every kernel that read another one."""
+    cuda.install(patch)
+    store, rng, wrong = FilledStore(), random.Random(1), []
+    tier = HostTier(store, (RECORDS,), page_locked=False)
+    pager = Pager(
+        store.inventory,
+        (SimulatedPool(cuda, store.layout, SLABS),),
+        mover(tier, device=torch.device("cpu")),
+        threads=threads,
+    )
+
+    def read_others():
+        """As other workers would: enough that only a leased record stays."""
+        for expert in rng.sample(range(EXPERTS), RECORDS):
+            with tier.lease(ExpertId(rng.randrange(LAYERS), expert)):
+                pass
+
+    cuda.meanwhile = read_others if not threads else lambda: None
+
+    def kernel(weights: torch.Tensor, wanted: int) -> None:
+        if (read := set(weights.tolist())) != {wanted}:
+            wrong.append((wanted, read))
+
+    try:
+        for _ in range(steps):
+            pager.begin_step(Phase.DECODE)
+            for layer in range(LAYERS):
+                if readback:
+                    cuda.compute.synchronize()
+                chosen = sorted(rng.sample(range(EXPERTS), TOP_K))
+                with pager.demand(layer, chosen) as demand:
+                    if layer + 1 < LAYERS and rng.random() < 0.7:
+                        guess = np.zeros((1, EXPERTS), np.float32)
+                        guess[0, rng.sample(range(EXPERTS), TOP_K)] = 1.5
+                        pager.look_ahead(layer, guess)
+                    for lent in (lent for group in demand.groups(in_order=False) for lent in group):
+                        reading = functools.partial(kernel, lent.weights["w"], number(layer, lent.expert))
+                        cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
+        cuda.compute.synchronize()
+        pager.check_integrity()
+        assert pager.metrics.snapshot().total("evictions") > 10
+    finally:
+        pager.close()
+    return wrong
+
+
+@pytest.mark.parametrize("readback", [False, True], ids=["no readback", "a readback per layer"])
+def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(readback, monkeypatch):
+    for late in ("kernels", "copies"):
+        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, readback=readback)
+        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, DeviceMover, threads=2, readback=readback)
+    for seed in range(20):
+        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, readback=readback)
+        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, DeviceMover, threads=2, readback=readback, steps=5)
+
+
+def no_wait(patch):
+    """The copy stream does not wait for the kernels that read the slab."""
+    patch.setattr(Stream, "wait_event", lambda stream, event: None)
+
+
+def no_event_at_release(patch):
+    """Nothing is noted when a demand lets go of its slabs."""
+    patch.setattr(DeviceMover, "released", lambda mover, geometry, slabs: None)
+
+
+def done_too_early(patch):
+    """A ticket is done before its copy."""
+    patch.setattr(Event, "synchronize", lambda event: None)
+
+
+def lease_too_short(patch):
+    """The host record may be evicted before it was copied."""
+    lease = HostTier.lease
+
+    @contextlib.contextmanager
+    def ended(tier, expert):
+        with lease(tier, expert) as found:
+            pass
+        yield found
+
+    patch.setattr(HostTier, "lease", ended)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "late"),
+    [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_early, "copies"), (lease_too_short, "copies")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, monkeypatch):
+    mistake(monkeypatch)
+    assert wrong_reads(SimulatedCuda(late=late), monkeypatch)
+
+
+def test_half_a_copy_can_be_seen(monkeypatch):
+    """Otherwise the proof above would miss a kernel that runs beside the copy."""
+    done_too_early(monkeypatch)
+    assert any(len(read) > 1 for seed in range(20) for _, read in wrong_reads(SimulatedCuda(seed), monkeypatch))
+
+
+@pytest.mark.parametrize("unasked", [{"speculative": True}, {"transition": True}], ids=str)
+def test_a_demanded_copy_does_not_wait_for_one_that_nothing_demanded(unasked, monkeypatch):
+    cuda, computed = SimulatedCuda(late="kernels"), []
+    cuda.install(monkeypatch)
+    store = FilledStore()
+    mover = DeviceMover(HostTier(store, (RECORDS,), page_locked=False), device=torch.device("cpu"))
+    slabs = Slabs.of(SimulatedPool(cuda, store.layout, 2))
+    cuda.launch(functools.partial(computed.append, "a long kernel that reads slab 0"))
+    mover.released(0, np.array([0]))
+    with monkeypatch.context() as patch:
+        done_too_early(patch)  # the thread that copies the guess waits elsewhere
+        mover.move(Ticket(ExpertId(1, 1), 0, slab=0, **unasked), slabs)
+    mover.move(Ticket(ExpertId(0, 2), 0, slab=1), slabs)
+    assert not computed and slabs.weights(1)["w"].tolist() == [number(0, 2)] * 16
+    cuda.streams[-1].synchronize()
+    assert computed and slabs.weights(0)["w"].tolist() == [number(1, 1)] * 16
+
+
+@pytest.mark.parametrize("unasked", [False, True])
+def test_slabs_in_memory_that_a_queued_kernel_still_writes_are_filled_after_it(unasked, monkeypatch):
+    """torch gives freed memory to the next tensor as soon as everything on its stream is queued."""
+    cuda = SimulatedCuda(late="kernels")
+    cuda.install(monkeypatch)
+    store = FilledStore()
+    slabs = Slabs.of(SimulatedPool(cuda, store.layout, 2))
+    cuda.launch(lambda: slabs.pools[0].buffer.fill_(7))
+    mover = DeviceMover(HostTier(store, (RECORDS,), page_locked=False), device=torch.device("cpu"))
+    mover.move(Ticket(ExpertId(1, 1), 0, slab=0, speculative=unasked), slabs)
+    cuda.compute.synchronize()
+    assert slabs.weights(0)["w"].tolist() == [number(1, 1)] * 16
+
+
+class Copied:
+    """A lookahead whose scores are its snapshot: the layer that it saw."""
+
+    def __init__(self, cuda: SimulatedCuda):
+        self._cuda = cuda
+
+    def snapshot(self, seen: Seen) -> torch.Tensor:
+        snapshot = torch.zeros(4)
+        self._cuda.copy(snapshot, torch.full((4,), float(seen.layer)))
+        return snapshot
+
+    def evaluate(self, snapshot: torch.Tensor) -> np.ndarray:
+        return on_host(SimulatedTensor(self._cuda, snapshot))[0].copy()
+
+
+def wrong_scores(cuda: SimulatedCuda, patch, layers: int = 5) -> list[tuple[int, np.ndarray]]:
+    """(layer, scores) where a lookahead read something else than what the model's stream had snapshot for it."""
+    cuda.install(patch)
+    told = queue.SimpleQueue()
+    ahead = BackgroundLookahead(
+        Copied(cuda), lambda tick, layer, scores: told.put((layer, scores)), inline=False, gpu=SimulatedTensor.device
+    )
+    later: list[int] = []
+    found = []
+    for layer in range(1, layers + 1):
+        ahead.ask(Seen(layer, True, np.zeros((1, 1), np.int64), torch.zeros(1, 4)), tick=layer)
+        cuda.launch(functools.partial(later.append, layer))
+        found.append(told.get(timeout=60))
+        assert cuda.late != "kernels" or layer not in later, "the lookahead waited for what the model does after the snapshot"
+    ahead.close()
+    return [(layer, scores) for layer, scores in found if (scores != layer).any()]
+
+
+def test_a_lookahead_reads_what_the_model_made_for_it_and_waits_for_nothing_after_it(monkeypatch):
+    for cuda in [SimulatedCuda(late="kernels"), SimulatedCuda(late="copies"), *map(SimulatedCuda, range(20))]:
+        assert not wrong_scores(cuda, monkeypatch)
+        assert [stream.priority for stream in cuda.streams] == [0, -1], "lower is sooner"
+
+
+def no_wait_for_the_readback(patch):
+    """The host reads before the copy to it has ended."""
+    patch.setattr(Stream, "synchronize", lambda stream: None)
+
+
+@pytest.mark.parametrize(("mistake", "late"), [(no_wait, "kernels"), (no_wait_for_the_readback, "copies")])
+def test_each_order_of_the_lookahead_that_is_left_out_shows(mistake, late, monkeypatch):
+    mistake(monkeypatch)
+    assert len(wrong_scores(SimulatedCuda(late=late), monkeypatch)) == 5

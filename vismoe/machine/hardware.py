@@ -25,7 +25,7 @@ def probe(device: str | torch.device | None = None) -> Hardware:
     free_host, total_host = host_memory()
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if kind.type == "cpu":
-        return Hardware("cpu", free_host, total_host, free_host, cores(), ranks, total_host, torch.cuda.memory_reserved(kind))
+        return Hardware("cpu", free_host, total_host, free_host, cores(), ranks, total_host)
     free, total = torch.cuda.mem_get_info(kind)
     return Hardware("cuda", free, total, free_host, cores(), ranks, total_host, torch.cuda.memory_reserved(kind))
 

@@ -25,6 +25,14 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     "up": {"x": "*bf16", "places": "*i32", "tiles": "*i64", "count": "i32", "activated": "*bf16"},
     "down": {"activated": "*bf16", "places": "*i32", "factors": "*bf16", "tiles": "*i64", "count": "i32", "parts": "*fp32"},
+    "arrange": {
+        "ids": "*i64",
+        "addresses": "*i64",
+        "tiles": "*i64",
+        "sums_of": "*i32",
+        "tokens": "i32",
+        "pairs": "i32",
+    },
     "combine": {"parts": "*fp32", "sums_of": "*i32", "count": "i32", "out": "*bf16"},
 }
 
@@ -67,7 +75,9 @@ def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
             found.append({**about, **compiled("up", {"TOP_K": 8, **kernel._up, **block}, capability)})
             found.append({**about, **compiled("down", {**kernel._down, **block}, capability)})
         adding = {"HIDDEN": 2048, "ADDING": True, "BN": gpu.SUM_COLUMNS, "INTERPRETED": False}
-        found.append({"format": None, "rows": None, **compiled("combine", adding, capability)})
+        of_eight = {"EXPERTS": 128, "TOP_K": 8, "PAIRS": 64}
+        for name, constants in (("combine", adding), ("arrange", of_eight)):
+            found.append({"format": None, "rows": None, **compiled(name, constants, capability)})
     print(json.dumps(found))
 
 

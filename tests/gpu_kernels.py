@@ -5,6 +5,7 @@ The last part runs a whole model. Without a GPU its experts are served on the CP
 
 import dataclasses
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from vismoe.kernels.gpu import experts as gpu
 from vismoe.models.family.forms import forms_of
 from vismoe.models.load import opening
 from vismoe.models.moe.gpu_experts import GpuExperts
-from vismoe.types import Format
+from vismoe.paging.pager import Pager
+from vismoe.types import Format, Phase
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -131,6 +133,25 @@ def test_sums_are_those_of_the_oracle_bit_for_bit(adding, dtype):
     assert count == (3 if adding else 5) and torch.equal(out.cpu(), expected.to(dtype))
 
 
+@pytest.mark.parametrize("tokens, top_k", [(1, 1), (1, 8), (3, 5), (8, 8)])
+def test_the_device_arranges_the_choices_as_the_host_does(tokens, top_k):
+    """With sentinels and an expert that one token chose twice."""
+    experts = 9
+    ids = torch.randint(0, experts + 2, (tokens, top_k))
+    ids[-1, -1] = ids[-1, 0]
+    addresses = torch.arange(experts) * 64
+    tiles, sums = gpu.arrange(ids.to(DEVICE), addresses.to(DEVICE), experts)
+    flat, places = ids.flatten(), torch.arange(tokens * top_k)
+    real = flat < experts
+    assert torch.equal(tiles[0].cpu()[real], flat[real] * 64) and torch.isin(tiles[0].cpu(), addresses).all()
+    assert torch.equal(tiles[1].cpu(), places) and torch.equal(tiles[2].cpu(), real.long())
+    by_expert = sorted(places[real].tolist(), key=lambda place: (flat[place], place))
+    count, expected = gpu.sums_of(np.array(by_expert, np.int64) // top_k, tokens)
+    head, pairs = expected[: 2 * tokens + 1], [by_expert[pair] for pair in expected[2 * tokens + 1 :]]
+    assert count == tokens and sums.tolist()[: 2 * tokens + 1] == head.tolist()
+    assert sums.tolist()[2 * tokens + 1 :][: len(pairs)] == pairs
+
+
 def test_every_pair_is_in_one_tile():
     starts, ends = np.array([0, 0, 5, 40]), np.array([0, 5, 40, 41])
     tiles = gpu.tiles_of(np.arange(4) * 64, starts, ends, 16)
@@ -145,6 +166,7 @@ def test_what_cannot_be_computed_is_said():
 
 # ------------------------------------------------------------------ a whole model
 FAMILY = "qwen3_moe"
+DEMAND = Pager.demand
 
 
 @pytest.fixture(autouse=True)
@@ -199,13 +221,37 @@ def test_logits_are_as_near_to_float64_as_eager_experts(checkpoint):
 
 @pytest.mark.parametrize("format", ["raw", "int4"])
 def test_a_budget_changes_no_bit(checkpoint, format, monkeypatch):
-    full = logits(load(checkpoint, memory="100%", format=format))
+    resident = load(checkpoint, memory="100%", format=format)
+    full = logits(resident)
     small = load(checkpoint, memory="12%", format=format)
     assert torch.equal(logits(small), full)
     counts = vismoe.runtime_of(small).pager.metrics.snapshot()
     assert counts.total("evictions") > 0
     monkeypatch.setattr("vismoe.models.moe.gpu_experts.PAIRS_PER_CALL", 7)  # cuts through experts
     assert torch.equal(logits(small), full)
+    runtime = vismoe.runtime_of(resident)
+    runtime.pager.core.fill = True  # as it is with a GPU
+    logits(resident)
+    while runtime.pager.addresses() is None:
+        time.sleep(0.01)
+    logits(small)  # as many passes for both follow
+    before = [vismoe.runtime_of(model).metrics.snapshot() for model in (resident, small)]
+    asked = vismoe.runtime_of(resident).metrics.demanded.copy(), vismoe.runtime_of(small).metrics.demanded.copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(Pager, "demand", refused_in_decode)
+        assert torch.equal(logits(resident), full), "a pass without the pager has the same bits"
+    assert torch.equal(logits(small), full)
+    counts = [vismoe.runtime_of(model).metrics.snapshot() - then for model, then in zip((resident, small), before)]
+    for name in ("steps", "computed_high"):
+        assert counts[0].total(name) == counts[1].total(name) > 0
+    assert counts[0].total("hits") == sum(counts[1].total(name) for name in ("hits", "misses")) and counts[0].total("misses") == 0
+    demanded = (vismoe.runtime_of(model).metrics.demanded - then for model, then in zip((resident, small), asked))
+    assert np.array_equal(*demanded)
+
+
+def refused_in_decode(pager, *asked, **named):
+    assert pager.core.phase is not Phase.DECODE, "the pager was asked although every expert is resident"
+    return DEMAND(pager, *asked, **named)
 
 
 def test_two_formats_in_one_layer_are_computed_together(checkpoint):

@@ -230,6 +230,51 @@ def test_every_refresh_of_the_lookahead_puts_what_is_worth_most_now_in_front():
     pager.check_integrity()
 
 
+def filled_after_one_demand(store: NumberStore, slabs: list[int], **kw) -> Pager:
+    """A pager after one expert was demanded, and everything that follows was copied."""
+    pager = make_pager(store, slabs, threads=2, **kw)
+    pager.begin_step(Phase.DECODE)
+    with pager.demand(0, [1]) as demand:
+        assert list(lent_by(demand, 0)) == [1]
+    until(lambda: not pager.core.tickets)
+    return pager
+
+
+def test_where_every_expert_has_a_slab_those_that_nothing_demanded_are_brought_in_too():
+    pager = filled_after_one_demand(NumberStore([4, 6, 3], [0, 0, 1]), [10, 3], fill=True)
+    until(lambda: pager.addresses() is not None)
+    first, second = pager.addresses()
+    assert len(set(first.tolist())) == 10 and len(set(second.tolist())) == 3
+    counts = pager.metrics.snapshot()
+    assert (counts.total("misses"), counts.total("prefetched_bytes"), counts.total("evictions")) == (1, 0, 0)
+    for layer, experts in enumerate([4, 6, 3]):
+        with pager.demand(layer, range(experts)) as demand:
+            assert list(lent_by(demand, layer)) == list(range(experts))
+    assert pager.metrics.snapshot().total("misses") == 1
+    pager.close()
+    pager.check_integrity()
+
+
+@pytest.mark.parametrize(("slabs", "fill"), [([9, 3], True), ([10, 3], False)])
+def test_pools_that_lack_one_slab_are_not_filled_nor_any_unless_asked(slabs, fill):
+    store = NumberStore([4, 6, 3], [0, 0, 1])
+    pager = filled_after_one_demand(store, slabs, fill=fill)
+    assert store.reads == 1 and pager.addresses() is None
+    pager.close()
+
+
+def test_filling_ends_at_the_first_failure_and_a_demand_still_gets_what_it_wants():
+    store = NumberStore([8], [0])
+    store.broken = {ExpertId(0, 4)}
+    pager = filled_after_one_demand(store, [8], fill=True)
+    until(lambda: not pager.core.fill and not pager.core.tickets)
+    store.broken = set()
+    with pager.demand(0, range(8)) as demand:
+        assert list(lent_by(demand, 0, in_order=True)) == list(range(8))
+    pager.close()
+    pager.check_integrity()
+
+
 def test_only_the_missing_expert_stalls():
     slow = ExpertId(0, 2)
     store = GatedStore([8], {slow})

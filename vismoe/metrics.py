@@ -6,8 +6,9 @@ prefetched expert is wasted if it is evicted, or the request ends, before it was
 still a miss.
 """
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,8 @@ class Metrics:
         self._steps, self._hits = self._column["steps"], self._column["hits"]
         self._row = {phase: i for i, phase in enumerate(PHASES)}
         self._formats: tuple[str, ...] = ()
+        self._deferred: list[Callable[[], None]] = []
+        self._deferred_by = 0
         self._named_from, self._named_before = self.snapshot(), Counter[tuple[Phase, str]]()
 
     def name_formats(self, formats: Sequence[str]) -> None:
@@ -134,5 +137,17 @@ class Metrics:
         if absent:
             self.missed[layer, absent] += 1
 
+    def defer(self, count: Callable[[], None]) -> None:
+        """Let `count` count later, when what it reads from a device is there: when this thread settles, or takes a snapshot."""
+        self._deferred.append(count)
+        self._deferred_by = threading.get_ident()
+
+    def settle(self) -> None:
+        """Count what was deferred by this thread."""
+        while self._deferred and self._deferred_by == threading.get_ident():
+            self._deferred.pop(0)()
+
     def snapshot(self) -> Snapshot:
+        """The counters now; in other threads than the model's they may lack the last pass."""
+        self.settle()
         return Snapshot(self._values.copy())

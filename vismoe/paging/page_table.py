@@ -77,6 +77,11 @@ class PageTable:
         self._ring_in_use = self._any_ready = False
 
     # -- reading
+    @property
+    def has_room_for_all(self) -> bool:
+        """There is a slab of the one format for every expert."""
+        return self.pool.precision is None and self.pool.capacity >= len(self.slab_of)
+
     def flat(self, expert: ExpertId) -> int:
         return self.base[expert.layer] + expert.expert
 

@@ -81,6 +81,7 @@ class Pager:
         """A forward pass over one chunk or one token of each row begins; `new_sequence`: nothing is in its KV cache yet."""
         self.core.check_open()
         self._claim()
+        self.metrics.settle()
         if new_sequence:
             self.core.end_request()
         self.core.begin_step(phase, self._step_ended_s - self._step_began_s)
@@ -164,6 +165,10 @@ class Pager:
         self.metrics.add("skipped", phase, layer, skipped)
         if self.core.table_of[layer].pool.precision is None:
             self.metrics.add("computed_high", phase, layer, choices - skipped)
+
+    def addresses(self) -> list[np.ndarray] | None:
+        """By geometry, where the records of all experts lie; None unless all are resident for good (residency.py)."""
+        return under(self.lock, self.core.addresses)
 
     def residency(self) -> np.ndarray:
         """uint8 `[L, E]`: where each expert is (paging/page_table.py); layers with fewer experts than E end in NO_EXPERT."""

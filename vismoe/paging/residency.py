@@ -26,7 +26,7 @@ import numpy as np
 from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import Upgrades, Ways
-from vismoe.paging.page_table import LOADING, NO_EXPERT, PageTable, Room
+from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transitions import Transitions
@@ -65,7 +65,8 @@ class Residency:
 
     `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones: one pool, or one for each format. `ways`:
     what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
-    there in less precision than was demanded. `deterministic`: nothing is copied unasked. `metrics`: to go on counting in.
+    there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
+    expert, bring in those that nothing demanded yet while nothing else is to be copied. `metrics`: to go on counting in.
     """
 
     # Copies in flight of absent experts that nothing has demanded. One, for it cannot be called back, and a demand should not
@@ -84,6 +85,7 @@ class Residency:
         hosts: Sequence[HostRecords] = (),
         upgrades: Upgrades | None = None,
         deterministic: bool = False,
+        fill: bool = False,
         metrics: Metrics | None = None,
     ):
         assert ways is None or hosts, "only what lies in a host tier can be computed there"
@@ -94,6 +96,7 @@ class Residency:
         self.metrics = metrics or Metrics(len(inventory.layers), most)
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
+        self.fill = fill and all(table.has_room_for_all for table in self.tables)
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger, self.wanted = Ledger(inventory), Wanted()
         self.tickets: dict[ExpertId, Ticket] = {}  # in flight
@@ -171,7 +174,7 @@ class Residency:
             return self.next_transition()
         if sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once:
             return None
-        return self._next_guess() or self._next_admission()
+        return self._next_guess() or self._next_admission() or self._next_to_fill()
 
     def next_transition(self) -> Ticket | None:
         """The next expert that belongs in the other format, and a slab for it."""
@@ -218,6 +221,16 @@ class Residency:
         self._none_to_admit_at = self.tick
         return None
 
+    def _next_to_fill(self) -> Ticket | None:
+        """Where there is a slab for every expert: the first that is absent."""
+        for table in self.tables if self.fill else ():
+            absent = np.flatnonzero(table.slab_of < 0)
+            slab = table.pool.take() if len(absent) else None
+            if slab is not None:
+                table.begin_load(int(absent[0]), slab)
+                return self._ticket(table.id_of[absent[0]], slab, speculative=True)
+        return None
+
     def _ticket(self, expert: ExpertId, slab: int, speculative: bool = False, transition: bool = False) -> Ticket:
         self.tickets[expert] = ticket = Ticket(
             expert, self.inventory.layers[expert.layer].geometry, slab, speculative, transition
@@ -239,7 +252,7 @@ class Residency:
         self.metrics.add("bytes_copied", self.phase, layer, ticket.moved.link_bytes)
         if ticket.error is not None and ticket.speculative:
             logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
-            self._none_to_admit_at = self.tick
+            self._none_to_admit_at, self.fill = self.tick, False
         return True
 
     def guess_on_the_way(self) -> Ticket | None:
@@ -309,6 +322,15 @@ class Residency:
             table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})
         for host in self.hosts:
             host.let_go()
+
+    def addresses(self) -> list[np.ndarray] | None:
+        """By geometry the addresses int64 `[its experts]` of their records; None unless every expert is resident in the one
+        format, so that nothing is copied any more."""
+        if self.tickets or any(table.pool.precision is not None for table in self.tables):
+            return None
+        if any((table.slab_of < 0).any() or (table.state[table.slab_of] != RESIDENT).any() for table in self.tables):
+            return None
+        return [table.pool.addresses[table.slab_of] for table in self.tables]
 
     def of_all(self, read: Callable[[PageTable, int], np.ndarray]) -> np.ndarray:
         """uint8 `[L, E]`: what is read of each layer; layers with fewer experts than E end in NO_EXPERT."""

@@ -27,6 +27,7 @@ from vismoe.types import ExpertForm, Format, Gate, RecordLayout
 FEW_ROWS, MANY_ROWS = 16, 32  # pairs of a tile: decoding, prompts
 COLUMNS, INPUTS = 32, 128  # of a tile, and how many inputs of raw weights are loaded at once
 SUM_COLUMNS = 1024
+MOST_ARRANGED = 127  # pairs that one program arranges
 WARPS, STAGES = 4, 4
 
 
@@ -137,6 +138,22 @@ def combine(parts: Tensor, sums: Tensor, count: int, out: Tensor, adding: bool =
         grid = (count, -(-hidden // SUM_COLUMNS))
         block = {"BN": SUM_COLUMNS, "INTERPRETED": interpreted}
         programs.combine[grid](parts, sums, count, out, HIDDEN=hidden, ADDING=adding, **block, enable_fp_fusion=False)
+
+
+def arrange(ids: Tensor, addresses: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(tiles int64 `[3, T * K]` of one pair each, sums int32 of T tokens) on the device, from ids int64 `[T, K]`; by one launch.
+
+    addresses int64 `[E]`: of the records of a layer's experts, all resident.
+    """
+    programs, _ = _programs()
+    tokens, top_k = ids.shape
+    pairs = ids.numel()
+    assert 0 < pairs <= MOST_ARRANGED, (tokens, top_k)
+    tiles = torch.empty(3, pairs, dtype=torch.int64, device=ids.device)
+    sums = torch.empty(2 * tokens + 1 + pairs, dtype=torch.int32, device=ids.device)
+    fitting = 1 << pairs.bit_length()  # more than the pairs: where the last sum ends is written too
+    programs.arrange[(1,)](ids, addresses, tiles, sums, tokens, pairs, EXPERTS=experts, TOP_K=top_k, PAIRS=fitting)
+    return tiles, sums
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

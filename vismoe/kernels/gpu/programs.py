@@ -203,3 +203,30 @@ def combine(parts, sums_of, count, out, HIDDEN: tl.constexpr, ADDING: tl.constex
         total += tl.load(parts + pair * HIDDEN + n, mask=ok, other=0.0)
         i += 1
     tl.store(out + token * HIDDEN + n, _rounded(total, out.dtype.element_ty, INTERPRETED), mask=ok)
+
+
+@triton.jit
+def arrange(
+    ids, addresses, tiles, sums_of, tokens, pairs,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """tiles and sums_of for `up`, `down` and `combine`, from ids int64 `[tokens, TOP_K]` and the addresses int64 `[EXPERTS]` of a
+    layer whose experts are all resident. Each pair is a tile, in the order of the choices.
+
+    Ids from EXPERTS on are sentinels: their tiles are empty, and no sum has them. One program; PAIRS: a power of two > `pairs`.
+    """
+    p = tl.arange(0, PAIRS)
+    q = tl.arange(0, PAIRS)
+    mine, other = tl.load(ids + p, mask=p < pairs, other=EXPERTS), tl.load(ids + q, mask=q < pairs, other=EXPERTS)
+    real = mine < EXPERTS
+    tl.store(tiles + p, tl.load(addresses + tl.where(real, mine, 0)), mask=p < pairs)
+    tl.store(tiles + pairs + p, p.to(tl.int64), mask=p < pairs)
+    tl.store(tiles + 2 * pairs + p, real.to(tl.int64), mask=p < pairs)
+    token, token_of_other = p // TOP_K, q // TOP_K
+    before_in_row = (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (q[None, :] < p[:, None]))
+    earlier = (token_of_other[None, :] < token[:, None]) | ((token_of_other[None, :] == token[:, None]) & before_in_row)
+    place = tl.sum((earlier & (other < EXPERTS)[None, :]).to(tl.int32), 1)
+    tl.store(sums_of + 2 * tokens + 1 + place, p, mask=real)
+    starts = tl.sum(((token_of_other[None, :] < p[:, None]) & (other < EXPERTS)[None, :]).to(tl.int32), 1)
+    tl.store(sums_of + p, p, mask=p < tokens)
+    tl.store(sums_of + tokens + p, starts, mask=p <= tokens)

@@ -230,6 +230,7 @@ def _service(
         ways=ways,
         upgrades=upgrades,
         deterministic=settings.deterministic and policy is not None,
+        fill=experts.gpu_kernels is not None and not settings.deterministic,  # passes without the pager need every expert
         metrics=metrics,
     )
     try:

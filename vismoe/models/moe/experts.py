@@ -19,6 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 from vismoe.errors import BusyError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.format_choice import FormatChooser
+from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
 from vismoe.pools.readback import on_host
 from vismoe.types import Phase, TokenKind
@@ -89,6 +90,9 @@ class PagedLayer:
     ) -> torch.Tensor:
         """Demand the experts, compute them as they come, add them up in ascending id."""
         layer, pager, chooser = self.layer, serving.pager, serving.chooser
+        if step.resident is not None and isinstance(serving.backend, GpuExperts):
+            step.resident.demanded(layer, module.num_experts, index)
+            return serving.backend.of_residents(layer, hidden, index, factors)
         routing, weights = _on_host(index, factors, with_factors=chooser is not None)
         decoding = step.phase is Phase.DECODE
         if step.fewer:

@@ -17,7 +17,7 @@ from vismoe.kernels import cpu
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.models.moe.compute import FastExperts, FastWork
 from vismoe.paging.lent import Group
-from vismoe.paging.pager import Lease
+from vismoe.paging.pager import Lease, Pager
 from vismoe.types import ExpertInventory
 
 PAIRS_PER_CALL = 4096  # of a prompt: bounds the results that are kept before they are added
@@ -28,6 +28,41 @@ class GpuExperts:
 
     def __init__(self, inventory: ExpertInventory, kernels: Sequence[Sequence[gpu.GpuKernel]], host: FastExperts | None = None):
         self.inventory, self.kernels, self.host = inventory, kernels, host
+        self._lying: list[np.ndarray] = []  # by geometry, the addresses of all experts when all were resident
+        self._tables: list[torch.Tensor] = []  # by layer, the same on the device
+        self._places = torch.empty(0, dtype=torch.int32)  # of pairs in the order of the choices
+
+    def all_resident(self, pager: Pager, device: torch.device, pairs: int) -> bool:
+        """Whether a pass with so many pairs in a layer can go without the pager: every expert is in a slab, for good."""
+        lying = pager.addresses() if pairs <= gpu.MOST_ARRANGED else None
+        if lying is None:
+            return False
+        if not self._lying or not all(map(np.array_equal, lying, self._lying)):
+            taken, places = [0] * len(lying), []
+            for layer in self.inventory.layers:
+                first = taken[layer.geometry]
+                taken[layer.geometry] += layer.num_experts
+                places.append(lying[layer.geometry][first : taken[layer.geometry]])
+            self._tables, self._lying = gpu.upload(places, device), lying
+        return True
+
+    def of_residents(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """A layer's output `[T, H]` after `all_resident`: four launches, and the host reads nothing.
+
+        The bits are those of `begin` and `run`. index `[T, K]` int64.
+        """
+        (kernel,), experts = self.kernels[self.inventory.layers[layer].geometry], self.inventory.layers[layer].num_experts
+        hidden, factors = hidden.contiguous(), factors.contiguous()
+        pairs, device = index.numel(), hidden.device
+        if len(self._places) < pairs:
+            self._places = torch.arange(gpu.MOST_ARRANGED, dtype=torch.int32, device=device)
+        parts = torch.empty(pairs, kernel.hidden, dtype=torch.float32, device=device)
+        activated, out = torch.empty(pairs, kernel.intermediate, dtype=hidden.dtype, device=device), torch.empty_like(hidden)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            tiles, sums = gpu.arrange(index.contiguous(), self._tables[layer], experts)
+            kernel.parts(hidden, self._places, factors, tiles, gpu.FEW_ROWS, activated, parts)
+            gpu.combine(parts, sums, len(hidden), out)
+        return out
 
     def begin(self, layer: int, module: Any, routing: np.ndarray, hidden: torch.Tensor, factors: torch.Tensor) -> "_GpuWork":
         return _GpuWork(self, layer, module, routing, hidden, factors)

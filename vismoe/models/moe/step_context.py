@@ -16,6 +16,7 @@ from torch import nn
 
 from vismoe.config import format_bytes
 from vismoe.errors import ClosedError, ContextError, UnsupportedModelError
+from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
 from vismoe.models.family.token_kinds import token_kinds
@@ -28,6 +29,7 @@ from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
 from vismoe.planning.plan import Plan
 from vismoe.planning.sizes import size_up
+from vismoe.pools.readback import on_host
 from vismoe.types import Evidence, Phase, TokenKind
 
 SHORT_STEP_TOKENS = 8  # new tokens on top of a KV cache that still count as decode: drafts being verified, not a prompt
@@ -64,7 +66,30 @@ class Step:
     kinds: np.ndarray | None = None  # uint8 [B * S] of TokenKind; None: all text
     padded: bool = False  # some of the tokens are padding
     kept: np.ndarray | None = None  # int32 [tokens]: which of the pass's tokens are left, -1 for pad slots; None: all
+    resident: "ResidentPass | None" = None  # it goes without the pager, because every expert is resident
     fewer: bool = False  # some tokens get fewer experts than the router chose: pad slots none, visual ones with visual_top_k
+
+
+class ResidentPass:
+    """Counts what a pass without the pager demanded, when the device has computed it. It would all have been a hit."""
+
+    def __init__(self, phase: Phase, metrics: Metrics):
+        self._phase, self._metrics = phase, metrics
+        self._demanded: list[tuple[int, int, torch.Tensor]] = []
+
+    def demanded(self, layer: int, experts: int, index: torch.Tensor) -> None:
+        """A layer of so many experts has computed index `[T, K]`."""
+        if not self._demanded:
+            self._metrics.defer(self._count)
+        self._demanded.append((layer, experts, index))
+
+    def _count(self) -> None:
+        read = on_host(*(index for _, _, index in self._demanded))
+        for (layer, experts, _), ids in zip(self._demanded, read, strict=True):
+            chosen = np.unique(ids[ids < experts]).tolist()
+            self._metrics.count_experts(layer, chosen, [])
+            self._metrics.count_demand(self._phase, layer, len(chosen), 0, 0)
+        self._demanded.clear()
 
 
 @dataclass(frozen=True)
@@ -221,12 +246,22 @@ class StepContext:
             serving.chooser.begin_step(serving.pager, decoding, batch * new, real)
         serving.pager.begin_step(phase, new_sequence=past == 0)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
-        self.begin(Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, fewer=fewer))
+        resident = self._resident_pass(phase, batch * new) if decoding and not padded and not fewer else None
+        self.begin(Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, resident=resident, fewer=fewer))
         dropping = self.pruner is not None and self.pruner.dropping
         self.lookahead_inputs.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
         if self.recorder is not None:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
+
+    def _resident_pass(self, phase: Phase, tokens: int) -> ResidentPass | None:
+        """For a pass that needs nothing of the pager, on a GPU: the host would wait for the routing of each layer."""
+        serving = self.serving
+        if not isinstance(serving.backend, GpuExperts) or serving.chooser is not None or self.recorder is not None:
+            return None
+        pairs = tokens * max(layer.top_k for layer in serving.pager.inventory.layers)
+        resident = serving.backend.all_resident(serving.pager, self.device, pairs)
+        return ResidentPass(phase, serving.pager.metrics) if resident else None
 
     def _begin_encode(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A vision tower with routed experts of its own: its rows are patches, of which the tokens are made later."""

@@ -292,22 +292,43 @@ def test_measuring_gives_a_profile_and_touches_no_cache(tmp_path, monkeypatch):
     assert measure_disk(tmp_path).key == profile.disks[0].key
 
 
-def test_page_locking_that_is_refused_is_reported(monkeypatch):
-    """The logic of the link's measurement, with the CPU in place of the GPU."""
+class Registering:
+    """Stands in for the CUDA runtime: `status` is what it answers to page-locking."""
+
+    def __init__(self, status: int):
+        self.status, self.registered = status, []
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.registered.append(nbytes)
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_the_link_is_measured_as_the_pager_uses_it(status, monkeypatch):
+    """The logic, with the CPU in place of the GPU: registered slabs, several copies at a time; or the reason why not."""
+    runtime = Registering(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * MIB, 64 * MIB))
     monkeypatch.setattr(rates_module, "LINK_REQUESTS_BYTES", (4096, 8192))
-    real = torch.ones
-
-    def ones(*shape, pin_memory=False, **options):
-        if pin_memory:
-            raise RuntimeError("cannot lock\nmore")
-        return real(*shape, **options)
-
-    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(rates_module, "_gpu_seconds", lambda work, device: work() or 0.5)
     measured = link_rates("cpu")
-    assert [(rate.page_locked, rate.request_bytes) for rate in measured.rates] == [(False, 4096), (False, 8192)]
-    assert measured.page_lock_refused == "cannot lock" and measured.device_read_bytes_per_s > 0
+    copied = rates_module.LINK_COPIES
+    assert measured.registered and measured.device_read_bytes_per_s > 0
+    assert [(rate.page_locked, rate.request_bytes) for rate in measured.rates if not rate.page_locked] == [
+        (False, 4096),
+        (False, 8192),
+    ]
+    assert all(rate.bytes_per_s == copied * rate.request_bytes / 0.5 for rate in measured.rates)
+    if status:
+        assert len(measured.rates) == 2
+        assert measured.page_lock_refused == f"{copied * 4096} bytes of host memory could not be page-locked (CUDA error 2)"
+    else:
+        assert len(measured.rates) == 4 and measured.page_lock_refused is None
+        assert runtime.registered == [copied * 4096, copied * 8192]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -341,6 +362,15 @@ def test_a_profile_comes_back_as_it_was_kept(cache):
     assert save_profile(profile).parent == cache
     assert load_profile() == profile
     assert [file.suffix for file in cache.iterdir()] == [".json"]
+
+
+def test_a_profile_from_before_links_were_measured_as_the_pager_uses_them_is_still_read(cache):
+    profile = made_up(disk(), links=(LinkRates("cuda:0", (LinkRate(True, MIB, 2.5e10),), 3e12, None, registered=True),))
+    file = save_profile(profile)
+    value = json.loads(file.read_text())
+    del value["links"][0]["registered"]
+    file.write_text(json.dumps(value))
+    assert load_profile().links == (dataclasses.replace(profile.links[0], registered=False),)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -126,7 +126,7 @@ def test_the_deadlines_leave_nine_minutes():
 
 def test_stages_are_chosen_by_name_and_by_what_is_there():
     assert [stage.name for stage in chosen(["rates", "facts"], has_gpu=True)] == ["facts", "rates"]
-    assert [stage.name for stage in chosen([], has_gpu=False)] == ["facts", "kernels", "compile", "streams"]
+    assert [stage.name for stage in chosen([], has_gpu=False)] == ["facts", "kernels", "streams"]
     with pytest.raises(ConfigError, match=r"--stages rats: no such stage\. Fix: choose among facts"):
         chosen(["rats"], has_gpu=True)
     with pytest.raises(ConfigError, match="--stages rates need a GPU, and torch sees none here"):

@@ -30,9 +30,8 @@ STAGES = (
     CheckStage("facts", 15, "driver, memory, NUMA, PCI link, context, page-locking", "machine:facts_of_gpu", needs_gpu=False),
     CheckStage("cuda", 45, "the tests that need a GPU", "tests:run_tests", _tests("cuda")),
     CheckStage("families", 40, "every family, eager on the GPU against ours", "tests:run_tests", _tests("cuda_families")),
-    CheckStage("kernels", 25, "the GPU kernels in Triton's interpreter", "tests:run_tests", _tests("gpu_kernels"), False),
     CheckStage(
-        "compile", 20, "the GPU kernels, compiled for three architectures", "tests:run_tests", _tests("gpu_compile"), False
+        "kernels", 45, "the GPU kernels, interpreted without a GPU, and compiled", "tests:run_tests", _tests("gpu_kernels"), False
     ),
     CheckStage("streams", 15, "copies on simulated streams", "tests:run_tests", _tests("simulated_cuda"), False),
     CheckStage("rates", 30, "copies, launches, waits", "rates:measure_rates"),

@@ -217,7 +217,7 @@ def test_facts_of_a_gpu_are_read(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(gpu_machine, "PCI_DEVICES", tmp_path)
     monkeypatch.setattr(gpu_machine, "GIB", 2**16)
-    status = [0, 0, 2]
+    status = [0, 0, 0, 2]
     library = SimpleNamespace(cudaHostRegister=lambda *_: status.pop(0), cudaHostUnregister=lambda address: 0)
     stand_ins = {
         "is_available": lambda: True,
@@ -231,8 +231,8 @@ def test_facts_of_a_gpu_are_read(monkeypatch, tmp_path):
     found = gpu_machine.facts_of_gpu({"device": "cpu"}, kept.update)
     assert kept["nvidia_smi"]["driver_version"] == "570.1" and kept["numa_node"] == 1
     assert kept["context_bytes"] == 512 * 2**20 and (kept["device_used_bytes"], kept["total_bytes"]) == (2, 5)
-    assert set(found["page_lock_s_per_gib"]) == {"untouched", "touched"}
-    with pytest.raises(RuntimeError, match=r"could not be page-locked \(CUDA error 2\)\. Fix: ulimit"):
+    assert set(found["page_lock_s_per_gib"]) == {"untouched", "touched", "by the pager"}
+    with pytest.raises(RuntimeError, match=r"was not page-locked \(CUDA error 2\)\. Fix: ulimit"):
         gpu_machine.facts_of_gpu({"device": "cpu"}, kept.update)
 
 

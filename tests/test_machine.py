@@ -10,13 +10,14 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.errors import InputError
+from vismoe.errors import InputError, TransferError
 from vismoe.machine import disk as disk_module
 from vismoe.machine import facts as facts_module
 from vismoe.machine import profile as profile_module
@@ -39,6 +40,7 @@ from vismoe.machine.rates import (
     dram_rates,
     link_rates,
 )
+from vismoe.pools.pool import SlabPool
 
 GIB, MIB = 2**30, 2**20
 SMALL = Effort((4096, 65536), (1, 2), 0.01, 1, MIB, MIB)
@@ -292,43 +294,40 @@ def test_measuring_gives_a_profile_and_touches_no_cache(tmp_path, monkeypatch):
     assert measure_disk(tmp_path).key == profile.disks[0].key
 
 
-class Registering:
-    """Stands in for the CUDA runtime: `status` is what it answers to page-locking."""
-
-    def __init__(self, status: int):
-        self.status, self.registered = status, []
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        self.registered.append(nbytes)
-        return self.status
-
-    def cudaHostUnregister(self, address):
-        return 0
-
-
-@pytest.mark.parametrize("status", [0, 2])
-def test_the_link_is_measured_as_the_pager_uses_it(status, monkeypatch):
-    """The logic, with the CPU in place of the GPU: registered slabs, several copies at a time; or the reason why not."""
-    runtime = Registering(status)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+@pytest.fixture
+def small_link(monkeypatch):
+    """The CPU in place of a GPU: what is left is the logic of the measurement."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * MIB, 64 * MIB))
     monkeypatch.setattr(rates_module, "LINK_REQUESTS_BYTES", (4096, 8192))
     monkeypatch.setattr(rates_module, "_gpu_seconds", lambda work, device: work() or 0.5)
+
+
+def test_the_link_is_measured_as_the_pager_uses_it(small_link, monkeypatch):
+    """Registered slabs, several copies at a time."""
+    registered = []
+    library = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: registered.append(nbytes) or 0, cudaHostUnregister=lambda address: 0
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
+    measured, copies = link_rates("cpu"), rates_module.LINK_COPIES
+    points = list(itertools.product((False, True), (4096, 8192)))
+    assert [(rate.page_locked, rate.request_bytes) for rate in measured.rates] == points
+    assert all(rate.bytes_per_s == copies * rate.request_bytes / 0.5 for rate in measured.rates)
+    assert registered == [copies * 4096, copies * 8192]
+    assert measured.registered and measured.page_lock_refused is None and measured.device_read_bytes_per_s > 0
+
+
+def test_page_locking_that_is_refused_is_reported(small_link, monkeypatch):
+    def pool(layout, slabs, device="cpu", page_locked=False):
+        if page_locked:
+            raise TransferError("4 KiB could not be page-locked. Fix: ulimit -l")
+        return SlabPool(layout, slabs, device)
+
+    monkeypatch.setattr(rates_module, "SlabPool", pool)
     measured = link_rates("cpu")
-    copied = rates_module.LINK_COPIES
-    assert measured.registered and measured.device_read_bytes_per_s > 0
-    assert [(rate.page_locked, rate.request_bytes) for rate in measured.rates if not rate.page_locked] == [
-        (False, 4096),
-        (False, 8192),
-    ]
-    assert all(rate.bytes_per_s == copied * rate.request_bytes / 0.5 for rate in measured.rates)
-    if status:
-        assert len(measured.rates) == 2
-        assert measured.page_lock_refused == f"{copied * 4096} bytes of host memory could not be page-locked (CUDA error 2)"
-    else:
-        assert len(measured.rates) == 4 and measured.page_lock_refused is None
-        assert runtime.registered == [copied * 4096, copied * 8192]
+    assert [(rate.page_locked, rate.request_bytes) for rate in measured.rates] == [(False, 4096), (False, 8192)]
+    assert measured.page_lock_refused == "4 KiB could not be page-locked" and measured.device_read_bytes_per_s > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -23,7 +23,8 @@ APART := kernels gpu_kernels kernels_eval lossless checksum affine_encode format
 	torchvision_operators changed_files failing_reads \
 	slabs transitions pairs precision_hotness precision_importance precision_schedule precision_controller precision_quality \
 	precision_replay precision_speed controller_cost doors index_fuzz plan_advice examples docs \
-	answer_length conversation_forms simulated_cuda page_lock gpu_limit interrupts same_bits checkpoint_door precision_engine serve_demo published_models
+	answer_length conversation_forms simulated_cuda page_lock gpu_limit interrupts same_bits checkpoint_door precision_engine serve_demo \
+	published_models roofline gpu_check
 OLDEST_PACKAGES := 'transformers==5.17.0' 'huggingface-hub<2'
 
 # The first interpreter that runs and is 3.11 or newer. `make PYTHON=/path/to/python3.12 test` chooses another one.
@@ -40,7 +41,7 @@ PYTEST_WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores <
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest models check lint types format clean
+.PHONY: help demo test test-oldest gpu models check lint types format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -54,6 +55,9 @@ test: $(DEV) $(TRITON)/.done ## the test suite
 
 test-oldest: $(OLDEST)/.done ## the test suite with the oldest transformers supported
 	@PYTHONPATH=$(OLDEST) $(PYTEST) $(APART:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
+
+gpu: $(DEV) $(TRITON)/.done ## check and measure the GPU in nine minutes; without one, what needs none
+	@$(BIN)/vismoe gpu-check $(GPU_CHECK_ARGS)
 
 models: $(OLDEST)/.done ## write docs/models.md
 	@$(BIN)/python tests/models_page.py "$$(PYTHONPATH=$(OLDEST) $(BIN)/python tests/models_page.py --names)"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vismoe.cli import main as cli
-from vismoe.cli.doctor_print import age_of
+from vismoe.cli.doctor_print import _link, age_of
 from vismoe.engine.engine import demo_model
 from vismoe.machine.advice import advise
 from vismoe.machine.ceilings import EXAMPLES
@@ -54,7 +54,7 @@ def profile(*disks: DiskRates, links: tuple[LinkRates, ...] = (), found: Facts =
 
 def link(locked: float | None) -> LinkRates:
     rates = (LinkRate(False, MIB, 3e9), *([LinkRate(True, MIB, locked)] if locked else []))
-    return LinkRates("cuda:0", rates, 3e12, None if locked else "cudaHostAlloc failed")
+    return LinkRates("cuda:0", rates, 3e12, None if locked else "cudaHostAlloc failed", registered=True)
 
 
 # ------------------------------------------------------------------ advice
@@ -222,6 +222,14 @@ def test_the_tables_name_sizes_rates_choices_and_reasons(measured, tmp_path, cap
     out = capsys.readouterr().out
     for text in ("40.0 GB/s with 2 threads", "50.0 GB/s page-locked", "1.0 MiB", "2.00", "Mixtral-8x7B", "O_DIRECT: 2.0 GB/s"):
         assert text in out
+
+
+def test_a_link_that_was_measured_another_way_than_the_pager_copies_says_so():
+    found = link(5e10)
+    assert "--refresh" not in _link(found)
+    assert "50.0 GB/s page-locked (allocated so, not as the pager's: --refresh" in _link(
+        dataclasses.replace(found, registered=False)
+    )
 
 
 def test_a_model_is_sized_from_its_configuration_as_the_example_says(measured, tmp_path, capsys):

@@ -75,6 +75,7 @@ NOT_HERE = (  # what cannot be run here, and why; commands of ours among them mu
     (r"make ", "installs an environment of its own and downloads torch for it"),
     (r"pip install", "downloads packages"),
     (r"vismoe bench", "writes gigabytes or takes minutes; test_bench_*.py run it small"),
+    (r"vismoe gpu-check(?! --roofline)", "takes minutes; test_gpu_check.py runs it with stages that are faked or few"),
     (r"vismoe calibrate", "takes minutes; test_calibrate.py runs it small"),
     (r"vismoe eval --suite", "takes many minutes; test_suite.py runs it small"),
     (r"vismoe eval --compare", "needs two suites; test_compare.py makes them"),
@@ -277,6 +278,7 @@ def ui(example: Example, capsys, monkeypatch) -> None:
 RUNNERS = {
     "chat": chat, "serve": serve, "ui": ui,
     "plan": printed("expert pool"), "pack": printed("int4|lossless"), "doctor": printed("experts"),
+    "gpu-check": printed("Tokens per second at most"),
     "eval": printed("100|pope_accuracy"), "replay": printed("oracle|crossover"),
 }  # fmt: skip
 

@@ -10,13 +10,14 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.errors import InputError
+from vismoe.errors import InputError, TransferError
 from vismoe.machine import disk as disk_module
 from vismoe.machine import facts as facts_module
 from vismoe.machine import profile as profile_module
@@ -39,6 +40,7 @@ from vismoe.machine.rates import (
     dram_rates,
     link_rates,
 )
+from vismoe.pools.pool import SlabPool
 
 GIB, MIB = 2**30, 2**20
 SMALL = Effort((4096, 65536), (1, 2), 0.01, 1, MIB, MIB)
@@ -292,22 +294,40 @@ def test_measuring_gives_a_profile_and_touches_no_cache(tmp_path, monkeypatch):
     assert measure_disk(tmp_path).key == profile.disks[0].key
 
 
-def test_page_locking_that_is_refused_is_reported(monkeypatch):
-    """The logic of the link's measurement, with the CPU in place of the GPU."""
+@pytest.fixture
+def small_link(monkeypatch):
+    """The CPU in place of a GPU: what is left is the logic of the measurement."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * MIB, 64 * MIB))
     monkeypatch.setattr(rates_module, "LINK_REQUESTS_BYTES", (4096, 8192))
-    real = torch.ones
+    monkeypatch.setattr(rates_module, "_gpu_seconds", lambda work, device: work() or 0.5)
 
-    def ones(*shape, pin_memory=False, **options):
-        if pin_memory:
-            raise RuntimeError("cannot lock\nmore")
-        return real(*shape, **options)
 
-    monkeypatch.setattr(torch, "ones", ones)
+def test_the_link_is_measured_as_the_pager_uses_it(small_link, monkeypatch):
+    """Registered slabs, several copies at a time."""
+    registered = []
+    library = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: registered.append(nbytes) or 0, cudaHostUnregister=lambda address: 0
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
+    measured, copies = link_rates("cpu"), rates_module.LINK_COPIES
+    points = list(itertools.product((False, True), (4096, 8192)))
+    assert [(rate.page_locked, rate.request_bytes) for rate in measured.rates] == points
+    assert all(rate.bytes_per_s == copies * rate.request_bytes / 0.5 for rate in measured.rates)
+    assert registered == [copies * 4096, copies * 8192]
+    assert measured.registered and measured.page_lock_refused is None and measured.device_read_bytes_per_s > 0
+
+
+def test_page_locking_that_is_refused_is_reported(small_link, monkeypatch):
+    def pool(layout, slabs, device="cpu", page_locked=False):
+        if page_locked:
+            raise TransferError("4 KiB could not be page-locked. Fix: ulimit -l")
+        return SlabPool(layout, slabs, device)
+
+    monkeypatch.setattr(rates_module, "SlabPool", pool)
     measured = link_rates("cpu")
     assert [(rate.page_locked, rate.request_bytes) for rate in measured.rates] == [(False, 4096), (False, 8192)]
-    assert measured.page_lock_refused == "cannot lock" and measured.device_read_bytes_per_s > 0
+    assert measured.page_lock_refused == "4 KiB could not be page-locked" and measured.device_read_bytes_per_s > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -341,6 +361,15 @@ def test_a_profile_comes_back_as_it_was_kept(cache):
     assert save_profile(profile).parent == cache
     assert load_profile() == profile
     assert [file.suffix for file in cache.iterdir()] == [".json"]
+
+
+def test_a_profile_from_before_links_were_measured_as_the_pager_uses_them_is_still_read(cache):
+    profile = made_up(disk(), links=(LinkRates("cuda:0", (LinkRate(True, MIB, 2.5e10),), 3e12, None, registered=True),))
+    file = save_profile(profile)
+    value = json.loads(file.read_text())
+    del value["links"][0]["registered"]
+    file.write_text(json.dumps(value))
+    assert load_profile().links == (dataclasses.replace(profile.links[0], registered=False),)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

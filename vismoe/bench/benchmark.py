@@ -221,7 +221,7 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
         new_tokens=order.new_tokens,
         warm_requests=order.warm,
         threads=order.threads or cores(),
-        held_bytes=max(_held_bytes(subject, plan) for plan in plans),
+        held_bytes=max(held_bytes(subject, plan) for plan in plans),
         settings=settings,
         revision=subject.revision,
         picture=order.picture,
@@ -258,7 +258,7 @@ def _plan(order: BenchOptions, subject: Subject, settings: dict[str, Any], devic
         ) from error
 
 
-def _held_bytes(subject: Subject, plan: Plan) -> int:
+def held_bytes(subject: Subject, plan: Plan) -> int:
     """Bytes of weights that VisMoE keeps in memory."""
     experts = sum(part.bytes for part in plan.parts if part.name.startswith(("pinned prefix", "expert pool")))
     return experts + sum(nbytes for _, nbytes in subject.backbone)

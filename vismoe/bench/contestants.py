@@ -6,6 +6,7 @@ worker. llama.cpp has its own file, which imports neither torch nor transformers
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,16 +34,15 @@ class Stamps:
     """A streamer for generate(): records when tokens arrive, and the bytes read until the first one."""
 
     token_ids: list[int] = field(default_factory=list)
-    first_s: float = 0.0
-    last_s: float = 0.0
+    arrived_s: list[float] = field(default_factory=list)
     first_disk_bytes: int | None = None
     _prompt_seen: bool = False
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt_seen:
-            self.last_s = time.perf_counter()
+            self.arrived_s.append(time.perf_counter())
             if not self.token_ids:
-                self.first_s, self.first_disk_bytes = self.last_s, disk_bytes()
+                self.first_disk_bytes = disk_bytes()
             self.token_ids += value.flatten().tolist()
         self._prompt_seen = True
 
@@ -71,24 +71,30 @@ class TransformersRunner:
             torch.cuda.synchronize()
         self._encode_s += signed_s
 
-    def request(self, state: str) -> BenchRequest:
-        """Answers the job's prompt with `new_tokens` greedy tokens."""
+    def request(self, state: str, tokens: int | None = None) -> BenchRequest:
+        """Answers the job's prompt, or so many of its first `tokens` (of a prompt without a picture), with `new_tokens` greedy
+        tokens."""
         stamps, self._encode_s = Stamps(), 0.0
-        ids = self._inputs["input_ids"][0]
+        inputs = self._inputs if tokens is None else {name: value[:, :tokens] for name, value in self._inputs.items()}
+        ids = inputs["input_ids"][0]
         disk, self.began_s = disk_bytes(), time.perf_counter()
         with torch.inference_mode():
-            self.model.generate(**self._inputs, streamer=stamps, logits_processor=LogitsProcessorList([self._look]))
+            self.model.generate(**inputs, streamer=stamps, logits_processor=LogitsProcessorList([self._look]))
+        if self._job.device != "cpu":
+            self.notes["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        first_s, last_s = stamps.arrived_s[0], stamps.arrived_s[-1]
         return BenchRequest(
             state=state,
             encode_s=self._encode_s,
-            prefill_s=stamps.first_s - self.began_s - self._encode_s,
+            prefill_s=first_s - self.began_s - self._encode_s,
             prompt_tokens=len(ids),
             visual_tokens=int((ids == self.model.config.image_token_id).sum()) if self._job.picture else 0,
-            decode_s=stamps.last_s - stamps.first_s,
+            decode_s=last_s - first_s,
             decode_tokens=len(stamps.token_ids) - 1,
             token_ids=tuple(stamps.token_ids),
             prefill_disk_bytes=difference(stamps.first_disk_bytes, disk),
             decode_disk_bytes=difference(disk_bytes(), stamps.first_disk_bytes),
+            token_s=tuple(later - earlier for earlier, later in itertools.pairwise(stamps.arrived_s)),
         )
 
     def _look(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -119,10 +125,10 @@ class TransformersRunner:
 class VisMoERunner(TransformersRunner):
     """VisMoE: the same loop, with the pager's counters, and optionally a timeline."""
 
-    def request(self, state: str) -> BenchRequest:
+    def request(self, state: str, tokens: int | None = None) -> BenchRequest:
         pager = runtime_of(self.model).pager
         before = pager.metrics.snapshot()
-        request = super().request(state)
+        request = super().request(state, tokens)
         pager.end_request()
         return dataclasses.replace(request, counters=(pager.metrics.snapshot() - before).to_json()["per_phase"])
 

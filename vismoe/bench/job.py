@@ -137,6 +137,7 @@ class Job:
     offload_folder: str | None = None  # accelerate's
     trace: str | None = None  # file for VisMoE's timeline of a further request, which is not counted
     moe_time: bool = False  # time the routed experts alone in a further request, which is not counted
+    first_tokens: tuple[int, ...] = ()  # further warm requests, each with so many of the first tokens of the prompt
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -144,7 +145,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> "Job":
         values = json.loads(text)
-        for name in ("token_ids", "files", "picture"):
+        for name in ("token_ids", "files", "picture", "first_tokens"):
             values[name] = None if values[name] is None else tuple(values[name])
         return cls(**values)
 
@@ -164,6 +165,7 @@ class BenchRequest:
     prefill_disk_bytes: int | None  # read from storage during prefill and encode; None if the system does not count it
     decode_disk_bytes: int | None
     counters: dict[str, dict[str, float]] | None = None  # of VisMoE, by phase
+    token_s: tuple[float, ...] = ()  # seconds of each decoded token, where they are known
 
 
 @dataclass(frozen=True)

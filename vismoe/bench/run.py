@@ -61,9 +61,9 @@ def run_all(
     return BenchOutcome(tuple(runs), interrupted=False)
 
 
-def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[str, Any]:
+def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER, limit_s: float | None = None) -> dict[str, Any]:
     """Runs one worker from cold files to its answer. Returns the fields of Answer, or `failed` with the reason, and `peak_bytes`
-    of its group; `trace_failed` if only the timeline after the answer failed."""
+    of its group; `trace_failed` if only the timeline after the answer failed. A worker is killed after `limit_s`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vismoe-bench-")))
         if job.offload_folder:
@@ -71,7 +71,10 @@ def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[st
             stack.callback(shutil.rmtree, job.offload_folder, ignore_errors=True)
         group = groups.make()
         stack.callback(group.remove)
-        code, result, log = _supervise(group.command([*worker, str(folder / "result")]), job, folder)
+        try:
+            code, result, log = _supervise(group.command([*worker, str(folder / "result")]), job, folder, limit_s)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"the worker was killed after {limit_s:.0f} s", "peak_bytes": None}
         report = group.report()
     if "error" in result:
         result = {"failed": result["error"]}
@@ -81,7 +84,7 @@ def run_job(job: Job, groups: Groups, worker: Sequence[str] = WORKER) -> dict[st
     return {**result, "peak_bytes": report.peak_bytes}
 
 
-def _supervise(argv: Sequence[str], job: Job, folder: Path) -> tuple[int, dict[str, Any], str]:
+def _supervise(argv: Sequence[str], job: Job, folder: Path, limit_s: float | None) -> tuple[int, dict[str, Any], str]:
     """(exit code, result or {}, the last printed lines); the worker never outlives this call."""
     (folder / "job").write_text(job.to_json())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
@@ -92,7 +95,7 @@ def _supervise(argv: Sequence[str], job: Job, folder: Path) -> tuple[int, dict[s
             argv, stdin=order, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            code = process.wait()
+            code = process.wait(limit_s)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -28,6 +28,7 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     release_mapped(files)
     cached_bytes = drop_caches(files)
     requests = [runner.request(COLD), *(runner.request(WARM) for _ in range(job.warm_requests))]
+    requests += [runner.request(WARM, tokens) for tokens in job.first_tokens]
     files_bytes = sum(file.stat().st_size for file in files)
     peak_bytes = peak_rss_bytes()
     moe_s = runner.moe_s() if job.moe_time else None

@@ -98,7 +98,8 @@ def _rate_rows(profile: Profile, disk: DiskRates | None) -> list[tuple[str, str]
 
 def _link(link: LinkRates) -> str:
     locked, pageable = (link.best_bytes_per_s(page_locked=locked) for locked in (True, False))
-    parts = [f"{format_rate(rate)} {how}" for rate, how in ((locked, "page-locked"), (pageable, "pageable")) if rate]
+    how_locked = "page-locked" if link.registered else "page-locked (allocated so, not as the pager's: --refresh measures that)"
+    parts = [f"{format_rate(rate)} {how}" for rate, how in ((locked, how_locked), (pageable, "pageable")) if rate]
     return f"copies {', '.join(parts)}; its memory reads {format_rate(link.device_read_bytes_per_s)}"
 
 

@@ -1,4 +1,4 @@
-"""The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `calibrate`, `doctor`, `bench`.
+"""The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `calibrate`, `doctor`, `bench`, `gpu-check`.
 
 Exit codes: 0; 2 for an error that the user can fix, reported in one message without a traceback; 130 after Ctrl-C. With `--json`
 stdout is exactly one JSON object, `{"error": ...}` for an error. Heavy imports happen after the arguments are parsed.
@@ -17,6 +17,7 @@ from vismoe.cli.calibrate import CALIBRATE
 from vismoe.cli.chat import CHAT, UI
 from vismoe.cli.doctor import DOCTOR
 from vismoe.cli.eval import EVAL
+from vismoe.cli.gpu_check import GPU_CHECK
 from vismoe.cli.measure import PLAN, REPLAY
 from vismoe.cli.pack import PACK
 from vismoe.cli.serve import SERVE
@@ -44,6 +45,7 @@ COMMANDS = {
     "replay": REPLAY,
     "doctor": DOCTOR,
     "bench": BENCH,
+    "gpu-check": GPU_CHECK,
 }
 
 

@@ -114,13 +114,14 @@ def save_profile(profile: Profile) -> Path:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """A value of type `kind` from the result of json.loads; every field must exist and have its type."""
+    """A value of type `kind` from the result of json.loads; fields have their types, and exist unless they have a default."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        if not isinstance(value, dict) or value.keys() != hints.keys():
+        needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+        if not isinstance(value, dict) or not needed <= value.keys() <= hints.keys():
             raise ValueError(f"{where} has other fields than {', '.join(hints)}")
-        return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+        return kind(**{name: _decode(hints[name], given, f"{where}.{name}") for name, given in value.items()})
     if origin is types.UnionType:
         return None if value is None else _decode(inner[0], value, where)
     if origin is tuple and isinstance(value, list):

@@ -16,11 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vismoe.errors import TransferError
 from vismoe.machine.hardware import host_memory
+from vismoe.pools.pool import SlabPool
+from vismoe.types import RecordLayout
 
 MIB = 2**20
 ROUNDS = 5
 LINK_REQUESTS_BYTES = (MIB, 8 * MIB, 64 * MIB)
+LINK_COPIES = 4  # queued at a time, each of a slab of its own
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,9 @@ class LinkRates:
     rates: tuple[LinkRate, ...]
     device_read_bytes_per_s: float
     page_lock_refused: str | None  # the reason if there are no page-locked rates
+    registered: bool = (
+        False  # page-locked memory was registered, as the pager's is; profiles from before allocated it page-locked
+    )
 
     def best_bytes_per_s(self, *, page_locked: bool) -> float | None:
         return max((rate.bytes_per_s for rate in self.rates if rate.page_locked == page_locked), default=None)
@@ -140,20 +147,30 @@ def _summing(threads: int, nbytes: int) -> float:
 
 # ------------------------------------------------------------------ a GPU and its link
 def link_rates(device: str) -> LinkRates:
-    """Copies from host memory, pageable and page-locked, to `device` (a GPU), and reads of its own memory."""
+    """Copies from host memory to `device` (a GPU), pageable and page-locked, and reads of its own memory.
+
+    The page-locked memory is what the pager copies from: slabs of ordinary memory that were registered. Copies of different slabs
+    are queued on one stream, as the misses of a layer are.
+    """
     rates, refused = [], None
     for page_locked, request_bytes in itertools.product((False, True), LINK_REQUESTS_BYTES):
+        layout = RecordLayout((), request_bytes)
         try:
-            host = torch.ones(request_bytes, dtype=torch.uint8, pin_memory=page_locked)
-        except RuntimeError as error:
-            refused = str(error).strip().splitlines()[0]
+            host = SlabPool(layout, LINK_COPIES, page_locked=page_locked)
+        except TransferError as error:
+            refused = str(error).partition(". Fix: ")[0]
             break
-        there = torch.empty(request_bytes, dtype=torch.uint8, device=device)
-        copy = functools.partial(there.copy_, host, non_blocking=True)
-        rates.append(LinkRate(page_locked, request_bytes, request_bytes / _gpu_seconds(copy, device)))
+        host.buffer.fill_(1)  # otherwise all pages that are not locked would be one page of zeros
+        copies = functools.partial(_queue_copies, SlabPool(layout, LINK_COPIES, device), host)
+        rates.append(LinkRate(page_locked, request_bytes, LINK_COPIES * request_bytes / _gpu_seconds(copies, device)))
     nbytes = min(1024 * MIB, torch.cuda.mem_get_info(device)[0] // 8)
     words = torch.ones(nbytes // 8, dtype=torch.int64, device=device)
-    return LinkRates(device, tuple(rates), words.nbytes / _gpu_seconds(words.sum, device), refused)
+    return LinkRates(device, tuple(rates), words.nbytes / _gpu_seconds(words.sum, device), refused, registered=True)
+
+
+def _queue_copies(there: SlabPool, host: SlabPool) -> None:
+    for slab in range(host.capacity):
+        there.record(slab).copy_(host.record(slab), non_blocking=True)
 
 
 def _gpu_seconds(work: Callable[[], object], device: str, at_least_s: float = 0.05) -> float:

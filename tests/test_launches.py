@@ -1,0 +1,90 @@
+"""How many operators a MoE layer of one decoded token takes: on a GPU each is a kernel launch that the processor pays for.
+
+Counted on the CPU: torch dispatches the same operators there. Views move nothing and launch nothing, so they do not count.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vismoe
+from vismoe import VisMoEConfig
+from vismoe.bench.roofline import HEAD_LAUNCHES, TODAY
+from vismoe.models.moe.experts import PagedLayer
+
+LAYERS, TOP_K = 4, 8
+# What computes the experts, and the operators of a layer that it may take inside them. A backend for GPUs joins with DESIGN.
+WAYS = {"torch": TODAY}
+
+
+def storages(value):
+    """Addresses of the memory of the tensors in an operator's arguments or results."""
+    if torch.is_tensor(value):
+        return {value.untyped_storage().data_ptr()}
+    return set().union(*map(storages, value)) if isinstance(value, list | tuple) else set()
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute or copy, inside the routed experts and outside. A result in an argument's memory is a view,
+    unless the operator's name ends with `_`: it was computed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside, self.in_experts = Counter[str](), Counter[str](), False
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        name = operator._schema.name.partition("::")[2]
+        viewed = not name.endswith("_") and storages(result) <= storages(args)
+        if not viewed and not name.startswith(("empty", "new_empty")):
+            (self.inside if self.in_experts else self.outside)[name] += 1
+        return result
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=32, num_experts_per_tok=TOP_K, norm_topk_prob=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("launches")
+    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def decoded_layer(folder, monkeypatch, **settings) -> Launches:
+    """The operators of one decoded token with every expert resident."""
+    config = VisMoEConfig(memory="100%", lookahead="none", **settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    ids, run, count = torch.arange(16)[None], PagedLayer.run, Launches()
+
+    def counted(self, *args):
+        count.in_experts = True
+        try:
+            return run(self, *args)
+        finally:
+            count.in_experts = False
+
+    with torch.inference_mode():
+        output = model(ids, use_cache=True)
+        for _ in range(3):  # until every expert that the token uses is there
+            output = model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+        monkeypatch.setattr(PagedLayer, "run", counted)
+        with count:
+            model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+    vismoe.runtime_of(model).pager.close()
+    return count
+
+
+@pytest.mark.parametrize("kernels", WAYS)
+def test_a_decoded_layer_takes_as_many_launches_as_the_roofline_says(kernels, checkpoint, monkeypatch):
+    """If fewer are enough, lower the numbers there: they are a bar, and docs/gpu.md is made from them."""
+    count, known = decoded_layer(checkpoint, monkeypatch, kernels=kernels), WAYS[kernels]
+    inside, outside = sum(count.inside.values()), sum(count.outside.values())
+    assert inside == LAYERS * known.experts, count.inside
+    assert outside == pytest.approx(LAYERS * known.rest + HEAD_LAUNCHES, rel=0.1), (
+        count.outside
+    )  # transformers' own; versions differ

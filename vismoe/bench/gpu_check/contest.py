@@ -1,0 +1,198 @@
+"""Generated checkpoints, run on the device by the workers of `vismoe bench`: ours at several shares, and others beside it."""
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vismoe.bench.benchmark import held_bytes
+from vismoe.bench.job import BITS_PER_WEIGHT, COLD, OURS, Job
+from vismoe.bench.limits import Groups
+from vismoe.bench.prompt import picture_tokens, random_ids
+from vismoe.bench.report import Work
+from vismoe.bench.run import run_job
+from vismoe.bench.subject import Subject, generate, packed, sketch, store_folder
+from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.engine.engine import demo_model, load
+from vismoe.machine.hardware import cores
+from vismoe.models.load.preview import preview
+
+HELD_LIKE = "25%"  # the share whose device bytes accelerate gets
+NEW_TOKENS, ACCELERATE_TOKENS = 32, 4  # accelerate moves every weight for every token
+WORKER_S = 60.0  # the longest that one worker may take
+PICTURE = (448, 448)
+QUESTION = "What is in the picture?"
+Keep = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class CheckEntrant:
+    """One row of a contest: a worker that answers the first of `prompts` (tokens) twice, and then the others."""
+
+    name: str
+    prompts: tuple[int, ...]
+    way: str = OURS
+    settings: dict[str, Any] = field(default_factory=dict)
+    format: str | None = "raw"  # of the experts; None: several
+    new_tokens: int = NEW_TOKENS
+    picture: tuple[int, int] | None = None
+
+
+def ours(options: Mapping[str, Any], share: float, format: str = "raw") -> CheckEntrant:
+    """VisMoE with `share` percent of the experts on the device. `memory` is a share of their bytes in bfloat16, which smaller
+    formats take less of; the plan rounds down to whole experts, hence a little more."""
+    bits = BITS_PER_WEIGHT.get(format, 16.0)
+    memory = "100%" if share == 100 and format == "raw" else f"{share * bits / 16 + 1e-3:.3f}%"
+    settings = {"memory": memory, "format": format}
+    return CheckEntrant(f"vismoe {format} {share:g}%", tuple(options["prompts"]), OURS, settings, format)
+
+
+def contest(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
+    """Ours at four shares, transformers with all weights on the device, accelerate with the device bytes of ours at 25%."""
+    prompts = tuple(options["prompts"])
+    first, *others = (ours(options, share) for share in options["shares"])
+    resident, eager = (CheckEntrant(way, prompts, way) for way in ("transformers", "transformers-eager"))
+    offloaded = CheckEntrant("accelerate", prompts[-1:], "accelerate", new_tokens=ACCELERATE_TOKENS)
+    return _run(_subject(options, options["layers"]), [first, resident, offloaded, *others, eager], options, keep)
+
+
+def whole(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
+    """Ours at four shares and transformers with all weights on the device, of as many layers as fit; then ours in int4."""
+    subject = _subject(options, options["whole_layers"])
+    resident = CheckEntrant("transformers", tuple(options["prompts"]), "transformers")
+    first, *others = (ours(options, share) for share in options["shares"])
+    raw = _run(subject, [first, resident, *others], options, keep)
+    packed(subject, ["int4"], quiet=True)
+    return _run(subject, [ours(options, share, "int4") for share in options["shares"]], options, keep, raw["rows"])
+
+
+def policies(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
+    """Two formats at once: hotness with 16/4 at half, and with 4/2 at a fifth of the bytes in bfloat16."""
+    subject = _subject(options, options["small_layers"])
+    packed(subject, ["int4", "int2"], quiet=True)
+    prompts = tuple(options["prompts"][-1:])
+    settings = [{"policy": "hotness", "formats": pair, "memory": memory} for pair, memory in (("16/4", "50%"), ("4/2", "20%"))]
+    entrants = [CheckEntrant(f"vismoe hotness {one['formats']}", prompts, OURS, one, None) for one in settings]
+    return _run(subject, entrants, options, keep)
+
+
+def image(options: dict[str, Any], keep: Keep) -> dict[str, Any]:
+    """The bundled model's answer about a picture, against the one that is right; and a picture for the large geometry, timed."""
+    pictures = demo_model().parent / "images"
+    right = json.loads((pictures / "pictures.json").read_text())["demo.png"]["answer"]
+    with load(device=options["device"], memory="25%") as engine:
+        content = [{"type": "image", "image": str(pictures / "demo.png")}, {"type": "text", "text": QUESTION}]
+        said = "".join(engine.chat([{"role": "user", "content": content}])).strip()
+    failures = [] if said == right else [f"the bundled model said {said!r} instead of {right!r}"]
+    keep({"answer": said, "failures": failures})
+    one = ours(options, 25.0)
+    one = replace(one, name=f"{one.name} with a picture", picture=PICTURE, prompts=one.prompts[-1:])
+    found = _run(_subject(options, options["small_layers"]), [one], options, keep)
+    return found | {"failures": failures + found["failures"]}
+
+
+def needed_bytes(geometry: str, layers: int, stores: Sequence[str] = ()) -> int:
+    """Disk for a generated checkpoint of `layers` and packed stores of its experts."""
+    with sketch(geometry, layers) as planned:
+        return planned.weights_bytes + int(sum(planned.expert_share(format) * planned.expert_bytes for format in stores))
+
+
+def _subject(options: Mapping[str, Any], layers: int) -> Subject:
+    return generate(Path(options["folder"]), options["geometry"], layers, 0.0, 0, quiet=True)
+
+
+def _run(
+    subject: Subject,
+    entrants: Sequence[CheckEntrant],
+    options: Mapping[str, Any],
+    keep: Keep,
+    before: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """`rows`, those of `before` among them, and `failures` of ours; what was measured is kept after each."""
+    rows = list(before)
+    for entrant in entrants:
+        run = run_job(job_of(entrant, subject, options), Groups(None), limit_s=WORKER_S)
+        rows.append(row_of(entrant, run, decode_bytes(subject, entrant)))
+        keep({"rows": rows, "layers": len(subject.inventory.layers)})
+    ours_of = [row for row in rows if row["way"] == OURS]
+    failures = [f"{row['name']}: {row['failed']}" for row in ours_of if row["failed"]]
+    return {"rows": rows, "failures": failures + other_answers([row for row in ours_of if not row["failed"]])}
+
+
+def other_answers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of ours whose tokens differ from those of the first row of the same format: a budget changed the answer."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if row["format"]:
+            first.setdefault(row["format"], row)
+    found = [(row, first[row["format"]]) for row in rows if row["format"]]
+    return [f"{row['name']} gave other tokens than {one['name']}" for row, one in found if row["token_ids"] != one["token_ids"]]
+
+
+def job_of(entrant: CheckEntrant, subject: Subject, options: Mapping[str, Any]) -> Job:
+    """The job of a row's worker. It names no files: what is measured is warm, so the page cache may keep the weights."""
+    longest = max(entrant.prompts)
+    context = longest + picture_tokens(subject.config, entrant.picture) + entrant.new_tokens
+    settings = {"context": context, **entrant.settings}
+    if entrant.way == OURS and settings.get("format") != "raw":
+        settings["store"] = str(store_folder(subject))
+    held = 0
+    if entrant.way == "accelerate":  # in memory, what ours holds there with a quarter of the experts
+        planned = Settings.of(**{**ENGINE_DEFAULTS, "memory": HELD_LIKE, "context": context})
+        held = held_bytes(subject, preview(subject.name, planned, device=options["device"]))
+    return Job(
+        way=entrant.way,
+        model=subject.name,
+        dtype=subject.dtype,
+        device=options["device"],
+        token_ids=random_ids(subject.config, longest, 0),
+        new_tokens=entrant.new_tokens,
+        warm_requests=1,
+        threads=cores(),
+        held_bytes=held,
+        settings=settings if entrant.way == OURS else {},
+        picture=entrant.picture,
+        offload_folder=str(Path(options["folder"]) / f"offload-{os.getpid()}") if entrant.way == "accelerate" else None,
+        first_tokens=entrant.prompts[1:],
+    )
+
+
+def decode_bytes(subject: Subject, entrant: CheckEntrant) -> float | None:
+    """Bytes of weights that one decoded token must read on the device; None if experts are in several formats."""
+    if entrant.format is None:
+        return None
+    work = Work.of(subject.backbone, subject.inventory, max(entrant.prompts), uniform=True)
+    return work.with_experts_of(subject.expert_share(entrant.format)).decode_bytes
+
+
+def row_of(entrant: CheckEntrant, run: Mapping[str, Any], token_bytes: float | None) -> dict[str, Any]:
+    """The figures of a worker's warm requests, or why it failed. `token_bytes`: what a decoded token reads on the device."""
+    row: dict[str, Any] = {"name": entrant.name, "way": entrant.way, "format": entrant.format, "failed": run.get("failed")}
+    row["decode_bytes"] = token_bytes
+    if row["failed"]:
+        return row
+    warm = [request for request in run["requests"] if request["state"] != COLD]
+    rates = [1 / seconds for request in warm for seconds in request["token_s"]]
+    row["decode_tokens_per_s"] = _quartiles(rates)
+    row["first_token_s"] = {str(request["prompt_tokens"]): request["encode_s"] + request["prefill_s"] for request in warm}
+    row["first_request_s"] = run["requests"][0]["encode_s"] + run["requests"][0]["prefill_s"]
+    row["load_s"] = run["load_s"]
+    row["peak_reserved_bytes"] = run["notes"].get("peak_reserved_bytes")
+    row["token_ids"] = list(run["requests"][0]["token_ids"])
+    if entrant.way == OURS:
+        plan, decoding = run["notes"]["plan"], [(request["counters"] or {}).get("decode", {}) for request in warm]
+        hits, misses, link = (sum(one.get(name, 0) for one in decoding) for name in ("hits", "misses", "bytes_copied"))
+        tokens = sum(request["decode_tokens"] for request in warm)
+        row |= {"hits": hits / (hits + misses) if hits + misses else None, "link_bytes_per_token": link / tokens}
+        row |= {"planned_bytes": plan["total_bytes"], "kernels": plan["kernels"]}
+    return row
+
+
+def _quartiles(rates: Sequence[float]) -> dict[str, float] | None:
+    if len(rates) < 2:
+        return None
+    low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
+    return {"low": low, "median": median, "high": high}

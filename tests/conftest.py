@@ -24,9 +24,9 @@ os.environ["VISMOE_CACHE"] = CACHE.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files that take longest, of those with few tests too: they start first, so that no worker is left alone with one at the end.
 LONGEST = (
-    "families", "memory_agreement", "browser", "examples", "footprint", "pager", "transitions", "precision_engine", "calibrate",
+    "families", "memory_agreement", "browser", "examples", "pager", "transitions", "precision_engine", "calibrate",
     "serve_demo", "lmms", "bench_cli", "request_memory", "bench_process", "serving_engine", "answer_length", "ui_serving",
-    "precision_quality", "bench_checkpoint", "store", "kernels", "cli_demo", "suite", "packaging", "gguf", "formats_quality",
+    "precision_quality", "bench_checkpoint", "store", "kernels", "cli_demo", "suite", "packaging", "formats_quality",
     "family_fuzz", "interrupts", "engine", "ui", "generate_fuzz",
 )  # fmt: skip
 

@@ -222,30 +222,59 @@ def test_hot_experts_differ_from_layer_to_layer(tmp_path):
 
 
 MEASURE = """
-import json, sys
+import importlib.util, json, sys
 from pathlib import Path
 from vismoe.bench.checkpoint import write_checkpoint
 from vismoe.bench.geometry import GEOMETRIES, geometry_config, model_class_of
+from vismoe.bench.gguf import write_gguf
 
 def status(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))
     return int(line.split()[1]) * 1024
 
-config, cls = geometry_config("tiny", 4), model_class_of("tiny")
-write_checkpoint(config, cls, Path(sys.argv[1]) / "warm", progress=False)
+def growth(work):
+    baseline = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    work()
+    return status("VmHWM") - baseline
+
+config, cls, folder = geometry_config("tiny", 4), model_class_of("tiny"), Path(sys.argv[1])
+both = importlib.util.find_spec("gguf") is not None
+def convert(checkpoint):
+    for experts in ("bf16", "q4_0"):
+        write_gguf(folder / checkpoint, folder / f"{checkpoint}.{experts}.gguf", experts=experts, progress=False)
+
+write_checkpoint(config, cls, folder / "warm", progress=False)
+if both:
+    convert("warm")
 config.text_config.moe_intermediate_size = 1024
-baseline = status("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")
-written = write_checkpoint(config, cls, Path(sys.argv[1]) / "large", progress=False, skew=1.0)
-print(json.dumps({"total_bytes": written.total_bytes, "grown_bytes": status("VmHWM") - baseline}))
+grown = {"checkpoint": growth(lambda: write_checkpoint(config, cls, folder / "large", progress=False, skew=1.0))}
+if both:
+    grown["gguf"] = growth(lambda: convert("large"))
+print(json.dumps(grown))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident size is read from Linux's /proc")
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory) -> dict[str, int]:
+    """By how many bytes a process grew at most while it wrote a checkpoint of more than 200 MB, and GGUF files of it."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("resident size is read from Linux's /proc")
+    folder = tmp_path_factory.mktemp("large")
+    command = [sys.executable, "-c", MEASURE, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["total_bytes"] > 200e6
-    assert figures["grown_bytes"] < 64 * 2**20, figures
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert sum(path.stat().st_size for path in (folder / "large").glob("*.safetensors")) > 200e6
+    assert "gguf" not in found or (folder / "large.bf16.gguf").stat().st_size > 200e6
+    shutil.rmtree(folder)
+    return found
+
+
+def test_memory_does_not_grow_with_the_checkpoint(grown):
+    assert grown["checkpoint"] < 64 * 2**20
+
+
+def test_memory_of_writing_gguf_does_not_grow_with_the_checkpoint(grown):
+    pytest.importorskip("gguf")
+    assert grown["gguf"] < 64 * 2**20

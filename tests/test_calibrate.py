@@ -53,16 +53,14 @@ def prompts(tmp_path):
     lines = [
         {"image": "a.png", "prompt": f"How many {noun} are there?", "kind": "count"} for noun in ("cats", "dogs", "bees", "cars")
     ]
-    lines += [
-        {"prompt": f"Is there a {noun}?", "kind": "exists"} for noun in ("cat", "dog", "bee", "car", "fox", "frog", "cow", "key")
-    ]
+    lines += [{"prompt": f"Is there a {noun}?", "kind": "exists"} for noun in ("cat", "dog", "bee", "car")]
     (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
 
 def test_the_prompts_of_a_folder_keep_their_names_and_sides(prompts):
     found = folder_prompts(prompts, unseen="exists")
-    assert len(found) == 14 and {prompt.kind for prompt in found} == {"count", "exists", "image", "text"}
+    assert len(found) == 10 and {prompt.kind for prompt in found} == {"count", "exists", "image", "text"}
     assert {prompt.group for prompt in found if prompt.kind == "exists"} == {"unseen"}
     assert not [prompt for prompt in found if prompt.kind != "exists" and prompt.group == "unseen"]
     (prompts / "z.txt").write_text("Hi")

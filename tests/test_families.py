@@ -26,6 +26,7 @@ from transformers import AutoConfig, GenerationMixin
 
 import vismoe
 from vismoe import VisMoEConfig
+from vismoe.config import Settings
 from vismoe.errors import UnsupportedModelError
 from vismoe.lookahead.gate import _predict
 from vismoe.models.family import families as tables
@@ -34,6 +35,7 @@ from vismoe.models.load.locate import inventory_of
 from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.experts import PagedLayer
+from vismoe.planning.plan import Footprint
 from vismoe.types import ExpertInventory
 
 STEPS = 4
@@ -64,41 +66,39 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def measured_in_one_type(measured_once):
-    """What a family needs beside its experts is measured in the type that is loaded first: slabs decide what is seen here."""
-    needs, measure = {}, opening.footprint
-
-    def measured(model, inventory, settings, **options):
-        key = type(model), settings.context, *sorted(options.items())
-        if key not in needs:
-            needs[key] = measure(model, inventory, settings, **options)
-        return dataclasses.replace(needs[key], inventory=inventory, dtype=str(model.dtype).removeprefix("torch."))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "footprint", measured)
-        yield
-
-
 class Specimen:
     """The tiny checkpoints of a family, and what is loaded from them, each made once and when it is asked for."""
 
     def __init__(self, family: str, folder: Path):
         self.family, self.folder = family, folder
         self.checkpoint, self.reference, self.paged = cache(self._checkpoint), cache(self._reference), cache(self._paged)
+        self.two_slabs = cache(self._two_slabs)
         self._prompt = cache(partial(tiny_models.prompt, family))
         self.opened: list[Any] = []
+        self.needs: Footprint | None = None
+        self._measure = opening.footprint
         longest = self._prompt(tokens=MANY), self._prompt(batch=2)
         self.context = max(inputs["input_ids"].numel() for inputs in longest) + 2 * STEPS
 
     def prompt(self, dtype: torch.dtype, **how: int) -> dict[str, Any]:
         return {name: as_type(value, dtype) for name, value in deepcopy(self._prompt(**how)).items()}
 
+    def measured(self, model: Any, inventory: ExpertInventory, settings: Settings, **options: Any) -> Footprint:
+        """What the family needs beside its experts, measured in the type that is loaded first: slabs decide what is seen here."""
+        self.needs = self.needs or self._measure(model, inventory, settings, **options)
+        return dataclasses.replace(self.needs, inventory=inventory, dtype=str(model.dtype).removeprefix("torch."))
+
     def _checkpoint(self, dtype: torch.dtype) -> Path:
         return tiny_models.save(self.family, self.folder / str(dtype), dtype=dtype)
 
     def _reference(self, dtype: torch.dtype) -> Any:
         return tiny_models.reference(self.checkpoint(dtype), dtype)
+
+    def _two_slabs(self) -> float:
+        """The share of the experts that two of each geometry are, which is the same in every type."""
+        experts = inventory(self.checkpoint(torch.float32), torch.float32)
+        assert len(experts.layers) > 1, "the tiny model has fewer than two MoE layers"
+        return 2 * sum(layout.record_bytes for layout in experts.layouts) / experts.total_bytes
 
     def load(self, dtype: torch.dtype, **settings: Any) -> Any:
         folder, config = self.checkpoint(dtype), VisMoEConfig(context=self.context, **settings)
@@ -108,18 +108,18 @@ class Specimen:
 
     def _paged(self, dtype: torch.dtype) -> Any:
         """With two slabs per geometry: fewer than one token's experts in two layers, far fewer than a prefill's in one."""
-        experts = inventory(self.checkpoint(dtype), dtype)
-        assert len(experts.layers) > 1, "the tiny model has fewer than two MoE layers"
-        share = 2 * sum(layout.record_bytes for layout in experts.layouts) / experts.total_bytes
-        model = self.load(dtype, memory=f"{100 * share + 1e-6}%", pinned_layers=0)
-        assert vismoe.runtime_of(model).plan.slabs == (2,) * len(experts.layouts)
+        model = self.load(dtype, memory=f"{100 * self.two_slabs() + 1e-6}%", pinned_layers=0)
+        runtime = vismoe.runtime_of(model)
+        assert runtime.plan.slabs == (2,) * len(runtime.pager.inventory.layouts)
         return model
 
 
 @pytest.fixture(scope="module", params=RUNNING)
-def specimen(request, tmp_path_factory):
+def specimen(request, tmp_path_factory, measured_once):
     made = Specimen(request.param, tmp_path_factory.mktemp(request.param))
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "footprint", made.measured)
+        yield made
     for pager in made.opened:
         pager.close()
 
@@ -157,7 +157,7 @@ def check(specimen: Specimen, dtype: torch.dtype) -> None:
     runtime.pager.check_integrity()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_logits_are_bit_identical_to_the_full_model(specimen, dtype):
     family = specimen.family
     if is_oldest() and str(dtype) == f"torch.{FAILS_IN_OLDEST.get(family)}":
@@ -169,6 +169,27 @@ def test_logits_are_bit_identical_to_the_full_model(specimen, dtype):
     except Exception as error:
         error.add_note(f"{family} is in the installed transformers. {TO_DO}")
         raise
+
+
+def needs_of(specimen: Specimen) -> Footprint:
+    """As measured where the family was loaded first, which is in float32."""
+    specimen.paged(torch.float32)
+    assert specimen.needs is not None and specimen.needs.dtype == "float32"
+    return specimen.needs
+
+
+def test_the_kv_cache_is_what_generation_really_holds(specimen):
+    needs, context = needs_of(specimen), specimen.context
+    assert needs.cache_bytes(context) == tiny_models.held_by_cache(tiny_models.build(specimen.family), context)
+
+
+@pytest.mark.parametrize("specimen", [name for name in RUNNING if zoo()[name].with_images], indirect=True)
+def test_vision_towers_are_run_and_their_features_are_held(specimen):
+    need = needs_of(specimen)
+    assert need.max_image_tokens == specimen.context
+    row_bytes = specimen.prompt(torch.float32)["pixel_values"].nbytes // tiny_models.image_tokens(specimen.family)
+    assert need.image_token_bytes >= row_bytes + 64 * 4  # its pixels, and a row of features
+    assert need.encode(specimen.context) >= need.encode(8) > 8 * need.image_token_bytes // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])

@@ -71,7 +71,7 @@ def facts():
 @pytest.fixture(scope="module")
 def talks():
     """Of different lengths, with answers of different lengths."""
-    return [questions(kind, [3], 1)[0] for kind in ("turns", "describe", "count")]
+    return [questions(kind, [3], 1)[0] for kind in ("turns", "exists", "count")]
 
 
 def calls_of(experts, processor, talks, contestant, facts) -> tuple[list[torch.Tensor], list[tuple[LayerCall, np.ndarray]]]:

@@ -256,6 +256,20 @@ def greedy(model: Any, inputs: dict[str, Any], steps: int) -> Any:
     return model.generate(**inputs, do_sample=False, **exactly, return_dict_in_generate=True, output_logits=True)
 
 
+def held_by_cache(model: T.PreTrainedModel, tokens: int) -> int:
+    """Bytes that a real prompt of `tokens` tokens leaves in the cache, from which a token is decoded."""
+    ids = torch.randint(5, 490, (1, tokens))
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        cache = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).past_key_values
+    held = 0
+    for layer in (*cache.layers, cache):
+        for value in vars(layer).values():
+            tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            held += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.ndim)
+    return held
+
+
 def picture(family: str, batch: int, dtype: torch.dtype, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """What the family's processor would make of `batch` small pictures."""
     vision = tiny_of(family).vision_config

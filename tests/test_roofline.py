@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vismoe.bench import roofline
-from vismoe.bench.roofline import CARDS, DESIGN, MISSES, SHARES, bound, bounds
+from vismoe.bench.roofline import CARDS, MISSES, SHARES, bound, bounds
 from vismoe.bench.subject import sketch
 from vismoe.cli.main import main
 
@@ -42,9 +42,8 @@ def test_a_few_numbers_by_hand():
 
 def test_launches_bind_only_where_nothing_else_takes_longer():
     resident, eighth = (bound(H200, "raw", share, "uniform") for share in (1.0, 0.125))
-    assert DESIGN.of_token() == 48 * (12 + 59) + 14
-    assert resident.least_s < resident.with_launches_s(DESIGN) == DESIGN.of_token() * 5e-6
-    assert eighth.with_launches_s(DESIGN) == eighth.least_s
+    assert resident.launches == 48 * (4 + 59) + 14 and resident.launched_s == resident.launches * 5e-6 > resident.least_s
+    assert eighth.launches == 48 * (6 + 4 * 7 + 59) + 14 and eighth.launched_s == eighth.least_s
 
 
 def test_what_does_not_fit_is_said_and_not_computed():

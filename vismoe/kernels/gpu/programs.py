@@ -13,6 +13,7 @@ misread bfloat16.
 import triton
 import triton.language as tl
 
+SMALL = ["places", "factors", "tiles", "sums_of", "ids"]  # whether these are aligned decides nothing: one compilation suffices
 LOAD_BYTES = tl.constexpr(32)  # of codes that hold one input per byte and lane (formats/affine.py)
 
 
@@ -110,7 +111,7 @@ def _activated(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
         return g * _sigmoid(ALPHA * g) * (u + 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SMALL)
 def up(
     x, places, tiles, count, activated,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -154,7 +155,7 @@ def up(
     tl.store(activated + at, h, mask=m_ok[:, None] & (column < WIDTH)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SMALL)
 def down(
     activated, places, factors, tiles, count, parts,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
@@ -182,7 +183,7 @@ def down(
     tl.store(parts + at, sums * weight[:, None], mask=m_ok[:, None] & (n < HIDDEN)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SMALL)
 def combine(parts, sums_of, count, out, HIDDEN: tl.constexpr, ADDING: tl.constexpr, BN: tl.constexpr, INTERPRETED: tl.constexpr):
     """out `[T, HIDDEN]` = for each of `count` tokens the sum of its parts, in float32 and in the order of its pairs. Grid (count,
     HIDDEN / BN).
@@ -205,7 +206,7 @@ def combine(parts, sums_of, count, out, HIDDEN: tl.constexpr, ADDING: tl.constex
     tl.store(out + token * HIDDEN + n, _rounded(total, out.dtype.element_ty, INTERPRETED), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "pairs"], do_not_specialize_on_alignment=SMALL)
 def arrange(
     ids, addresses, tiles, sums_of, tokens, pairs,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr,

@@ -81,7 +81,6 @@ class Pager:
         """A forward pass over one chunk or one token of each row begins; `new_sequence`: nothing is in its KV cache yet."""
         self.core.check_open()
         self._claim()
-        self.metrics.settle()
         if new_sequence:
             self.core.end_request()
         self.core.begin_step(phase, self._step_ended_s - self._step_began_s)

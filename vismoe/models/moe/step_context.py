@@ -244,6 +244,7 @@ class StepContext:
         if serving.chooser is not None:
             real = kinds != TokenKind.PAD if kinds is not None and padded else None
             serving.chooser.begin_step(serving.pager, decoding, batch * new, real)
+        serving.pager.metrics.settle()
         serving.pager.begin_step(phase, new_sequence=past == 0)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         resident = self._resident_pass(phase, batch * new) if decoding and not padded and not fewer else None

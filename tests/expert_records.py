@@ -60,9 +60,10 @@ class Experts:
 
     @cached_property
     def kernel(self) -> cpu.ExpertKernel:
-        kernels = [cpu.ExpertKernel.of(codec.format, self.raw, codec.slab, self.model_form) for codec in self.codecs]
-        assert all(isinstance(kernel, cpu.ExpertKernel) for kernel in kernels), kernels
-        return cpu.ExpertKernel.mixed(kernels) if len(kernels) > 1 else kernels[0]
+        (codec,) = self.codecs
+        kernel = cpu.ExpertKernel.of(codec.format, self.raw, codec.slab, self.model_form)
+        assert isinstance(kernel, cpu.ExpertKernel), kernel
+        return kernel
 
     @classmethod
     def mixed(cls, kinds: Sequence["Experts"], precisions: Sequence[int]) -> "Experts":
@@ -70,7 +71,9 @@ class Experts:
         codecs = [kind.codecs[0] for kind in kinds]
         slabs = [kinds[precision].slabs[i] for i, precision in enumerate(precisions)]
         weights = [kinds[precision].weights[i] for i, precision in enumerate(precisions)]
-        return cls(kinds[0].raw, codecs, kinds[0].model_form, slabs, weights, np.array(precisions, np.uint8))
+        mixed = cls(kinds[0].raw, codecs, kinds[0].model_form, slabs, weights, np.array(precisions, np.uint8))
+        mixed.__dict__["kernel"] = cpu.ExpertKernel.mixed([kind.kernel for kind in kinds])  # they may differ in their raw weights
+        return mixed
 
     @staticmethod
     def _fill(codec, slab: Tensor, form: ExpertForm) -> dict[str, Tensor]:

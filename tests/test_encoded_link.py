@@ -53,8 +53,8 @@ def opened(folder, **settings) -> Configuration:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"kernels": "auto"}, "misses may be computed there"),
-        ({"kernels": "auto", "misses": "wait"}, NO_TRITON),
+        ({}, "misses='auto'; with misses='wait' (--misses wait) they stay encoded"),
+        ({"misses": "wait"}, NO_TRITON),
     ],
     ids=str,
 )
@@ -76,7 +76,7 @@ def test_settings_say_whether_records_stay_encoded(checkpoint, cuda):
     assert found.plan.bytes_of("encoded copies") == 2 * largest and found.plan.bytes_of("staging") == 0
     assert found.plan.bytes_of("host tier") == sum(found.plan.host_slabs) * largest
     assert "lossless records stay encoded in host memory, the GPU decodes them" in found.plan.table()
-    other = found.with_settings(describe(checkpoint)[0], Settings.of(memory="50%", kernels="auto"))
+    other = found.with_settings(describe(checkpoint)[0], Settings.of(memory="50%"))
     assert not other.experts.encoded and other.plan.bytes_of("encoded copies") == 0
     other.close_stores(), found.close()
 

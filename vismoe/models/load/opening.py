@@ -347,7 +347,9 @@ def _arrange(
         backend += f"; in host memory {fast}"
     encoded: tuple[RecordLayout, ...] = ()
     if device.type != "cpu" and formats[0] is Format.LOSSLESS:
-        why_decoded = "misses may be computed there" if ways else gpu.missing(device, model.dtype)
+        why_decoded = gpu.missing(device, model.dtype)
+        if why_decoded is None and settings.misses != "wait":  # they may be computed there, from decoded weights
+            why_decoded = f"misses='{settings.misses}'; with misses='wait' (--misses wait) they stay encoded"
         if why_decoded is None:
             encoded = tuple(RecordLayout((), codec.most_bytes) for codec in codecs[0])
             backend += "; lossless records stay encoded in host memory, the GPU decodes them"

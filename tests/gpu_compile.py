@@ -34,6 +34,7 @@ POINTERS = {
         "pairs": "i32",
     },
     "combine": {"parts": "*fp32", "sums_of": "*i32", "count": "i32", "out": "*bf16"},
+    "decode": {"encoded": "*u8", "slab": "*u8", "sections": "*i64"},
 }
 
 
@@ -78,6 +79,7 @@ def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
         of_eight = {"EXPERTS": 128, "TOP_K": 8, "PAIRS": 64}
         for name, constants in (("combine", adding), ("arrange", of_eight)):
             found.append({"format": None, "rows": None, **compiled(name, constants, capability)})
+        found.append({"format": "lossless", "rows": None, **compiled("decode", {"SECTIONS": 2}, capability)})
     print(json.dumps(found))
 
 

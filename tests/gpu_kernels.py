@@ -13,16 +13,20 @@ import reference
 import tiny_models
 import torch
 from expert_records import FORMATS, FORMS, Batch, Experts, rms, typical
+from test_lossless import FILL, kinds, layout, record_of
 
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.kernels.gpu import experts as gpu
+from vismoe.kernels.gpu.lossless import GpuDecoder
+from vismoe.kernels.lossless import FastLossless
 from vismoe.models.family.forms import forms_of
 from vismoe.models.load import opening
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.paging.pager import Pager
-from vismoe.types import Format, Phase
+from vismoe.pools.pool import SlabPool
+from vismoe.types import Format, Phase, RecordLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -162,6 +166,43 @@ def test_what_cannot_be_computed_is_said():
     experts = Experts.of(Format.RAW, torch.float16, 64, 32)
     found = gpu.GpuKernel.of(Format.RAW, experts.raw, experts.raw, experts.model_form, torch.bfloat16)
     assert found == "raw weights are torch.float16, hidden states torch.bfloat16; the GPU kernels compute in one type"
+
+
+# ------------------------------------------------------------------ lossless records
+def decoded(raw: RecordLayout, record: torch.Tensor) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """(how each section was encoded, the sections as the GPU's decoder restores them); nothing behind the slab is written."""
+    encoded = FastLossless(raw).encode(record)
+    there = torch.empty(encoded.numel() + 64, dtype=torch.uint8, device=DEVICE)
+    there = there[-there.data_ptr() % 64 :][: encoded.numel()].copy_(encoded)
+    pool = SlabPool(raw, 2, DEVICE)
+    pool.buffer.fill_(FILL)
+    GpuDecoder(raw, DEVICE)(there, pool.record(0))
+    assert (pool.record(1) == FILL).all()
+    return kinds(encoded), {name: view.cpu() for name, view in pool.weights(0).items()}
+
+
+def bits(weights: torch.Tensor) -> torch.Tensor:
+    return weights.flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03, 0.2], ids="{} of the weights are random bits".format)
+def test_lossless_records_come_back_bit_for_bit(noise):
+    """Lengths at the edges of chunks and blocks, sections that are stored as they are between packed ones."""
+    raw = layout(4095, 200, 8193, 1, 4096, 0, 6000, bias=torch.float32, half=torch.float16)
+    record = record_of(raw, 1, noise=noise)
+    raw.views(record)["w6"].copy_(torch.randint(-(2**15), 2**15, (6000,), dtype=torch.int16).view(torch.bfloat16))
+    found, sections = decoded(raw, record)
+    assert set(found) == {0, 1} and found[6:] == [0, 0, 0], "the last ones are noise or have other types"
+    for name, weights in raw.views(record).items():
+        assert torch.equal(bits(sections[name]), bits(weights)), name
+
+
+def test_every_pattern_of_bfloat16_comes_back():
+    patterns = torch.cat([torch.arange(-(2**15), 2**15), torch.full((2**16,), 0x3C01)]).short()
+    raw = layout(patterns.numel())
+    record = patterns[torch.randperm(patterns.numel())].view(torch.uint8)
+    found, sections = decoded(raw, record)
+    assert found == [1] and torch.equal(bits(sections["w0"]), record)
 
 
 # ------------------------------------------------------------------ a whole model

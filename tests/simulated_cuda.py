@@ -149,8 +149,11 @@ class SimulatedTensor:
 
 class _Record:
     def __init__(self, cuda: SimulatedCuda, record: torch.Tensor):
-        self._cuda, self._record = cuda, record
+        self._cuda, self.bytes = cuda, record
+
+    def __getitem__(self, part: slice) -> "_Record":
+        return _Record(self._cuda, self.bytes[part])
 
     def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
         assert non_blocking, "a blocking copy would hold up every thread"
-        self._cuda.copy(self._record, source)
+        self._cuda.copy(self.bytes, source)

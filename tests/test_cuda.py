@@ -55,6 +55,29 @@ def test_a_slab_is_not_overwritten_while_a_kernel_still_reads_it(tmp_path):
     vismoe.runtime_of(model).pager.close()
 
 
+@pytest.mark.parametrize("host_memory", [None, "1MiB"], ids=["host holds all", "host smaller than the experts"])
+@pytest.mark.parametrize("share", ["100%", "12%"])
+def test_lossless_records_cross_the_link_encoded_and_change_no_bit(share, host_memory, tmp_path):
+    pytest.importorskip("triton")
+    tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    assert main(["pack", str(tmp_path), "--formats", "lossless"]) == 0
+    reference = tiny_models.reference(tmp_path, torch.bfloat16).to("cuda")
+    settings = VisMoEConfig(memory=share, host_memory=host_memory, misses="wait")
+    model = tiny_models.model_class(tmp_path).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map="cuda", quantization_config=settings
+    )
+    inputs = {k: v.to("cuda") for k, v in tiny_models.prompt("qwen3_moe", dtype=torch.bfloat16).items()}
+    with torch.inference_mode():
+        expected = reference.generate(**inputs, do_sample=False, max_new_tokens=50, min_new_tokens=50)
+        assert torch.equal(expected, model.generate(**inputs, do_sample=False, max_new_tokens=50, min_new_tokens=50))
+        assert torch.equal(reference(**inputs).logits, model(**inputs).logits)
+    runtime = vismoe.runtime_of(model)
+    copies, encoded = runtime.pager.metrics.snapshot(), runtime.configuration.experts.encoded
+    assert runtime.pager.hosts[0].layouts == encoded and "the GPU decodes" in runtime.backends["kernels"]
+    assert copies.total("bytes_copied") > 0 and (share == "100%" or copies.total("evictions") > 0)
+    runtime.pager.close()
+
+
 @pytest.mark.parametrize("misses", ["cpu", "auto"])
 def test_misses_that_the_cpu_computes_beside_the_gpu_change_logits_by_rounding_only(misses, tmp_path):
     tiny_models.save("qwen3_vl_moe", tmp_path, dtype=torch.bfloat16)

@@ -46,5 +46,5 @@ def test_the_programs_compile_for_gpus_that_are_not_here_as_they_were_meant(tmp_
     for made in found:
         assert made["spilled_bytes"] == made["other matrix instructions"] == made["fused"] == 0, made
         assert made["shared_bytes"] <= 99 * 1024 and made["registers"] <= 168, made
-        if made["format"] is not None:
+        if made["program"] in ("up", "down"):
             assert made["mma.sync"] > 0 and (made["16-byte loads"] >= 8 or made["format"] == "int2"), made

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vismoe.errors import ConfigError
-from vismoe.paging.miss import Miss, Rates, Way, Ways, choose_ways
+from vismoe.paging.miss import Miss, Rates, Upgrades, Way, Ways, choose_ways
+from vismoe.pair import HIGH, LOW, Format, FormatPair
+from vismoe.precision.policy import Policy
+from vismoe.precision.rules import serve
 
 BYTES = 1000
 rates = st.builds(Rates, st.floats(0.5, 100), st.floats(0.5, 100), st.floats(0, 1000))
@@ -72,3 +75,13 @@ def test_deterministic_ways_do_not_look_at_the_queue_and_cpu_means_always():
 def test_rates_that_cannot_be_are_refused(bad):
     with pytest.raises(ConfigError, match="above zero"):
         Rates(*bad)
+
+
+@pytest.mark.parametrize("copied_bytes, in_time", [(700, True), (701, False)])
+def test_an_upgrade_is_as_late_as_what_crosses_the_link_for_it(copied_bytes, in_time):
+    """Not as the slab that is decoded from it."""
+    policy = Policy(FormatPair(Format.LOSSLESS, Format.INT4), True, True)
+    found = Upgrades(policy, (Rates(100.0, 1e9),)).choose(
+        0, [3], copied_bytes, 1000, others_s=9.0, queued_bytes=200, borrowable=1
+    )
+    assert found == {3: serve(LOW, HIGH, policy, in_time)} and serve(LOW, HIGH, policy, True) != serve(LOW, HIGH, policy, False)

@@ -105,6 +105,41 @@ def test_a_lossless_record_goes_through_the_buffer_that_the_plan_counts(checkpoi
 
 
 @pytest.mark.parametrize("direct", [False, True])
+def test_a_store_may_leave_records_encoded_and_reads_them_straight_into_a_slab_of_a_pool(checkpoint, packed, direct):
+    decoding = checkpoint.open(packed, Format.LOSSLESS)
+    store = decoding.encoded()
+    decoding.close()
+    if direct:
+        past_cache(store)
+    assert store.scratch_bytes == 0 and store.inventory == decoding.inventory
+    pools, sizes = [SlabPool(layout, 2) for layout in store.encoded_layouts], {0: 0, 1: 0}
+    expected = slabs_of(checkpoint.open(packed, Format.RAW))
+    for expert in store.contents.experts:
+        geometry, codec = store.inventory.layers[expert.layer].geometry, store.contents.codec(expert.layer)
+        record, slab = pools[geometry].record(1), slab_for(store, expert.layer)
+        nbytes = store.read(expert, record)
+        codec.decode(record, slab)
+        both = codec.slab.views(slab), codec.slab.views(expected[expert])
+        assert all(torch.equal(both[0][name], weights) for name, weights in both[1].items())
+        sizes[geometry] = max(sizes[geometry], nbytes)
+    assert [pool.layout.record_bytes for pool in pools] == list(sizes.values())
+
+
+def test_an_encoded_record_is_as_it_was_packed_or_refused(checkpoint, own_copy):
+    """Its checksum is compared, and what a GPU would follow without a second look."""
+    with index_path(own_copy, Format.LOSSLESS).with_name("experts.lossless.00001.bin").open("r+b") as file:
+        file.seek(24 + 8)  # where its first section begins
+        file.write(bytes([0xFF] * 4))
+    record = torch.empty(2**16, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"expert 0 of MoE layer 0: .* checksum"):
+        checkpoint.open(own_copy, Format.LOSSLESS).encoded().read(ExpertId(0, 0), record)
+    store = checkpoint.open(own_copy, Format.LOSSLESS).encoded()
+    store._verified[:] = True
+    with pytest.raises(CheckpointError, match=r"expert 0 of MoE layer 0: .* a section reaches beyond the record"):
+        store.read(ExpertId(0, 0), record)
+
+
+@pytest.mark.parametrize("direct", [False, True])
 def test_memory_that_no_block_begins_in_is_filled_all_the_same(checkpoint, packed, format, direct):
     expected = slabs_of(checkpoint.open(packed, format))
     store = checkpoint.open(packed, format)

@@ -224,6 +224,17 @@ def test_a_gpu_has_a_host_tier_bounded_by_host_memory_and_staging_beside_it():
         plan(need, with_fix(settings, refused.value.fix), machine)
 
 
+def test_host_memory_holds_more_records_where_they_stay_encoded_and_the_gpu_has_room_to_decode_them():
+    experts = inventory([(64, 4, 0)] * 12, [4000])
+    need, machine = footprint(experts), Hardware("cuda", 64 * GIB, 64 * GIB, 64 * GIB)
+    encoded = dataclasses.replace(need, encoded=(RecordLayout((), experts.layouts[0].record_bytes // 2),))
+    settings = Settings(memory="1GiB", context=1024, host_memory="100MiB", io_threads=2)
+    decoded, made = (plan(each, settings, machine) for each in (need, encoded))
+    assert made.host_slabs[0] == pytest.approx(2 * decoded.host_slabs[0], abs=1) and made.host_bytes <= 100 * MIB
+    assert made.bytes_of("encoded copies") == experts.layouts[0].record_bytes and decoded.bytes_of("encoded copies") == 0
+    assert made.total_bytes == decoded.total_bytes + made.bytes_of("encoded copies")
+
+
 def test_an_emulated_link_keeps_all_experts_in_host_memory_outside_the_budget():
     experts = inventory([(64, 4, 0)] * 12, [4000])
     made = plan(footprint(experts), Settings(memory="25%", emulated_link_bytes_per_s=1e9), AMPLE)

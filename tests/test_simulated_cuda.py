@@ -5,6 +5,7 @@ import contextlib
 import functools
 import queue
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from vismoe.lookahead.background import BackgroundLookahead
 from vismoe.lookahead.lookahead import Seen
 from vismoe.paging.pager import Pager
 from vismoe.paging.tickets import Ticket
-from vismoe.paging.transfer import DeviceMover
+from vismoe.paging.transfer import Decoding, DeviceMover
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.readback import on_host
 from vismoe.pools.slabs import Slabs
@@ -37,6 +38,36 @@ class FilledStore:
         return record.numel()
 
 
+class EncodedStore(FilledStore):
+    """Its records are the size that the lossless format has in the second word, and the numbers negated."""
+
+    encoded = RecordLayout((), 256)  # more than any record
+
+    def read(self, expert: ExpertId, record: torch.Tensor) -> int:
+        words = record.view(torch.int64)
+        words[2:18], words[18:] = -number(*expert), torch.iinfo(torch.int64).max
+        words[1] = 18 * 8
+        return 18 * 8
+
+
+class SimulatedDecoder:
+    def __init__(self, cuda: SimulatedCuda):
+        self._cuda = cuda
+
+    def __call__(self, encoded, record) -> None:
+        assert encoded.bytes.numel() == 18 * 8, "only what the record has crosses the link"
+        source, target = encoded.bytes.view(torch.int64)[2:], record.bytes.view(torch.int64)
+        for half in (slice(0, 8), slice(8, 16)):
+            self.queue(lambda half=half: target[half].copy_(-source[half]))
+
+    def queue(self, operation) -> None:
+        self._cuda.launch(operation)
+
+
+def decoding(cuda: SimulatedCuda) -> Decoding:
+    return Decoding(SimulatedPool(cuda, EncodedStore.encoded, 2), [SimulatedDecoder(cuda)])
+
+
 def number(layer: int, expert: int) -> int:
     return 100 * layer + expert
 
@@ -47,15 +78,17 @@ class InOneThread(DeviceMover):
     by_demander = True
 
 
-def wrong_reads(cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10) -> list[tuple[int, set[int]]]:
+def wrong_reads(
+    cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readback=False, steps=10, encoded=False
+) -> list[tuple[int, set[int]]]:
     """(the expert that a kernel was launched for, the experts whose numbers it read) for every kernel that read another one."""
     cuda.install(patch)
-    store, rng, wrong = FilledStore(), random.Random(1), []
-    tier = HostTier(store, (RECORDS,), page_locked=False)
+    store, rng, wrong = EncodedStore() if encoded else FilledStore(), random.Random(1), []
+    tier = HostTier(store, (RECORDS,), page_locked=False, layouts=(store.encoded,) if encoded else None)
     pager = Pager(
         store.inventory,
         (SimulatedPool(cuda, store.layout, SLABS),),
-        mover(tier, device=torch.device("cpu")),
+        mover(tier, device=torch.device("cpu"), decoding=decoding(cuda) if encoded else None),
         threads=threads,
     )
 
@@ -88,20 +121,24 @@ def wrong_reads(cuda: SimulatedCuda, patch, mover=InOneThread, threads=0, readba
                         cuda.launch(reading), cuda.launch(reading)  # a long kernel reads early and late
         cuda.compute.synchronize()
         pager.check_integrity()
-        assert pager.metrics.snapshot().total("evictions") > 10
+        counts = pager.metrics.snapshot()
+        assert counts.total("evictions") > 10
+        assert counts.total("bytes_copied") % (18 * 8 if encoded else store.layout.record_bytes) == 0
     finally:
         pager.close()
     return wrong
 
 
+@pytest.mark.parametrize("encoded", [False, True], ids=["as in slabs", "encoded"])
 @pytest.mark.parametrize("readback", [False, True], ids=["no readback", "a readback per layer"])
-def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(readback, monkeypatch):
+def test_no_kernel_reads_a_wrong_byte_whatever_the_device_runs_first(readback, encoded, monkeypatch):
+    how = {"readback": readback, "encoded": encoded}
     for late in ("kernels", "copies"):
-        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, readback=readback)
-        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, DeviceMover, threads=2, readback=readback)
+        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, **how)
+        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch, DeviceMover, threads=2, **how)
     for seed in range(20):
-        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, readback=readback)
-        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, DeviceMover, threads=2, readback=readback, steps=5)
+        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, **how)
+        assert not wrong_reads(SimulatedCuda(seed), monkeypatch, DeviceMover, threads=2, steps=5, **how)
 
 
 def no_wait(patch):
@@ -132,14 +169,80 @@ def lease_too_short(patch):
     patch.setattr(HostTier, "lease", ended)
 
 
+def decoded_elsewhere(patch):
+    """Decoding does not wait for the copy."""
+    patch.setattr(SimulatedDecoder, "queue", lambda decoder, operation: decoder._cuda.compute.put(operation))
+
+
+MISTAKES = [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_early, "copies"), (lease_too_short, "copies")]
+
+
 @pytest.mark.parametrize(
-    ("mistake", "late"),
-    [(no_wait, "kernels"), (no_event_at_release, "kernels"), (done_too_early, "copies"), (lease_too_short, "copies")],
+    ("mistake", "late", "encoded"),
+    [*((*mistake, encoded) for mistake in MISTAKES for encoded in (False, True)), (decoded_elsewhere, "copies", True)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, monkeypatch):
+def test_each_order_that_is_left_out_lets_a_kernel_read_other_bytes(mistake, late, encoded, monkeypatch):
     mistake(monkeypatch)
-    assert wrong_reads(SimulatedCuda(late=late), monkeypatch)
+    assert wrong_reads(SimulatedCuda(late=late), monkeypatch, encoded=encoded)
+
+
+def two_slabs(cuda: SimulatedCuda, patch, how: Decoding) -> tuple[DeviceMover, Slabs]:
+    """A mover, and what two records shall be decoded into."""
+    cuda.install(patch)
+    tier = HostTier(EncodedStore(), (RECORDS,), page_locked=False, layouts=(EncodedStore.encoded,))
+    return DeviceMover(tier, device=torch.device("cpu"), decoding=how), Slabs.of(SimulatedPool(cuda, FilledStore.layout, 2))
+
+
+def wrong_slabs(slabs: Slabs) -> bool:
+    return any(set(slabs.weights(slab)["w"].tolist()) != {number(*e)} for slab, e in enumerate([(1, 1), (0, 2)]))
+
+
+def decoded_wrong(cuda: SimulatedCuda, patch, staging: SimulatedPool | None = None) -> bool:
+    """Whether one of two records, copied at the same time over one stream each, is not what was decoded."""
+    how = decoding(cuda)
+    mover, slabs = two_slabs(cuda, patch, how if staging is None else Decoding(staging, how.decoders))
+    with patch.context() as early:
+        done_too_early(early)  # another thread waits for the first copy
+        mover.move(Ticket(ExpertId(1, 1), 0, slab=0, speculative=True), slabs)
+    mover.move(Ticket(ExpertId(0, 2), 0, slab=1), slabs)
+    for stream in cuda.streams:
+        stream.synchronize()
+    return wrong_slabs(slabs)
+
+
+def test_a_staging_slab_that_two_streams_share_is_overwritten_before_it_is_decoded(monkeypatch):
+    class Shared(SimulatedPool):
+        def record(self, slab):
+            return super().record(0)
+
+    assert not any(decoded_wrong(SimulatedCuda(seed, "copies"), monkeypatch) for seed in range(20))
+    shared = (SimulatedCuda(seed, "copies") for seed in range(20))
+    assert any(decoded_wrong(cuda, monkeypatch, Shared(cuda, EncodedStore.encoded, 1)) for cuda in shared)
+
+
+@pytest.mark.parametrize("one_at_a_time", [True, False])
+def test_two_threads_may_not_queue_copies_of_one_stream_between_each_other(one_at_a_time, monkeypatch):
+    class Interrupted(SimulatedDecoder):
+        """When the first copy is to be decoded, another thread copies over the same stream."""
+
+        other: threading.Thread | None = None
+
+        def __call__(self, encoded, record):
+            if self.other is None:
+                self.other = threading.Thread(target=mover.move, args=(Ticket(ExpertId(0, 2), 0, slab=1), slabs))
+                self.other.start()
+                self.other.join(0.1 if one_at_a_time else 60)
+            super().__call__(encoded, record)
+
+    cuda = SimulatedCuda()
+    decoder = Interrupted(cuda)
+    mover, slabs = two_slabs(cuda, monkeypatch, Decoding(decoding(cuda).staging, [decoder]))
+    if not one_at_a_time:
+        mover._queueing = contextlib.nullcontext(), contextlib.nullcontext()
+    mover.move(Ticket(ExpertId(1, 1), 0, slab=0), slabs)
+    decoder.other.join(60)
+    assert wrong_slabs(slabs) != one_at_a_time
 
 
 def test_half_a_copy_can_be_seen(monkeypatch):

@@ -63,7 +63,7 @@ def test_the_cap_stays_between_zero_and_its_most(steps, most, unit):
 # -- the ledger
 def ledger_of_known_cost() -> Ledger:
     """Two layers of top 5: at most ten experts of ten bytes a token; a miss costs two seconds in decode."""
-    ledger = Ledger(inventory_of(2, 8, 5, record_bytes=UNIT))
+    ledger = Ledger(inventory_of(2, 8, 5, record_bytes=UNIT), [UNIT])
     ledger.begin_step(Phase.DECODE, 0.0)
     ledger.waited(stall_s=3 * MISS_S, misses=3, behind_s=0.0)
     return ledger

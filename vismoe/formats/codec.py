@@ -42,6 +42,10 @@ class Codec(ABC):
         """Encoded bytes -> what a slab holds, written into `slab`, uint8 `[slab.record_bytes or more]`."""
         slab[: self.slab.record_bytes].copy_(encoded)
 
+    def check_header(self, encoded: Tensor) -> None:
+        """Raises CheckpointError where an encoded record describes itself, and `encode` cannot have written that."""
+        return
+
     def restore(self, slab: Tensor, record: Tensor) -> None:
         """What a slab holds -> weights in the model's dtype and orientation, written into `record`; gaps are not touched."""
         for section in self.raw.sections:

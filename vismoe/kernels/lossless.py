@@ -18,6 +18,7 @@ from vismoe.formats.lossless import Lossless, check, packable
 from vismoe.kernels.library import function, instruction_sets, library, refuse_missing
 
 Isa = Literal["portable", "avx2", "avx512"]  # in the order of csrc/lossless.cpp, later ones preferred; avx512 needs VBMI2
+EMPTY = 2**40  # so many parts are more than the bytes of a section: the first one is empty, and nothing is written
 ISAS: tuple[Isa, ...] = get_args(Isa)
 _encode = function(
     "vismoe_lossless_encode", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p], ctypes.c_uint64
@@ -57,9 +58,14 @@ class FastLossless(Lossless):
         Raises CheckpointError for bytes that `encode` cannot have written for this geometry, as far as this part reads them.
         """
         assert 0 <= part < parts, f"part {part} of {parts}"
-        source, target = _address(encoded, 0), _address(slab, self.raw.record_bytes)
+        self._decode_part(encoded, _address(slab, self.raw.record_bytes), part, parts)
+
+    def check_header(self, encoded: Tensor) -> None:
+        self._decode_part(encoded, _address(encoded, 0), 0, EMPTY)
+
+    def _decode_part(self, encoded: Tensor, target: int, part: int, parts: int) -> None:
+        source, sections = _address(encoded, 0), self._sections
         isa = ISAS.index(self.isa or available()[-1])
-        sections = self._sections
         check(_decode()(source, encoded.numel(), sections.ctypes.data, len(sections), target, part, parts, isa))
 
     @cached_property

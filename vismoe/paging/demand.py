@@ -80,7 +80,7 @@ class Demand:
             stays = np.array([e in self._keep for e, p in zip(self.todo, present.tolist()) if p], dtype=bool)
         guesses = table.enter_demand(here, stays)
         if guesses:
-            core.ledger.used(guesses, guesses * table.pool.record_bytes[HIGH])
+            core.ledger.used(guesses, guesses * core.copied_bytes(core.inventory.layers[self._layer].geometry))
         late = self._late() if core.tickets else []
         for expert in late:
             self.tickets[expert] = core.tickets[ExpertId(self._layer, expert)]

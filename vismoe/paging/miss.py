@@ -107,11 +107,18 @@ class Upgrades:
     deterministic: bool = False  # what is queued does not count
 
     def choose(
-        self, geometry: int, wanting: Sequence[int], high_bytes: int, others_s: float, queued_bytes: int, borrowable: int
+        self,
+        geometry: int,
+        wanting: Sequence[int],
+        copied_bytes: int,
+        high_bytes: int,
+        others_s: float,
+        queued_bytes: int,
+        borrowable: int,
     ) -> dict[int, Serve]:
-        """What is done about each of `wanting`, the most important first. high_bytes: of a record in the more precise format;
-        others_s: what the layer's other experts take; queued_bytes: on their way before any of these; borrowable: slabs that a
-        copy could be borrowed in.
+        """What is done about each of `wanting`, the most important first. copied_bytes: of a copy in the more precise format, and
+        high_bytes of its slab; others_s: what the layer's other experts take; queued_bytes: on their way before any of these;
+        borrowable: slabs that a copy could be borrowed in.
         """
         rates = self.rates[geometry]
         in_time: set[int] = set()
@@ -119,6 +126,6 @@ class Upgrades:
             first = wanting[:borrowable]
             ahead = 0 if self.deterministic else queued_bytes
             compute_s = rates.cpu_s(high_bytes, 1)
-            there = upgrades_in_time([high_bytes] * len(first), rates.link_bytes_per_s, ahead, others_s, compute_s)
+            there = upgrades_in_time([copied_bytes] * len(first), rates.link_bytes_per_s, ahead, others_s, compute_s)
             in_time = {expert for expert, is_there in zip(first, there, strict=True) if is_there}
         return {expert: serve(LOW, HIGH, self.policy, expert in in_time) for expert in wanting}

@@ -98,7 +98,8 @@ class Residency:
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
         self.fill = fill and all(table.has_room_for_all for table in self.tables)
         self.transitions = Transitions(self.table_of, self.metrics)
-        self.ledger, self.wanted = Ledger(inventory), Wanted()
+        self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
+        self.wanted = Wanted()
         self.tickets: dict[ExpertId, Ticket] = {}  # in flight
         self.queue: collections.deque[Ticket] = collections.deque()  # those that were demanded and are not begun, oldest first
         self.tick = 0  # counts steps and demands
@@ -191,7 +192,7 @@ class Residency:
         while self.wanted:
             expert, priority = self.wanted.pop()
             table = self.table_of[expert.layer]
-            nbytes = table.pool.record_bytes[HIGH]
+            nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
             if expert in self.tickets or expert.layer <= self.running_layer or table.there_in(table.flat(expert), HIGH):
                 continue
             if nbytes > self.ledger.allowance_bytes:
@@ -264,7 +265,17 @@ class Residency:
 
     def queued_bytes(self) -> int:
         """Of the copies that are queued or under way."""
-        return sum(self.tables[ticket.geometry].pool.bytes_of(ticket.slab) for ticket in self.tickets.values())
+        return sum(
+            self.copied_bytes(ticket.geometry, self.tables[ticket.geometry].pool.precision_of(ticket.slab))
+            for ticket in self.tickets.values()
+        )
+
+    def copied_bytes(self, geometry: int, precision: int = HIGH) -> int:
+        """Of a copy into a slab of this format: of a record of the tier below, where there is one. Encoded records have various
+        sizes, and each counts as the largest."""
+        if self.hosts:
+            return self.hosts[precision].pools[geometry].layout.record_bytes
+        return self.tables[geometry].pool.record_bytes[precision]
 
     # -- what a demand asks for
     def check_open(self) -> None:
@@ -299,7 +310,8 @@ class Residency:
 
     def _count_wasted(self, expert: ExpertId) -> None:
         self.ledger.wasted()
-        self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, self.inventory.layout(expert.layer).record_bytes)
+        nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
+        self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, nbytes)
 
     # -- from the start, after an interrupt, and to look at
     def place(self, expert: ExpertId, slab: int, pinned: bool = False) -> None:

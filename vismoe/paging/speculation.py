@@ -60,9 +60,9 @@ class Ledger:
     Prefill and decode have a cap each: what can be predicted, and what a miss costs, differ between them.
     """
 
-    def __init__(self, inventory: ExpertInventory):
-        per_token = sum(layer.top_k * inventory.layout(layer.index).record_bytes for layer in inventory.layers)
-        sizes = [layout.record_bytes for layout in inventory.layouts]
+    def __init__(self, inventory: ExpertInventory, sizes: Sequence[int]):
+        """`sizes`: bytes of the copy of an expert, per geometry."""
+        per_token = sum(layer.top_k * sizes[layer.geometry] for layer in inventory.layers)
         self.unit_bytes, self._least_bytes = max(sizes), min(sizes)
         self.caps = {phase: SpeculationCap.open(per_token, self.unit_bytes) for phase in Phase}
         self.miss_s = dict.fromkeys(Phase, 0.0)  # mean stall that one more missing expert causes; 0 until one was waited for

@@ -9,19 +9,23 @@ The core's state changes under one lock (`Changes`), which is never held during 
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from vismoe.errors import ClosedError
+from vismoe.formats.lossless import content_bytes
 from vismoe.paging.changes import Changes, whole
 from vismoe.paging.residency import Link, Residency
 from vismoe.paging.tickets import Moved, Ticket
 from vismoe.pools.host_tier import HostTier
+from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.store.expert_store import ExpertStore
+from vismoe.types import HIGH
 
 
 class Mover(Protocol):
@@ -58,6 +62,18 @@ class DiskMover(Mover):
         return Moved(disk_bytes=store.read(ticket.expert, pool.record(ticket.slab)))
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How a device decodes the records that the first host tier keeps encoded, in the lossless format.
+
+    staging: on the device, of the largest encoded record, a slab for each copy stream. decoders: per geometry, (encoded record,
+    slab's record), queued on the current stream.
+    """
+
+    staging: SlabPool
+    decoders: Sequence[Callable[[torch.Tensor, torch.Tensor], None]]
+
+
 class DeviceMover:
     """Disk to page-locked host tier to device slab, on two streams: what was demanded does not queue behind what was not.
 
@@ -65,30 +81,42 @@ class DeviceMover:
     both streams wait for it. Write after read: a copy's stream waits for the event recorded on the compute stream when
     the demand that used the slab let go of it. Read after write: a ticket is done only after its copy's event was waited for on
     the host, so no kernel that was launched later can see the old bytes, and no copy of the other stream can take the slab. The
-    host record stays leased until then.
+    host record stays leased until then. With `decoding` a copy goes to the staging slab of its stream and is decoded from there
+    on the same stream: after the copy, and before the next one, which no other thread may queue between the two.
     """
 
     by_demander = False
 
-    def __init__(self, *hosts: HostTier, device: torch.device):
-        self.hosts, self._device = hosts, device
+    def __init__(self, *hosts: HostTier, device: torch.device, decoding: Decoding | None = None):
+        self.hosts, self._device, self._decoding = hosts, device, decoding
         self._demanded, self._unasked = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)  # lower is sooner
         queued = torch.cuda.current_stream(device).record_event()
         for stream in (self._demanded, self._unasked):
             stream.wait_event(queued)
+        self._queueing = threading.Lock(), threading.Lock()  # on a stream, by one thread at a time
         self._last_read: dict[tuple[int, int], torch.cuda.Event] = {}
 
     def move(self, ticket: Ticket, pool: Slabs) -> Moved:
-        with self.hosts[pool.precision_of(ticket.slab)].lease(ticket.expert) as lease:
+        precision, unasked = pool.precision_of(ticket.slab), ticket.speculative or ticket.transition
+        decoding = self._decoding if precision == HIGH else None
+        with self.hosts[precision].lease(ticket.expert) as lease:
+            record, there = lease.pool.record(lease.slab), pool.record(ticket.slab)
             event = self._last_read.get((ticket.geometry, ticket.slab))
-            stream = self._unasked if ticket.speculative or ticket.transition else self._demanded
-            with torch.cuda.stream(stream):
+            stream = self._unasked if unasked else self._demanded
+            nbytes = pool.bytes_of(ticket.slab) if decoding is None else content_bytes(record)
+            with self._queueing[unasked], torch.cuda.stream(stream):
+                if decoding is not None:
+                    staged = decoding.staging.record(int(unasked))[:nbytes]
+                    staged.copy_(record[:nbytes], non_blocking=True)
                 if event is not None:
                     stream.wait_event(event)
-                pool.record(ticket.slab).copy_(lease.pool.record(lease.slab), non_blocking=True)
+                if decoding is not None:
+                    decoding.decoders[ticket.geometry](staged, there)
+                else:
+                    there.copy_(record, non_blocking=True)
                 copied = stream.record_event()
             copied.synchronize()
-        return Moved(disk_bytes=lease.disk_bytes, link_bytes=pool.bytes_of(ticket.slab))
+        return Moved(disk_bytes=lease.disk_bytes, link_bytes=nbytes)
 
     def released(self, geometry: int, slabs: np.ndarray) -> None:
         event = torch.cuda.current_stream(self._device).record_event()

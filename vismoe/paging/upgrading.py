@@ -67,7 +67,8 @@ class Upgrading:
         wanting = [todo[i] for i in np.flatnonzero(short).tolist()]
         wanting.sort(key=lambda expert: (self._rank.get(expert, len(self._rank)), -tokens.get(expert, 1)))
         borrowable = 0 if table.may_evict else table.pool.free_of(HIGH)
-        return core.upgrades.choose(geometry, wanting, table.pool.record_bytes[HIGH], others_s, core.queued_bytes(), borrowable)
+        nbytes = core.copied_bytes(geometry), table.pool.record_bytes[HIGH]
+        return core.upgrades.choose(geometry, wanting, *nbytes, others_s, core.queued_bytes(), borrowable)
 
     def _borrow(self, expert: int, start_load: Callable[[int, Room, bool], None]) -> bool:
         """Begin to bring a copy of more precision that is given back afterwards; whether there is room for it."""

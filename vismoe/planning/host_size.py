@@ -33,7 +33,7 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
     per geometry and format plus one per reading thread.
     """
     inventory = need.inventory
-    layouts = (*inventory.layouts, *inventory.low_layouts)
+    layouts = (*(need.encoded or inventory.layouts), *inventory.low_layouts)
     geometries = len(inventory.layouts)
     formats = len(layouts) // geometries
     experts = experts_of(inventory.layers, geometries) * formats
@@ -68,7 +68,8 @@ def host_tier(need: Footprint, settings: Settings, hardware: Hardware, io_thread
     records = hand_out(experts, layouts, bound // ranks - total(staging), least)
     what = "records of both formats" if inventory.low_layouts else "experts"
     rest = "" if sum(records) == sum(experts) else "; the others stay on disk"
-    part = PlanPart("host tier", _bytes(layouts, records), f"page-locked, {sum(records)} of {sum(experts)} {what}{rest}")
+    how = ", lossless ones encoded" if need.encoded else ""
+    part = PlanPart("host tier", _bytes(layouts, records), f"page-locked, {sum(records)} of {sum(experts)} {what}{how}{rest}")
     return HostDivision(tuple(records[:geometries]), tuple(records[geometries:]), (part, *staging))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vismoe.pools.kernel_cache import BYTES_PER_ENTRY, ENTRIES
-from vismoe.types import ExpertInventory
+from vismoe.types import ExpertInventory, RecordLayout
 
 
 def mask_bytes(rows: int, new: int, all: int, dtype: str) -> int:
@@ -78,6 +78,7 @@ class Footprint:
     by_kernels: bool = False  # whether the CPU kernels compute the experts
     workspace_bytes: int = 0  # of the backend that computes experts on the device
     host_workspace_bytes: int = 0  # of the backend that computes experts in host memory
+    encoded: tuple[RecordLayout, ...] = ()  # per geometry, of records that host memory keeps encoded and the device decodes
     transposed: tuple[frozenset[str], ...] = ()  # per geometry, matrices that the model keeps as [in, out]; empty: none
     pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
     positions: int | None = None  # the longest context of the model, if its configuration gives one

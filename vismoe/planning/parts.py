@@ -9,6 +9,7 @@ from vismoe.planning.needs import Footprint, mask_bytes
 from vismoe.types import ExpertInventory, RecordLayout
 
 DECODE_ROWS = 8  # sequences of a batch for which the combine buffer is planned
+COPY_STREAMS = 2  # to a GPU: of what was demanded, and of what was not
 HEAP_BYTES = 8 * 2**20
 RUNTIME_BYTES = {
     "cpu": 160 * 2**20,  # measured: 97 for transformers' model code, 27 for loading it, 34 for the first generate()
@@ -70,6 +71,7 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
         PlanPart("allocator slack", slack, why),
         PlanPart("logits", need.logits_bytes, "one row kept"),
         *workspace_part(need.workspace_bytes),
+        *decoding_part(need),
         *(_of_a_cpu(need) if device == "cpu" else []),
         PlanPart("runtime", RUNTIME_BYTES[device], RUNTIME_NOTES[device]),
     ]
@@ -99,6 +101,12 @@ def staging_part(need: Footprint, io_threads: int) -> list[PlanPart]:
     """Bounce buffers of the reading threads and of the demanding thread; none if reads go straight into records."""
     note = f"bounce buffers of {io_threads} reading threads and the demanding one"
     return part_of("staging", need.scratch_bytes * (io_threads + 1), note)
+
+
+def decoding_part(need: Footprint) -> list[PlanPart]:
+    """Where encoded records arrive on a GPU, which decodes them into slabs."""
+    largest = max((layout.record_bytes for layout in need.encoded), default=0)
+    return part_of("encoded copies", COPY_STREAMS * largest, "one on each copy stream, to be decoded into a slab")
 
 
 def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:

@@ -10,7 +10,7 @@ repeatedly.
 
 import collections
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from vismoe.errors import ClosedError
 from vismoe.locks import under
 from vismoe.pools.pool import SlabPool
 from vismoe.store.expert_store import ExpertStore
-from vismoe.types import ExpertId
+from vismoe.types import ExpertId, RecordLayout
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,17 @@ class HostLease:
 
 
 class HostTier:
-    """`slabs[g]` records of each geometry: at least one more than the number of threads that lease at the same time."""
+    """`slabs[g]` records of each geometry: at least one more than the number of threads that lease at the same time.
 
-    def __init__(self, store: ExpertStore, slabs: tuple[int, ...], page_locked: bool):
+    `layouts`: of the records that the store reads; those of its inventory unless it leaves them encoded.
+    """
+
+    def __init__(
+        self, store: ExpertStore, slabs: tuple[int, ...], page_locked: bool, layouts: Sequence[RecordLayout] | None = None
+    ):
         self._store = store
-        self.pools = tuple(
-            SlabPool(layout, n, page_locked=page_locked) for layout, n in zip(store.inventory.layouts, slabs, strict=True)
-        )
+        layouts = layouts or store.inventory.layouts
+        self.pools = tuple(SlabPool(layout, n, page_locked=page_locked) for layout, n in zip(layouts, slabs, strict=True))
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Least recently used first.
@@ -123,6 +127,11 @@ class HostTier:
     def _let_go(self) -> None:
         self._held.clear()
         self._changed.notify_all()
+
+    @property
+    def layouts(self) -> tuple[RecordLayout, ...]:
+        """Of its records, per geometry."""
+        return tuple(pool.layout for pool in self.pools)
 
     @property
     def records(self) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Reads experts from a packed store: one positioned read for each, straight into the slab where the format has a fixed size.
+"""Reads experts from a packed store: one positioned read for each, straight into the slab where the format has a fixed size, or
+where records stay encoded.
 
 Promises: a store that is incomplete, cut off, or packed from another checkpoint is refused when it is opened. The first read of a
 record in this process verifies its checksum, and a file that was written to is not read any more. A read returns every byte that
@@ -20,7 +21,7 @@ from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.file_state import FileState
 from vismoe.store.files import OpenFiles, ThreadBuffer, block_buffer
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
-from vismoe.types import ExpertId, ExpertInventory, Format
+from vismoe.types import ExpertId, ExpertInventory, Format, RecordLayout
 
 STORE_FOLDER = "vismoe-store"  # inside the checkpoint's folder
 
@@ -49,18 +50,21 @@ class _Shard(NamedTuple):
 
 
 class PackedStore(StoreOnDisk):
-    """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint."""
+    """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint.
 
-    def __init__(self, folder: Path, index: Index):
+    `encoded`: reads leave records as they are stored, for a device that decodes them; their layouts are `encoded_layouts`.
+    """
+
+    def __init__(self, folder: Path, index: Index, encoded: bool = False):
         self.contents = contents = index.contents
         self.format, self.fingerprint = contents.format, contents.fingerprint
         self.stored_bytes = sum(index.file_bytes)
         self.inventory = ExpertInventory(contents.layers, tuple(codec.slab for codec in contents.codecs), contents.raw)
         largest_bytes = max(record.nbytes for record in index.records)
-        self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
+        self.scratch_bytes = 0 if encoded or all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
         self.stretch_bytes = largest_bytes
         self.bounce_bytes = 0  # slabs and records both begin on a block
-        self._folder, self._index = folder, index
+        self._folder, self._index, self._encoded = folder, index, encoded
         self._verified = np.zeros(len(index.records), dtype=bool)
         self._scratch = ThreadBuffer(partial(block_buffer, largest_bytes))  # for encoded records
         self._shards = [_Shard(shard_path(folder, self.format, file), size) for file, size in enumerate(index.file_bytes)]
@@ -77,21 +81,37 @@ class PackedStore(StoreOnDisk):
         refuse_other(folder, index.contents, contents_of(source, format, transposed))
         return cls(folder, index)
 
+    def encoded(self) -> "PackedStore":
+        """The same store, opened once more, whose reads leave records encoded."""
+        return PackedStore(self._folder, self._index, encoded=True)
+
+    @property
+    def encoded_layouts(self) -> tuple[RecordLayout, ...]:
+        """Per geometry, of its largest encoded record."""
+        largest = [0] * len(self.contents.codecs)
+        for expert, record in zip(self.contents.experts, self._index.records, strict=True):
+            geometry = self.contents.layers[expert.layer].geometry
+            largest[geometry] = max(largest[geometry], record.nbytes)
+        return tuple(RecordLayout((), nbytes) for nbytes in largest)
+
     @property
     def _remedy(self) -> str:
         return remedy(self._folder, self.format)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
-        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with a slab's content; return the bytes read from disk.
+        """Fill `record` (uint8 `[record_bytes]`, CPU, 64-byte aligned) with a slab's content, or with the encoded record and
+        whatever was behind it; return the bytes read from disk.
 
         If `record` begins on a block and is whole blocks long, the read goes straight into it, also past the page cache.
         """
         codec = self.contents.codec(expert.layer)
-        assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= codec.slab.record_bytes, record.shape
         stored, files = self._index.records[self._index.position(expert)], self._files.hold()
+        least_bytes = stored.nbytes if self._encoded else codec.slab.record_bytes
+        assert record.dtype is torch.uint8 and record.is_contiguous() and record.numel() >= least_bytes, record.shape
         try:
-            if codec.fixed_bytes is not None:
+            if self._encoded or codec.fixed_bytes is not None:
                 self._fetch(files, expert, stored, record.numpy()[: stored.nbytes])
+                codec.check_header(record[: stored.nbytes])
             else:
                 encoded = self._scratch.memory[: stored.nbytes]
                 self._fetch(files, expert, stored, encoded)

@@ -1,9 +1,10 @@
-"""The Triton programs: products of tokens with experts that lie in slabs, and ordered sums. `experts` launches them.
+"""The Triton programs: products of tokens with experts that lie in slabs, and ordered sums, which `experts` launches; and the
+decoder of lossless records, which `lossless` launches.
 
-A program computes one tile: up to BM pairs of one expert, times BN columns. The expert's record is found by its address, so one
-launch serves experts anywhere in the pool. Weights are decoded in registers to the type of the inputs, as torch restores them;
-products are summed in float32, along the inputs in one fixed order, whatever the shape of the tile. Nothing is added by atomics.
-So the result of a pair depends on its token and its expert only.
+A product's program computes one tile: up to BM pairs of one expert, times BN columns. The expert's record is found by its
+address, so one launch serves experts anywhere in the pool. Weights are decoded in registers to the type of the inputs, as torch
+restores them; products are summed in float32, along the inputs in one fixed order, whatever the shape of the tile. Nothing is
+added by atomics. So the result of a pair depends on its token and its expert only.
 
 A tile is described by three rows of `tiles` int64 `[3, n]`: the record's address, the tile's first pair, the number of its pairs.
 Importing this module needs Triton. Interpreted (TRITON_INTERPRET=1), it runs on the CPU, in float32 where `tl.dot` would
@@ -231,3 +232,73 @@ def arrange(
     starts = tl.sum(((token_of_other[None, :] < p[:, None]) & (other < EXPERTS)[None, :]).to(tl.int32), 1)
     tl.store(sums_of + p, p, mask=p < tokens)
     tl.store(sums_of + tokens + p, starts, mask=p <= tokens)
+
+
+@triton.jit
+def _ones(bytes):
+    """How many bits of each byte are set."""
+    pairs = bytes - ((bytes >> 1) & 0x55)
+    nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return (nibbles + (nibbles >> 4)) & 0x0F
+
+
+@triton.jit
+def _copy_words(source, out, nbytes, block):
+    """One block of a section that is stored as it is."""
+    at = block * 1024 + tl.arange(0, 1024)
+    ok = at < (nbytes + 63) // 64 * 8
+    words = tl.load(source.to(tl.pointer_type(tl.int64)) + at, mask=ok)
+    tl.store(out.to(tl.pointer_type(tl.int64)) + at, words, mask=ok)
+
+
+@triton.jit
+def _unpack(source, out, nbytes, escapes, block):
+    """One block of a packed section with so many `escapes`."""
+    blocks, chunks = (nbytes + 8191) // 8192, (nbytes + 127) // 128
+    mantissas = source + (8 + 4 * blocks + 63) // 64 * 64
+    codes = mantissas + chunks * 64
+    table = source.to(tl.pointer_type(tl.int32))
+    common, rare = tl.load(table), tl.load(table + 1)  # four exponents each; the last one belongs to no code
+    before = tl.load((source + 8).to(tl.pointer_type(tl.uint32)) + block).to(tl.int64)
+    row, i = tl.arange(0, 512), tl.arange(0, 8)[None, :]  # of eight weights, whose codes are a byte of each of three words
+    chunk, byte = block * 64 + row // 8, row % 8
+    there = chunk < chunks
+    at = codes + chunk * 24 + byte
+    low = tl.load(at, mask=there, other=0).to(tl.int32)
+    middle = tl.load(at + 8, mask=there, other=0).to(tl.int32)
+    high = tl.load(at + 16, mask=there, other=0).to(tl.int32)
+    escaped = low & middle & high
+    counts = _ones(escaped)
+    before += tl.cumsum(counts, 0) - counts
+    code = ((low[:, None] >> i) & 1) | (((middle[:, None] >> i) & 1) << 1) | (((high[:, None] >> i) & 1) << 2)
+    rank = before[:, None] + _ones(escaped[:, None] & ((1 << i) - 1))
+    exponent = (tl.where(code < 4, common, rare) >> ((code & 3) * 8)) & 0xFF
+    escape = tl.load(codes + chunks * 24 + rank, mask=(code == 7) & (rank < escapes), other=0).to(tl.int32)
+    exponent = tl.where(code == 7, escape, exponent)
+    rest = tl.load(mantissas + (chunk * 64 + byte * 8)[:, None] + i, mask=there[:, None], other=0).to(tl.int32)
+    word = ((rest & 0x80) << 8) | (exponent << 7) | (rest & 0x7F)
+    weight = chunk * 64 + byte % 2 * 32 + byte // 2 * 8
+    inside = weight < (nbytes + 63) // 64 * 32
+    tl.store(out.to(tl.pointer_type(tl.int16)) + weight[:, None] + i, word.to(tl.int16), mask=inside[:, None])
+
+
+@triton.jit
+def decode(encoded, slab, sections, SECTIONS: tl.constexpr):
+    """slab uint8 = what the lossless record `encoded` uint8 holds; both begin on 64 bytes. Grid (blocks of all sections).
+
+    sections int64 `[3, SECTIONS]`: where each begins in the slab, its bytes, how many blocks are before it. What is left of a
+    section's last 64 bytes is overwritten: no other section has a part of them.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    s = 0
+    for i in tl.static_range(1, SECTIONS):
+        s += (block >= tl.load(sections + 2 * SECTIONS + i)).to(tl.int32)
+    nbytes = tl.load(sections + SECTIONS + s)
+    block -= tl.load(sections + 2 * SECTIONS + s)
+    row = encoded.to(tl.pointer_type(tl.int64)) + 3 * (1 + s)  # kind, offset, escapes
+    source = encoded + tl.multiple_of(tl.load(row + 1), 64)
+    out = slab + tl.multiple_of(tl.load(sections + s), 64)
+    if tl.load(row) == 0:
+        _copy_words(source, out, nbytes, block)
+    else:
+        _unpack(source, out, nbytes, tl.load(row + 2), block)

@@ -65,6 +65,7 @@ class Experts:
     ways: Ways | None  # to serve a miss there; None: it waits
     backend: str  # for people: whose, and why
     dtype: torch.dtype  # of the hidden states
+    encoded: tuple[RecordLayout, ...] = ()  # per geometry, of the records of the first format that cross the link encoded
     policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of hot experts
 
     @property
@@ -195,6 +196,7 @@ def with_experts_of(needs: Footprint, reads: Reads, experts: Experts) -> Footpri
         by_kernels=experts.kernels is not None or experts.gpu_kernels is not None,
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
+        encoded=experts.encoded,
     )
 
 
@@ -229,7 +231,13 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
         codecs = tuple(store.contents.codecs if isinstance(store, PackedStore) else in_place for store in opened)
         high, *low = opened
         inventory = high.inventory if not low else dataclasses.replace(high.inventory, low_layouts=low[0].inventory.layouts)
-        return Stores(opened), _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
+        experts = _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
+        if experts.encoded:
+            assert isinstance(high, PackedStore), "only packed experts are lossless"
+            experts = dataclasses.replace(experts, encoded=high.encoded_layouts)
+            opened[0] = high.encoded()
+            high.close()
+        return Stores(opened), experts
     except BaseException:
         for store in opened:
             if store is not source:
@@ -337,9 +345,19 @@ def _arrange(
         backend = fast if kernels else f"fast (Triton, {torch.cuda.get_device_name(device)})"
     if host_kernels:
         backend += f"; in host memory {fast}"
+    encoded: tuple[RecordLayout, ...] = ()
+    if device.type != "cpu" and formats[0] is Format.LOSSLESS:
+        why_decoded = gpu.missing(device, model.dtype)
+        if why_decoded is None and settings.misses != "wait":  # they may be computed there, from decoded weights
+            why_decoded = f"misses='{settings.misses}'; with misses='wait' (--misses wait) they stay encoded"
+        if why_decoded is None:
+            encoded = tuple(RecordLayout((), codec.most_bytes) for codec in codecs[0])
+            backend += "; lossless records stay encoded in host memory, the GPU decodes them"
+        else:
+            backend += f"; lossless records lie decoded in host memory ({why_decoded})"
     gpu_kernels = None if isinstance(on_gpu, str) else on_gpu
     serving = kernels, gpu_kernels, host_kernels
-    return Experts(inventory, transposed, where, codecs, *serving, ways, backend, model.dtype, policy_bytes)
+    return Experts(inventory, transposed, where, codecs, *serving, ways, backend, model.dtype, encoded, policy_bytes)
 
 
 def _kernels(

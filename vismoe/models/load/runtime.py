@@ -16,6 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from vismoe.errors import ConfigError, VisMoEError
+from vismoe.kernels.gpu.lossless import GpuDecoder
 from vismoe.lookahead.lookahead import Lookahead
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
@@ -35,7 +36,8 @@ from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import attach_pruner, fewer_experts
 from vismoe.paging.miss import Upgrades
 from vismoe.paging.pager import Pager
-from vismoe.paging.transfer import DeviceMover, DiskMover, EmulatedLinkMover, Mover
+from vismoe.paging.transfer import Decoding, DeviceMover, DiskMover, EmulatedLinkMover, Mover
+from vismoe.planning.parts import COPY_STREAMS
 from vismoe.planning.plan import Plan
 from vismoe.pools.host_tier import HostTier
 from vismoe.pools.pool import SlabPool
@@ -262,21 +264,30 @@ def _pools(configuration: Configuration) -> list[list[SlabPool]]:
 
 def _mover(configuration: Configuration, tiers: Tiers) -> Mover:
     stores, plan, device = configuration.stores.by_precision, configuration.plan, configuration.device
+    inventory, encoded = configuration.experts.inventory, configuration.experts.encoded
     emulated = configuration.settings.emulated_link_bytes_per_s
     if emulated is None and device.type != "cuda":
         return DiskMover(*stores)
     records = (plan.host_slabs, plan.low_host_slabs)[: len(stores)]
-    wanted = list(zip(stores, records, strict=True))
-    fitting = {(store.states, tier.records): tier for store, tier in tiers}
-    tiers[:] = [(store, fitting[key]) for store, slabs in wanted if (key := (store.states, slabs)) in fitting]
+    layouts = (encoded or inventory.layouts, inventory.low_layouts)[: len(stores)]
+    wanted = list(zip(stores, records, layouts, strict=True))
+    fitting = {(store.states, tier.records, tier.layouts): tier for store, tier in tiers}
+    tiers[:] = [(store, fitting[key]) for store, *there in wanted if (key := (store.states, *there)) in fitting]
     fitting.clear()  # the others give their memory back before any is taken
     kept, hosts = dict(tiers), []
     with torch.cuda.device(device) if emulated is None else contextlib.nullcontext():  # page-locking makes a context there
-        for store, slabs in wanted:
+        for store, slabs, records_as in wanted:
             if store in kept:
                 kept[store].go_on_with(store)
-            hosts.append(kept.get(store) or HostTier(store, slabs, page_locked=emulated is None))
-    return DeviceMover(*hosts, device=device) if emulated is None else EmulatedLinkMover(*hosts, bytes_per_s=emulated)
+            hosts.append(kept.get(store) or HostTier(store, slabs, emulated is None, records_as))
+        if emulated is not None:
+            return EmulatedLinkMover(*hosts, bytes_per_s=emulated)
+        decoding = None
+        if encoded:
+            largest = max(encoded, key=lambda layout: layout.record_bytes)
+            decoders = [GpuDecoder(raw, device) for raw in inventory.raw_layouts]
+            decoding = Decoding(SlabPool(largest, COPY_STREAMS, device), decoders)
+        return DeviceMover(*hosts, device=device, decoding=decoding)
 
 
 def _chooser(model: Any, configuration: Configuration, policy: Policy, hotness: Hotness | None) -> FormatChooser:

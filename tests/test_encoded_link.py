@@ -1,0 +1,117 @@
+"""Lossless records that cross the link encoded: what is settled, planned and copied, on a made-up GPU."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import tiny_models
+import torch
+from simulated_cuda import SimulatedCuda, SimulatedPool
+from test_page_lock import cuda_with
+
+from vismoe.cli.main import main
+from vismoe.config import Settings
+from vismoe.kernels.gpu import experts as gpu
+from vismoe.kernels.lossless import FastLossless
+from vismoe.models.load import opening, runtime
+from vismoe.models.load.opening import Configuration, open_model
+from vismoe.models.load.preview import describe
+from vismoe.paging.pager import Pager
+from vismoe.planning.needs import Hardware
+from vismoe.types import ExpertId, Phase
+
+DEVICE = torch.device("cuda", 0)
+NO_TRITON = "the GPU kernels need Triton, which is not installed"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoded")
+    tiny_models.save("qwen3_moe", folder, dtype=torch.bfloat16)
+    assert main(["pack", str(folder), "--formats", "lossless,int4"]) == 0
+    return folder
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> SimulatedCuda:
+    """A GPU of 8 GiB whose kernels and copies are simulated, and Triton."""
+    cuda = SimulatedCuda(late="copies")
+    hardware = Hardware("cuda", 2**33, 2**33, 2**33)
+    monkeypatch.setattr(opening, "probe", lambda device: hardware)
+    monkeypatch.setattr(gpu, "missing", lambda device, dtype: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    cuda.install(monkeypatch)
+    return cuda
+
+
+def opened(folder, **settings) -> Configuration:
+    model, files = describe(folder)
+    return open_model(model, files, Settings.of(memory="50%", **settings), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "misses='auto'; with misses='wait' (--misses wait) they stay encoded"),
+        ({"misses": "wait"}, NO_TRITON),
+    ],
+    ids=str,
+)
+def test_records_are_decoded_in_host_memory_where_the_gpu_cannot_and_the_plan_says_why(
+    checkpoint, cuda, settings, why, monkeypatch
+):
+    if why == NO_TRITON:
+        monkeypatch.setattr(gpu, "missing", lambda device, dtype: NO_TRITON)
+    found = opened(checkpoint, **settings)
+    assert not found.experts.encoded and found.plan.bytes_of("encoded copies") == 0 < found.plan.bytes_of("staging")
+    assert f"lossless records lie decoded in host memory ({why})" in found.plan.table()
+    found.close()
+
+
+def test_settings_say_whether_records_stay_encoded(checkpoint, cuda):
+    found = opened(checkpoint, misses="wait")
+    largest = max(record.nbytes for record in found.stores.by_precision[0]._index.records)
+    assert [layout.record_bytes for layout in found.experts.encoded] == [largest]
+    assert found.plan.bytes_of("encoded copies") == 2 * largest and found.plan.bytes_of("staging") == 0
+    assert found.plan.bytes_of("host tier") == sum(found.plan.host_slabs) * largest
+    assert "lossless records stay encoded in host memory, the GPU decodes them" in found.plan.table()
+    other = found.with_settings(describe(checkpoint)[0], Settings.of(memory="50%"))
+    assert not other.experts.encoded and other.plan.bytes_of("encoded copies") == 0
+    other.close_stores(), found.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "importance", "formats": "lossless/int4"}], ids=["exact", "a pair"])
+def test_a_pager_brings_every_expert_over_the_link_as_it_is(checkpoint, cuda, settings, monkeypatch):
+    found = opened(checkpoint, misses="wait", **settings)
+    inventory, copied = found.experts.inventory, []
+    codec = FastLossless(inventory.raw_layouts[0])
+
+    def decode(encoded, record):
+        copied.append(encoded.bytes.numel())
+        cuda.launch(lambda: codec.decode(encoded.bytes, record.bytes))
+
+    monkeypatch.setattr(runtime, "SlabPool", lambda layout, slabs, device: SimulatedPool(cuda, layout, slabs))
+    monkeypatch.setattr(runtime, "GpuDecoder", lambda raw, device: decode)
+    registered = cuda_with(monkeypatch).registered
+    mover = runtime._mover(found, [])
+    assert sum(registered.values()) == found.plan.bytes_of("host tier") and mover.hosts[0].layouts == found.experts.encoded
+    pools = [SimulatedPool(cuda, layouts[0], 8) for layouts in (inventory.layouts, inventory.low_layouts) if layouts]
+    pager = Pager(inventory, [pools], mover, threads=1)
+    pager.begin_step(Phase.DECODE)
+    raw = torch.empty(inventory.raw_layouts[0].record_bytes, dtype=torch.uint8)
+    for layer in inventory.layers:
+        with pager.demand(layer.index, [0, 2, 3]) as demand:
+            for lent in (lent for group in demand.groups(in_order=False) for lent in group):
+                found.source.read(ExpertId(layer.index, lent.expert), raw)
+                expected = inventory.raw_layouts[0].views(raw)
+                assert all(torch.equal(lent.weights[name], expected[name]) for name in expected)
+    assert len(copied) == 3 * len(inventory.layers) and pager.metrics.snapshot().total("bytes_copied") == sum(copied)
+    assert max(copied) <= found.experts.encoded[0].record_bytes == pager.core.copied_bytes(0)
+    pager.close()
+
+    tiers = list(zip(found.stores.by_precision, mover.hosts, strict=True))
+    assert runtime._mover(found, tiers).hosts == mover.hosts, "what fits serves again"
+    decoded = dataclasses.replace(found, experts=dataclasses.replace(found.experts, encoded=()))
+    assert runtime._mover(decoded, tiers).hosts[0] is not mover.hosts[0], "but not encoded records where decoded ones are wanted"
+    found.close()

@@ -18,9 +18,11 @@ from test_lossless import FILL, kinds, layout, record_of
 import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
+from vismoe.errors import UnsupportedModelError
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.kernels.gpu.lossless import GpuDecoder
 from vismoe.kernels.lossless import FastLossless
+from vismoe.models.family.families import expert_modules
 from vismoe.models.family.forms import forms_of
 from vismoe.models.load import opening
 from vismoe.models.moe.gpu_experts import GpuExperts
@@ -143,10 +145,12 @@ def test_the_device_arranges_the_choices_as_the_host_does(tokens, top_k):
     experts = 9
     ids = torch.randint(0, experts + 2, (tokens, top_k))
     ids[-1, -1] = ids[-1, 0]
+    if tokens > 1:
+        ids[0, 0] = -1
     addresses = torch.arange(experts) * 64
     tiles, sums = gpu.arrange(ids.to(DEVICE), addresses.to(DEVICE), experts)
     flat, places = ids.flatten(), torch.arange(tokens * top_k)
-    real = flat < experts
+    real = (flat >= 0) & (flat < experts)
     assert torch.equal(tiles[0].cpu()[real], flat[real] * 64) and torch.isin(tiles[0].cpu(), addresses).all()
     assert torch.equal(tiles[1].cpu(), places) and torch.equal(tiles[2].cpu(), real.long())
     by_expert = sorted(places[real].tolist(), key=lambda place: (flat[place], place))
@@ -288,6 +292,27 @@ def test_a_budget_changes_no_bit(checkpoint, format, monkeypatch):
     assert counts[0].total("hits") == sum(counts[1].total(name) for name in ("hits", "misses")) and counts[0].total("misses") == 0
     demanded = (vismoe.runtime_of(model).metrics.demanded - then for model, then in zip((resident, small), asked))
     assert np.array_equal(*demanded)
+
+
+def test_hidden_states_of_another_type_are_refused(checkpoint):
+    model = load(checkpoint, memory="100%")
+    backend = vismoe.runtime_of(model).context.serving.backend
+    layer = vismoe.runtime_of(model).pager.inventory.layers[0]
+    hidden = torch.zeros(1, backend.kernels[layer.geometry][0].hidden, device=DEVICE)
+    module = next(module for _, module in expert_modules(model))
+    with pytest.raises(UnsupportedModelError, match=r"torch\.float32.*made for torch\.bfloat16.*Fix: run the model without"):
+        backend.begin(0, module, np.zeros((1, 1), np.int64), hidden, hidden[:, :1])
+
+
+def test_more_choices_than_experts_go_through_the_pager(checkpoint):
+    """Each expert is read once then, not once for each of its pairs."""
+    model = load(checkpoint, memory="100%")
+    backend, experts = (
+        vismoe.runtime_of(model).context.serving.backend,
+        vismoe.runtime_of(model).pager.inventory.layers[0].num_experts,
+    )
+    assert backend.few_enough(0, torch.zeros(1, experts)) and backend.few_enough(0, torch.zeros(experts, 1))
+    assert not backend.few_enough(0, torch.zeros(experts + 1, 1)) and not backend.few_enough(0, torch.zeros(64, 2))
 
 
 def refused_in_decode(pager, *asked, **named):

@@ -10,6 +10,7 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
+from vismoe.kernels.gpu import experts as gpu
 from vismoe.models.load.opening import Experts, arrange_experts
 from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL
 from vismoe.types import Format
@@ -22,9 +23,10 @@ def machine(monkeypatch):
     """Say what the GPU is, and whether Triton is installed."""
     find = importlib.util.find_spec
 
-    def of(capability=(8, 9), triton=True) -> None:
+    def of(capability=(8, 9), triton=True, failure=None) -> None:
         found = {"triton": object() if triton else None}
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: found[name] if name in found else find(name, *more))
+        monkeypatch.setattr(gpu, "_failure", lambda device: failure)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Example 4000")
 
@@ -56,6 +58,7 @@ def test_the_kernels_compute_where_the_gpu_and_the_family_allow_it(machine, tmp_
     [
         ("the GPU kernels need Triton, which is not installed", "qwen3_moe", torch.bfloat16, {"triton": False}),
         ("the GPU has compute capability 7.5; the GPU kernels need 8.0", "qwen3_moe", torch.bfloat16, {"capability": (7, 5)}),
+        ("Triton cannot run here: no compiler", "qwen3_moe", torch.bfloat16, {"failure": "Triton cannot run here: no compiler"}),
         ("the model computes in torch.float32; the GPU kernels compute in bfloat16 and float16", "qwen3_moe", torch.float32, {}),
         ("DbrxExpertGLU has arithmetic of its own", "dbrx", torch.bfloat16, {}),
     ],

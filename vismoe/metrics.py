@@ -93,7 +93,8 @@ class Snapshot:
 
 
 class Metrics:
-    """The live counters of one engine; written under the pager's lock."""
+    """The live counters of one engine. Threads that copy write under the pager's lock; the one that runs the model also writes
+    its own counters without it."""
 
     def __init__(self, layers: int, experts: int = 0):
         """`experts`: the most in any layer; `demanded` and `missed` are int64 `[layers, experts]`, padding tokens included."""
@@ -136,6 +137,13 @@ class Metrics:
         self.demanded[layer, demanded] += 1
         if absent:
             self.missed[layer, absent] += 1
+
+    def count_hits(self, phase: Phase, layers: np.ndarray, demanded: np.ndarray) -> None:
+        """Counts one step of several layers, int `[n]`, which found all experts demanded bool `[n, E]` resident."""
+        values = self._values[self._row[phase]]
+        values[layers, self._steps] += 1
+        values[layers, self._hits] += demanded.sum(axis=1)
+        self.demanded[layers] += demanded
 
     def defer(self, count: Callable[[], None]) -> None:
         """Let `count` count later, when what it reads from a device is there: when this thread settles, or takes a snapshot."""

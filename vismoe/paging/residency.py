@@ -97,6 +97,7 @@ class Residency:
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
         self.fill = fill and all(table.has_room_for_all for table in self.tables)
+        self._filler: Ticket | None = None  # the copy that fills, if one was begun
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
         self.wanted = Wanted()
@@ -228,8 +229,13 @@ class Residency:
             absent = np.flatnonzero(table.slab_of < 0)
             slab = table.pool.take() if len(absent) else None
             if slab is not None:
+                expert = table.id_of[absent[0]]
+                self.metrics.add(
+                    "prefetched_bytes", self.phase, expert.layer, self.copied_bytes(self.inventory.layers[expert.layer].geometry)
+                )
                 table.begin_load(int(absent[0]), slab)
-                return self._ticket(table.id_of[absent[0]], slab, speculative=True)
+                self._filler = self._ticket(expert, slab, speculative=True)
+                return self._filler
         return None
 
     def _ticket(self, expert: ExpertId, slab: int, speculative: bool = False, transition: bool = False) -> Ticket:
@@ -253,7 +259,8 @@ class Residency:
         self.metrics.add("bytes_copied", self.phase, layer, ticket.moved.link_bytes)
         if ticket.error is not None and ticket.speculative:
             logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
-            self._none_to_admit_at, self.fill = self.tick, False
+            self._none_to_admit_at = self.tick
+            self.fill &= ticket is not self._filler
         return True
 
     def guess_on_the_way(self) -> Ticket | None:

@@ -7,9 +7,10 @@ The result of a pair depends on its token and its expert only: not on the other 
 every tile uses the same instructions: `tile_rows` stays below 64 rows, from which on Hopper and Blackwell would use instructions
 that add up in another order.
 
-Inputs and activated values are bfloat16 or float16, sums are float32. Triton is imported by the first launch.
+Inputs and activated values are bfloat16 or float16, sums are float32. Triton is imported where it is first needed.
 """
 
+import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -40,6 +41,18 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}; the GPU kernels need 8.0"
+    return _failure(device)
+
+
+@functools.cache
+def _failure(device: torch.device) -> str | None:
+    """What goes wrong with the smallest program: Triton needs the machine's C compiler, and a disk to keep what it made."""
+    try:
+        with torch.cuda.device(device):
+            arrange(torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device), 1)
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever Triton, the compiler or the driver raise
+        return f"Triton cannot run here: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
     return None
 
 
@@ -48,6 +61,7 @@ class GpuKernel:
     """Computes experts of one geometry in one format."""
 
     format: Format
+    dtype: torch.dtype  # of hidden states
     hidden: int
     intermediate: int
     gate: Gate
@@ -74,7 +88,7 @@ class GpuKernel:
         shape = {"HIDDEN": up.inputs, "WIDTH": down.inputs}
         kernels = (_constants(matrix, transposed) for matrix in (up, down))
         return cls(
-            format, up.inputs, down.inputs, form.gate, {**shape, **activation, **next(kernels)}, {**shape, **next(kernels)}
+            format, dtype, up.inputs, down.inputs, form.gate, {**shape, **activation, **next(kernels)}, {**shape, **next(kernels)}
         )
 
     def parts(
@@ -85,6 +99,7 @@ class GpuKernel:
         x `[T, H]`; factors `[T, K]`; places int32 `[P]`: the index of each pair in factors; tiles int64 `[3, n]` as made by
         `tiles_of` with `rows` pairs at most; activated `[P, I]` of x's type is overwritten. All on one device, contiguous.
         """
+        assert x.dtype == self.dtype, "raw weights are read as the type of the hidden states"
         programs, interpreted = _programs()
         count = tiles.shape[1]
         if not count:

@@ -215,21 +215,22 @@ def arrange(
     """tiles and sums_of for `up`, `down` and `combine`, from ids int64 `[tokens, TOP_K]` and the addresses int64 `[EXPERTS]` of a
     layer whose experts are all resident. Each pair is a tile, in the order of the choices.
 
-    Ids from EXPERTS on are sentinels: their tiles are empty, and no sum has them. One program; PAIRS: a power of two > `pairs`.
+    Ids below 0 or from EXPERTS on are sentinels: their tiles are empty, and no sum has them. PAIRS: a power of two > `pairs`. One
+    program.
     """
     p = tl.arange(0, PAIRS)
     q = tl.arange(0, PAIRS)
     mine, other = tl.load(ids + p, mask=p < pairs, other=EXPERTS), tl.load(ids + q, mask=q < pairs, other=EXPERTS)
-    real = mine < EXPERTS
+    real, real_other = (mine >= 0) & (mine < EXPERTS), (other >= 0) & (other < EXPERTS)
     tl.store(tiles + p, tl.load(addresses + tl.where(real, mine, 0)), mask=p < pairs)
     tl.store(tiles + pairs + p, p.to(tl.int64), mask=p < pairs)
     tl.store(tiles + 2 * pairs + p, real.to(tl.int64), mask=p < pairs)
     token, token_of_other = p // TOP_K, q // TOP_K
     before_in_row = (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (q[None, :] < p[:, None]))
     earlier = (token_of_other[None, :] < token[:, None]) | ((token_of_other[None, :] == token[:, None]) & before_in_row)
-    place = tl.sum((earlier & (other < EXPERTS)[None, :]).to(tl.int32), 1)
+    place = tl.sum((earlier & real_other[None, :]).to(tl.int32), 1)
     tl.store(sums_of + 2 * tokens + 1 + place, p, mask=real)
-    starts = tl.sum(((token_of_other[None, :] < p[:, None]) & (other < EXPERTS)[None, :]).to(tl.int32), 1)
+    starts = tl.sum(((token_of_other[None, :] < p[:, None]) & real_other[None, :]).to(tl.int32), 1)
     tl.store(sums_of + p, p, mask=p < tokens)
     tl.store(sums_of + tokens + p, starts, mask=p <= tokens)
 

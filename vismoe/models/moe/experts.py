@@ -90,9 +90,15 @@ class PagedLayer:
     ) -> torch.Tensor:
         """Demand the experts, compute them as they come, add them up in ascending id."""
         layer, pager, chooser = self.layer, serving.pager, serving.chooser
-        if step.resident is not None and isinstance(serving.backend, GpuExperts):
-            step.resident.demanded(layer, module.num_experts, index)
-            return serving.backend.of_residents(layer, hidden, index, factors)
+        resident, backend = step.resident, serving.backend
+        if resident is not None and isinstance(backend, GpuExperts) and backend.few_enough(layer, index):
+            began_s = time.perf_counter()
+            out = backend.of_residents(layer, hidden, index, factors)
+            ended_s = time.perf_counter()
+            resident.computed(layer, module.num_experts, index, ended_s - began_s)
+            if pager.timeline is not None:
+                pager.timeline.span("compute", f"layer {layer}", began_s, ended_s)
+            return out
         routing, weights = _on_host(index, factors, with_factors=chooser is not None)
         decoding = step.phase is Phase.DECODE
         if step.fewer:

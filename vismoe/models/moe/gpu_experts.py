@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vismoe.errors import UnsupportedModelError
 from vismoe.kernels import cpu
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.models.moe.compute import FastExperts, FastWork
@@ -21,6 +22,15 @@ from vismoe.paging.pager import Lease, Pager
 from vismoe.types import ExpertInventory
 
 PAIRS_PER_CALL = 4096  # of a prompt: bounds the results that are kept before they are added
+
+
+def refuse_type(kernel: gpu.GpuKernel, hidden: torch.Tensor) -> None:
+    """Raises UnsupportedModelError for hidden states of another type than the kernel reads, as autocast makes them."""
+    if hidden.dtype != kernel.dtype:
+        raise UnsupportedModelError(
+            f"the experts got {hidden.dtype}, and their GPU kernels were made for {kernel.dtype}. "
+            "Fix: run the model without torch.autocast, or load it with kernels='torch' (--kernels torch)"
+        )
 
 
 class GpuExperts:
@@ -32,9 +42,9 @@ class GpuExperts:
         self._tables: list[torch.Tensor] = []  # by layer, the same on the device
         self._places = torch.empty(0, dtype=torch.int32)  # of pairs in the order of the choices
 
-    def all_resident(self, pager: Pager, device: torch.device, pairs: int) -> bool:
-        """Whether a pass with so many pairs in a layer can go without the pager: every expert is in a slab, for good."""
-        lying = pager.addresses() if pairs <= gpu.MOST_ARRANGED else None
+    def all_resident(self, pager: Pager, device: torch.device) -> bool:
+        """Whether a pass can go without the pager: every expert is in a slab, for good."""
+        lying = pager.addresses()
         if lying is None:
             return False
         if not self._lying or not all(map(np.array_equal, lying, self._lying)):
@@ -44,18 +54,25 @@ class GpuExperts:
                 taken[layer.geometry] += layer.num_experts
                 places.append(lying[layer.geometry][first : taken[layer.geometry]])
             self._tables, self._lying = gpu.upload(places, device), lying
+            self._places = torch.arange(gpu.MOST_ARRANGED, dtype=torch.int32, device=device)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # later passes may be on other streams
         return True
 
+    def few_enough(self, layer: int, index: torch.Tensor) -> bool:
+        """Whether a pair each has a tile of its own: a layer's experts are read once for each pair then, not once for all."""
+        pairs = index.numel()
+        return pairs <= min(gpu.MOST_ARRANGED, max(index.shape[1], self.inventory.layers[layer].num_experts))
+
     def of_residents(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """A layer's output `[T, H]` after `all_resident`: four launches, and the host reads nothing.
+        """A layer's output `[T, H]` after `all_resident`, where `few_enough`: four launches, and the host reads nothing.
 
         The bits are those of `begin` and `run`. index `[T, K]` int64.
         """
         (kernel,), experts = self.kernels[self.inventory.layers[layer].geometry], self.inventory.layers[layer].num_experts
         hidden, factors = hidden.contiguous(), factors.contiguous()
         pairs, device = index.numel(), hidden.device
-        if len(self._places) < pairs:
-            self._places = torch.arange(gpu.MOST_ARRANGED, dtype=torch.int32, device=device)
+        refuse_type(kernel, hidden)
         parts = torch.empty(pairs, kernel.hidden, dtype=torch.float32, device=device)
         activated, out = torch.empty(pairs, kernel.intermediate, dtype=hidden.dtype, device=device), torch.empty_like(hidden)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -74,6 +91,7 @@ class _GpuWork:
     ):
         self._parent, self._layer, self._module, self._routing = parent, layer, module, routing
         self._kernels = parent.kernels[parent.inventory.layers[layer].geometry]
+        refuse_type(self._kernels[0], hidden)
         self._hidden, self._factors = hidden.contiguous(), factors.contiguous()
         self.experts, starts, self._tokens, self._places = cpu.route(routing, module.num_experts)
         self._starts = starts.astype(np.int64)
@@ -124,20 +142,25 @@ class _GpuWork:
         out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         parts, activated = self._room(min(pairs, PAIRS_PER_CALL))
         for group in lease.groups(in_order=True):
-            first = self._index[group.experts[0]]
-            at = np.arange(first, first + len(group))  # in order, a group is a run of the experts
-            begin, end = int(self._starts[first]), int(self._starts[at[-1] + 1])
-            below = self._below.parts_of(group) if group.on_host else None
-            for start in range(begin, end, PAIRS_PER_CALL):
-                some = slice(start, min(start + PAIRS_PER_CALL, end))
-                count, sums = gpu.sums_of(self._tokens[some])
-                places, sums_there = gpu.upload([self._places[some], sums], hidden.device)
-                if below is not None:
-                    parts[: some.stop - start] = self._sent(below[start - begin : some.stop - begin])
-                else:
-                    self._compute(group, at, some, places, parts, activated)
-                gpu.combine(parts, sums_there, count, out, adding=True)
+            for some in group.one_by_one() if group.on_host else (group,):  # what host memory computes is held whole
+                self._add(some, parts, activated, out)
         return out.to(hidden.dtype)
+
+    def _add(self, group: Group, parts: torch.Tensor, activated: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the results of a group to out float32 `[T, H]`, as many at a time as `parts` has rows."""
+        first = self._index[group.experts[0]]
+        at = np.arange(first, first + len(group))  # in order, a group is a run of the experts
+        begin, end = int(self._starts[first]), int(self._starts[at[-1] + 1])
+        below = self._below.parts_of(group) if group.on_host else None
+        for start in range(begin, end, PAIRS_PER_CALL):
+            some = slice(start, min(start + PAIRS_PER_CALL, end))
+            count, sums = gpu.sums_of(self._tokens[some])
+            places, sums_there = gpu.upload([self._places[some], sums], out.device)
+            if below is not None:
+                parts[: some.stop - start] = self._sent(below[start - begin : some.stop - begin])
+            else:
+                self._compute(group, at, some, places, parts, activated)
+            gpu.combine(parts, sums_there, count, out, adding=True)
 
     def _room(self, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 `[P, H]` for results, `[P, I]` for what is between an expert's two products."""

@@ -71,25 +71,31 @@ class Step:
 
 
 class ResidentPass:
-    """Counts what a pass without the pager demanded, when the device has computed it. It would all have been a hit."""
+    """Counts what a pass without the pager demanded, when the device has computed it. All of it would have been hits.
+
+    A lookahead that remembers does not hear of such passes, nor does the eviction order: neither is needed until a new plan.
+    """
 
     def __init__(self, phase: Phase, metrics: Metrics):
         self._phase, self._metrics = phase, metrics
-        self._demanded: list[tuple[int, int, torch.Tensor]] = []
+        self._computed: list[tuple[int, int, torch.Tensor]] = []
 
-    def demanded(self, layer: int, experts: int, index: torch.Tensor) -> None:
-        """A layer of so many experts has computed index `[T, K]`."""
-        if not self._demanded:
+    def computed(self, layer: int, experts: int, index: torch.Tensor, seconds: float) -> None:
+        """A layer of so many experts has queued the computation of index `[T, K]`, which took the host so long."""
+        self._metrics.add("compute_seconds", self._phase, layer, seconds)
+        self._computed.append((layer, experts, index.reshape(-1)))
+        if len(self._computed) == 1:
             self._metrics.defer(self._count)
-        self._demanded.append((layer, experts, index))
 
     def _count(self) -> None:
-        read = on_host(*(index for _, _, index in self._demanded))
-        for (layer, experts, _), ids in zip(self._demanded, read, strict=True):
-            chosen = np.unique(ids[ids < experts]).tolist()
-            self._metrics.count_experts(layer, chosen, [])
-            self._metrics.count_demand(self._phase, layer, len(chosen), 0, 0)
-        self._demanded.clear()
+        (ids,) = on_host(torch.cat([index for _, _, index in self._computed]))
+        layers, experts = (np.array(numbers) for numbers in list(zip(*self._computed, strict=True))[:2])
+        row = np.repeat(np.arange(len(layers)), [len(index) for _, _, index in self._computed])
+        real = (ids >= 0) & (ids < experts[row])
+        demanded = np.zeros((len(layers), self._metrics.demanded.shape[1]), dtype=bool)
+        demanded[row[real], ids[real]] = True
+        self._metrics.count_hits(self._phase, layers, demanded)
+        self._computed.clear()
 
 
 @dataclass(frozen=True)
@@ -247,7 +253,7 @@ class StepContext:
         serving.pager.metrics.settle()
         serving.pager.begin_step(phase, new_sequence=past == 0)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
-        resident = self._resident_pass(phase, batch * new) if decoding and not padded and not fewer else None
+        resident = self._resident_pass(phase) if decoding and not padded and not fewer else None
         self.begin(Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, resident=resident, fewer=fewer))
         dropping = self.pruner is not None and self.pruner.dropping
         self.lookahead_inputs.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
@@ -255,13 +261,12 @@ class StepContext:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
 
-    def _resident_pass(self, phase: Phase, tokens: int) -> ResidentPass | None:
+    def _resident_pass(self, phase: Phase) -> ResidentPass | None:
         """For a pass that needs nothing of the pager, on a GPU: the host would wait for the routing of each layer."""
         serving = self.serving
         if not isinstance(serving.backend, GpuExperts) or serving.chooser is not None or self.recorder is not None:
             return None
-        pairs = tokens * max(layer.top_k for layer in serving.pager.inventory.layers)
-        resident = serving.backend.all_resident(serving.pager, self.device, pairs)
+        resident = serving.backend.all_resident(serving.pager, self.device)
         return ResidentPass(phase, serving.pager.metrics) if resident else None
 
     def _begin_encode(self, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,11 +31,12 @@ class Experts:
     """Some experts with random weights: as records, and as the matrices that the records stand for."""
 
     raw: RecordLayout
-    codecs: Sequence[Codec]  # by precision
+    codec: Codec
     model_form: ExpertForm
     slabs: Sequence[Tensor]  # uint8 [record_bytes] each, every gap full of NaN patterns
     weights: list[dict[str, Tensor]]
     precisions: np.ndarray | None = None
+    kinds: Sequence["Experts"] = ()  # by precision, where there are several
 
     @classmethod
     def of(cls, format=Format.RAW, dtype=torch.bfloat16, hidden=96, intermediate=80, count=3, form="qwen", transposed=False):
@@ -51,7 +52,7 @@ class Experts:
         expert_form = ExpertForm("up_proj", "down_proj", transposed, gate, activation, alpha=1.702, limit=1.5)
         slabs = torch.full((count, codec.slab.record_bytes), 0xFF, dtype=torch.uint8)
         weights = [cls._fill(codec, slab, expert_form) for slab in slabs]
-        return cls(raw, (codec,), expert_form, slabs, weights)
+        return cls(raw, codec, expert_form, slabs, weights)
 
     @property
     def form(self) -> ExpertForm:
@@ -60,20 +61,19 @@ class Experts:
 
     @cached_property
     def kernel(self) -> cpu.ExpertKernel:
-        (codec,) = self.codecs
-        kernel = cpu.ExpertKernel.of(codec.format, self.raw, codec.slab, self.model_form)
+        if self.kinds:
+            return cpu.ExpertKernel.mixed([kind.kernel for kind in self.kinds])
+        kernel = cpu.ExpertKernel.of(self.codec.format, self.raw, self.codec.slab, self.model_form)
         assert isinstance(kernel, cpu.ExpertKernel), kernel
         return kernel
 
     @classmethod
     def mixed(cls, kinds: Sequence["Experts"], precisions: Sequence[int]) -> "Experts":
         """Expert i as kinds[precisions[i]] has it."""
-        codecs = [kind.codecs[0] for kind in kinds]
         slabs = [kinds[precision].slabs[i] for i, precision in enumerate(precisions)]
         weights = [kinds[precision].weights[i] for i, precision in enumerate(precisions)]
-        mixed = cls(kinds[0].raw, codecs, kinds[0].model_form, slabs, weights, np.array(precisions, np.uint8))
-        mixed.__dict__["kernel"] = cpu.ExpertKernel.mixed([kind.kernel for kind in kinds])  # they may differ in their raw weights
-        return mixed
+        first = kinds[0]
+        return cls(first.raw, first.codec, first.model_form, slabs, weights, np.array(precisions, np.uint8), kinds)
 
     @staticmethod
     def _fill(codec, slab: Tensor, form: ExpertForm) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ def main(capabilities: list[int], rows: list[int], formats: list[str]) -> None:
     for capability, some in itertools.product(capabilities, rows):
         for format in map(Format, formats):
             experts = Experts.of(format, torch.bfloat16, 2048, 768, 0)
-            kernel = gpu.GpuKernel.of(format, experts.raw, experts.codecs[0].slab, experts.model_form, torch.bfloat16)
+            kernel = gpu.GpuKernel.of(format, experts.raw, experts.codec.slab, experts.model_form, torch.bfloat16)
             block = {"BM": some, "BN": gpu.COLUMNS, "BK": gpu.INPUTS, "INTERPRETED": False}
             about = {"format": str(format), "rows": some}
             found.append({**about, **compiled("up", {"TOP_K": 8, **kernel._up, **block}, capability)})

@@ -34,7 +34,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def kernel_of(experts: Experts, dtype=torch.bfloat16) -> gpu.GpuKernel:
-    codec = experts.codecs[0]
+    codec = experts.codec
     kernel = gpu.GpuKernel.of(codec.format, experts.raw, codec.slab, experts.model_form, dtype)
     assert isinstance(kernel, gpu.GpuKernel), kernel
     return kernel

@@ -91,7 +91,7 @@ print(json.dumps({"planned_bytes": plan.total_bytes, "grown_bytes": status("VmHW
 # 128 narrow experts, of which a token uses eight: 726 MiB of weights in 24 layers; 8 wide ones: 1.0 GiB in ten.
 NARROW = (
     T.Qwen3MoeConfig(
-        vocab_size=60_000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4 if LESS else 24, num_attention_heads=8,
+        vocab_size=60_000, hidden_size=512, intermediate_size=1024, num_hidden_layers=6 if LESS else 24, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, moe_intermediate_size=64, num_experts=128, num_experts_per_tok=8,
         max_position_embeddings=2**15, dtype="bfloat16",
     ),
@@ -99,7 +99,7 @@ NARROW = (
 )  # fmt: skip
 WIDE = (
     T.MixtralConfig(
-        vocab_size=32_000, hidden_size=768, intermediate_size=2688, num_hidden_layers=2 if LESS else 10, num_attention_heads=12,
+        vocab_size=32_000, hidden_size=768, intermediate_size=2688, num_hidden_layers=3 if LESS else 10, num_attention_heads=12,
         num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=2**15, sliding_window=None,
         dtype="bfloat16",
     ),

@@ -247,7 +247,8 @@ def test_where_every_expert_has_a_slab_those_that_nothing_demanded_are_brought_i
     assert len(set(first.tolist())) == 10 and len(set(second.tolist())) == 3
     counts = pager.metrics.snapshot()
     assert counts.total("evictions") == counts.total("wasted_prefetch_bytes") == 0
-    assert counts.total("prefetched_bytes") + 64 * counts.total("misses") == 13 * 64 == counts.total("bytes_read"), "64 each"
+    copied_for_the_demand = counts.total("misses") - counts.total("late")  # none if filling was there first, or under way
+    assert counts.total("prefetched_bytes") + 64 * copied_for_the_demand == 13 * 64 == counts.total("bytes_read"), "64 each"
     for layer, experts in enumerate([4, 6, 3]):
         with pager.demand(layer, range(experts)) as demand:
             assert list(lent_by(demand, layer)) == list(range(experts))

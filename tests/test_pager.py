@@ -139,7 +139,7 @@ def test_random_steps_keep_every_invariant(slabs, order, threads):
     assert counts.total("hits") + counts.total("misses") > steps
     assert counts.total("evictions") > 500
     if slabs != [2]:  # a guess always leaves a slab for a demand, so of two it rarely gets one
-        assert counts.total("prefetched_bytes") > 10 * pager.core.ledger.unit_bytes
+        assert counts.total("prefetched_bytes") > 50 * pager.core.ledger.unit_bytes
         assert counts.total("wasted_prefetch_bytes") > 0
 
 

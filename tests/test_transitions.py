@@ -476,7 +476,7 @@ def test_what_is_borrowed_is_given_back_and_moves_nobody(experts, geometries, qu
     assert lower <= counts.total("served_lower") and counts.total("promotions") > 5
     borrowed = bench.stores[HIGH].reads - counts.total("promotions") - counts.total("failed_transitions") - sum(quotas)
     if rates is NEVER_IN_TIME:
-        assert counts.total("stall_seconds") == 0 and lower > 20
+        assert counts.total("stall_seconds") == 0 and lower > 100
     else:
         assert borrowed > 5
 

@@ -151,6 +151,7 @@ def bound(card: GpuCard, format: str, share: float, routing: str) -> Bound:
 
 
 def bounds() -> Iterator[Bound]:
+    """Every card with every format, share of resident experts and routing."""
     for card in CARDS:
         for format in FORMATS:
             for share in SHARES:

@@ -230,9 +230,8 @@ class Residency:
             slab = table.pool.take() if len(absent) else None
             if slab is not None:
                 expert = table.id_of[absent[0]]
-                self.metrics.add(
-                    "prefetched_bytes", self.phase, expert.layer, self.copied_bytes(self.inventory.layers[expert.layer].geometry)
-                )
+                nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
+                self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
                 table.begin_load(int(absent[0]), slab)
                 self._filler = self._ticket(expert, slab, speculative=True)
                 return self._filler

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vismoe.formats.affine import GRIDS
 from vismoe.kernels.matrices import SIXTEEN_BITS, Matrix, matrices
-from vismoe.types import ExpertForm, Format, Gate, RecordLayout
+from vismoe.types import ExpertForm, Format, RecordLayout
 
 FEW_ROWS, MANY_ROWS = 16, 32  # pairs of a tile: decoding, prompts
 COLUMNS, INPUTS = 32, 128  # of a tile, and how many inputs of raw weights are loaded at once
@@ -64,7 +64,6 @@ class GpuKernel:
     dtype: torch.dtype  # of hidden states
     hidden: int
     intermediate: int
-    gate: Gate
     _up: dict[str, Any]  # constants of the programs
     _down: dict[str, Any]
 
@@ -87,9 +86,7 @@ class GpuKernel:
         }
         shape = {"HIDDEN": up.inputs, "WIDTH": down.inputs}
         kernels = (_constants(matrix, transposed) for matrix in (up, down))
-        return cls(
-            format, dtype, up.inputs, down.inputs, form.gate, {**shape, **activation, **next(kernels)}, {**shape, **next(kernels)}
-        )
+        return cls(format, dtype, up.inputs, down.inputs, {**shape, **activation, **next(kernels)}, {**shape, **next(kernels)})
 
     def parts(
         self, x: Tensor, places: Tensor, factors: Tensor, tiles: Tensor, rows: int, activated: Tensor, parts: Tensor
@@ -181,7 +178,6 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 def _constants(matrix: Matrix, transposed: bool) -> dict[str, Any]:
     """What the programs have to know of a matrix."""
-    integer = isinstance(matrix.encoding, Format)
     grid = GRIDS[matrix.encoding] if isinstance(matrix.encoding, Format) else None
     return {
         "BITS": grid.bits if grid else 16,
@@ -193,7 +189,7 @@ def _constants(matrix: Matrix, transposed: bool) -> dict[str, Any]:
         "ROWS": matrix.rows,
         "INPUTS": matrix.inputs,
         "ROW_BYTES": matrix.row_bytes,
-        "GROUPS": matrix.groups if integer else 0,
+        "GROUPS": matrix.groups,
         "GROUP": grid.group_inputs if grid else 1,
         "TRANSPOSED": transposed,
     }

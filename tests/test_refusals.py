@@ -13,7 +13,6 @@ from vismoe.models.family.families import (
     SUMS_IN_FLOAT32,
     SUMS_IN_ROUTING_TYPE,
     expert_modules,
-    refuse_prequantized,
     refuse_unsupported,
     top_k_of,
 )
@@ -115,18 +114,6 @@ def test_experts_in_the_configuration_but_nowhere_in_the_model_are_refused():
     model.config.num_experts = 64
     with pytest.raises(UnsupportedModelError, match="has 64 experts, but none of its modules"):
         refuse_unsupported(model)
-
-
-@pytest.mark.parametrize("where", ["top", "text"])
-def test_a_checkpoint_that_is_already_quantized_is_refused_with_the_method(where):
-    config = tiny_models.BUILDERS["qwen3_vl_moe"]().config
-    refuse_prequantized(config)
-    owner = config if where == "top" else config.text_config
-    owner.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    with pytest.raises(UnsupportedModelError, match=r"qwen3_vl_moe: .*already quantized with fp8.*Instead: use the original"):
-        refuse_prequantized(config)
-    owner.quantization_config = {"quant_method": "vismoe"}
-    refuse_prequantized(config)
 
 
 def eager_sums() -> dict[str, str]:

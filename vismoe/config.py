@@ -22,7 +22,7 @@ NO_CALIBRATION = "none"  # as a setting: do without, whatever was calibrated
 UNMEASURED_IO_THREADS = 2  # where the disk was not measured
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 FORMAT_NAMES: dict[str, Format | None] = {
-    "lossless": Format.LOSSLESS, "raw": Format.RAW, "16": Format.RAW, "int8": Format.INT8, "8": Format.INT8,
+    "lossless": Format.LOSSLESS, "raw": Format.RAW, "own": Format.RAW, "16": Format.RAW, "int8": Format.INT8, "8": Format.INT8,
     "int4": Format.INT4, "4": Format.INT4, "int2": Format.INT2, "2": Format.INT2, "skip": None, "0": None,
 }  # fmt: skip
 LONGEST_SIZE = 64  # characters

@@ -151,6 +151,7 @@ class ExpertInventory:
     layouts: tuple[RecordLayout, ...]  # of records in slabs
     model_layouts: tuple[RecordLayout, ...] = ()  # in the model's dtype and orientation, if slabs hold another format
     low_layouts: tuple[RecordLayout, ...] = ()  # of slabs in the second format of a pair; `layouts` are then those of the first
+    own_layouts: tuple[RecordLayout, ...] = ()  # as the checkpoint encodes them, if it is quantised
 
     @property
     def raw_layouts(self) -> tuple[RecordLayout, ...]:
@@ -165,9 +166,9 @@ class ExpertInventory:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of all experts as records in the model's dtype: what `memory="100%"` means."""
-        both = zip(self.layouts, self.raw_layouts, strict=True)  # the same weights may be stored in whole blocks
-        as_held = [slab if slab.sections == raw.sections else raw for slab, raw in both]
+        """Bytes of all experts as the checkpoint encodes them, or in the model's dtype: what `memory="100%"` means."""
+        both = zip(self.layouts, self.own_layouts or self.raw_layouts, strict=True)  # they may be stored in whole blocks
+        as_held = [slab if slab.sections == own.sections else own for slab, own in both]
         return sum(layer.num_experts * as_held[layer.geometry].record_bytes for layer in self.layers)
 
     @cached_property

@@ -31,7 +31,6 @@ from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
 from vismoe.machine.hardware import torch_device
 from vismoe.metrics import Metrics
 from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
-from vismoe.models.family.families import refuse_prequantized
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
@@ -66,7 +65,6 @@ def load(
     name = str(folder_or_name(model if model is not None else demo_model()))
     place = str(torch_device(device))
     config = read_config(name, revision=revision)
-    refuse_prequantized(config)
     with reading_checkpoint(name):
         refuse_own_loop(model_class(config), name)
     with reading_checkpoint(name):

@@ -25,6 +25,11 @@ class Codec(ABC):
         return in_blocks(self.raw)
 
     @property
+    def restores(self) -> bool:
+        """Whether torch needs the weights restored before it computes with them."""
+        return not self.format.exact
+
+    @property
     def fixed_bytes(self) -> int | None:
         """Bytes of an encoded record, in whole blocks; None where they vary."""
         return self.slab.record_bytes

@@ -11,9 +11,9 @@ from functools import cached_property
 from torch import Tensor
 
 from vismoe.errors import ConfigError
-from vismoe.formats.codec import Codec, in_blocks
+from vismoe.formats.codec import Codec
 from vismoe.formats.encodings import ENCODINGS, Encoding
-from vismoe.types import Format, RecordLayout, Section
+from vismoe.types import ExpertInventory, Format, RecordLayout, Section
 
 PARTS = ("scale", "zero", "factor")  # beside the codes
 
@@ -42,21 +42,26 @@ def encoded_matrices(layout: RecordLayout) -> dict[str, EncodedMatrix]:
     return found
 
 
+def encodings_of(inventory: ExpertInventory) -> list[str]:
+    """The names of all encodings of a quantised checkpoint's experts; empty for one in 16 bits."""
+    return sorted({m.encoding.name for layout in inventory.own_layouts for m in encoded_matrices(layout).values()})
+
+
 @dataclass(frozen=True)
 class Encoded(Codec):
-    """Codec of one geometry as the checkpoint encodes it. `own`: the layout of its records; `transposed` names the matrices that
-    the model keeps as [in, out]."""
+    """Codec of one geometry as the checkpoint encodes it. `own`: the layout of its records, which slabs have too; `transposed`
+    names the matrices that the model keeps as [in, out]."""
 
     raw: RecordLayout
     own: RecordLayout
     transposed: frozenset[str] = frozenset()
     format = Format.RAW
 
-    @cached_property
+    @property
     def slab(self) -> RecordLayout:
-        return in_blocks(self.own)
+        return self.own
 
-    @cached_property
+    @property
     def restores(self) -> bool:
         return bool(self._matrices)
 
@@ -65,9 +70,10 @@ class Encoded(Codec):
         return encoded_matrices(self.own)
 
     def encode(self, record: Tensor) -> Tensor:
+        encodings = ", ".join(sorted({matrix.encoding.name for matrix in self._matrices.values()}))
         raise ConfigError(
-            f"experts in {', '.join(sorted(m.encoding.name for m in self._matrices.values()))} are read from the checkpoint as they "
-            "lie there, and cannot be made from others. Fix: one of int8, int4 and int2 (--formats)"
+            f"experts in {encodings} are read from the checkpoint as they lie there, and cannot be made from others. "
+            "Fix: one of int8, int4 and int2 (--formats)"
         )
 
     def restore(self, slab: Tensor, record: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""How published checkpoints encode a matrix in fewer than 16 bits: FP8, 4-bit integers, MXFP4, NVFP4 and the blocks of GGUF files.
+"""How published checkpoints encode a matrix in fewer than 16 bits: FP8, 4-bit integers, MXFP4, NVFP4, and the blocks of GGUF.
 
 An encoded matrix `[out, in]` lies in a record as sections `NAME.ENCODING` (codes uint8 `[out, row_bytes]`) and, where an encoding
-has them, `NAME.scale`, `NAME.zero` and `NAME.factor`. The codes are the checkpoint's own numbers. `values` defines what they mean:
+has them, `NAME.scale`, `NAME.zero` and `NAME.factor`. The codes are the checkpoint's own numbers. `values` says what they mean:
 the float32 result of the format's public dequantiser, bit for bit. Rounded once to the model's type, it is what torch computes
 with; the CPU kernels compute with the unrounded values. `docs/formats.md` has a table.
 
@@ -89,7 +89,7 @@ class Int4(Encoding):
 
 @dataclass(frozen=True)
 class MxFp4(Encoding):
-    """E2M1 numbers times a power of two: gpt-oss. Halves of bytes as in `Int4`; scale uint8 `[o, i / 32]`, w = code 2^(scale - 127)."""
+    """E2M1 numbers times a power of two: gpt-oss. Bytes as in `Int4`; scale uint8 `[o, i / 32]`, w = code 2^(scale - 127)."""
 
     def row_bytes(self, inputs: int) -> int:
         return _whole(self, inputs, 32) * 16
@@ -101,13 +101,19 @@ class MxFp4(Encoding):
 
 @dataclass(frozen=True)
 class NvFp4(Encoding):
-    """E2M1 numbers times an E4M3 scale of 16 inputs, uint8 `[o, i / 16]`, times a factor of the row, float32 `[o, 1]`."""
+    """E2M1 numbers times an E4M3 scale of 16 inputs, uint8 `[o, i / 16]`, times a factor of the row, float32 `[o, 1]`.
+
+    `divided`: divided by it (compressed-tensors), which rounds otherwise than multiplying by its reciprocal.
+    """
+
+    divided: bool = False
 
     def row_bytes(self, inputs: int) -> int:
         return _whole(self, inputs, 16) * 8
 
     def values(self, parts: Parts, inputs: int) -> Tensor:
-        scale = parts["scale"].view(torch.float8_e4m3fn).float() * parts["factor"]
+        scale, factor = parts["scale"].view(torch.float8_e4m3fn).float(), parts["factor"]
+        scale = scale / factor if self.divided else scale * factor
         return e2m1(parts["codes"]) * spread(scale, inputs)
 
 
@@ -244,7 +250,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 FP8, W8 = Scaled("fp8"), Scaled("w8")
 W4, AWQ, GPTQ = Int4("w4"), Int4("awq", half=True), Int4("gptq", half=True)
-MXFP4, NVFP4 = MxFp4("mxfp4"), NvFp4("nvfp4")
+MXFP4, NVFP4, NVFP4_DIVIDED = MxFp4("mxfp4"), NvFp4("nvfp4"), NvFp4("nvfp4_divided", divided=True)
 GGML = {  # by ggml's names of types
     "Q4_0": Ggml("q4_0", 32, 18, _q4_0),
     "Q4_1": Ggml("q4_1", 32, 20, _q4_1),
@@ -257,4 +263,4 @@ GGML = {  # by ggml's names of types
     "Q5_K": Ggml("q5_k", 256, 176, _q5_k),
     "Q6_K": Ggml("q6_k", 256, 210, _q6_k),
 }
-ENCODINGS: dict[str, Encoding] = {e.name: e for e in (FP8, W8, W4, AWQ, GPTQ, MXFP4, NVFP4, *GGML.values())}
+ENCODINGS: dict[str, Encoding] = {e.name: e for e in (FP8, W8, W4, AWQ, GPTQ, MXFP4, NVFP4, NVFP4_DIVIDED, *GGML.values())}

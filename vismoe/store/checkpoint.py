@@ -5,7 +5,6 @@ read per stretch that is contiguous on disk, straight into the record where type
 reaches a record. Offsets are absolute, in bytes.
 """
 
-import enum
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
@@ -15,44 +14,12 @@ from typing import NamedTuple
 import torch
 
 from vismoe.errors import CheckpointError
+from vismoe.store.arrangement import SAME
 from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.files import OpenFiles, ThreadBuffer, bounce_bytes
 from vismoe.store.safetensors_header import SafetensorsHeader
+from vismoe.store.tensors import TensorPart
 from vismoe.types import ALIGNMENT_BYTES, ExpertId, ExpertInventory, RecordLayout
-
-
-class Arrangement(enum.Enum):
-    """How the bytes on disk differ from the model's own orientation."""
-
-    SAME = "same"
-    TRANSPOSED = "transposed"  # [in, out] on disk, [out, in] in the model, or the other way round
-    DEINTERLEAVED = "deinterleaved"  # takes rows 0 2 4 .. 1 3 5 .. of the tensor on disk
-
-    def copy(self, on_disk: torch.Tensor, into: torch.Tensor) -> None:
-        """Rearrange and cast in one pass, without allocating."""
-        if self is Arrangement.TRANSPOSED:
-            on_disk = on_disk.transpose(0, 1)
-        elif self is Arrangement.DEINTERLEAVED:
-            on_disk, into = on_disk.unflatten(0, (-1, 2)).transpose(0, 1), into.unflatten(0, (2, -1))
-        into.copy_(on_disk)
-
-    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
-        return (on_disk[1], on_disk[0], *on_disk[2:]) if self is Arrangement.TRANSPOSED else on_disk
-
-
-class TensorPart(NamedTuple):
-    """A contiguous tensor on disk; the parts of a section are concatenated along dim 0."""
-
-    file: int  # index into the store's files
-    offset_bytes: int
-    shape: tuple[int, ...]  # on disk
-    dtype: torch.dtype  # on disk
-    arrangement: Arrangement = Arrangement.SAME
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 Locator = tuple[tuple[TensorPart, ...], ...]  # one expert's parts, for each section of its record
 
@@ -139,9 +106,9 @@ def _compile(layout: RecordLayout, locator: Locator) -> tuple[tuple[_Stretch, ..
     for section, parts in zip(layout.sections, locator, strict=True):
         start = section.offset_bytes
         for part in parts:
-            shape = part.arrangement.shape(part.shape)
+            shape = part.result
             stop = start + math.prod(shape) * section.dtype.itemsize
-            if part.dtype == section.dtype and part.arrangement is Arrangement.SAME:
+            if part.dtype == section.dtype and part.arrangement is SAME:
                 direct.append((part.file, part.offset_bytes, start, stop))
             else:
                 bounces.append(_Bounce(part, start, stop, section.dtype, shape))

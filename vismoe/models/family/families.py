@@ -97,25 +97,9 @@ def unmark_quantized(model: nn.Module) -> None:
             del config._is_quantized
 
 
-def refuse_prequantized(config: Any) -> None:
-    """Raise UnsupportedModelError for a checkpoint that another method quantized; `config` is the model's configuration."""
-    for part in _configs(config):
-        quantization = getattr(part, "quantization_config", None)
-        if quantization is None:
-            continue
-        values = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        method = str(getattr(values.get("quant_method"), "value", values.get("quant_method") or "an unnamed method"))
-        if method != "vismoe":
-            raise UnsupportedModelError(
-                f"{getattr(config, 'model_type', 'this model')}: the checkpoint is already quantized with {method}, so its "
-                "experts cannot be paged. Instead: use the original bf16 or fp16 checkpoint of the model"
-            )
-
-
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise UnsupportedModelError, with the family and an alternative, unless VisMoE can page all routed experts."""
     config = getattr(model, "config", None)
-    refuse_prequantized(config)
     paths = [path for path, _ in expert_modules(model)]
     foreign = _foreign_experts(model, paths)
     family = _family(model)

@@ -12,9 +12,10 @@ from typing import Any
 from transformers import core_model_loading as loading
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
-from vismoe.store.checkpoint import Arrangement, TensorPart
+from vismoe.store.arrangement import DEINTERLEAVED, SAME, TRANSPOSED, Arrangement
+from vismoe.store.tensors import EncodedTensor, TensorPart, Tensors
 
-Row = tuple[TensorPart, ...]  # one expert's row of one parameter: parts concatenated along dim 0
+Row = tuple[TensorPart | EncodedTensor, ...]  # one expert's row of one parameter: parts concatenated along dim 0
 LISTED = 3  # names in an error
 
 
@@ -35,8 +36,8 @@ class ExpertParameter:
         return self.shape[0]
 
 
-def rows_of(parameter: ExpertParameter, parts: dict[str, TensorPart]) -> list[Row]:
-    """The rows of one parameter, one per expert, checked against the shape that the model wants."""
+def rows_of(parameter: ExpertParameter, parts: Tensors) -> list[Row]:
+    """The rows of one parameter, one per expert, checked against the shape that the model wants. Encoded rows are [out, in]."""
     columns = [_column(parameter, pattern, parts) for pattern in parameter.patterns]
     for operation in parameter.operations:
         apply = OPERATIONS.get(type(operation))
@@ -48,7 +49,10 @@ def rows_of(parameter: ExpertParameter, parts: dict[str, TensorPart]) -> list[Ro
             f"{parameter.name}: {len(columns)} tensors per expert and no rule to join them; report the model"
         )
     shapes = {_row_shape(row) for row in columns[0]}
-    if shapes != {parameter.shape[1:]}:
+    wanted = {parameter.shape[1:]}
+    if all(isinstance(part, EncodedTensor) for row in columns[0] for part in row):
+        wanted.add(parameter.shape[:0:-1])
+    if len(shapes) != 1 or not shapes <= wanted:
         raise CheckpointError(
             f"{parameter.name}: the checkpoint holds experts of shape {', '.join(map(str, sorted(shapes)))}, the model wants "
             f"{parameter.shape[1:]}. Fix: use the config.json that belongs to these files"
@@ -56,13 +60,14 @@ def rows_of(parameter: ExpertParameter, parts: dict[str, TensorPart]) -> list[Ro
     return columns[0]
 
 
-def _column(parameter: ExpertParameter, pattern: str, parts: dict[str, TensorPart]) -> list[Row]:
+def _column(parameter: ExpertParameter, pattern: str, parts: Tensors) -> list[Row]:
     """Rows from one source: a tensor per expert, or one tensor whose row e is expert e."""
     keys = parameter.keys.get(pattern, [])
     unreadable = [key for key in keys if key not in parts]
     if unreadable:
         raise UnsupportedModelError(
-            f"{unreadable[0]} is not stored as bf16, fp16 or fp32: the checkpoint is quantized. Instead: the original checkpoint"
+            f"{unreadable[0]} is neither stored as bf16, fp16 or fp32 nor in a quantised format that VisMoE reads. "
+            "Instead: the original checkpoint of the model, or one in a format of docs/formats.md"
         )
     if any(isinstance(operation, MERGING) for operation in parameter.operations):
         index, targets = parameter.share
@@ -75,18 +80,15 @@ def _column(parameter: ExpertParameter, pattern: str, parts: dict[str, TensorPar
     if len(keys) != 1:
         raise _incomplete(parameter, pattern, keys, 1)
     whole = parts[keys[0]]
-    if whole.shape == (parameter.num_experts * parameter.shape[1], *parameter.shape[2:]):  # the experts' rows as one matrix
+    joined = whole.shape == (parameter.num_experts * parameter.shape[1], *parameter.shape[2:])  # the experts' rows as one matrix
+    if joined and isinstance(whole, TensorPart):
         whole = whole._replace(shape=parameter.shape)
     if not whole.shape or whole.shape[0] not in (parameter.num_experts, parameter.num_experts + parameter.spare_rows):
         raise CheckpointError(
             f"{keys[0]} has shape {whole.shape}, the model wants {parameter.num_experts} experts. "
             "Fix: use the config.json that belongs to these files"
         )
-    row_bytes = whole.nbytes // whole.shape[0]
-    return [
-        (TensorPart(whole.file, whole.offset_bytes + e * row_bytes, whole.shape[1:], whole.dtype),)
-        for e in range(parameter.num_experts)
-    ]
+    return [(whole.row(e),) for e in range(parameter.num_experts)]
 
 
 def _incomplete(parameter: ExpertParameter, pattern: str, keys: list[str], wanted: int) -> CheckpointError:
@@ -108,15 +110,18 @@ def _unsupported(parameter: ExpertParameter, operation: Any) -> UnsupportedModel
 
 
 def _row_shape(row: Row) -> tuple[int, ...]:
-    shapes = [part.arrangement.shape(part.shape) for part in row]
+    shapes = [part.result for part in row]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def _rearranged(operation: Any, columns: list[list[Row]], parameter: ExpertParameter, how: Arrangement) -> list[list[Row]]:
     """Mark every part; only a row that is a single, untouched part can be rearranged as a whole."""
-    if len(columns) != 1 or any(len(row) != 1 or row[0].arrangement is not Arrangement.SAME for row in columns[0]):
-        raise _unsupported(parameter, operation)
-    return [[(row[0]._replace(arrangement=how),) for row in columns[0]]]
+    marked: list[Row] = []
+    for row in columns[0]:
+        if len(columns) != 1 or len(row) != 1 or not isinstance(row[0], TensorPart) or row[0].arrangement is not SAME:
+            raise _unsupported(parameter, operation)
+        marked.append((row[0]._replace(arrangement=how),))
+    return [marked]
 
 
 def _merge(operation: Any, columns: list[list[Row]], parameter: ExpertParameter) -> list[list[Row]]:
@@ -142,13 +147,15 @@ def _transpose(operation: Any, columns: list[list[Row]], parameter: ExpertParame
         raise _unsupported(parameter, operation)
     if operation.check_dims and len(columns) == 1 and all(_row_shape(row) == parameter.shape[1:] for row in columns[0]):
         return columns
-    return _rearranged(operation, columns, parameter, Arrangement.TRANSPOSED)
+    if all(isinstance(part, EncodedTensor) for rows in columns for row in rows for part in row):
+        return columns  # in any family
+    return _rearranged(operation, columns, parameter, TRANSPOSED)
 
 
 def _interleave(operation: Any, columns: list[list[Row]], parameter: ExpertParameter) -> list[list[Row]]:
     if operation.dim != 1 or operation.inverse:
         raise _unsupported(parameter, operation)
-    return _rearranged(operation, columns, parameter, Arrangement.DEINTERLEAVED)
+    return _rearranged(operation, columns, parameter, DEINTERLEAVED)
 
 
 def _ernie(operation: Any, columns: list[list[Row]], parameter: ExpertParameter) -> list[list[Row]]:

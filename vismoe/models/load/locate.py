@@ -4,11 +4,12 @@ No code per family: the renamings that transformers would apply while loading sa
 its operations (conversion.py) how. Linear in the number of keys: 48 layers x 128 experts x 3 take about a second.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import core_model_loading as loading
@@ -16,12 +17,18 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
-from vismoe.models.load.conversion import LISTED, ExpertParameter, rows_of
-from vismoe.store.checkpoint import CheckpointStore, TensorPart
+from vismoe.models.load.conversion import LISTED, ExpertParameter, Row, rows_of
+from vismoe.store.checkpoint import CheckpointStore, Locator
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
+from vismoe.store.tensors import EncodedTensor, TensorPart, Tensors, tensors_of
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # whatever else lies in a file means something by a scale
+PER_EXPERT = re.compile(  # names of one expert's matrix, where a family's own checkpoints have stacked ones only
+    r"(?P<module>.*\bexperts)\.(?:(?P<expert>\d+)\.(?P<matrix>\w+)|(?P<matrix_first>\w+)\.(?P<expert_last>\d+))\.weight"
+)
+MATRICES = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+MATRICES |= {"w1": MATRICES["gate_proj"], "w3": MATRICES["up_proj"], "w2": MATRICES["down_proj"]}
 
 
 def locate_experts(
@@ -33,27 +40,103 @@ def locate_experts(
     Raises CheckpointError for files or experts that are missing or do not fit, UnsupportedModelError for layouts we cannot read.
     """
     headers = [read_header(path) for path in _safetensors_only(model, checkpoint_files)]
-    parameters = _collect(model, headers)
+    config_json = config_of(headers)
+    tensors = tensors_of(headers, quantization_of(config_json))
+    parameters = _collect(model, tensors)
     missing = [name for name, parameter in parameters.items() if not parameter.keys]
     if missing:
         raise CheckpointError(
             f"{headers[0].path.parent}: the checkpoint has no weights for {len(missing)} of {len(parameters)} expert parameters, "
             f"first {', '.join(missing[:LISTED])}. Fix: check that all files of the model are there and belong to its config.json"
         )
-    parts = {
-        key: TensorPart(index, entry.offset_bytes, entry.shape, entry.dtype)
-        for index, header in enumerate(headers)
-        for key, entry in header.tensors.items()
-        if entry.dtype in PLAIN
+    of_experts = {key for parameter in parameters.values() for keys in parameter.keys.values() for key in keys}
+    other = next((key for key, t in tensors.items() if isinstance(t, EncodedTensor) and key not in of_experts), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{other} is quantised, and beside experts only weights in 16 or 32 bits are read. "
+            "Instead: a checkpoint whose experts alone are quantised, or the original one"
+        )
+    readable = {key: t for key, t in tensors.items() if isinstance(t, EncodedTensor) or t.dtype in PLAIN}
+    rows = {name: rows_of(parameter, readable) for name, parameter in parameters.items()}
+    raw = inventory_of(model, dtype)
+    inventory, locators = _as_stored(raw, rows)
+    return CheckpointStore(headers, inventory, locators, config_json)
+
+
+def _as_stored(raw: ExpertInventory, rows: dict[str, list[Row]]) -> tuple[ExpertInventory, list[list[Locator]]]:
+    """(the experts with records as the checkpoint encodes them, where each lies); `raw` itself where no matrix is encoded."""
+    layers, locators = [], []
+    geometries: dict[tuple[RecordLayout, RecordLayout], int] = {}
+    for layer in raw.layers:
+        layout = raw.layout(layer.index)
+        sections: list[_Stored] = []
+        for section in layout.sections:
+            column = rows[f"{layer.path}.{section.name}"]
+            if any(isinstance(part, EncodedTensor) for row in column for part in row):
+                sections += _encoded(f"{layer.path}.{section.name}", section.name, column)
+            else:
+                plain = [tuple(part for part in row if isinstance(part, TensorPart)) for row in column]
+                sections.append(_Stored(section.name, section.shape, section.dtype, plain))
+        own = RecordLayout.of({s.name: s.shape for s in sections}, {s.name: s.dtype for s in sections})
+        layers.append(replace(layer, geometry=geometries.setdefault((layout, own), len(geometries))))
+        locators.append(list(zip(*(section.rows for section in sections), strict=True)))
+    layouts, owns = zip(*geometries, strict=True)
+    if layouts == owns:
+        return raw, locators
+    return ExpertInventory(tuple(layers), owns, layouts, own_layouts=owns), locators
+
+
+class _Stored(NamedTuple):
+    """A section of records as the checkpoint has them, and each expert's parts."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Sequence[tuple[TensorPart, ...]]
+
+
+def _encoded(parameter: str, name: str, column: list[Row]) -> list[_Stored]:
+    """The sections of an encoded matrix. Raises UnsupportedModelError where experts, or gate and up, are encoded differently."""
+    kinds = {
+        (part.encoding.name, *part.parts) if isinstance(part, EncodedTensor) else (str(part.dtype),)
+        for row in column
+        for part in row
     }
-    rows = {name: rows_of(parameter, parts) for name, parameter in parameters.items()}
-    inventory = inventory_of(model, dtype)
-    locators = [
-        list(zip(*(rows[f"{layer.path}.{section.name}"] for section in inventory.layout(layer.index).sections), strict=True))
-        for layer in inventory.layers
-    ]
+    if len(kinds) > 1:
+        found = " and ".join(sorted(" with ".join(kind) for kind in kinds))
+        raise UnsupportedModelError(
+            f"{parameter}: its experts, or their gate and up, are stored differently in one layer ({found}). "
+            "Instead: a checkpoint that has one format for them"
+        )
+    (encoding, *names), sections = kinds.pop(), []
+    for part in names:
+        rows = [tuple(tensor.parts[part] for tensor in row if isinstance(tensor, EncodedTensor)) for row in column]
+        shapes = {(sum(p.result[0] for p in row), *row[0].result[1:]) for row in rows}
+        dtypes = {p.arrangement.dtype(p.dtype) for row in rows for p in row}
+        if len(shapes) > 1:
+            raise CheckpointError(
+                f"{parameter}: the {part} of experts have shapes {', '.join(map(str, sorted(shapes)))}. "
+                "Fix: download or copy the files again"
+            )
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        sections.append(_Stored(f"{name}.{encoding if part == 'codes' else part}", shapes.pop(), dtype, rows))
+    return sections
+
+
+def config_of(headers: Sequence[SafetensorsHeader]) -> bytes:
+    """config.json beside the files; empty where there is none."""
     config_file = headers[0].path.parent / "config.json"
-    return CheckpointStore(headers, inventory, locators, config_file.read_bytes() if config_file.is_file() else b"")
+    return config_file.read_bytes() if config_file.is_file() else b""
+
+
+def quantization_of(config_json: bytes) -> dict[str, Any]:
+    """What config.json says about the encoding of the weights; empty for a checkpoint in 16 bits."""
+    try:
+        config = json.loads(config_json or b"{}")
+        parts = (config, config.get("text_config") or {})
+        return next((part["quantization_config"] for part in parts if part.get("quantization_config")), {})
+    except (ValueError, AttributeError):  # another reader of this file says what is wrong with it
+        return {}
 
 
 def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -> tuple[SafetensorsHeader, TensorPart] | None:
@@ -98,7 +181,7 @@ class _Names:
         return name, pattern, self._by_pattern[pattern] if pattern is not None else None
 
 
-def _collect(model: Any, headers: list[SafetensorsHeader]) -> dict[str, ExpertParameter]:
+def _collect(model: Any, tensors: Tensors) -> dict[str, ExpertParameter]:
     """All expert parameters by full name, with the checkpoint keys that feed them, as transformers' loader would assign them."""
     parameters = {
         f"{path}.{name}": ExpertParameter(f"{path}.{name}", tuple(parameter.shape), spare_rows=getattr(module, "spare_rows", 0))
@@ -106,8 +189,10 @@ def _collect(model: Any, headers: list[SafetensorsHeader]) -> dict[str, ExpertPa
         for name, parameter in expert_parameters(module).items()
     }
     names = _Names(model)
-    for key in sorted({key for header in headers for key in header.tensors}, key=loading.dot_natural_key):
+    for key in sorted(tensors, key=loading.dot_natural_key):
         name, pattern, converter = names.of(key)
+        if converter is None and name not in parameters and _collect_per_expert(parameters, name, key):
+            continue
         first, targets = (converter.target_patterns[0], converter.target_patterns) if converter else (name, [name])
         for index, target in enumerate(targets):
             parameter = parameters.get(name.replace(first, target, 1))
@@ -119,10 +204,25 @@ def _collect(model: Any, headers: list[SafetensorsHeader]) -> dict[str, ExpertPa
             else:
                 parameter.patterns, parameter.operations = converter.source_patterns, converter.operations
                 parameter.share = (index, len(targets))
+    for parameter in parameters.values():
+        if isinstance(parameter.operations, list):  # filled by single experts
+            parameter.patterns = sorted(parameter.keys)
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if name in parameters and not parameters[name].keys:  # an encoder and a decoder with the same experts
             parameters[name] = replace(parameters[source], name=name)
     return parameters
+
+
+def _collect_per_expert(parameters: dict[str, ExpertParameter], name: str, key: str) -> bool:
+    """Give a matrix of one expert to its stacked parameter, in a family whose own checkpoints are stacked."""
+    match = PER_EXPERT.fullmatch(name)
+    target, place = MATRICES.get(match["matrix"] or match["matrix_first"], ("", 0)) if match else ("", 0)
+    parameter = parameters.get(f"{match['module']}.{target}") if match else None
+    if parameter is None:
+        return False
+    parameter.keys.setdefault(str(place), []).append(key)
+    parameter.operations = [loading.MergeModulelist(dim=0), *([loading.Concatenate(dim=1)] if target == "gate_up_proj" else [])]
+    return True
 
 
 def inventory_of(model: Any, dtype: torch.dtype | None) -> ExpertInventory:

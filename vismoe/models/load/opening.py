@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from vismoe.config import NO_STORE, Settings
+from vismoe.config import NO_STORE, Settings, format_bytes
 from vismoe.errors import ConfigError
 from vismoe.formats.codec import Codec
+from vismoe.formats.encoded import Encoded, encodings_of
 from vismoe.kernels import cpu
 from vismoe.kernels.codecs import codec_of
 from vismoe.kernels.gpu import experts as gpu
@@ -83,7 +84,7 @@ class Experts:
             return self.policy_bytes + max(
                 kernel.workspace_bytes(GPU_PAIRS) for kernels in self.gpu_kernels for kernel in kernels
             )
-        restored = not all(format.exact for format in self.formats)
+        restored = any(codec.restores for codecs in self.codecs for codec in codecs)
         return self.policy_bytes + (sum(codec.raw.record_bytes for codec in self.codecs[0]) if restored else 0)
 
     @property
@@ -230,7 +231,10 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
         in_place = _codecs(Format.RAW, source.inventory, transposed)
         codecs = tuple(store.contents.codecs if isinstance(store, PackedStore) else in_place for store in opened)
         high, *low = opened
-        inventory = high.inventory if not low else dataclasses.replace(high.inventory, low_layouts=low[0].inventory.layouts)
+        inventory = dataclasses.replace(high.inventory, own_layouts=source.inventory.own_layouts)
+        if low:
+            inventory = dataclasses.replace(inventory, low_layouts=low[0].inventory.layouts)
+            _refuse_larger(codecs)
         experts = _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
         if experts.encoded:
             assert isinstance(high, PackedStore), "only packed experts are lossless"
@@ -262,7 +266,21 @@ def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, 
     return _arrange(model, inventory, transposed, codecs, f"{' and '.join(formats)}, not packed yet", settings, device)
 
 
+def _refuse_larger(codecs: tuple[tuple[Codec, ...], ...]) -> None:
+    """The second format of a pair must be the smaller one; what a quantised checkpoint has may be small already."""
+    for high, low in zip(*codecs):
+        low_bytes, high_bytes = low.slab.record_bytes, high.slab.record_bytes
+        if low_bytes >= high_bytes:
+            raise ConfigError(
+                f"formats: an expert takes {format_bytes(low_bytes)} in {low.format} and {format_bytes(high_bytes)} in the "
+                "first format. Fix: a second format with fewer bits, e.g. --formats own/2"
+            )
+
+
 def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozenset[str], ...]) -> tuple[Codec, ...]:
+    if format is Format.RAW and inventory.own_layouts:
+        both = zip(inventory.raw_layouts, inventory.own_layouts, transposed, strict=True)
+        return tuple(Encoded(raw, own, names) for raw, own, names in both)
     return tuple(codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True))
 
 
@@ -278,6 +296,7 @@ def _open_store(
     formats = (
         asked if settings.pair is None else ",".join(format for format in settings.pair.resident if format is not Format.RAW)
     )
+    in_place = f"{' and '.join(encodings_of(source.inventory)) or 'raw'}, in place from the checkpoint"
     folder = find_store(source.paths[0].parent) if settings.store is None else None
     if settings.store not in (None, NO_STORE):
         folder = Path(settings.store).expanduser()
@@ -288,7 +307,7 @@ def _open_store(
             )
     if folder is None:
         if asked in (None, Format.RAW):
-            return source, "raw, in place from the checkpoint"
+            return source, in_place
         raise ConfigError(
             f"format='{asked}' needs packed experts, and there is no store beside {source.paths[0].parent}. "
             f"Fix: vismoe pack MODEL --formats {formats}, or name the store (--store FOLDER)"
@@ -296,7 +315,7 @@ def _open_store(
     there = formats_in(folder)
     chosen = asked or next((format for format in BEST_FIRST if format in there), None)
     if chosen is None or (chosen is Format.RAW and chosen not in there):
-        return source, f"raw, in place from the checkpoint: {folder} holds {', '.join(there)}"
+        return source, f"{in_place}: {folder} holds {', '.join(there)}"
     if chosen not in there:
         raise ConfigError(f"format='{chosen}': {folder} holds {', '.join(there)}. Fix: {command(folder, chosen)}")
     return PackedStore.open(folder, source, chosen, transposed), f"{chosen}, packed in {folder}"
@@ -339,7 +358,8 @@ def _arrange(
     kernels = found if device.type == "cpu" and not isinstance(found, str) else None
     host_kernels = found if device.type != "cpu" and ways and not isinstance(found, str) else None
     if isinstance(why_not, str):
-        exact = "bit-identical to eager experts" if all(f.exact for f in formats) else "integer formats are restored first"
+        restores = any(codec.restores for by_geometry in codecs for codec in by_geometry)
+        exact = "experts are restored first" if restores else "bit-identical to eager experts"
         backend = f"torch ({exact}; {why_not})" if settings.kernels != "torch" else f"torch ({exact})"
     else:
         backend = fast if kernels else f"fast (Triton, {torch.cuda.get_device_name(device)})"

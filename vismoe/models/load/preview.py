@@ -28,7 +28,7 @@ from vismoe.models.family.checkpoint_files import (
     weight_files,
 )
 from vismoe.models.family.components import backbone_bytes, decode_read_bytes
-from vismoe.models.family.families import refuse_prequantized, refuse_unsupported
+from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.locate import inventory_of, locate_experts
@@ -85,7 +85,6 @@ def describe(
 ) -> tuple[PreTrainedModel, list[Path]]:
     """(the model on the meta device, its safetensors files); no files where a hub model is not on this machine."""
     config = read_config(model, revision=revision)
-    refuse_prequantized(config)
     with reading_checkpoint(model):
         cls = model_class(config)
         with torch.device("meta"):

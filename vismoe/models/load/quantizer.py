@@ -6,11 +6,13 @@ anonymous memory and builds the runtime. `generate()` and everything else stay t
 """
 
 import dataclasses
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -49,6 +51,19 @@ class VisMoEConfig(QuantizationConfigMixin):
     @property
     def settings(self) -> Settings:
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
+
+
+def _keep_ours(merge: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """transformers refuses a checkpoint that another method quantised; here its tensors say what they are."""
+
+    @functools.wraps(merge)
+    def merged(of_checkpoint: Any, asked: Any) -> Any:
+        return asked if isinstance(asked, VisMoEConfig) else merge(of_checkpoint, asked)
+
+    return merged
+
+
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_keep_ours(AutoHfQuantizer.merge_quantization_configs))
 
 
 @register_quantizer(METHOD)

@@ -34,7 +34,7 @@ class Records(NamedTuple):
 
 
 class TorchExperts:
-    """Eager's arithmetic; experts in integer formats are restored to the model's type, one at a time."""
+    """Eager's arithmetic; experts in other formats are restored to the model's type, one at a time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TorchExperts:
         """`codecs`: by precision, for each geometry."""
         self.inventory, self.codecs, self.host = inventory, codecs, host
         self._restored = [
-            torch.empty(0 if all(c.format.exact for c in pair) else pair[0].raw.record_bytes, dtype=torch.uint8, device=device)
+            torch.empty(0 if not any(c.restores for c in pair) else pair[0].raw.record_bytes, dtype=torch.uint8, device=device)
             for pair in zip(*codecs, strict=True)
         ]
 
@@ -57,7 +57,7 @@ class TorchExperts:
         """The expert in the model's type and orientation, valid until the next call."""
         geometry = self.inventory.layers[layer].geometry
         codec, buffer = self.codecs[lent.precision][geometry], self._restored[geometry]
-        if codec.format.exact:
+        if not codec.restores:
             return lent.weights
         codec.restore(_record(lent, codec.slab.record_bytes), buffer)
         return codec.raw.views(buffer)

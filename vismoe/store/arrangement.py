@@ -1,0 +1,117 @@
+"""How the bytes of a tensor on disk become a section of a record: as they are, or rearranged on the way."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each half byte of a word holds; AutoAWQ's gemm version
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """As they are, in another type at most."""
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the record of a tensor that has the shape `on_disk` in its file."""
+        return on_disk
+
+    def dtype(self, on_disk: torch.dtype) -> torch.dtype:
+        """The type in a record of an encoded tensor that has the type `on_disk` in its file."""
+        return torch.bfloat16 if on_disk == torch.float8_e8m0fnu else on_disk
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        """Rearrange and cast. Those of 16-bit weights make no temporary copy."""
+        into.copy_(on_disk)
+
+
+@dataclass(frozen=True)
+class Transposed(Arrangement):
+    """[in, out] on disk, [out, in] in the record, or the other way round."""
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return (on_disk[1], on_disk[0], *on_disk[2:])
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        into.copy_(on_disk.transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class Deinterleaved(Arrangement):
+    """Takes rows 0 2 4 .. 1 3 5 .. of the tensor on disk."""
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        into.unflatten(0, (2, -1)).copy_(on_disk.unflatten(0, (-1, 2)).transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class RowsRepeated(Arrangement):
+    """Each row stands for `each` rows of a matrix of `rows` rows: scales of blocks, channels and whole tensors."""
+
+    each: int
+    rows: int
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.rows, *on_disk[1:])
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        into.copy_(on_disk.repeat_interleave(self.each, 0)[: self.rows])
+
+
+@dataclass(frozen=True)
+class ZeroPoints(Arrangement):
+    """int32 words of eight 4-bit zero points of consecutive outputs -> uint8 `[o, groups]`.
+
+    On disk `[o / 8, groups]` with `along` 0 (compressed-tensors), `[groups, o / 8]` with `along` 1 (AWQ, GPTQ). `order`: the
+    output that each half byte of a word belongs to. `plus`: GPTQ's first version stores zero points less one.
+    """
+
+    along: int
+    rows: int
+    order: tuple[int, ...] = tuple(range(8))
+    plus: int = 0
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.rows, on_disk[1 - self.along])
+
+    def dtype(self, on_disk: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        words = on_disk if self.along == 0 else on_disk.T  # [o / 8, groups]
+        shifts = torch.tensor([4 * self.order.index(output) for output in range(8)], dtype=torch.int32)
+        into.copy_((((words[:, None] >> shifts[:, None]) & 15) + self.plus).flatten(0, 1)[: self.rows])
+
+
+@dataclass(frozen=True)
+class AwqWords(Arrangement):
+    """int32 `[i, o / 8]`, eight outputs in a word in AWQ's order -> uint8 `[o, i / 2]`, two inputs in a byte."""
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return (8 * on_disk[1], on_disk[0] // 2)
+
+    def dtype(self, on_disk: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        shifts = torch.tensor([4 * AWQ_ORDER.index(output) for output in range(8)], dtype=torch.int32)
+        codes = ((on_disk[..., None] >> shifts) & 15).flatten(1).to(torch.uint8).T  # [o, i]
+        into.copy_(codes[:, ::2] | (codes[:, 1::2] << 4))
+
+
+@dataclass(frozen=True)
+class GptqWords(Arrangement):
+    """int32 `[i / 8, o]`, eight inputs in a word -> uint8 `[o, i / 2]`, two inputs in a byte."""
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return (on_disk[1], 4 * on_disk[0])
+
+    def dtype(self, on_disk: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        into.unflatten(1, (-1, 4)).copy_(on_disk.T.contiguous().view(torch.uint8).unflatten(1, (-1, 4)))
+
+
+SAME, TRANSPOSED, DEINTERLEAVED = Arrangement(), Transposed(), Deinterleaved()
+AWQ_WORDS, GPTQ_WORDS = AwqWords(), GptqWords()

@@ -1,0 +1,265 @@
+"""The tensors of a checkpoint as a model means them: an encoded matrix with its scales is one.
+
+What a quantised checkpoint has is decided by the tensors that are present, by their names, types and shapes; config.json only
+serves messages. Companions (scales, zero points, shapes, scales of activations) do not appear as tensors of their own.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.formats.encodings import AWQ, FLOATS, FP8, GPTQ, MXFP4, NVFP4, NVFP4_DIVIDED, W4, W8, Encoding
+from vismoe.store.arrangement import (
+    AWQ_ORDER,
+    AWQ_WORDS,
+    GPTQ_WORDS,
+    SAME,
+    TRANSPOSED,
+    Arrangement,
+    RowsRepeated,
+    ZeroPoints,
+)
+from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry
+
+Entries = Mapping[str, tuple[int, TensorEntry]]  # name -> (file, entry)
+CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+BLOCK_ROWS = GROUP = 128  # of FP8's blocks
+IGNORED = (  # of activations and caches, and shapes that the tensors have themselves
+    "input_scale", "input_scale_inv", "input_global_scale", "activation_scale", "qscale_act", "weight_shape",
+    "q_scale", "k_scale", "v_scale", "output_scale",
+)  # fmt: skip
+ORIGINAL = "Instead: the original checkpoint of the model, or one in a format of docs/formats.md"
+
+
+class TensorPart(NamedTuple):
+    """A contiguous tensor on disk; the parts of a section are concatenated along dim 0."""
+
+    file: int  # index into the store's files
+    offset_bytes: int
+    shape: tuple[int, ...]  # on disk
+    dtype: torch.dtype  # on disk
+    arrangement: Arrangement = SAME
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape in the record."""
+        return self.arrangement.shape(self.shape)
+
+    def row(self, index: int) -> "TensorPart":
+        """One of the tensors that are stacked along dim 0."""
+        shape = self.shape[1:]
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        return self._replace(offset_bytes=self.offset_bytes + index * nbytes, shape=shape)
+
+    def bytes_as(self, *shape: int) -> "TensorPart":
+        """The same bytes as uint8."""
+        assert math.prod(shape) == self.nbytes, (self, shape)
+        return self._replace(shape=shape, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class EncodedTensor:
+    """A matrix `[o, i]`, or `[E, o, i]` stacked, that the checkpoint holds in an encoding; parts as `Encoding` has them."""
+
+    encoding: Encoding
+    shape: tuple[int, ...]
+    parts: Mapping[str, TensorPart]
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        return self.shape
+
+    def row(self, index: int) -> "EncodedTensor":
+        return EncodedTensor(self.encoding, self.shape[1:], {name: part.row(index) for name, part in self.parts.items()})
+
+
+Tensors = dict[str, TensorPart | EncodedTensor]
+
+
+def tensors_of(headers: Sequence[SafetensorsHeader], quantization: Mapping[str, Any] | None = None) -> Tensors:
+    """All tensors of a checkpoint by name; an encoded one by the name that its weight would have.
+
+    quantization: what config.json says under `quantization_config`. It settles only what tensors do not show: the bits of packed
+    integers, and GPTQ's version. Raises UnsupportedModelError for an encoding that VisMoE does not read, CheckpointError for
+    parts that are missing or do not fit.
+    """
+    entries = {name: (index, entry) for index, header in enumerate(headers) for name, entry in header.tensors.items()}
+    found: Tensors = {}
+    used: set[str] = set()
+    for name in entries:
+        group = _group_of(name, entries, quantization or {})
+        if group is not None:
+            weight, found[weight] = group.tensor()
+            used |= group.used
+    for name, (index, entry) in entries.items():
+        if name not in used and name.rpartition(".")[2] not in IGNORED and entry.dtype is not None:
+            found[name] = TensorPart(index, entry.offset_bytes, entry.shape, entry.dtype)
+    return found
+
+
+def _group_of(name: str, entries: Entries, quantization: Mapping[str, Any]) -> "_Group | None":
+    """The group whose codes are the tensor `name`; None for a tensor that stands for itself."""
+    for first in ("weight_packed", "qweight", "_blocks"):
+        if name.endswith(first):
+            return _Group(name.removesuffix(first), first, entries, quantization)
+    entry = entries[name][1]
+    if entry.dtype not in CODES or len(entry.shape) < 2:
+        return None
+    first = "weight" if name.endswith(".weight") else ""
+    group = _Group(name.removesuffix(first), first, entries, quantization)
+    return group if group.part(*group.scales) is not None else None
+
+
+class _Group:
+    """The tensors that make up one weight; each is called `stem` and a suffix, the codes `stem` and `first`."""
+
+    def __init__(self, stem: str, first: str, entries: Entries, quantization: Mapping[str, Any]):
+        self.stem, self.first, self._entries, self._quantization = stem, first, entries, quantization
+        self.used: set[str] = set()
+        scales = ("weight_scale_inv", "weight_scale", "scale_inv", "scale", "qscale_weight")
+        self.scales = scales if first else tuple(f"_{suffix}" for suffix in scales)
+
+    def part(self, *suffixes: str) -> TensorPart | None:
+        """The first of these tensors that is there."""
+        for suffix in suffixes:
+            index, entry = self._entries.get(self.stem + suffix, (0, None))
+            if entry is not None and entry.dtype is not None:
+                self.used.add(self.stem + suffix)
+                return TensorPart(index, entry.offset_bytes, entry.shape, entry.dtype)
+        return None
+
+    def tensor(self) -> tuple[str, EncodedTensor]:
+        """(the name of the weight, what it is)."""
+        codes = self._need(self.first)
+        if self.first == "_blocks":
+            return self.stem, self._mxfp4(codes)
+        if self.first == "qweight":
+            tensor = self._transposed_words(codes)
+        elif self.first == "weight_packed" and codes.dtype == torch.int32:
+            tensor = self._words(codes)
+        elif codes.dtype == torch.uint8:
+            tensor = self._nvfp4(codes)
+        else:
+            tensor = self._scaled(codes)
+        return f"{self.stem}weight" if self.first else self.stem, tensor
+
+    def _need(self, *suffixes: str) -> TensorPart:
+        part = self.part(*suffixes)
+        if part is None:
+            raise CheckpointError(
+                f"{self.stem}{self.first}: the checkpoint has no {self.stem}{suffixes[0]}, without which its numbers mean "
+                "nothing. "
+                "Fix: check that all files of the model are there, or download them again"
+            )
+        return part
+
+    def _unsupported(self, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.stem}{self.first}: {why}. {ORIGINAL}")
+
+    def _fitting(self, codes: TensorPart, beside: TensorPart, fits: bool) -> None:
+        if not fits:
+            raise CheckpointError(
+                f"{self.stem}{self.first} has shape {codes.shape}, and a tensor beside it has {beside.shape}: they do not fit. "
+                "Fix: download or copy the files again"
+            )
+
+    def _four_bits(self) -> None:
+        """Refuse packed integers of another width."""
+        groups = (self._quantization.get("config_groups") or {}).values()
+        stated = [self._quantization.get("bits")] + [(group.get("weights") or {}).get("num_bits") for group in groups]
+        other = next((bits for bits in stated if bits not in (None, 4)), None)
+        if other is not None:
+            raise self._unsupported(f"its integers are packed with {other} bits, and 4 are read")
+
+    # ---------------------------------------------------------------- the formats
+    def _scaled(self, codes: TensorPart) -> EncodedTensor:
+        """FP8 and int8 with a scale for a block of 128 x 128, an output, or the tensor."""
+        *stack, rows, inputs = codes.shape
+        scale = self._need(*self.scales)
+        if scale.dtype == torch.uint8:
+            scale = scale._replace(dtype=torch.float8_e8m0fnu)
+        if scale.dtype not in (*FLOATS, torch.float8_e8m0fnu):
+            raise self._unsupported(f"its scale is {scale.dtype}")
+        shape = scale.shape
+        if len(shape) != len(codes.shape) or list(shape[:-2]) != stack:  # one number per tensor or per output
+            count = math.prod(shape) // max(1, math.prod(stack))
+            shape = (*stack, count, 1)
+            self._fitting(codes, scale, count in (1, rows) and math.prod(shape) == math.prod(scale.shape))
+        blocks, groups = shape[-2:]
+        each = 1 if blocks == rows else rows if blocks == 1 else BLOCK_ROWS
+        self._fitting(codes, scale, -(-rows // each) == blocks and groups in (1, -(-inputs // GROUP)))
+        scale = scale._replace(shape=shape, arrangement=SAME if each == 1 else RowsRepeated(each, rows))
+        encoding = FP8 if codes.dtype == torch.float8_e4m3fn else W8
+        return EncodedTensor(encoding, codes.shape, {"codes": codes.bytes_as(*codes.shape), "scale": scale})
+
+    def _words(self, codes: TensorPart) -> EncodedTensor:
+        """compressed-tensors, pack-quantized: eight inputs in a word."""
+        self._four_bits()
+        scale, zero, order = self._need("weight_scale"), self.part("weight_zero_point"), self.part("weight_g_idx")
+        if order is not None:
+            raise self._unsupported("its inputs are in another order (weight_g_idx)")
+        if len(codes.shape) != 2:
+            raise self._unsupported(f"it is packed as a tensor of shape {codes.shape}")
+        rows, inputs = codes.shape[0], 8 * codes.shape[1]
+        self._fitting(codes, scale, len(scale.shape) == 2 and scale.shape[0] == rows and inputs % (32 * scale.shape[1]) == 0)
+        parts = {"codes": codes.bytes_as(rows, inputs // 2), "scale": scale}
+        if zero is not None:
+            self._fitting(codes, zero, zero.dtype == torch.int32 and zero.shape == (-(-rows // 8), scale.shape[1]))
+            parts["zero"] = zero._replace(arrangement=ZeroPoints(0, rows))
+        return EncodedTensor(W4, (rows, inputs), parts)
+
+    def _transposed_words(self, codes: TensorPart) -> EncodedTensor:
+        """AWQ: eight outputs in a word; GPTQ: eight inputs. Scales and zero points are [groups, o]."""
+        self._four_bits()
+        scale, zero, order = self._need("scales"), self._need("qzeros"), self.part("g_idx")
+        if len(codes.shape) != 2 or len(scale.shape) != 2 or codes.dtype != torch.int32:
+            raise self._unsupported(f"qweight is {codes.dtype} of shape {codes.shape}")
+        rows = scale.shape[1]
+        if order is not None and self._quantization.get("desc_act"):
+            raise self._unsupported("its inputs are in the order of their activations (desc_act), so that groups are scattered")
+        if codes.shape[1] == rows:
+            inputs, encoding = 8 * codes.shape[0], GPTQ
+            plus = 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
+            zeros = ZeroPoints(1, rows, plus=plus)
+        else:
+            inputs, encoding = codes.shape[0], AWQ
+            zeros = ZeroPoints(1, rows, AWQ_ORDER)
+            self._fitting(codes, scale, 8 * codes.shape[1] == rows)
+        self._fitting(codes, scale, inputs % (32 * scale.shape[0]) == 0 and scale.dtype in FLOATS)
+        self._fitting(codes, zero, zero.dtype == torch.int32 and zero.shape == (scale.shape[0], -(-rows // 8)))
+        parts = {
+            "codes": codes._replace(arrangement=GPTQ_WORDS if encoding is GPTQ else AWQ_WORDS),
+            "scale": scale._replace(arrangement=TRANSPOSED),
+            "zero": zero._replace(arrangement=zeros),
+        }
+        return EncodedTensor(encoding, (rows, inputs), parts)
+
+    def _mxfp4(self, codes: TensorPart) -> EncodedTensor:
+        """gpt-oss: blocks `[.., o, i / 32, 16]`, scales `[.., o, i / 32]`."""
+        scale = self._need("_scales")
+        bytes_only = codes.dtype == scale.dtype == torch.uint8
+        self._fitting(codes, scale, bytes_only and codes.shape[-1] == 16 and codes.shape[:-1] == scale.shape)
+        *outer, groups = scale.shape
+        return EncodedTensor(MXFP4, (*outer, 32 * groups), {"codes": codes.bytes_as(*outer, 16 * groups), "scale": scale})
+
+    def _nvfp4(self, codes: TensorPart) -> EncodedTensor:
+        """`weight_packed` with `weight_global_scale`, by which compressed-tensors divides, or `weight` with `weight_scale_2`, by
+        which modelopt multiplies."""
+        scale, factor = self._need(*self.scales), self.part("weight_global_scale")
+        encoding = NVFP4 if factor is None else NVFP4_DIVIDED
+        factor = factor or self._need("weight_scale_2" if self.first else "_weight_scale_2")
+        *stack, rows, half = codes.shape
+        self._fitting(codes, scale, scale.dtype == torch.float8_e4m3fn and scale.shape == (*stack, rows, half // 8))
+        per_tensor = factor.dtype == torch.float32 and math.prod(factor.shape) == math.prod(stack)
+        self._fitting(codes, factor, per_tensor)
+        factor = factor._replace(shape=(*stack, 1, 1), arrangement=RowsRepeated(rows, rows))
+        parts = {"codes": codes, "scale": scale.bytes_as(*scale.shape), "factor": factor}
+        return EncodedTensor(encoding, (*stack, rows, 2 * half), parts)

@@ -1,9 +1,14 @@
 """Quantised checkpoints: their experts, paged as they lie, compute what transformers computes with restored ones."""
 
+import re
+
 import pytest
 import quantised_checkpoints as quantised
 import torch
 
+import vismoe
+from vismoe.cli.main import main as run
+from vismoe.models.load.preview import preview
 from vismoe.models.load.quantizer import VisMoEConfig
 
 
@@ -22,3 +27,54 @@ def test_logits_with_torch_are_those_of_restored_weights(kind, memory, tmp_path)
         tmp_path, dtype=torch.bfloat16, quantization_config=VisMoEConfig(memory=memory, kernels="torch")
     )
     assert torch.equal(logits(paged), logits(expected))
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """(folder with int2 and int4 packed beside it, the model with restored weights)."""
+    folder = tmp_path_factory.mktemp("fp8")
+    model = quantised.write(folder, "fp8")
+    assert run(["pack", str(folder), "--formats", "int4,int2"]) == 0
+    return folder, model
+
+
+def test_a_policy_takes_the_checkpoints_own_format_for_the_better_one(fp8):
+    folder, model = fp8
+    config = VisMoEConfig(memory="70%", policy="importance", formats="own/4", kernels="torch")
+    paged = type(model).from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    runtime = vismoe.runtime_of(paged)
+    assert runtime.format_names == ("fp8", "int4")
+    assert "fp8, in place" in runtime.plan.experts and "int4, packed" in runtime.plan.experts
+    found, expected = logits(paged), logits(model)
+    assert not torch.equal(found, expected) and torch.cosine_similarity(found, expected, dim=-1).min() > 0.9
+
+
+def test_packed_formats_hold_the_restored_weights(fp8):
+    """The same integers as those packed from a 16-bit checkpoint with the restored weights."""
+    folder, model = fp8
+    from_16_bits = folder.parent / f"{folder.name}-16"
+    model.save_pretrained(from_16_bits)
+    assert run(["pack", str(from_16_bits), "--formats", "int4"]) == 0
+    found, expected = (
+        [path.read_bytes() for path in sorted(there.glob("vismoe-store/experts.int4.*.bin"))] for there in (folder, from_16_bits)
+    )
+    assert found and found == expected
+
+
+def test_a_percentage_is_of_the_bytes_that_the_checkpoint_has(fp8):
+    folder, _ = fp8
+    plan = preview(folder, vismoe.Settings(memory="50%", context=256, store="none"))
+    assert plan.resident_experts == plan.total_experts // 2
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["pack", "{}"], "in fp8 already"),
+        (["pack", "{}", "--formats", "lossless"], "in fp8 already"),
+        (["plan", "{}", "--policy", "importance", "--formats", "own/8"], "formats='raw/int8'.*own/2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_does(fp8, arguments, says, capsys):
+    assert run([argument.format(fp8[0]) for argument in arguments]) != 0
+    assert re.search(says, capsys.readouterr().err)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe import flags
 from vismoe.config import Settings, format_bytes
-from vismoe.errors import CheckpointError
+from vismoe.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from vismoe.store.checkpoint import CheckpointStore
@@ -83,7 +83,8 @@ def pack_formats(arguments: Namespace) -> int:
             f"by {workers} thread{'s' * (workers > 1)} in at most {format_bytes(bound)} of memory",
             file=sys.stderr,
         )
-        with progress(str(contents.format), total_bytes, arguments.json) as on_bytes:
+        read_bytes = sum(layer.num_experts * contents.raw[layer.geometry].record_bytes for layer in contents.layers)
+        with progress(str(contents.format), read_bytes, arguments.json) as on_bytes:
             packed = pack(source, folder, contents, workers=workers, on_bytes=on_bytes)
         share = packed.stored_bytes / total_bytes
         done = "was complete" if packed.resumed_records == packed.records else "packed"
@@ -98,10 +99,17 @@ def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "t
     """The formats that the user chose; by default the smallest format that keeps every bit."""
     import torch
 
+    from vismoe.formats.encoded import encodings_of
     from vismoe.types import Format
 
-    if asked:
+    own = encodings_of(source.inventory)
+    if asked and not (own and {Format.RAW, Format.LOSSLESS} & set(map(Format, asked))):
         return tuple(map(Format, asked))
+    if own:
+        raise ConfigError(
+            f"the experts of this checkpoint are in {' and '.join(own)} already and are read as they lie: a copy that keeps "
+            "every bit would not be smaller. Fix: --formats int4 or int2, which have fewer bits, for a policy (own/4, own/2)"
+        )
     layouts = source.inventory.raw_layouts
     packable = all(any(section.dtype is torch.bfloat16 for section in layout.sections) for layout in layouts)
     return (Format.LOSSLESS if packable else Format.RAW,)

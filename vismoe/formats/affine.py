@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vismoe.formats.codec import Codec, in_blocks
+from vismoe.formats.codec import Codec, in_blocks, row_blocks
 from vismoe.types import Format, RecordLayout, Section
 
-BLOCK_WEIGHTS = 1 << 18  # processed together; smaller blocks cost more calls, larger ones more cache misses
 LOAD_BYTES = 32  # bytes of codes that a kernel widens at once
 
 
@@ -99,7 +98,7 @@ class Affine(Codec):
                 continue
             matrix = self._matrix(section, weights[section.name])
             codes, scale, offset = (stored[f"{section.name}.{part}"] for part in ("codes", "scale", "offset"))
-            for rows in self._row_blocks(matrix):
+            for rows in row_blocks(matrix):
                 codes[rows], scale[rows], offset[rows] = self._encode_rows(matrix[rows].float(), section.name)
         return encoded
 
@@ -112,17 +111,13 @@ class Affine(Codec):
             matrix = self._matrix(section, weights[section.name])
             codes, scale, offset = (stored[f"{section.name}.{part}"] for part in ("codes", "scale", "offset"))
             bounds = torch.finfo(matrix.dtype)
-            for rows in self._row_blocks(matrix):
+            for rows in row_blocks(matrix):
                 restored = self._restore_rows(codes[rows], scale[rows], offset[rows], matrix.shape[1])
                 matrix[rows] = restored.clamp_(bounds.min, bounds.max)
 
     def _matrix(self, section: Section, weights: Tensor) -> Tensor:
         """A view [out, in] of a section's weights."""
         return weights.T if section.name in self.transposed else weights
-
-    def _row_blocks(self, matrix: Tensor) -> list[slice]:
-        rows = max(1, BLOCK_WEIGHTS // max(1, matrix.shape[1]))
-        return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
     @abstractmethod
     def _encode_rows(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import Tensor
 
 from vismoe.errors import ConfigError
-from vismoe.formats.codec import Codec
+from vismoe.formats.codec import Codec, row_blocks
 from vismoe.formats.encodings import ENCODINGS, Encoding
 from vismoe.types import ExpertInventory, Format, RecordLayout, Section
 
@@ -62,6 +62,10 @@ class Encoded(Codec):
         return self.own
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({matrix.encoding.name for matrix in self._matrices.values()})) or (str(self.format),)
+
+    @property
     def restores(self) -> bool:
         return bool(self._matrices)
 
@@ -70,9 +74,8 @@ class Encoded(Codec):
         return encoded_matrices(self.own)
 
     def encode(self, record: Tensor) -> Tensor:
-        encodings = ", ".join(sorted({matrix.encoding.name for matrix in self._matrices.values()}))
         raise ConfigError(
-            f"experts in {encodings} are read from the checkpoint as they lie there, and cannot be made from others. "
+            f"experts in {', '.join(self.names)} are read from the checkpoint as they lie there, and cannot be made from others. "
             "Fix: one of int8, int4 and int2 (--formats)"
         )
 
@@ -83,5 +86,6 @@ class Encoded(Codec):
             if matrix is None:
                 into.copy_(stored[section.name])
                 continue
-            into = into.T if section.name in self.transposed else into
-            matrix.encoding.restored(matrix.parts(stored), into.shape[1], into)
+            into, parts = into.T if section.name in self.transposed else into, matrix.parts(stored)
+            for rows in row_blocks(into):
+                matrix.encoding.restored({name: part[rows] for name, part in parts.items()}, into.shape[1], into[rows])

@@ -1,15 +1,29 @@
 """The codec of each format: raw as it is, lossless and the integer formats in C++."""
 
+from collections.abc import Sequence
+
 import torch
 
 from vismoe.errors import ConfigError
 from vismoe.formats.codec import Codec
+from vismoe.formats.encoded import Encoded
 from vismoe.formats.raw import Raw
 from vismoe.kernels.affine import FastAffine
 from vismoe.kernels.lossless import FastLossless
-from vismoe.types import Format, RecordLayout
+from vismoe.types import ExpertInventory, Format, RecordLayout
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def codecs_of(format: Format, inventory: ExpertInventory, transposed: Sequence[frozenset[str]] = ()) -> tuple[Codec, ...]:
+    """The codec of every geometry. `raw` is what the checkpoint has: of a quantised one, its own encoding.
+
+    transposed: per geometry, the matrices that the model keeps as [in, out]; empty: none. Raises ConfigError as `codec_of`.
+    """
+    names = transposed or [frozenset[str]()] * len(inventory.raw_layouts)
+    if format is Format.RAW and inventory.own_layouts:
+        return tuple(map(Encoded, inventory.raw_layouts, inventory.own_layouts, names))
+    return tuple(codec_of(format, raw, stored) for raw, stored in zip(inventory.raw_layouts, names, strict=True))
 
 
 def codec_of(format: Format, raw: RecordLayout, transposed: frozenset[str]) -> Codec:

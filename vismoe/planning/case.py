@@ -231,7 +231,7 @@ def fitting_pairs(footprint: Footprint, settings: Settings, hardware: Hardware) 
     The best one first: by the bits of every expert's lower format, then by the number of experts in the better format.
     """
     asked, found = Case(footprint, dataclasses.replace(settings, pinned_layers=0), hardware), []
-    for formats in pairs.typed_pairs(settings):
+    for formats in pairs.typed_pairs(settings, bool(footprint.inventory.own_layouts)):
         try:
             case = asked.changed(formats=formats)
         except ConfigError:

@@ -24,11 +24,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vismoe.config import Settings
-from vismoe.kernels.codecs import codec_of
+from vismoe.config import Settings, format_bytes
+from vismoe.errors import ConfigError
+from vismoe.kernels.codecs import codecs_of
 from vismoe.pair import Format, FormatPair
 from vismoe.planning.apportion import LEAST_SLABS, Division, experts_of
-from vismoe.types import ExpertInventory
+from vismoe.types import ExpertInventory, RecordLayout
 
 TRANSIENT_SLABS = 2  # of hotness, per geometry: a promotion can arrive while the previous one is registered
 
@@ -45,18 +46,35 @@ def paired(inventory: ExpertInventory, pair: FormatPair, transposed: Sequence[fr
     """The same experts with slabs in the formats of `pair`.
 
     transposed: per geometry, the matrices that the model keeps as [in, out]; empty: none.
-    Raises ConfigError where a format cannot hold the model's type.
+    Raises ConfigError where a format cannot hold the model's type, or is not smaller than what a quantised checkpoint has.
     """
-    raw = inventory.raw_layouts
-    names = transposed or [frozenset[str]()] * len(raw)
-    high, *low = (tuple(codec_of(f, r, n).slab for r, n in zip(raw, names, strict=True)) for f in pair.resident)
-    return dataclasses.replace(inventory, layouts=high, low_layouts=low[0] if low else (), model_layouts=raw)
+    high, *low = (tuple(codec.slab for codec in codecs_of(format, inventory, transposed)) for format in pair.resident)
+    if low and inventory.own_layouts and pair.high is Format.RAW:
+        _refuse_larger(pair, high, low[0])
+    return dataclasses.replace(inventory, layouts=high, low_layouts=low[0] if low else (), model_layouts=inventory.raw_layouts)
 
 
-def typed_pairs(settings: Settings) -> list[str]:
+def _refuse_larger(pair: FormatPair, high: Sequence[RecordLayout], low: Sequence[RecordLayout]) -> None:
+    """Raise ConfigError unless the second format takes fewer bytes: a quantised checkpoint may be small as it is."""
+    for first, second in zip(high, low, strict=True):
+        if second.record_bytes >= first.record_bytes:
+            sizes = format_bytes(second.record_bytes), format_bytes(first.record_bytes)
+            raise ConfigError(
+                f"formats='{pair}': an expert takes {sizes[0]} in {pair.low} and {sizes[1]} in the first format, which the "
+                "checkpoint has. Fix: a second format with fewer bits, e.g. --formats own/2"
+            )
+
+
+def typed_pairs(settings: Settings, quantised: bool = False) -> list[str]:
     """Every pair that the policy can work with, as a user types it; the pair of the settings is among them."""
     lossless = settings.pair is not None and settings.pair.high is Format.LOSSLESS
-    words = ["lossless" if lossless else "16", "8", "4", "2", *([] if "hotness" in settings.policy else ["0"])]
+    words = [
+        "own" if quantised else "lossless" if lossless else "16",
+        "8",
+        "4",
+        "2",
+        *([] if "hotness" in settings.policy else ["0"]),
+    ]
     return ["/".join(pair) for pair in itertools.combinations(words, 2)]
 
 

@@ -22,6 +22,7 @@ import torch
 
 from vismoe.config import format_bytes
 from vismoe.errors import CheckpointError, ConfigError
+from vismoe.formats.encoded import Encoded
 from vismoe.machine.disk import nearest_folder
 from vismoe.machine.hardware import cores
 from vismoe.pools.malloc import return_large_blocks
@@ -179,7 +180,14 @@ def _encode(source: CheckpointStore, contents: Contents, expert: ExpertId) -> np
     """One expert as it is stored; asserts that a record that readers decode does decode to the original."""
     codec = contents.codec(expert.layer)
     record = torch.zeros(codec.raw.record_bytes, dtype=torch.uint8)  # zeros, because gaps are stored too
-    source.read(expert, record)
+    if source.inventory.own_layouts:
+        geometry = contents.layers[expert.layer].geometry
+        own = Encoded(codec.raw, source.inventory.own_layouts[geometry], contents.transposed[geometry])
+        in_place = torch.empty(own.slab.record_bytes, dtype=torch.uint8)
+        source.read(expert, in_place)
+        own.restore(in_place, record)
+    else:
+        source.read(expert, record)
     try:
         encoded = codec.encode(record)
     except CheckpointError as error:

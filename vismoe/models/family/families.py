@@ -106,7 +106,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     row = REFUSED.get(family)
     if paths and not foreign and not row:
         return
-    count = max((_expert_count(part) for part in _configs(config)), default=0)
+    count = max((_expert_count(part) for part in configs(config)), default=0)
     if row and (paths or foreign or count > 1):
         raise UnsupportedModelError(f"{family}: {row.reason}. Instead: {row.instead}")
     if foreign:
@@ -141,13 +141,13 @@ def _family(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
 
 
-def _configs(config: Any) -> Iterator[Any]:
+def configs(config: Any) -> Iterator[Any]:
     """A configuration and its sub-configurations."""
     if config is None:
         return
     yield config
     for name in getattr(config, "sub_configs", None) or {}:
-        yield from _configs(getattr(config, name, None))
+        yield from configs(getattr(config, name, None))
 
 
 def _expert_count(config: Any) -> int:

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from vismoe.config import NO_STORE, Settings, format_bytes
+from vismoe.config import NO_STORE, Settings
 from vismoe.errors import ConfigError
 from vismoe.formats.codec import Codec
-from vismoe.formats.encoded import Encoded, encodings_of
+from vismoe.formats.encoded import encodings_of
 from vismoe.kernels import cpu
-from vismoe.kernels.codecs import codec_of
+from vismoe.kernels.codecs import codecs_of
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.hardware import cores, probe
@@ -70,9 +70,9 @@ class Experts:
     policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of hot experts
 
     @property
-    def formats(self) -> tuple[Format, ...]:
-        """What slabs hold, the more precise format first."""
-        return tuple(codecs[0].format for codecs in self.codecs)
+    def formats(self) -> tuple[str, ...]:
+        """What slabs hold, for people, the more precise format first."""
+        return tuple("+".join(dict.fromkeys(name for codec in codecs for name in codec.names)) for codecs in self.codecs)
 
     @property
     def workspace_bytes(self) -> int:
@@ -221,6 +221,8 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
     if settings.hotness_state is not None:
         refuse_unwritable(Path(settings.hotness_state).expanduser())
     transposed = transposed_sections(model, source.inventory)
+    if settings.pair is not None:
+        paired(source.inventory, settings.pair, transposed)  # refuses formats in which the experts cannot be
     opened: list[StoreOnDisk] = []
     sayings: list[str] = []
     try:
@@ -228,13 +230,12 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
             store, where = _open_store(source, settings, format, transposed)
             opened.append(store)
             sayings.append(where)
-        in_place = _codecs(Format.RAW, source.inventory, transposed)
+        in_place = codecs_of(Format.RAW, source.inventory, transposed)
         codecs = tuple(store.contents.codecs if isinstance(store, PackedStore) else in_place for store in opened)
         high, *low = opened
         inventory = dataclasses.replace(high.inventory, own_layouts=source.inventory.own_layouts)
         if low:
             inventory = dataclasses.replace(inventory, low_layouts=low[0].inventory.layouts)
-            _refuse_larger(codecs)
         experts = _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
         if experts.encoded:
             assert isinstance(high, PackedStore), "only packed experts are lossless"
@@ -260,28 +261,10 @@ def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, 
     """The same for a model whose files are not here, or not packed yet: what would be."""
     transposed = transposed_sections(model, inventory)
     formats = tuple(format or Format.RAW for format in _asked(settings))
-    codecs = tuple(_codecs(format, inventory, transposed) for format in formats)
+    codecs = tuple(codecs_of(format, inventory, transposed) for format in formats)
     if formats != (Format.RAW,):
         inventory = paired(inventory, settings.pair or FormatPair(formats[0], None), transposed)
     return _arrange(model, inventory, transposed, codecs, f"{' and '.join(formats)}, not packed yet", settings, device)
-
-
-def _refuse_larger(codecs: tuple[tuple[Codec, ...], ...]) -> None:
-    """The second format of a pair must be the smaller one; what a quantised checkpoint has may be small already."""
-    for high, low in zip(*codecs):
-        low_bytes, high_bytes = low.slab.record_bytes, high.slab.record_bytes
-        if low_bytes >= high_bytes:
-            raise ConfigError(
-                f"formats: an expert takes {format_bytes(low_bytes)} in {low.format} and {format_bytes(high_bytes)} in the "
-                "first format. Fix: a second format with fewer bits, e.g. --formats own/2"
-            )
-
-
-def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozenset[str], ...]) -> tuple[Codec, ...]:
-    if format is Format.RAW and inventory.own_layouts:
-        both = zip(inventory.raw_layouts, inventory.own_layouts, transposed, strict=True)
-        return tuple(Encoded(raw, own, names) for raw, own, names in both)
-    return tuple(codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True))
 
 
 def with_experts(plan: Plan, experts: Experts) -> Plan:

@@ -28,8 +28,9 @@ from vismoe.models.family.checkpoint_files import (
     weight_files,
 )
 from vismoe.models.family.components import backbone_bytes, decode_read_bytes
-from vismoe.models.family.families import refuse_unsupported
+from vismoe.models.family.families import configs, refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
+from vismoe.models.load.configured import as_configured
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.locate import inventory_of, locate_experts
 from vismoe.models.load.opening import arrange_experts, needs_of, open_experts, with_experts
@@ -40,6 +41,7 @@ from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
+from vismoe.types import ExpertInventory
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -71,13 +73,21 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
         stores.close()
         source.close()
     else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
-        experts = arrange_experts(described, inventory_of(described, described.dtype), settings, place)
+        experts = arrange_experts(described, configured_inventory(described), settings, place)
         layouts = (*experts.inventory.layouts, *experts.inventory.low_layouts)
         scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
         bounce = bounce_bytes(max(layout.record_bytes for layout in layouts))
         reads, table = Reads(scratch_bytes, bounce, experts.inventory.slab_bytes, []), table_bytes(described)
     needs = needs_of(described, experts, reads, calibration, settings, place)
     return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts)
+
+
+def configured_inventory(described: PreTrainedModel) -> ExpertInventory:
+    """The experts of a model on the meta device whose files are not here, as its configuration says that they are stored."""
+    inventory = inventory_of(described, described.dtype)
+    stated = (getattr(part, "quantization_config", None) for part in configs(described.config))
+    quantization = next((found if isinstance(found, dict) else found.to_dict() for found in stated if found), {})
+    return as_configured(inventory, transposed_sections(described, inventory), quantization)
 
 
 def describe(
@@ -177,7 +187,7 @@ def decode_size(name: str, model: Any) -> ModelSize:
 
     `model` is on the meta device with its experts' parameters still there (`describe`).
     """
-    inventory = inventory_of(model, model.dtype)
+    inventory = configured_inventory(model)
     return ModelSize(
         name=name,
         expert_bytes=max(layout.record_bytes for layout in inventory.layouts),

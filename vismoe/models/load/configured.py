@@ -49,7 +49,8 @@ def _scheme(quantization: Mapping[str, Any]) -> _Scheme:
     if method == "modelopt" and quantization.get("quant_algo") in ("NVFP4", "FP8"):
         return _Scheme(NVFP4, 16) if quantization["quant_algo"] == "NVFP4" else _Scheme(FP8, 0)
     if method == "compressed-tensors":
-        weights = next(iter((quantization.get("config_groups") or {}).values()), {}).get("weights") or {}
+        schemes: dict[str, dict[str, Any]] = quantization.get("config_groups") or {}
+        weights = next(iter(schemes.values()), {}).get("weights") or {}
         kinds: dict[tuple[str, int], Encoding] = {("float", 8): FP8, ("int", 8): W8, ("int", 4): W4, ("float", 4): NVFP4}
         found = kinds.get((str(weights.get("type", "int")), int(weights.get("num_bits") or 0)))
         if found is not None:

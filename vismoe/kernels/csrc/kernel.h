@@ -15,6 +15,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <utility>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -293,8 +294,11 @@ inline void blocks(Rows<D>& rows, std::size_t count, const typename S::X* x, std
     float* to = y + done * y_stride;
     if (count == kRows) {
       block_of<S, D, kRows, kMost>(tokens, rows, 0, from, stride, to, y_stride);
-    } else {
-      for (std::size_t r = 0; r < count; r++) block_of<S, D, 1, kMost>(tokens, rows, r, from, stride, to + r, y_stride);
+    } else {  // the last rows of some matrices: each for itself, which needs little code
+      for (std::size_t i = 0; i < tokens * count; i++) {
+        const std::size_t n = i / count, r = i % count;
+        block<S, D, 1, 1>(rows, r, from + n * stride, stride, to + n * y_stride + r, y_stride);
+      }
     }
     rows.ahead = nullptr;  // the first block has prefetched it
     done += tokens;
@@ -375,10 +379,10 @@ inline void look_beyond(const Place& next, std::size_t skip, std::size_t count, 
   look_ahead({next.codes + first, next.scale + groups, next.offset + groups, next.row_bytes, next.group_bytes}, end - row, rows);
 }
 
-// y[n, row - begin] for rows begin .. end of a matrix and n tokens.
+// y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
 template <class S, Encoding E>
-void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
-              std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
+void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
+                 std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
   using D = typename S::template Decoder<E>;
   constexpr bool kPlain = !is_integer(E) && sizeof(typename S::X) == 2;  // bfloat16 without decoding
   const std::size_t stride = stride_of(static_cast<std::size_t>(m.inputs));
@@ -406,6 +410,29 @@ void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, st
   }
 }
 
+template <class S>
+using Multiply = decltype(&multiply_as<S, kRawBf16>);
+
+template <class S, std::size_t E>
+constexpr Multiply<S> multiply_for() {
+  if constexpr (E == kRawFp16 && sizeof(typename S::X) == 2) return nullptr;  // kernels_for chooses another set
+  else return multiply_as<S, static_cast<Encoding>(E)>;
+}
+
+template <class S, class Numbers>
+struct MultiplyTable;
+template <class S, std::size_t... E>
+struct MultiplyTable<S, std::index_sequence<E...>> {
+  static constexpr Multiply<S> of[] = {multiply_for<S, E>()...};
+};
+
+// The same for a matrix in any encoding.
+template <class S>
+inline void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
+                     std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
+  MultiplyTable<S, std::make_index_sequence<kEncodings>>::of[m.encoding](m, record, begin, end, x, n, scratch, next, y, y_stride);
+}
+
 // ------------------------------------------------------------------ tasks
 template <class S>
 void pack(const void* row, Dtype dtype, std::size_t inputs, void* packed) {
@@ -428,7 +455,7 @@ inline void add_bias(const Matrix& m, const std::uint8_t* record, std::size_t be
   for (std::size_t i = 0; i < count; i++) sums[i] += value_at(record + m.bias, dtype, begin + i);
 }
 
-template <class S, Encoding E>
+template <class S>
 void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
         const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -439,10 +466,10 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.hidden());
     if (e.gate == kConcatenated) {
       const Place ups = place_of(e.up, record, outputs + begin);
-      multiply<S, E>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
-      multiply<S, E>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
+      multiply<S>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
+      multiply<S>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
     } else {
-      multiply<S, E>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
+      multiply<S>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
     }
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * width;
@@ -455,7 +482,7 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
   }
 }
 
-template <class S, Encoding E>
+template <class S>
 void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
           bool add, const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -463,7 +490,7 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.intermediate());
-    multiply<S, E>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
+    multiply<S>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;
       float* to = out + tokens.place(first + t) * columns + begin;
@@ -478,7 +505,7 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
   }
 }
 
-template <class S, Encoding E>
+template <class S>
 void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens& tokens, void* out,
             Dtype dtype, const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -486,7 +513,7 @@ void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std:
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(static_cast<std::size_t>(m.inputs));
-    multiply<S, E>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
+    multiply<S>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;
       add_bias(m, weight, begin, count, sums);
@@ -506,6 +533,12 @@ void combine(const float* parts, const std::int32_t* rows, std::size_t count, st
     }
     write(out, dtype, begin, sums, width);
   }
+}
+
+template <class S>
+const Kernels& kernels_of() {
+  static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, combine};
+  return kernels;
 }
 
 // ------------------------------------------------------------------ sets that compute in float32
@@ -541,16 +574,6 @@ struct FloatDecoder {
     }
   }
 };
-
-template <class S>
-Kernels kernels_of() {
-  return {sizeof(typename S::X),
-          pack<S>,
-          {up<S, kRawBf16>, up<S, kRawFp16>, up<S, kInt8>, up<S, kInt4>, up<S, kInt2>},
-          {down<S, kRawBf16>, down<S, kRawFp16>, down<S, kInt8>, down<S, kInt4>, down<S, kInt2>},
-          {linear<S, kRawBf16>, linear<S, kRawFp16>},
-          combine};
-}
 
 }  // namespace
 }  // namespace vismoe

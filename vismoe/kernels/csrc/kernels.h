@@ -91,14 +91,14 @@ struct Kernels {
   // Turns a row of `inputs` values into a packed row, padded with zeros.
   void (*pack)(const void* row, Dtype dtype, std::size_t inputs, void* packed);
   // h[token, begin .. end) = activation(up x), packed; the last task also writes the zeros after it.
-  void (*up[kEncodings])(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
-                         const Scratch&, const Place& next);
+  void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h, const Scratch&,
+             const Place& next);
   // out[place, begin .. end) = factor * (down h + bias), or += with `add`.
-  void (*down[kEncodings])(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&,
-                           float* out, bool add, const Scratch&, const Place& next);
-  // out[token, begin .. end) = weight x + bias, rounded to `dtype`. Raw encodings only.
-  void (*linear[2])(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out,
-                    Dtype dtype, const Scratch&, const Place& next);
+  void (*down)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, float* out, bool add,
+               const Scratch&, const Place& next);
+  // out[token, begin .. end) = weight x + bias, rounded to `dtype`.
+  void (*linear)(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out, Dtype dtype,
+                 const Scratch&, const Place& next);
   // out[column] = the sum of the expert output rows in order, columns begin .. end.
   void (*combine)(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype);
 };

@@ -48,9 +48,6 @@ struct Avx2 {
 
 }  // namespace
 
-const Kernels& kernels_avx2() {
-  static const Kernels kernels = kernels_of<Avx2>();
-  return kernels;
-}
+const Kernels& kernels_avx2() { return kernels_of<Avx2>(); }
 
 }  // namespace vismoe

@@ -40,9 +40,6 @@ struct Avx512 {
 
 }  // namespace
 
-const Kernels& kernels_avx512() {
-  static const Kernels kernels = kernels_of<Avx512>();
-  return kernels;
-}
+const Kernels& kernels_avx512() { return kernels_of<Avx512>(); }
 
 }  // namespace vismoe

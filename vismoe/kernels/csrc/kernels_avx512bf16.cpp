@@ -81,19 +81,8 @@ struct Avx512Bf16::Decoder<kInt2> {
   }
 };
 
-using S = Avx512Bf16;
-
 }  // namespace
 
-const Kernels& kernels_avx512bf16() {
-  static const Kernels kernels = {
-      sizeof(S::X),
-      pack<S>,
-      {up<S, kRawBf16>, nullptr, up<S, kInt8>, up<S, kInt4>, up<S, kInt2>},
-      {down<S, kRawBf16>, nullptr, down<S, kInt8>, down<S, kInt4>, down<S, kInt2>},
-      {linear<S, kRawBf16>, nullptr},
-      combine};
-  return kernels;
-}
+const Kernels& kernels_avx512bf16() { return kernels_of<Avx512Bf16>(); }
 
 }  // namespace vismoe

@@ -63,9 +63,6 @@ struct Portable {
 
 }  // namespace
 
-const Kernels& kernels_portable() {
-  static const Kernels kernels = kernels_of<Portable>();
-  return kernels;
-}
+const Kernels& kernels_portable() { return kernels_of<Portable>(); }
 
 }  // namespace vismoe

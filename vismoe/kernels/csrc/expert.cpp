@@ -227,7 +227,7 @@ class PackedJob : public Job {
   std::atomic<std::size_t> packing_left_{0};
 };
 
-std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes + 4 * m.groups); }  // bytes of one row
+std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes) + m.scale_bytes() + m.offset_bytes(); }  // of one row
 std::size_t all_bytes(const Matrix& m) { return index(m.rows) * read_bytes(m); }
 
 // The formats of the records of a call; all have the same hidden and intermediate size.
@@ -240,7 +240,7 @@ struct Formats {
   // Inputs are packed once for all formats: if one is fp16, in the type that serves fp16 too.
   std::int32_t encoding() const {
     for (std::size_t f = 0; f < count; f++) {
-      if (experts[f].up.encoding == kRawFp16) return kRawFp16;
+      if (experts[f].up.encoding == kRawFp16 || experts[f].down.encoding == kRawFp16) return kRawFp16;
     }
     return experts->up.encoding;
   }

@@ -105,7 +105,9 @@ def run_serve(arguments: Namespace) -> int:
     flags.given_settings(arguments)
     if on_ray:
         return run_on_ray(arguments, options, on_ray)
-    from vismoe.app.serving import listening, serve
+    with flags.quick_imports():
+        import vismoe.engine.engine  # noqa: F401  # which `load_engine` needs
+        from vismoe.app.serving import listening, serve
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # VisMoE announces the steps itself

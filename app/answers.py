@@ -1,16 +1,11 @@
-"""Answers in the OpenAI API's form, built with the `openai` package's own types, with statistics in the field `vismoe`. Pure."""
+"""Answers in the OpenAI API's form, as JSON objects, with statistics in the field `vismoe`. Pure.
+
+tests/test_serve.py checks them with the types of the `openai` package, which takes a third of a second and 22 MiB to import.
+"""
 
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
-
-from openai.types import Completion, CompletionChoice, CompletionUsage, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel
 
 from vismoe.types import Phase
 
@@ -18,6 +13,7 @@ if TYPE_CHECKING:
     from vismoe.engine.stats import Figures, PrecisionInfo
 
 Finish = Literal["stop", "length"]
+Json = dict[str, Any]
 
 
 OF_FIGURES = (  # what `vismoe_of` takes over from `Figures`
@@ -26,7 +22,7 @@ OF_FIGURES = (  # what `vismoe_of` takes over from `Figures`
 )  # fmt: skip
 
 
-def vismoe_of(figures: "Figures") -> dict[str, Any]:
+def vismoe_of(figures: "Figures") -> Json:
     """Statistics of an answer: the field `vismoe` of a response. Seconds are wall time, bytes those of experts."""
     counters, pruning, steps, precision = figures.counters, figures.pruning, figures.decode_tokens, figures.precision
 
@@ -52,25 +48,24 @@ def vismoe_of(figures: "Figures") -> dict[str, Any]:
     }
 
 
-def served_model(name: str, context_tokens: int) -> Model:
+def served_model(name: str, context_tokens: int) -> Json:
     """The model as /v1/models lists it; other servers use `max_model_len`, too."""
-    fields = dict(id=name, created=int(time.time()), object="model", owned_by="vismoe", max_model_len=context_tokens)
-    return Model.model_validate(fields)
+    return dict(id=name, created=int(time.time()), object="model", owned_by="vismoe", max_model_len=context_tokens)
 
 
-def listed(model: Model, precision: "PrecisionInfo | None", fixed: bool) -> dict[str, Any]:
+def listed(model: Json, precision: "PrecisionInfo | None", fixed: bool) -> Json:
     """The model in /v1/models, with `Engine.precision`; `fixed`: requests cannot change that."""
     running = {"policy": precision.policy, "pair": precision.formats, "retention": precision.retention} if precision else {}
     exact = {"policy": "exact", "pair": None, "retention": None}
-    return {**model.to_dict(), "vismoe": {**exact, **running, "fixed_policy": fixed}}
+    return {**model, "vismoe": {**exact, **running, "fixed_policy": fixed}}
 
 
-def usage_of(figures: "Figures") -> CompletionUsage:
-    return CompletionUsage(
-        prompt_tokens=figures.prompt_tokens,
+def usage_of(figures: "Figures") -> Json:
+    return dict(
         completion_tokens=figures.answer_tokens,
+        prompt_tokens=figures.prompt_tokens,
         total_tokens=figures.prompt_tokens + figures.answer_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=figures.reused_tokens, image_tokens=figures.visual_tokens),
+        prompt_tokens_details=dict(cached_tokens=figures.reused_tokens, image_tokens=figures.visual_tokens),
     )
 
 
@@ -82,59 +77,56 @@ class TextAnswer:
     """The answer to a completion request, whole or in chunks, which have the same form."""
 
     kind = "cmpl"  # the beginning of its id
+    object = "text_completion"
 
     def __init__(self, model: str, include_usage: bool = False):
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
-        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
+        self._made: Json = {"created": int(time.time()), "model": model}
         self._include_usage = include_usage
 
-    def whole(self, text: str, figures: "Figures") -> BaseModel:
+    def whole(self, text: str, figures: "Figures") -> Json:
         return self._part(text, finish_of(figures), usage=usage_of(figures), vismoe=vismoe_of(figures))
 
-    def opening(self) -> list[BaseModel]:
+    def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
         return []
 
-    def piece(self, text: str) -> BaseModel:
+    def piece(self, text: str) -> Json:
         return self._part(text)
 
-    def closing(self, figures: "Figures") -> list[BaseModel]:
+    def closing(self, figures: "Figures") -> list[Json]:
         """Chunks after the last piece of text; the very last one has the statistics."""
         extras = {"vismoe": vismoe_of(figures)}
         if not self._include_usage:
             return [self._part(None, finish_of(figures), **extras)]
         return [self._part(None, finish_of(figures)), self._chunk([], usage=usage_of(figures), **extras)]
 
-    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> BaseModel:
+    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> Json:
         """One chunk; `text` None: it has no text."""
-        # A chunk has no finish_reason yet, but the package's type is for whole completions.
-        choice = CompletionChoice.construct(index=0, text=text or "", finish_reason=finish, logprobs=None)
-        return self._chunk([choice], **extras)
+        return self._chunk([dict(finish_reason=finish, index=0, logprobs=None, text=text or "")], **extras)
 
-    def _chunk(self, choices: list[Any], **extras: Any) -> BaseModel:
-        return Completion.construct(**self._head, object="text_completion", choices=choices, **extras)
+    def _chunk(self, choices: list[Json], **extras: Any) -> Json:
+        return dict(id=self.id, choices=choices, **self._made, object=self.object, **extras)
 
 
 class ChatAnswer(TextAnswer):
     """The answer to a chat request, whole or in chunks."""
 
     kind = "chatcmpl"
+    object = "chat.completion.chunk"
 
-    def whole(self, text: str, figures: "Figures") -> BaseModel:
-        message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
-        choice = Choice(index=0, message=message, finish_reason=finish_of(figures), logprobs=None)
-        further: dict[str, Any] = {"usage": usage_of(figures), "vismoe": vismoe_of(figures)}
-        return ChatCompletion(**self._head, object="chat.completion", choices=[choice], **further)
+    def whole(self, text: str, figures: "Figures") -> Json:
+        message = dict(content=text, refusal=None, role="assistant")
+        choice = dict(finish_reason=finish_of(figures), index=0, logprobs=None, message=message)
+        further = dict(usage=usage_of(figures), vismoe=vismoe_of(figures))
+        return self._chunk([choice], **further) | {"object": "chat.completion"}
 
-    def opening(self) -> list[BaseModel]:
-        return [self._delta(ChoiceDelta(role="assistant", content=""))]
+    def opening(self) -> list[Json]:
+        return [self._delta(dict(content="", role="assistant"))]
 
-    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> BaseModel:
-        return self._delta(ChoiceDelta() if text is None else ChoiceDelta(content=text), finish, **extras)
+    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> Json:
+        return self._delta({} if text is None else dict(content=text), finish, **extras)
 
-    def _delta(self, delta: ChoiceDelta, finish: Finish | None = None, **extras: Any) -> BaseModel:
-        choice = ChunkChoice(index=0, delta=delta, finish_reason=finish, logprobs=None)
+    def _delta(self, delta: Json, finish: Finish | None = None, **extras: Any) -> Json:
+        choice = dict(delta=delta, index=0, finish_reason=finish, logprobs=None)
         return self._chunk([choice], **({"usage": None} if self._include_usage else {}), **extras)
-
-    def _chunk(self, choices: list[Any], **extras: Any) -> BaseModel:
-        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **extras)

@@ -34,12 +34,13 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
     The engine's setting `request_memory`, which its plan includes, bounds the memory of requests; for an engine loaded without
     it, `SERVER_DEFAULTS` bounds that memory outside the plan. Raises ConfigError if `options` name a folder that does not exist.
     """
-    model = served_model(options.served_model_name or served_name(engine.name), engine.plan.context)
+    model_name = options.served_model_name or served_name(engine.name)
+    model = served_model(model_name, engine.plan.context)
     planned = engine.settings.request_memory_bytes or parse_bytes(SERVER_DEFAULTS["request_memory"])
     memory = RequestMemory(planned, options.memory_timeout_s)
     callers = Callers(engine, options.max_waiting, memory)
     intake = ImageIntake(ImageLimits.of(options))
-    completions = Completions(engine, options, model.id, callers, intake)
+    completions = Completions(engine, options, model_name, callers, intake)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -78,8 +79,8 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
-        if name != model.id:
-            raise ApiError(404, f"there is no model of this name. Fix: use {model.id}", "model", "model_not_found")
+        if name != model_name:
+            raise ApiError(404, f"there is no model of this name. Fix: use {model_name}", "model", "model_not_found")
         return JSONResponse(listed(model, engine.precision, options.fixed_policy))
 
     @app.api_route("/health", methods=["GET", "HEAD"])

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai.types.shared import ErrorObject
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -79,8 +78,7 @@ def api_error_of(error: BaseException) -> ApiError:
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON object of an error."""
-    described = ErrorObject(message=error.message, type=error.type, param=error.param, code=error.code)
-    return {"error": described.to_dict()}
+    return {"error": dict(code=error.code, message=error.message, param=error.param, type=error.type)}
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from PIL import Image
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -98,7 +97,7 @@ class Completions:
             self._callers.ends(caller)
             raise
         self._callers.ends(caller)
-        return JSONResponse(in_json(answer.whole(text, reply.figures)), headers={REQUEST_ID: answer.id})
+        return JSONResponse(answer.whole(text, reply.figures), headers={REQUEST_ID: answer.id})
 
     async def _asked(
         self, http: Request, caller: Caller, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
@@ -210,12 +209,12 @@ class EventStream(Response):
     async def _events(self) -> AsyncIterator[bytes]:
         try:
             for chunk in self._answer.opening():
-                yield event(chunk)
+                yield data(chunk)
             async for piece in self._pieces:
-                yield event(self._answer.piece(piece)) if piece else BEAT
+                yield data(self._answer.piece(piece)) if piece else BEAT
             self._caller.check()
             for chunk in self._answer.closing(self._reply.figures):
-                yield event(chunk)
+                yield data(chunk)
             yield b"data: [DONE]\n\n"
         except ClientDisconnect:
             raise
@@ -300,14 +299,6 @@ async def begun(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
             yield piece
 
     return all_of_them()
-
-
-def in_json(answer: BaseModel) -> dict[str, Any]:
-    return answer.model_dump(mode="json", exclude_unset=True, warnings=False)
-
-
-def event(chunk: BaseModel) -> bytes:
-    return data(in_json(chunk))
 
 
 def data(value: Any) -> bytes:

@@ -18,6 +18,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
 from PIL import Image
 from scripted_engine import ScriptedEngine
 from served import served, wait_until
@@ -151,6 +154,26 @@ def test_completions_whole_and_streamed(server):
     chunks = list(server.client().completions.create(model=MODEL, prompt=["Once upon"], stream=True))
     assert [chunk.choices[0].text for chunk in chunks] == ["Hello", ", ", "world", ""]
     assert chunks[-1].choices[0].finish_reason == "stop" and chunks[-1].vismoe
+
+
+def test_what_is_answered_has_every_field_of_the_clients_own_types(server):
+    """The client fills its types without looking; here they are checked: what is missing, or of another type, is an error."""
+    ask = {"messages": HELLO, "stream_options": {"include_usage": True}, "stream": True}
+    *chunks, _ = events(server.post(ask))
+    for kind, answer in [
+        (ChatCompletion, server.post({"messages": HELLO}).json()),
+        (Completion, server.post({"prompt": "Once"}, "/v1/completions").json()),
+        (Model, server.get(f"/v1/models/{MODEL}").json()),
+        (ErrorObject, server.post({"messages": []}).json()["error"]),
+        *((ChatCompletionChunk, chunk) for chunk in chunks),
+    ]:
+        checked = kind.model_validate(answer, strict=True)
+        assert kind is Model or checked.model_extra.keys() <= {"vismoe"}
+        assert kind is not ErrorObject or checked.model_fields_set == {"code", "message", "param", "type"}
+        for choice in getattr(checked, "choices", ()):
+            assert not choice.model_extra and "logprobs" in choice.model_fields_set
+            assert not (hasattr(choice, "message") and choice.message.model_extra)
+    assert len(chunks) == 6 and checked.usage
 
 
 def test_models_are_listed_by_name_and_never_by_path(tmp_path):

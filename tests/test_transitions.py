@@ -465,6 +465,7 @@ def test_what_is_borrowed_is_given_back_and_moves_nobody(experts, geometries, qu
                 bench.check()
                 assert None not in bench.formats().values(), "an expert is gone"
             if step % 10 == 0:
+                bench.rest()  # a copy that is under way and fails later would not be tried again
                 bench.failing.change(set())
                 pager.retarget(bench.mask(targets))
                 arrives(bench, lambda: bench.in_high() == targets)  # noqa: B023
@@ -476,7 +477,8 @@ def test_what_is_borrowed_is_given_back_and_moves_nobody(experts, geometries, qu
     assert lower <= counts.total("served_lower") and counts.total("promotions") > 5
     borrowed = bench.stores[HIGH].reads - counts.total("promotions") - counts.total("failed_transitions") - sum(quotas)
     if rates is NEVER_IN_TIME:
-        assert counts.total("stall_seconds") == 0 and lower > 100
+        assert counts.total("stall_seconds") == 0
+        assert lower > 50, "the sooner the targets are reached the fewer; about 110 where they are reached at once"
     else:
         assert borrowed > 5
 

@@ -56,7 +56,8 @@ def run_ui(arguments: Namespace) -> int:
     from vismoe.app.ui import require_gradio
 
     require_gradio()  # checked before minutes of loading
-    from vismoe.app.ui_serving import free_port, serve
+    with flags.quick_imports():
+        from vismoe.app.ui_serving import free_port, serve
 
     port = free_port(arguments.port)
     with flags.load_engine(arguments, flags.one_model(arguments), SERVING_DEFAULTS) as engine:

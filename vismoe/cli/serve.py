@@ -14,7 +14,7 @@ from vismoe.config import SERVER_DEFAULTS, format_bytes
 from vismoe.errors import ConfigError
 from vismoe.ranges import Rule, Several, rules_of
 
-PACKAGES = ("fastapi", "uvicorn", "openai", "prometheus_client", "httpx")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "httpx")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -105,7 +105,9 @@ def run_serve(arguments: Namespace) -> int:
     flags.given_settings(arguments)
     if on_ray:
         return run_on_ray(arguments, options, on_ray)
-    from vismoe.app.serving import listening, serve
+    with flags.quick_imports():
+        import vismoe.engine.engine  # noqa: F401  # which `load_engine` needs
+        from vismoe.app.serving import listening, serve
 
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # VisMoE announces the steps itself
@@ -123,5 +125,5 @@ SERVE = flags.Command(
   vismoe serve --host 0.0.0.0 --api-key-file keys.txt            serve other machines, with an API key
   vismoe serve --image-folder ~/pictures --allow-remote-images   images by path and by URL, besides data URIs
   vismoe serve MODEL --ray --replicas 2 --memory 20GiB           two replicas on the Ray cluster of this machine
-Needs fastapi, uvicorn and openai: pip install "vismoe[serve]", in a checkout: .venv/bin/pip install -e ".[serve]".""",
+Needs fastapi, uvicorn and prometheus_client: pip install "vismoe[serve]", in a checkout: .venv/bin/pip install -e ".[serve]".""",
 )

@@ -16,6 +16,7 @@ from typing import Any
 from vismoe.bench.job import COLD, PROGRAMS, WARM, Answer, Job
 from vismoe.bench.limits import drop_caches
 from vismoe.bench.process import die_with_parent, peak_rss_bytes, release_mapped
+from vismoe.flags import quick_imports
 
 
 def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
@@ -40,9 +41,10 @@ def _loader_of(job: Job) -> Callable[[Job], Any]:
         from vismoe.bench import llama_runner
 
         return llama_runner.LOADERS[job.way]
-    import torch
+    with quick_imports():
+        import torch
 
-    from vismoe.bench import contestants
+        from vismoe.bench import contestants
 
     torch.set_num_threads(job.threads)
     return contestants.LOADERS[job.way]

@@ -16,6 +16,7 @@ from vismoe.formats.encodings import AWQ, FLOATS, FP8, GPTQ, MXFP4, NVFP4, NVFP4
 from vismoe.store.arrangement import (
     AWQ_ORDER,
     AWQ_WORDS,
+    GPTQ_ONES,
     GPTQ_WORDS,
     SAME,
     TRANSPOSED,
@@ -227,7 +228,7 @@ class _Group:
             raise self._unsupported("its inputs are in the order of their activations (desc_act), so that groups are scattered")
         if codes.shape[1] == rows:
             inputs, encoding = 8 * codes.shape[0], GPTQ
-            plus = 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
+            plus = 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else GPTQ_ONES
             zeros = ZeroPoints(1, rows, plus=plus)
         else:
             inputs, encoding = codes.shape[0], AWQ

@@ -180,7 +180,7 @@ def test_nvfp4_is_what_compressed_tensors_makes_of_it(factor, random, tmp_path):
         "weight_scale": bytes_of((ROWS, INPUTS // 16), random).view(torch.float8_e4m3fn),
         "weight_global_scale": torch.tensor([factor]),
     }
-    ((values, restored),) = decoded(tensors, tmp_path)
+    ((_, restored),) = decoded(tensors, tmp_path)
     arguments = dict(num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
     public = compressed("nvfp4-pack-quantized", tensors, **arguments)
     equal(restored, public.bfloat16())

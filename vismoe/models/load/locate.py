@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
-from vismoe.models.load.conversion import LISTED, ExpertParameter, Row, rows_of
+from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, rows_of
 from vismoe.store.checkpoint import CheckpointStore, Locator
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.store.tensors import EncodedTensor, TensorPart, Tensors, tensors_of
@@ -191,7 +191,8 @@ def _collect(model: Any, tensors: Tensors) -> dict[str, ExpertParameter]:
     names = _Names(model)
     for key in sorted(tensors, key=loading.dot_natural_key):
         name, pattern, converter = names.of(key)
-        if converter is None and name not in parameters and _collect_per_expert(parameters, name, key):
+        merges = converter is not None and any(isinstance(operation, MERGING) for operation in converter.operations)
+        if not merges and name not in parameters and _collect_per_expert(parameters, name, key):
             continue
         first, targets = (converter.target_patterns[0], converter.target_patterns) if converter else (name, [name])
         for index, target in enumerate(targets):

@@ -126,7 +126,7 @@ def nvfp4(w: Tensor, divided: bool = True) -> Made:
 def mxfp4(w: Tensor) -> Made:
     groups = w.float().unflatten(1, (-1, 32))
     scale = (groups.abs().amax(-1) / 6).log2().ceil().int() + 127
-    each = torch.ldexp(torch.ones(()), scale - 127)[..., None]
+    each = torch.ldexp(torch.ones(scale.shape), scale - 127)[..., None]
     codes = nearest_e2m1(groups / each)
     tensors = {"_blocks": pairs(codes.flatten(1)).unflatten(1, (-1, 16)), "_scales": scale.to(torch.uint8)}
     return tensors, (E2M1[codes] * each).flatten(1).bfloat16()
@@ -153,7 +153,10 @@ KINDS: dict[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
     "w4 with zero points": (lambda w: w4(w, 64, False), dict(quant_method="compressed-tensors", format="pack-quantized")),
     "awq": (awq, dict(quant_method="awq", bits=4, group_size=64, zero_point=True, version="gemm")),
     "gptq": (gptq, dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, sym=False)),
-    "gptq v2": (lambda w: gptq(w, 2), dict(quant_method="gptq", bits=4, group_size=64, checkpoint_format="gptq_v2")),
+    "gptq v2": (
+        lambda w: gptq(w, 2),
+        dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, checkpoint_format="gptq_v2"),
+    ),
     "nvfp4": (nvfp4, dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized")),
     "mxfp4": (mxfp4, dict(quant_method="mxfp4")),
     "fp8 ue8m0": (fp8_by_powers_of_two, dict(quant_method="fp8", weight_block_size=[128, 128], scale_fmt="ue8m0")),

@@ -8,7 +8,6 @@ from transformers import AutoConfig
 
 from vismoe.models.load.preview import model_class
 from vismoe.models.load.quantizer import VisMoEConfig
-from vismoe.types import ExpertInventory
 
 
 def logits(model, seed: int = 1) -> torch.Tensor:

@@ -132,6 +132,23 @@ def mxfp4(w: Tensor) -> Made:
     return tensors, (E2M1[codes] * each).flatten(1).bfloat16()
 
 
+def mxfp4_per_expert(w: Tensor, deepseek: bool = False) -> Made:
+    """As compressed-tensors writes it, or DeepSeek."""
+    made, values = mxfp4(w)
+    codes, scale = made["_blocks"].flatten(1), made["_scales"]
+    if deepseek:
+        return {".weight": codes.view(torch.int8), ".scale": scale.view(torch.float8_e8m0fnu)}, values
+    return {".weight_packed": codes, ".weight_scale": scale}, values
+
+
+def fp8_halves(w: Tensor) -> Made:
+    """A scale for gate and one for up, as transformers has it for stacked experts without blocks."""
+    halves = [fp8_tensor(half) for half in w.chunk(2)]
+    codes = torch.cat([made[".weight"].view(torch.uint8) for made, _ in halves]).view(torch.float8_e4m3fn)
+    scale = torch.stack([made[".weight_scale"].float() for made, _ in halves])[:, None]
+    return {".weight": codes, ".weight_scale_inv": scale}, torch.cat([values for _, values in halves])
+
+
 def fp8_by_powers_of_two(w: Tensor, scale_name: str = ".scale", as_bytes: bool = True) -> Made:
     """DeepSeek's `scale_fmt: ue8m0`."""
     made, _ = fp8(w, dtype=torch.float32)
@@ -158,10 +175,14 @@ KINDS: dict[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
         dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, checkpoint_format="gptq_v2"),
     ),
     "nvfp4": (nvfp4, dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized")),
+    "mxfp4 of compressed-tensors": (mxfp4_per_expert, dict(quant_method="compressed-tensors", format="mxfp4-pack-quantized")),
+    "mxfp4 of deepseek": (lambda w: mxfp4_per_expert(w, True), dict(quant_method="fp8", scale_fmt="ue8m0")),
+    "fp8 per half": (fp8_halves, dict(quant_method="fp8")),
     "mxfp4": (mxfp4, dict(quant_method="mxfp4")),
     "fp8 ue8m0": (fp8_by_powers_of_two, dict(quant_method="fp8", weight_block_size=[128, 128], scale_fmt="ue8m0")),
     "nvfp4 of modelopt": (lambda w: nvfp4(w, False), dict(quant_method="modelopt", quant_algo="NVFP4")),
 }
+PER_EXPERT = [kind for kind in KINDS if kind not in ("mxfp4", "fp8 per half")]  # the others are stacked
 BASE = dict(
     vocab_size=512, hidden_size=HIDDEN, intermediate_size=256, moe_intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS,
     num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=EXPERTS, num_experts_per_tok=2,

@@ -186,6 +186,19 @@ def test_nvfp4_is_what_compressed_tensors_makes_of_it(factor, random, tmp_path):
     equal(restored, public.bfloat16())
 
 
+def test_mxfp4_of_compressed_tensors_is_what_it_makes_of_it(random, tmp_path):
+    """All scales but 255, for which it has 2^128 and the specification NaN."""
+    tensors = {
+        "weight_packed": torch.arange(256, dtype=torch.uint8).view(1, 256).repeat(255, 16),
+        "weight_scale": torch.arange(255, dtype=torch.uint8)[:, None].repeat(1, 256),
+    }
+    ((_, restored),) = decoded(tensors, tmp_path)
+    public = compressed(
+        "mxfp4-pack-quantized", tensors, num_bits=4, type="float", symmetric=True, strategy="group", group_size=32
+    )
+    equal(restored, public.bfloat16())
+
+
 def test_nvfp4_of_modelopt_multiplies_by_its_second_scale(random, tmp_path):
     """modelopt's NVFP4QTensor.dequantize: the E4M3 scale as float32 times the factor, then the code times this scale."""
     codes, scale = bytes_of((ROWS, INPUTS // 2), random), bytes_of((ROWS, INPUTS // 16), random).view(torch.float8_e4m3fn)

@@ -33,7 +33,7 @@ def expects(model, expected) -> None:
 
 
 @pytest.mark.parametrize("memory", ["100%", "40%"])
-@pytest.mark.parametrize("kind", [kind for kind in quantised.KINDS if kind != "mxfp4"])
+@pytest.mark.parametrize("kind", quantised.PER_EXPERT)
 def test_logits_with_torch_are_those_of_restored_weights(kind, memory, tmp_path):
     expected = quantised.write(tmp_path, kind)
     expects(opened(tmp_path, memory), expected)
@@ -48,6 +48,7 @@ def test_logits_with_torch_are_those_of_restored_weights(kind, memory, tmp_path)
         ("qwen3_vl_moe", "nvfp4 of modelopt", "stacked"),
         ("qwen3_vl_moe", "fp8 per tensor", "stacked"),
         ("qwen3_moe", "fp8", "stacked"),  # as transformers saves it
+        ("qwen3_moe", "fp8 per half", "stacked"),
     ],
 )
 def test_experts_are_found_under_the_names_of_their_writers(family, kind, names, tmp_path):

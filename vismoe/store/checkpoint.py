@@ -41,8 +41,8 @@ class _Stretch(NamedTuple):
 
     file: int
     offset_bytes: int
-    pieces: tuple[tuple[bool, int, int], ...]
-    bounces: tuple[_Bounce, ...]
+    pieces: Sequence[tuple[bool, int, int]]
+    bounces: Sequence[_Bounce]
 
     @property
     def nbytes(self) -> int:
@@ -119,15 +119,18 @@ def _compile(layout: RecordLayout, locator: Locator) -> tuple[_Stretch, ...]:
             start = stop
         assert start == section.offset_bytes + section.nbytes, f"the parts of {section.name} do not fill it"
     stretches: list[_Stretch] = []
+    end: tuple[int, int] | None = None  # of the last stretch
     for part, start, stop, section in sorted(parts, key=lambda each: each[0][:2]):
-        last = stretches[-1] if stretches else None
-        if last is None or (part.file, part.offset_bytes) != (last.file, last.offset_bytes + last.nbytes):
-            last = _Stretch(part.file, part.offset_bytes, (), ())
-            stretches.append(last)
+        if (part.file, part.offset_bytes) != end:
+            pieces: list[tuple[bool, int, int]] = []
+            bounces: list[_Bounce] = []
+            scratch_bytes = 0
+            stretches.append(_Stretch(part.file, part.offset_bytes, pieces, bounces))
         if part.dtype == section.dtype and part.arrangement is SAME:
-            stretches[-1] = last._replace(pieces=(*last.pieces, (False, start, stop)))
-            continue
-        at = aligned(last.scratch_bytes)
-        bounce = _Bounce(part, at, start, stop, section.dtype, part.result)
-        stretches[-1] = last._replace(pieces=(*last.pieces, (True, at, at + part.nbytes)), bounces=(*last.bounces, bounce))
+            pieces.append((False, start, stop))
+        else:
+            at, scratch_bytes = scratch_bytes, aligned(scratch_bytes + part.nbytes)
+            pieces.append((True, at, at + part.nbytes))
+            bounces.append(_Bounce(part, at, start, stop, section.dtype, part.result))
+        end = part.file, part.offset_bytes + part.nbytes
     return tuple(stretches)

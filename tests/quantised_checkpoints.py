@@ -6,7 +6,7 @@ into the tensors of a checkpoint and the restored weight in bfloat16.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -218,34 +218,33 @@ def write(
     backbone: bool = False,
     seed: int = 0,
     names: str = "expert first",
-    kept: tuple[int, ...] = (),
+    layers: Mapping[int, str | None] = {},
 ) -> Any:
     """Save a random model in `folder` with its experts (and attention, if `backbone`) in `kind`; returns the model with restored
     weights, in bfloat16.
 
-    names: one of NAMES, or "stacked" for one tensor of all experts, always [experts, out, in]. kept: layers left in 16 bits.
+    names: one of NAMES, or "stacked" for one tensor of all experts, always [experts, out, in]. layers: those of another kind,
+    None for 16 bits.
     """
     config, make = config_of(family), KINDS[kind][0]
     torch.manual_seed(seed)
     model = getattr(T, CLASSES[family])._from_config(config, dtype=torch.bfloat16).eval()
     state: dict[str, Tensor] = {}
 
-    def put(name: str, weight: Tensor) -> Tensor:
+    def put(name: str, weight: Tensor, make: Callable[[Tensor], Made] = make) -> Tensor:
         tensors, values = make(weight.detach())
         state.update({name + suffix: tensor.contiguous() for suffix, tensor in tensors.items()})
         return values
 
     def put_experts(name: str, p: Tensor, matrix: str) -> None:
         halves = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+        own = next((own for layer, own in layers.items() if f"layers.{layer}." in name), kind)
         for e, w in enumerate(p):
             parts = []
             for half, x in zip(halves, w.chunk(len(halves))):
                 at = NAMES[names].format(expert=e, matrix=half)
-                if any(f"layers.{layer}." in name for layer in kept):
-                    parts.append(x.clone())
-                    state[f"{name.removesuffix(matrix)}{at}.weight"] = parts[-1]
-                else:
-                    parts.append(put(name.removesuffix(matrix) + at, x))
+                encode = KINDS[own][0] if own is not None else lambda w: ({".weight": w.clone()}, w.clone())
+                parts.append(put(name.removesuffix(matrix) + at, x, encode))
             w.copy_(torch.cat(parts))
 
     def put_stacked(name: str, p: Tensor) -> None:

@@ -70,8 +70,8 @@ def test_fp8_experts_of_any_family_are_paged(family, tmp_path):
     expects(opened(tmp_path / "fp8"), expected)
 
 
-def test_a_layer_may_be_left_in_16_bits(tmp_path):
-    """modules_to_not_convert: two geometries, one of them plain."""
-    expected = quantised.write(tmp_path, "fp8", kept=(1,))
-    model = opened(tmp_path)
-    expects(model, expected)
+@pytest.mark.parametrize(("kind", "other"), [("fp8", None), ("w4", "fp8 per channel"), ("nvfp4", "awq")])
+def test_layers_may_be_encoded_differently(kind, other, tmp_path):
+    """modules_to_not_convert, config_groups: a geometry for each."""
+    expected = quantised.write(tmp_path, kind, layers={1: other})
+    expects(opened(tmp_path), expected)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from searching import SEARCHING
 from test_store import every_expert, record_for, store_of
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError, VisMoEError
@@ -357,3 +358,16 @@ def test_a_percentage_of_memory_is_one_of_the_bytes_that_the_checkpoint_has(kind
     assert all_of_it.resident_experts == experts and half.resident_experts == experts // 2
     record = store.inventory.layouts[0].record_bytes
     assert all_of_it.budget_bytes - half.budget_bytes == pytest.approx(whole / 2, abs=record)
+
+
+def test_stacked_fp8_lies_as_in_the_module_of_transformers(tmp_path):
+    """It cannot save a model on a CPU, so its parameters' names, shapes and types are compared with those of the files here."""
+    quantised.write(tmp_path, "fp8 float32 scales", names="stacked")
+    written = {
+        name.rpartition(".experts.")[2]: (tensor.shape, tensor.dtype)
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+        if "layers.0.mlp.experts." in name
+    }
+    with torch.device("meta"):
+        module = FP8Experts(quantised.config_of("qwen3_moe"), block_size=(128, 128))
+    assert written == {name: (tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()}

@@ -176,6 +176,20 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], type[VisMoEError], str]] = {
         UnsupportedModelError,
         HERE + "weight_packed: .*weight_g_idx" + DOCS,
     ),
+    "8 bits with zero points": (
+        "int8 per channel",
+        lambda state: state.update({f"{UP}.weight_zero_point": torch.ones(192, 1, dtype=torch.int8)}),
+        {},
+        UnsupportedModelError,
+        HERE + "weight: .*does not know what weight_zero_point" + DOCS,
+    ),
+    "inputs that are scaled before": (
+        "nvfp4 of modelopt",
+        lambda state: state.update({f"{UP}.pre_quant_scale": torch.ones(256)}),
+        {},
+        UnsupportedModelError,
+        HERE + "weight: .*does not know what pre_quant_scale" + DOCS,
+    ),
     "compressed-tensors of 8 bits": (
         "w4",
         nothing,

@@ -97,10 +97,15 @@ def tensors_of(headers: Sequence[SafetensorsHeader], quantization: Mapping[str, 
     entries = {name: (index, entry) for index, header in enumerate(headers) for name, entry in header.tensors.items()}
     found: Tensors = {}
     used: set[str] = set()
+    leaves: dict[str, list[str]] = {}  # of each module
+    for name in entries:
+        module, _, leaf = name.rpartition(".")
+        leaves.setdefault(module, []).append(leaf)
     for name in entries:
         group = _group_of(name, entries, quantization or {})
         if group is not None:
             weight, found[weight] = group.tensor()
+            group.refuse_unknown(leaves[name.rpartition(".")[0]])
             used |= group.used
     for name, (index, entry) in entries.items():
         if name not in used and name.rpartition(".")[2] not in IGNORED and entry.dtype is not None:
@@ -160,6 +165,15 @@ class _Group:
         else:
             tensor = self._scaled(codes)
         return f"{self.stem}weight" if self.first else self.stem, tensor
+
+    def refuse_unknown(self, leaves: Sequence[str]) -> None:
+        """Refuse tensors beside the codes that VisMoE does not know; they may change what the codes mean."""
+        module, _, matrix = self.stem.rpartition(".")
+        for leaf in leaves:
+            suffix = leaf.removeprefix(matrix).removeprefix("_")
+            known = f"{module}.{leaf}".removeprefix(".") in self.used or suffix in (*IGNORED, "bias")
+            if leaf.startswith(matrix) and not known:
+                raise self._unsupported(f"VisMoE does not know what {leaf} beside it means")
 
     def _need(self, *suffixes: str) -> TensorPart:
         part = self.part(*suffixes)

@@ -171,7 +171,7 @@ class _Group:
         module, _, matrix = self.stem.rpartition(".")
         for leaf in leaves:
             suffix = leaf.removeprefix(matrix).removeprefix("_")
-            known = f"{module}.{leaf}".removeprefix(".") in self.used or suffix in (*IGNORED, "bias")
+            known = f"{module}.{leaf}".removeprefix(".") in self.used or suffix in IGNORED or suffix.endswith("bias")
             if leaf.startswith(matrix) and not known:
                 raise self._unsupported(f"VisMoE does not know what {leaf} beside it means")
 

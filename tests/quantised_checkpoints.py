@@ -5,13 +5,14 @@ into the tensors of a checkpoint and the restored weight in bfloat16.
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as T
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Made = tuple[dict[str, Tensor], Tensor]  # tensors by suffix of the module's name, the restored weight
@@ -122,6 +123,43 @@ def nvfp4(w: Tensor, divided: bool = True) -> Made:
     return tensors, (E2M1[codes].unflatten(1, (-1, 16)) * each[..., None]).flatten(1).bfloat16()
 
 
+def mxfp4(w: Tensor) -> Made:
+    groups = w.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1) / 6).log2().ceil().int() + 127
+    each = torch.ldexp(torch.ones(scale.shape), scale - 127)[..., None]
+    codes = nearest_e2m1(groups / each)
+    tensors = {"_blocks": pairs(codes.flatten(1)).unflatten(1, (-1, 16)), "_scales": scale.to(torch.uint8)}
+    return tensors, (E2M1[codes] * each).flatten(1).bfloat16()
+
+
+def mxfp4_per_expert(w: Tensor, deepseek: bool = False) -> Made:
+    """As compressed-tensors writes it, or DeepSeek."""
+    made, values = mxfp4(w)
+    codes, scale = made["_blocks"].flatten(1), made["_scales"]
+    if deepseek:
+        return {".weight": codes.view(torch.int8), ".scale": scale.view(torch.float8_e8m0fnu)}, values
+    return {".weight_packed": codes, ".weight_scale": scale}, values
+
+
+def fp8_halves(w: Tensor) -> Made:
+    """A scale for gate and one for up, as transformers has it for stacked experts without blocks."""
+    halves = [fp8_tensor(half) for half in w.chunk(2)]
+    codes = torch.cat([made[".weight"].view(torch.uint8) for made, _ in halves]).view(torch.float8_e4m3fn)
+    scale = torch.stack([made[".weight_scale"].float() for made, _ in halves])[:, None]
+    return {".weight": codes, ".weight_scale_inv": scale}, torch.cat([values for _, values in halves])
+
+
+def fp8_by_powers_of_two(w: Tensor, scale_name: str = ".scale", as_bytes: bool = True) -> Made:
+    """DeepSeek's `scale_fmt: ue8m0`."""
+    made, _ = fp8(w, dtype=torch.float32)
+    exponent = made[".weight_scale_inv"].log2().ceil()
+    each = blocks(exponent.exp2(), *w.shape)
+    codes = (w.float() / each).to(torch.float8_e4m3fn)
+    scale = (exponent + 127).to(torch.uint8)
+    tensors = {".weight": codes, scale_name: scale if as_bytes else scale.view(torch.float8_e8m0fnu)}
+    return tensors, (codes.float() * each).bfloat16()
+
+
 KINDS: dict[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
     "fp8": (fp8, dict(quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=["lm_head"])),
     "fp8 float32 scales": (lambda w: fp8(w, dtype=torch.float32), dict(quant_method="fp8", weight_block_size=[128, 128])),
@@ -132,10 +170,19 @@ KINDS: dict[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
     "w4 with zero points": (lambda w: w4(w, 64, False), dict(quant_method="compressed-tensors", format="pack-quantized")),
     "awq": (awq, dict(quant_method="awq", bits=4, group_size=64, zero_point=True, version="gemm")),
     "gptq": (gptq, dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, sym=False)),
-    "gptq v2": (lambda w: gptq(w, 2), dict(quant_method="gptq", bits=4, group_size=64, checkpoint_format="gptq_v2")),
+    "gptq v2": (
+        lambda w: gptq(w, 2),
+        dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, checkpoint_format="gptq_v2"),
+    ),
     "nvfp4": (nvfp4, dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized")),
+    "mxfp4 of compressed-tensors": (mxfp4_per_expert, dict(quant_method="compressed-tensors", format="mxfp4-pack-quantized")),
+    "mxfp4 of deepseek": (lambda w: mxfp4_per_expert(w, True), dict(quant_method="fp8", scale_fmt="ue8m0")),
+    "fp8 per half": (fp8_halves, dict(quant_method="fp8")),
+    "mxfp4": (mxfp4, dict(quant_method="mxfp4")),
+    "fp8 ue8m0": (fp8_by_powers_of_two, dict(quant_method="fp8", weight_block_size=[128, 128], scale_fmt="ue8m0")),
     "nvfp4 of modelopt": (lambda w: nvfp4(w, False), dict(quant_method="modelopt", quant_algo="NVFP4")),
 }
+PER_EXPERT = [kind for kind in KINDS if kind not in ("mxfp4", "fp8 per half")]  # the others are stacked
 BASE = dict(
     vocab_size=512, hidden_size=HIDDEN, intermediate_size=256, moe_intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS,
     num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=EXPERTS, num_experts_per_tok=2,
@@ -147,37 +194,71 @@ VISION = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_h
 def config_of(family: str) -> Any:
     if family == "qwen3_moe":
         return T.Qwen3MoeConfig(**BASE)
+    if family == "gpt_oss":
+        sizes = dict(BASE, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, layer_types=["full_attention"] * LAYERS)
+        return T.GptOssConfig(
+            **{name: value for name, value in sizes.items() if name not in ("num_experts", "moe_intermediate_size")}
+        )
     text = dict(BASE, rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[12, 10, 10]))
     return T.Qwen3VLMoeConfig(text_config=text, vision_config=dict(VISION, deepstack_visual_indexes=[0]), dtype="bfloat16")
 
 
-CLASSES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+CLASSES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}  # fmt: skip
+NAMES = {  # of one expert's matrix: in most checkpoints, and in modelopt's of Qwen3-VL
+    "expert first": "{expert}.{matrix}", "matrix first": "{matrix}.{expert}",
+}  # fmt: skip
 
 
-def write(folder: Path, kind: str, family: str = "qwen3_moe", backbone: bool = False, seed: int = 0) -> Any:
+def write(
+    folder: Path,
+    kind: str,
+    family: str = "qwen3_moe",
+    backbone: bool = False,
+    seed: int = 0,
+    names: str = "expert first",
+    layers: Mapping[int, str | None] = {},
+) -> Any:
     """Save a random model in `folder` with its experts (and attention, if `backbone`) in `kind`; returns the model with restored
-    weights, in bfloat16."""
+    weights, in bfloat16.
+
+    names: one of NAMES, or "stacked" for one tensor of all experts, always [experts, out, in]. layers: those of another kind,
+    None for 16 bits.
+    """
     config, make = config_of(family), KINDS[kind][0]
     torch.manual_seed(seed)
     model = getattr(T, CLASSES[family])._from_config(config, dtype=torch.bfloat16).eval()
     state: dict[str, Tensor] = {}
 
-    def put(name: str, weight: Tensor) -> Tensor:
+    def put(name: str, weight: Tensor, make: Callable[[Tensor], Made] = make) -> Tensor:
         tensors, values = make(weight.detach())
         state.update({name + suffix: tensor.contiguous() for suffix, tensor in tensors.items()})
         return values
 
+    def put_experts(name: str, p: Tensor, matrix: str) -> None:
+        halves = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+        own = next((own for layer, own in layers.items() if f"layers.{layer}." in name), kind)
+        for e, w in enumerate(p):
+            parts = []
+            for half, x in zip(halves, w.chunk(len(halves))):
+                at = NAMES[names].format(expert=e, matrix=half)
+                encode = KINDS[own][0] if own is not None else lambda w: ({".weight": w.clone()}, w.clone())
+                parts.append(put(name.removesuffix(matrix) + at, x, encode))
+            w.copy_(torch.cat(parts))
+
+    def put_stacked(name: str, p: Tensor) -> None:
+        made = [make(w.T if family == "gpt_oss" else w) for w in p]
+        for suffix in made[0][0]:
+            end = {".weight": "", ".weight_scale_inv": "_scale_inv"}.get(suffix, suffix.replace(".", "_"))
+            state[name + end] = torch.stack([tensors[suffix] for tensors, _ in made])
+        p.copy_(torch.stack([values.T if family == "gpt_oss" else values for _, values in made]))
+
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith("experts.gate_up_proj"):
-                for e, w in enumerate(p):
-                    gate, up = (
-                        put(name.replace("gate_up_proj", f"{e}.{half}_proj"), x) for half, x in zip(("gate", "up"), w.chunk(2))
-                    )
-                    w.copy_(torch.cat((gate, up)))
-            elif name.endswith("experts.down_proj"):
-                for e, w in enumerate(p):
-                    w.copy_(put(name.replace("down_proj", f"{e}.down_proj"), w))
+            matrix = name.rpartition(".")[2]
+            if ".experts." in name and matrix in ("gate_up_proj", "down_proj"):
+                put_stacked(name, p) if names == "stacked" else put_experts(name, p, matrix)
             elif backbone and "self_attn" in name and name.endswith("_proj.weight"):
                 p.copy_(put(name.removesuffix(".weight"), p))
             else:
@@ -187,3 +268,30 @@ def write(folder: Path, kind: str, family: str = "qwen3_moe", backbone: bool = F
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(values, default=str))
     return model
+
+
+EXPERT = re.compile(r"experts\.\d+\.\w+\.weight$")
+
+
+def requantise(folder: Path, make: Callable[[Tensor], Made], into: Path) -> None:
+    """Encode the experts of a checkpoint saved in `folder`, whatever its family, into another one; `folder` keeps the restored
+    weights in 16 bits."""
+    into.mkdir()
+    for path in folder.glob("*.json"):
+        (into / path.name).write_bytes(path.read_bytes())
+    encoded = 0
+    for path in folder.glob("*.safetensors"):
+        restored, state = load_file(path), {}
+        for name, weight in restored.items():
+            if EXPERT.search(name):
+                tensors, restored[name] = make(weight)
+                state |= {name.removesuffix(".weight") + suffix: tensor.contiguous() for suffix, tensor in tensors.items()}
+                encoded += 1
+            else:
+                state[name] = weight
+        save_file(restored, path, metadata={"format": "pt"})
+        save_file(state, into / path.name, metadata={"format": "pt"})
+    assert encoded, "no expert has a tensor of its own"
+    config = json.loads((into / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128])
+    (into / "config.json").write_text(json.dumps(config))

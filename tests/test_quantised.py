@@ -4,29 +4,74 @@ import re
 
 import pytest
 import quantised_checkpoints as quantised
+import tiny_models
 import torch
+from transformers import AutoConfig
 
 import vismoe
 from vismoe.cli.main import main as run
-from vismoe.models.load.preview import preview
+from vismoe.models.load.preview import model_class, preview
 from vismoe.models.load.quantizer import VisMoEConfig
 
 
 def logits(model, seed: int = 1) -> torch.Tensor:
-    ids = torch.randint(3, 500, (1, 24), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, 60, (1, 24), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return model(input_ids=ids).logits
 
 
+def opened(folder, memory: str = "40%"):
+    cls = model_class(AutoConfig.from_pretrained(folder))
+    return cls.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=VisMoEConfig(memory=memory, kernels="torch"),
+        attn_implementation="eager",
+    )
+
+
+def expects(model, expected) -> None:
+    expected.set_experts_implementation("eager")
+    expected.set_attn_implementation("eager")
+    assert torch.equal(logits(model), logits(expected))
+
+
 @pytest.mark.parametrize("memory", ["100%", "40%"])
-@pytest.mark.parametrize("kind", quantised.KINDS)
+@pytest.mark.parametrize("kind", quantised.PER_EXPERT)
 def test_logits_with_torch_are_those_of_restored_weights(kind, memory, tmp_path):
     expected = quantised.write(tmp_path, kind)
-    expected.set_experts_implementation("eager")
-    paged = type(expected).from_pretrained(
-        tmp_path, dtype=torch.bfloat16, quantization_config=VisMoEConfig(memory=memory, kernels="torch")
+    expects(opened(tmp_path, memory), expected)
+
+
+@pytest.mark.parametrize(
+    "family,kind,names",
+    [
+        ("gpt_oss", "mxfp4", "stacked"),
+        ("qwen3_vl_moe", "fp8", "expert first"),
+        ("qwen3_vl_moe", "nvfp4 of modelopt", "matrix first"),
+        ("qwen3_vl_moe", "nvfp4 of modelopt", "stacked"),
+        ("qwen3_vl_moe", "fp8 per tensor", "stacked"),
+        ("qwen3_moe", "fp8", "stacked"),  # as transformers saves it
+        ("qwen3_moe", "fp8 per half", "stacked"),
+    ],
+)
+def test_experts_are_found_under_the_names_of_their_writers(family, kind, names, tmp_path):
+    expected = quantised.write(tmp_path, kind, family, names=names)
+    for memory in ("100%", "30%"):
+        expects(opened(tmp_path, memory), expected)
+
+
+FAMILIES = "deepseek_v3 glm4_moe glm4v_moe minimax_m2 mixtral qwen3_5_moe ernie4_5_moe".split()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp8_experts_of_any_family_are_paged(family, tmp_path):
+    tiny_models.save(family, tmp_path / "restored", dtype=torch.bfloat16)
+    quantised.requantise(tmp_path / "restored", quantised.fp8, tmp_path / "fp8")
+    expected = model_class(AutoConfig.from_pretrained(tmp_path / "restored")).from_pretrained(
+        tmp_path / "restored", dtype=torch.bfloat16
     )
-    assert torch.equal(logits(paged), logits(expected))
+    expects(opened(tmp_path / "fp8"), expected)
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +123,10 @@ def test_a_percentage_is_of_the_bytes_that_the_checkpoint_has(fp8):
 def test_what_makes_no_sense_is_refused_with_what_does(fp8, arguments, says, capsys):
     assert run([argument.format(fp8[0]) for argument in arguments]) != 0
     assert re.search(says, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("fp8", None), ("w4", "fp8 per channel"), ("nvfp4", "awq")])
+def test_layers_may_be_encoded_differently(kind, other, tmp_path):
+    """modules_to_not_convert, config_groups: a geometry for each."""
+    expected = quantised.write(tmp_path, kind, layers={1: other})
+    expects(opened(tmp_path), expected)

@@ -69,11 +69,9 @@ class Scaled(Encoding):
 class Int4(Encoding):
     """Integers of 4 bits: w4, awq, gptq. Byte b of a row holds inputs 2b (its low half) and 2b + 1. w = scale (code - zero).
 
-    scale `[o, i / g]` bfloat16, float16 or float32; zero uint8 of the same shape; without it all zeros are 8.
-    `half`: the public dequantiser computes in float16, so a weight is rounded to it before it is rounded to the model's type.
+    scale `[o, i / g]` bfloat16, float16 or float32; zero uint8 of the same shape; without it all zeros are 8. The public
+    dequantisers compute in the type of the scales, so a weight is rounded to it before it is rounded to the model's type.
     """
-
-    half: bool = False
 
     def row_bytes(self, inputs: int) -> int:
         return _whole(self, inputs, 32) * 16
@@ -83,8 +81,7 @@ class Int4(Encoding):
         return (nibbles(parts["codes"]).float() - zero) * spread(parts["scale"].float(), inputs)
 
     def restored(self, parts: Parts, inputs: int, into: Tensor) -> None:
-        values = self.values(parts, inputs)
-        into.copy_(values.half() if self.half else values)
+        into.copy_(self.values(parts, inputs).to(parts["scale"].dtype))
 
 
 @dataclass(frozen=True)
@@ -249,7 +246,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 FP8, W8 = Scaled("fp8"), Scaled("w8")
-W4, AWQ, GPTQ = Int4("w4"), Int4("awq", half=True), Int4("gptq", half=True)
+W4, AWQ, GPTQ = Int4("w4"), Int4("awq"), Int4("gptq")
 MXFP4, NVFP4, NVFP4_DIVIDED = MxFp4("mxfp4"), NvFp4("nvfp4"), NvFp4("nvfp4_divided", divided=True)
 GGML = {  # by ggml's names of types
     "Q4_0": Ggml("q4_0", 32, 18, _q4_0),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+GPTQ_ONES = 0x11111111  # one in each half byte of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each half byte of a word holds; AutoAWQ's gemm version
 
 
@@ -63,7 +64,8 @@ class ZeroPoints(Arrangement):
     """int32 words of eight 4-bit zero points of consecutive outputs -> uint8 `[o, groups]`.
 
     On disk `[o / 8, groups]` with `along` 0 (compressed-tensors), `[groups, o / 8]` with `along` 1 (AWQ, GPTQ). `order`: the
-    output that each half byte of a word belongs to. `plus`: GPTQ's first version stores zero points less one.
+    output that each half byte of a word belongs to. `plus`: what is added to a word; GPTQ's first version stores words less
+    `GPTQ_ONES`, so that a zero point 0 borrows from the next one.
     """
 
     along: int
@@ -80,7 +82,7 @@ class ZeroPoints(Arrangement):
     def copy(self, on_disk: Tensor, into: Tensor) -> None:
         words = on_disk if self.along == 0 else on_disk.T  # [o / 8, groups]
         shifts = torch.tensor([4 * self.order.index(output) for output in range(8)], dtype=torch.int32)
-        into.copy_((((words[:, None] >> shifts[:, None]) & 15) + self.plus).flatten(0, 1)[: self.rows])
+        into.copy_((((words + self.plus)[:, None] >> shifts[:, None]) & 15).flatten(0, 1)[: self.rows])
 
 
 @dataclass(frozen=True)

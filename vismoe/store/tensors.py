@@ -16,6 +16,7 @@ from vismoe.formats.encodings import AWQ, FLOATS, FP8, GPTQ, MXFP4, NVFP4, NVFP4
 from vismoe.store.arrangement import (
     AWQ_ORDER,
     AWQ_WORDS,
+    GPTQ_ONES,
     GPTQ_WORDS,
     SAME,
     TRANSPOSED,
@@ -32,6 +33,8 @@ IGNORED = (  # of activations and caches, and shapes that the tensors have thems
     "input_scale", "input_scale_inv", "input_global_scale", "activation_scale", "qscale_act", "weight_shape",
     "q_scale", "k_scale", "v_scale", "output_scale",
 )  # fmt: skip
+METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4", "awq", "gptq")  # whose tensors mean what is written here
+GPTQ_LAYOUTS, AWQ_LAYOUTS = ("none", "gptq", "gptq_v2"), ("none", "gemm", "exllama")  # exllama's files are those of gemm
 ORIGINAL = "Instead: the original checkpoint of the model, or one in a format of docs/formats.md"
 
 
@@ -87,17 +90,22 @@ Tensors = dict[str, TensorPart | EncodedTensor]
 def tensors_of(headers: Sequence[SafetensorsHeader], quantization: Mapping[str, Any] | None = None) -> Tensors:
     """All tensors of a checkpoint by name; an encoded one by the name that its weight would have.
 
-    quantization: what config.json says under `quantization_config`. It settles only what tensors do not show: the bits of packed
-    integers, and GPTQ's version. Raises UnsupportedModelError for an encoding that VisMoE does not read, CheckpointError for
-    parts that are missing or do not fit.
+    quantization: what config.json says under `quantization_config`. It settles only what tensors do not show: whether the method
+    is a known one, the bits and the order of packed integers, and GPTQ's version. Raises UnsupportedModelError for an encoding
+    that VisMoE does not read, CheckpointError for parts that are missing or do not fit.
     """
     entries = {name: (index, entry) for index, header in enumerate(headers) for name, entry in header.tensors.items()}
     found: Tensors = {}
     used: set[str] = set()
+    leaves: dict[str, list[str]] = {}  # of each module
+    for name in entries:
+        module, _, leaf = name.rpartition(".")
+        leaves.setdefault(module, []).append(leaf)
     for name in entries:
         group = _group_of(name, entries, quantization or {})
         if group is not None:
             weight, found[weight] = group.tensor()
+            group.refuse_unknown(leaves[name.rpartition(".")[0]])
             used |= group.used
     for name, (index, entry) in entries.items():
         if name not in used and name.rpartition(".")[2] not in IGNORED and entry.dtype is not None:
@@ -124,6 +132,7 @@ class _Group:
     def __init__(self, stem: str, first: str, entries: Entries, quantization: Mapping[str, Any]):
         self.stem, self.first, self._entries, self._quantization = stem, first, entries, quantization
         self.used: set[str] = set()
+        self._names: dict[tuple[int, int], str] = {}  # by file and offset
         scales = ("weight_scale_inv", "weight_scale", "scale_inv", "scale", "qscale_weight")
         self.scales = scales if first else tuple(f"_{suffix}" for suffix in scales)
 
@@ -133,23 +142,38 @@ class _Group:
             index, entry = self._entries.get(self.stem + suffix, (0, None))
             if entry is not None and entry.dtype is not None:
                 self.used.add(self.stem + suffix)
+                self._names[index, entry.offset_bytes] = self.stem + suffix
                 return TensorPart(index, entry.offset_bytes, entry.shape, entry.dtype)
         return None
 
     def tensor(self) -> tuple[str, EncodedTensor]:
         """(the name of the weight, what it is)."""
         codes = self._need(self.first)
+        method = str(self._quantization.get("quant_method") or METHODS[0])
+        if not method.startswith(METHODS):
+            raise self._unsupported(f"config.json says that it is quantised by {method}, which VisMoE does not know")
         if self.first == "_blocks":
             return self.stem, self._mxfp4(codes)
         if self.first == "qweight":
             tensor = self._transposed_words(codes)
         elif self.first == "weight_packed" and codes.dtype == torch.int32:
             tensor = self._words(codes)
+        elif self._in_powers_of_two(codes):
+            tensor = self._microscaled(codes)
         elif codes.dtype == torch.uint8:
             tensor = self._nvfp4(codes)
         else:
             tensor = self._scaled(codes)
         return f"{self.stem}weight" if self.first else self.stem, tensor
+
+    def refuse_unknown(self, leaves: Sequence[str]) -> None:
+        """Refuse tensors beside the codes that VisMoE does not know; they may change what the codes mean."""
+        module, _, matrix = self.stem.rpartition(".")
+        for leaf in leaves:
+            suffix = leaf.removeprefix(matrix).removeprefix("_")
+            known = f"{module}.{leaf}".removeprefix(".") in self.used or suffix in IGNORED or suffix.endswith("bias")
+            if leaf.startswith(matrix) and not known:
+                raise self._unsupported(f"VisMoE does not know what {leaf} beside it means")
 
     def _need(self, *suffixes: str) -> TensorPart:
         part = self.part(*suffixes)
@@ -167,17 +191,25 @@ class _Group:
     def _fitting(self, codes: TensorPart, beside: TensorPart, fits: bool) -> None:
         if not fits:
             raise CheckpointError(
-                f"{self.stem}{self.first} has shape {codes.shape}, and a tensor beside it has {beside.shape}: they do not fit. "
-                "Fix: download or copy the files again"
+                f"{self.stem}{self.first} is {codes.dtype} of shape {codes.shape}, and {self._names[beside[:2]]} is "
+                f"{beside.dtype} of {beside.shape}: they do not fit each other in any format that VisMoE reads. {ORIGINAL}"
             )
 
     def _four_bits(self) -> None:
         """Refuse packed integers of another width."""
-        groups = (self._quantization.get("config_groups") or {}).values()
-        stated = [self._quantization.get("bits")] + [(group.get("weights") or {}).get("num_bits") for group in groups]
-        other = next((bits for bits in stated if bits not in (None, 4)), None)
-        if other is not None:
-            raise self._unsupported(f"its integers are packed with {other} bits, and 4 are read")
+        groups = self._quantization.get("config_groups")
+        groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+        weights = [self._quantization, *(group["weights"] for group in groups if isinstance(group.get("weights"), dict))]
+        stated = {str(bits) for each in weights for bits in (each.get("bits"), each.get("num_bits")) if bits}
+        if stated and "4" not in stated:
+            raise self._unsupported(f"its integers are packed with {', '.join(sorted(stated))} bits, and 4 are read")
+
+    def _stated(self, setting: str, known: tuple[str, ...]) -> str:
+        """What config.json says about a layout; refused where it is not one of `known`."""
+        value = str(self._quantization.get(setting)).lower()
+        if value not in known:
+            raise self._unsupported(f"its integers are arranged for {value} ({setting} in config.json)")
+        return value
 
     # ---------------------------------------------------------------- the formats
     def _scaled(self, codes: TensorPart) -> EncodedTensor:
@@ -194,8 +226,11 @@ class _Group:
             shape = (*stack, count, 1)
             self._fitting(codes, scale, count in (1, rows) and math.prod(shape) == math.prod(scale.shape))
         blocks, groups = shape[-2:]
-        each = 1 if blocks == rows else rows if blocks == 1 else BLOCK_ROWS
-        self._fitting(codes, scale, -(-rows // each) == blocks and groups in (1, -(-inputs // GROUP)))
+        each = rows // blocks if blocks in (1, rows) else BLOCK_ROWS
+        halves = stack and (blocks, groups) == (2, 1) and inputs > GROUP and rows % 2 == 0  # a scale for gate and one for up
+        in_blocks = -(-rows // each) == blocks and groups == -(-inputs // GROUP)
+        self._fitting(codes, scale, in_blocks or bool(halves) or (groups == 1 and blocks in (1, rows)))
+        each = rows // 2 if halves else each
         scale = scale._replace(shape=shape, arrangement=SAME if each == 1 else RowsRepeated(each, rows))
         encoding = FP8 if codes.dtype == torch.float8_e4m3fn else W8
         return EncodedTensor(encoding, codes.shape, {"codes": codes.bytes_as(*codes.shape), "scale": scale})
@@ -209,7 +244,8 @@ class _Group:
         if len(codes.shape) != 2:
             raise self._unsupported(f"it is packed as a tensor of shape {codes.shape}")
         rows, inputs = codes.shape[0], 8 * codes.shape[1]
-        self._fitting(codes, scale, len(scale.shape) == 2 and scale.shape[0] == rows and inputs % (32 * scale.shape[1]) == 0)
+        fits = len(scale.shape) == 2 and scale.shape[0] == rows and inputs % (32 * scale.shape[1]) == 0
+        self._fitting(codes, scale, fits and scale.dtype in FLOATS)
         parts = {"codes": codes.bytes_as(rows, inputs // 2), "scale": scale}
         if zero is not None:
             self._fitting(codes, zero, zero.dtype == torch.int32 and zero.shape == (-(-rows // 8), scale.shape[1]))
@@ -223,13 +259,16 @@ class _Group:
         if len(codes.shape) != 2 or len(scale.shape) != 2 or codes.dtype != torch.int32:
             raise self._unsupported(f"qweight is {codes.dtype} of shape {codes.shape}")
         rows = scale.shape[1]
-        if order is not None and self._quantization.get("desc_act"):
-            raise self._unsupported("its inputs are in the order of their activations (desc_act), so that groups are scattered")
+        if order is not None and self._quantization.get("desc_act") is not False:
+            raise self._unsupported(
+                "config.json does not say desc_act: false, so that its inputs may be in the order of their activations"
+            )
         if codes.shape[1] == rows:
             inputs, encoding = 8 * codes.shape[0], GPTQ
-            plus = 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
+            plus = 0 if self._stated("checkpoint_format", GPTQ_LAYOUTS) == "gptq_v2" else GPTQ_ONES
             zeros = ZeroPoints(1, rows, plus=plus)
         else:
+            self._stated("version", AWQ_LAYOUTS)
             inputs, encoding = codes.shape[0], AWQ
             zeros = ZeroPoints(1, rows, AWQ_ORDER)
             self._fitting(codes, scale, 8 * codes.shape[1] == rows)
@@ -250,12 +289,25 @@ class _Group:
         *outer, groups = scale.shape
         return EncodedTensor(MXFP4, (*outer, 32 * groups), {"codes": codes.bytes_as(*outer, 16 * groups), "scale": scale})
 
+    def _in_powers_of_two(self, codes: TensorPart) -> bool:
+        """Whether the codes are pairs of 4 bits with a power of two for 32 inputs."""
+        scale = self.part(*self.scales)
+        bytes_only = scale is not None and codes.dtype.itemsize == 1 and scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        return bytes_only and scale is not None and scale.shape == (*codes.shape[:-1], codes.shape[-1] // 16)
+
+    def _microscaled(self, codes: TensorPart) -> EncodedTensor:
+        """MXFP4 of compressed-tensors and of DeepSeek: codes `[.., o, i / 2]`, scales `[.., o, i / 32]`."""
+        scale = self._need(*self.scales)
+        parts = {"codes": codes.bytes_as(*codes.shape), "scale": scale.bytes_as(*scale.shape)}
+        return EncodedTensor(MXFP4, (*codes.shape[:-1], 2 * codes.shape[-1]), parts)
+
     def _nvfp4(self, codes: TensorPart) -> EncodedTensor:
         """`weight_packed` with `weight_global_scale`, by which compressed-tensors divides, or `weight` with `weight_scale_2`, by
         which modelopt multiplies."""
         scale, factor = self._need(*self.scales), self.part("weight_global_scale")
         encoding = NVFP4 if factor is None else NVFP4_DIVIDED
-        factor = factor or self._need("weight_scale_2" if self.first else "_weight_scale_2")
+        others = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
+        factor = factor or self._need(others.get(self.first, "_weight_scale_2"))
         *stack, rows, half = codes.shape
         self._fitting(codes, scale, scale.dtype == torch.float8_e4m3fn and scale.shape == (*stack, rows, half // 8))
         per_tensor = factor.dtype == torch.float32 and math.prod(factor.shape) == math.prod(stack)

@@ -48,7 +48,7 @@ def rows_of(parameter: ExpertParameter, parts: Tensors) -> list[Row]:
         raise UnsupportedModelError(
             f"{parameter.name}: {len(columns)} tensors per expert and no rule to join them; report the model"
         )
-    shapes = {_row_shape(row) for row in columns[0]}
+    shapes = {row_shape(row) for row in columns[0]}
     wanted = {parameter.shape[1:]}
     if all(isinstance(part, EncodedTensor) for row in columns[0] for part in row):
         wanted.add(parameter.shape[:0:-1])
@@ -109,7 +109,7 @@ def _unsupported(parameter: ExpertParameter, operation: Any) -> UnsupportedModel
     )
 
 
-def _row_shape(row: Row) -> tuple[int, ...]:
+def row_shape(row: Row) -> tuple[int, ...]:
     shapes = [part.result for part in row]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -145,7 +145,7 @@ def _joined(columns: list[list[Row]]) -> list[list[Row]]:
 def _transpose(operation: Any, columns: list[list[Row]], parameter: ExpertParameter) -> list[list[Row]]:
     if {operation.dim0, operation.dim1} != {1, 2}:
         raise _unsupported(parameter, operation)
-    if operation.check_dims and len(columns) == 1 and all(_row_shape(row) == parameter.shape[1:] for row in columns[0]):
+    if operation.check_dims and len(columns) == 1 and all(row_shape(row) == parameter.shape[1:] for row in columns[0]):
         return columns
     if all(isinstance(part, EncodedTensor) for rows in columns for row in rows for part in row):
         return columns  # in any family

@@ -17,7 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
-from vismoe.models.load.conversion import LISTED, ExpertParameter, Row, rows_of
+from vismoe.models.family.forms import transposed_sections
+from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, row_shape, rows_of
 from vismoe.store.checkpoint import CheckpointStore, Locator
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.store.tensors import EncodedTensor, TensorPart, Tensors, tensors_of
@@ -59,12 +60,17 @@ def locate_experts(
     readable = {key: t for key, t in tensors.items() if isinstance(t, EncodedTensor) or t.dtype in PLAIN}
     rows = {name: rows_of(parameter, readable) for name, parameter in parameters.items()}
     raw = inventory_of(model, dtype)
-    inventory, locators = _as_stored(raw, rows)
+    inventory, locators = _as_stored(raw, rows, transposed_sections(model, raw))
     return CheckpointStore(headers, inventory, locators, config_json)
 
 
-def _as_stored(raw: ExpertInventory, rows: dict[str, list[Row]]) -> tuple[ExpertInventory, list[list[Locator]]]:
-    """(the experts with records as the checkpoint encodes them, where each lies); `raw` itself where no matrix is encoded."""
+def _as_stored(
+    raw: ExpertInventory, rows: dict[str, list[Row]], transposed: tuple[frozenset[str], ...]
+) -> tuple[ExpertInventory, list[list[Locator]]]:
+    """(the experts with records as the checkpoint encodes them, where each lies); `raw` itself where no matrix is encoded.
+
+    transposed: per geometry of `raw`, the matrices that the model keeps as [in, out]; encoded ones are always [out, in].
+    """
     layers, locators = [], []
     geometries: dict[tuple[RecordLayout, RecordLayout], int] = {}
     for layer in raw.layers:
@@ -73,7 +79,8 @@ def _as_stored(raw: ExpertInventory, rows: dict[str, list[Row]]) -> tuple[Expert
         for section in layout.sections:
             column = rows[f"{layer.path}.{section.name}"]
             if any(isinstance(part, EncodedTensor) for row in column for part in row):
-                sections += _encoded(f"{layer.path}.{section.name}", section.name, column)
+                wanted = section.shape[::-1] if section.name in transposed[layer.geometry] else section.shape
+                sections += _encoded(f"{layer.path}.{section.name}", section.name, column, wanted)
             else:
                 plain = [tuple(part for part in row if isinstance(part, TensorPart)) for row in column]
                 sections.append(_Stored(section.name, section.shape, section.dtype, plain))
@@ -95,8 +102,11 @@ class _Stored(NamedTuple):
     rows: Sequence[tuple[TensorPart, ...]]
 
 
-def _encoded(parameter: str, name: str, column: list[Row]) -> list[_Stored]:
-    """The sections of an encoded matrix. Raises UnsupportedModelError where experts, or gate and up, are encoded differently."""
+def _encoded(parameter: str, name: str, column: list[Row], wanted: tuple[int, ...]) -> list[_Stored]:
+    """The sections of an encoded matrix of the shape `wanted`, [out, in].
+
+    Raises UnsupportedModelError where experts, or gate and up, are encoded differently, or as [in, out].
+    """
     kinds = {
         (part.encoding.name, *part.parts) if isinstance(part, EncodedTensor) else (str(part.dtype),)
         for row in column
@@ -108,10 +118,15 @@ def _encoded(parameter: str, name: str, column: list[Row]) -> list[_Stored]:
             f"{parameter}: its experts, or their gate and up, are stored differently in one layer ({found}). "
             "Instead: a checkpoint that has one format for them"
         )
+    if row_shape(column[0]) != wanted:
+        raise UnsupportedModelError(
+            f"{parameter}: its encoded experts are {row_shape(column[0])}, and VisMoE reads them as [outputs, inputs], {wanted}. "
+            "Instead: a checkpoint that has them so, or the original one"
+        )
     (encoding, *names), sections = kinds.pop(), []
     for part in names:
         rows = [tuple(tensor.parts[part] for tensor in row if isinstance(tensor, EncodedTensor)) for row in column]
-        shapes = {(sum(p.result[0] for p in row), *row[0].result[1:]) for row in rows}
+        shapes = {(sum(p.result[0] for p in row), *each.result[1:]) for row in rows for each in row}
         dtypes = {p.arrangement.dtype(p.dtype) for row in rows for p in row}
         if len(shapes) > 1:
             raise CheckpointError(
@@ -191,7 +206,8 @@ def _collect(model: Any, tensors: Tensors) -> dict[str, ExpertParameter]:
     names = _Names(model)
     for key in sorted(tensors, key=loading.dot_natural_key):
         name, pattern, converter = names.of(key)
-        if converter is None and name not in parameters and _collect_per_expert(parameters, name, key):
+        merges = converter is not None and any(isinstance(operation, MERGING) for operation in converter.operations)
+        if not merges and name not in parameters and _collect_per_expert(parameters, name, key):
             continue
         first, targets = (converter.target_patterns[0], converter.target_patterns) if converter else (name, [name])
         for index, target in enumerate(targets):

@@ -23,7 +23,7 @@ def relay_awq(qweight: Tensor, into: Tensor) -> None:
 
 
 def relay_gptq(qweight: Tensor, into: Tensor) -> None:
-    """qweight int32 `[i / 8, o]` -> into uint8 `[o, i / 2]`; both contiguous. Inputs keep their order, so g_idx must be trivial."""
+    """qweight int32 `[i / 8, o]` -> into uint8 `[o, i / 2]`; both contiguous. Inputs keep their order: g_idx is trivial."""
     words, outputs = qweight.shape
     _check(qweight, into, outputs, 8 * words)
     _gptq()(qweight.data_ptr(), words, outputs, into.data_ptr())

@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "numbers.h"
 #if defined(__AVX2__)
@@ -51,11 +53,12 @@ inline float fp16_at(const std::uint8_t* p) {
   return from_fp16(bits);
 }
 
+// Without branches, so that compilers vectorise loops over it.
 inline float from_e4m3(std::uint8_t code) {
-  const std::uint32_t magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
-  const float normal = float_of((magnitude << 20) + (120u << 23)), denormal = static_cast<float>(static_cast<int>(magnitude)) * 0x1p-9f;
-  const float value = magnitude < 8 ? denormal : normal;
-  return float_of(bits_of(magnitude == 0x7f ? float_of(0x7fc00000u) : value) | sign);
+  const std::uint32_t magnitude = code & 0x7fu, small = magnitude < 8 ? ~0u : 0u, nan = magnitude == 0x7f ? 0x7fc00000u : 0u;
+  const std::uint32_t denormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f);
+  const std::uint32_t normal = (magnitude << 20) + (120u << 23);
+  return float_of((denormal & small) | (normal & ~small) | nan | (code & 0x80u) << 24);
 }
 
 // 2^(exponent - 128), because codes of E2M1 are doubled here; down to the denormal 2^-128.
@@ -76,6 +79,18 @@ inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_
   }
 }
 
+// to[i] = factor * from[i], of eight bytes of type B; compilers do this in halves of vectors at most.
+template <class B>
+inline void eight_times(const std::uint8_t* from, float factor, float* to) {
+#if defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m256i wide = std::is_signed_v<B> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+  _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+#else
+  for (int i = 0; i < 8; i++) to[i] = factor * static_cast<float>(static_cast<B>(from[i]));
+#endif
+}
+
 // The 8 scales and 8 minima of 6 bits of a block of Q4_K or Q5_K.
 inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   std::uint32_t words[3], six[4];
@@ -86,9 +101,8 @@ inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   six[3] = (words[2] >> 4 & 0x0f0f0f0fu) | (words[1] >> 2 & 0x30303030u);
   std::uint8_t bytes[16];
   std::memcpy(bytes, six, 16);
-  const float d = fp16_at(block), least = -fp16_at(block + 2);
-  for (int i = 0; i < 8; i++) scales[i] = d * bytes[i];
-  for (int i = 0; i < 8; i++) minima[i] = least * bytes[8 + i];
+  eight_times<std::uint8_t>(bytes, fp16_at(block), scales);
+  eight_times<std::uint8_t>(bytes + 8, -fp16_at(block + 2), minima);
 }
 
 // The scales of one row, and its minima if there are any; zeros after them, up to a multiple of 16.
@@ -118,7 +132,7 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   } else if constexpr (E == kQ6K) {
     for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) {
       const float d = fp16_at(codes + 208);
-      for (int i = 0; i < 16; i++) scales[s + i] = d * static_cast<std::int8_t>(codes[192 + i]);
+      for (int i = 0; i < 16; i += 8) eight_times<std::int8_t>(codes + 192 + i, d, scales + s + i);
     }
   } else {  // blocks of 32 that begin with float16: the scale, and the minimum if there is one
     for (std::size_t s = 0; s < steps; s++) {

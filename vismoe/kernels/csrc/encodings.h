@@ -55,10 +55,11 @@ inline float fp16_at(const std::uint8_t* p) {
 
 // Without branches, so that compilers vectorise loops over it.
 inline float from_e4m3(std::uint8_t code) {
-  const std::uint32_t magnitude = code & 0x7fu, small = magnitude < 8 ? ~0u : 0u, nan = magnitude == 0x7f ? 0x7fc00000u : 0u;
+  const std::uint32_t magnitude = code & 0x7fu;
+  const std::uint32_t small = 0u - ((magnitude - 8u) >> 31), nan = 0u - ((magnitude + 1u) >> 7);  // all bits or none
   const std::uint32_t denormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f);
   const std::uint32_t normal = (magnitude << 20) + (120u << 23);
-  return float_of((denormal & small) | (normal & ~small) | nan | (code & 0x80u) << 24);
+  return float_of((denormal & small) | (normal & ~small) | (nan & 0x7fc00000u) | (code & 0x80u) << 24);
 }
 
 // 2^(exponent - 128), because codes of E2M1 are doubled here; down to the denormal 2^-128.

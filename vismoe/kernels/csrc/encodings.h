@@ -243,10 +243,21 @@ template <Encoding E>
 inline void unpack(const std::uint8_t* unit, std::uint8_t* to) {
   if constexpr (E == kFp8) {
     std::uint16_t* halves = reinterpret_cast<std::uint16_t*>(to);
+#if defined(__AVX2__)
+    const __m256i largest = _mm256_set1_epi16(0x3f80), infinite = _mm256_set1_epi16(0x7c00);
+    for (std::size_t i = 0; i < kUnit; i += 16) {
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(unit + i)));
+      const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+      const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(moved, largest), largest);
+      const __m256i made = _mm256_or_si256(moved, _mm256_and_si256(nan, infinite));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves + i), made);
+    }
+#else
     for (std::size_t i = 0; i < kUnit; i++) {
       const std::uint16_t code = unit[i], magnitude = code & 0x7f;
       halves[i] = static_cast<std::uint16_t>((code & 0x80) << 8 | magnitude << 7 | (magnitude == 0x7f ? 0x7c00 : 0));
     }
+#endif
   } else {
     for (std::size_t c = 0; c < unit_inputs(E) / 32; c++) keep(codes_of<E>(unit, c), to + 32 * c);
   }

@@ -182,12 +182,18 @@ def test_what_the_kernels_cannot_read_is_refused_with_a_reason():
     experts = encoded_experts("fp8", "q4_k")
     found = GpuKernel.of(Format.RAW, experts.raw, experts.codec.slab, experts.model_form, torch.bfloat16)
     assert isinstance(found, str) and "fp8 and q4_k" in found
-    codes = torch.zeros(4, 256, dtype=torch.uint8)
-    for name, inputs, groups, why in (("fp8", 256, 4, "64 inputs"), ("w4", 512, 32, "16 inputs")):
+    for name, inputs, groups, why in (
+        ("fp8", 256, 4, "4 scales of 64"),
+        ("w4", 512, 32, "32 scales of 16"),
+        ("fp8", 257, 2, "2 scales of 128"),
+    ):
         with pytest.raises(ConfigError, match=why):
+            codes = torch.zeros(4, ENCODINGS[name].row_bytes(inputs), dtype=torch.uint8)
             cpu.encoded_linear(torch.ones(1, inputs), ENCODINGS[name], {"codes": codes, "scale": torch.ones(4, groups)}, inputs)
     with pytest.raises(AssertionError, match="256 bytes"):
-        cpu.encoded_linear(torch.ones(1, 256), ENCODINGS["fp8"], {"codes": codes[:, :96].clone(), "scale": torch.ones(4, 2)}, 256)
+        cpu.encoded_linear(
+            torch.ones(1, 256), ENCODINGS["fp8"], {"codes": torch.zeros(4, 96).byte(), "scale": torch.ones(4, 2)}, 256
+        )
 
 
 # ------------------------------------------------------------------ AWQ and GPTQ

@@ -11,6 +11,7 @@ from vismoe.types import ExpertForm, Gate, RecordLayout
 
 WHOLE = {"q4_k": 256, "q5_k": 256, "q6_k": 256, "fp8": 1, "w8": 1, "nvfp4": 16}  # inputs of rows are multiples; of others 32
 BLOCK_SCALES = {"q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}  # float16 in a block; others: 0
+RAW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CODE = {"fp8": 128, "w8": 74, "q4_k": 320, "q5_k": 650, "q6_k": 1300, "q8_0": 74, "iq4_nl": 70, "q5_0": 9, "q5_1": 18, "q4_1": 9}
 
 
@@ -50,7 +51,7 @@ def exponents(shape: tuple[int, ...], spread: float) -> Tensor:
 
 
 def encoded_experts(up: str, down: str, hidden=256, intermediate=256, count=3, form="qwen", transposed=False) -> Experts:
-    """Experts whose matrices are in the encodings `up` and `down`; "raw": in bfloat16."""
+    """Experts whose matrices are in the encodings `up` and `down`; "bfloat16" and "float16": raw."""
     gate, activation, biased = FORMS[form]
     shapes: dict[str, tuple[int, ...]] = {
         "up_proj": (intermediate if gate is Gate.NONE else 2 * intermediate, hidden),
@@ -58,8 +59,8 @@ def encoded_experts(up: str, down: str, hidden=256, intermediate=256, count=3, f
     }
     numbers = {}  # by section, [count, ...]
     for (name, (rows, inputs)), encoding in zip(shapes.items(), (up, down)):
-        if encoding == "raw":
-            numbers[name] = (torch.randn(count, rows, inputs) * inputs**-0.5).bfloat16()
+        if encoding in RAW:
+            numbers[name] = (torch.randn(count, rows, inputs) * inputs**-0.5).to(RAW[encoding])
         else:
             for part, tensor in random_parts(ENCODINGS[encoding], count * rows, inputs).items():
                 numbers[f"{name}.{encoding if part == 'codes' else part}"] = tensor.view(count, rows, -1)
@@ -68,7 +69,8 @@ def encoded_experts(up: str, down: str, hidden=256, intermediate=256, count=3, f
     own = RecordLayout.of({n: tuple(t.shape[1:]) for n, t in numbers.items()}, {n: t.dtype for n, t in numbers.items()})
     biases = {f"{name}_bias": shape[:1] for name, shape in shapes.items() if biased}
     model = {name: shape[::-1] if transposed else shape for name, shape in shapes.items()} | biases
-    raw = RecordLayout.of(model, dict.fromkeys(model, torch.bfloat16))
+    types = {name: RAW[kind] for name, kind in zip(shapes, (up, down)) if kind in RAW}
+    raw = RecordLayout.of(model, dict.fromkeys(model, torch.bfloat16) | types)
     codec = Encoded(raw, own, frozenset(shapes) if transposed else frozenset())
     slabs, weights = torch.full((count, codec.slab.record_bytes), 0xFF, dtype=torch.uint8), []
     for e, slab in enumerate(slabs):

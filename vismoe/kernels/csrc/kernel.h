@@ -1,5 +1,5 @@
 // The kernel, as templates over an instruction set. One file per set includes it, each compiled with its own flags: everything
-// here is in an anonymous namespace, so that the linker never mixes the copies of several sets, and nothing of std is used.
+// here is in an anonymous namespace, so that the linker never mixes the copies of several sets, and nothing of std that runs.
 //
 // An instruction set `S` offers
 //   X, kLanes, Operand, Sum        the type of packed inputs, how many of them an Operand holds, and a vector of partial sums
@@ -9,7 +9,8 @@
 //   kScaledTokens, kScaledDecodingTokens  the same for encodings whose sums are scaled
 //   Decoder<Encoding>              kInputs and kUnitBytes of a unit, Scaling, scaling(Unit), decode(unit, j, scaling);
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
-//   every(const float*), sums(const float*), scaled_sum(Sum, Sum part, Sum scale), scale<step>(const float*)
+//   sums(const float*), scaled_sum(Sum, Sum part, Sum scale), ones(), an Operand
+//   scale<step>(const float*)      the scales of the sums of one Operand's products
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
 // on the weights and its own x only, not on the number of tokens or threads.
@@ -149,9 +150,12 @@ struct CodeDecoder {
   struct Scaling {};
   static Scaling scaling(const Unit&) { return {}; }
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
-    if constexpr (!kHalf) return S::signed_bytes(unit + j * S::kLanes);
-    static constexpr float kBack = 256.0f;
-    return S::scaled(S::fp16(reinterpret_cast<const std::uint16_t*>(unit) + j * S::kLanes), S::every(&kBack), S::zero());
+    if constexpr (kHalf) {
+      static constexpr float kBack = 256.0f;
+      return S::scaled(S::fp16(reinterpret_cast<const std::uint16_t*>(unit) + j * S::kLanes), S::every(&kBack), S::zero());
+    } else {
+      return S::signed_bytes(unit + j * S::kLanes);
+    }
   }
 };
 
@@ -304,7 +308,8 @@ inline void block_of(std::size_t n, const Rows<D>& rows, const Inputs<typename S
   if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, in, y, y_stride);
 }
 
-// y for `count` rows (kRows; the last ones of a matrix may be fewer, and are decoded before) and n tokens, in blocks of at most kMost tokens and nearly equal size.
+// y for `count` rows and n tokens, in blocks of at most kMost tokens and nearly equal size. `count` is kRows; rows that are
+// decoded already may be fewer, the last ones of a matrix.
 template <class S, class D, std::size_t kMost>
 inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, float* y,
                    std::size_t y_stride) {
@@ -353,7 +358,9 @@ template <class S, class D>
 inline void decode_unit(const Unit& unit, typename S::X* to) {
   const typename D::Scaling scaling = D::scaling(unit);
 #pragma GCC unroll 16
-  for (int j = 0; j < static_cast<int>(D::kInputs / S::kLanes); j++) S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
+  for (int j = 0; j < static_cast<int>(D::kInputs / S::kLanes); j++) {
+    S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
+  }
 }
 
 // Turns the rows of `rows` into others in `tile`, with `turn(unit, to)`; afterwards `made` describes these.
@@ -473,7 +480,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     if constexpr (std::is_base_of_v<Packed<E>, D>) {
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
-      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* unpacked) { unpack<E>(unit.codes, unpacked); });
+      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* made) { unpack<E>(unit.codes, made); });
       product<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);
@@ -615,7 +622,7 @@ const Kernels& kernels_of() {
 // ------------------------------------------------------------------ sets that compute in float32
 // `S` also offers Operand = Sum = its vector of floats, and
 //   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields: the bits from `shift` on of each byte
-//   all(p), the bfloat16 value at p in every lane, scaled(values, scale, offset)
+//   all(p), every(p): the bfloat16 or float32 value at p in every lane; scaled(values, scale, offset)
 template <class S, Encoding E>
 struct FloatDecoder {
   static constexpr bool kInteger = is_integer(E);

@@ -383,7 +383,7 @@ inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P
   made.units = units * (D::kInputs / kUnit);
   made.tail = false;
   made.ahead = nullptr;
-  made.sums = rows.sums;
+  if constexpr (D::kStep > 0) made.sums = rows.sums;
 }
 
 // Prefetches `count` later rows: scales and offsets now, codes while `rows` are computed.
@@ -431,8 +431,8 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
 
 // y for `count` rows in registers if the tokens are few, otherwise by way of the tile.
 template <class S, class D>
-__attribute__((noinline)) void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
-                                       const Scratch& scratch, float* y, std::size_t y_stride) {
+inline void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, const Scratch& scratch,
+                    float* y, std::size_t y_stride) {
   using Plain = PlainDecoder<S, D::kStep>;
   if constexpr (std::is_base_of_v<Plain, D>) {
     blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
@@ -445,6 +445,13 @@ __attribute__((noinline)) void product(Rows<D>& rows, std::size_t count, const I
               [](const Unit& unit, std::uint8_t* to) { decode_unit<S, D>(unit, reinterpret_cast<typename S::X*>(to)); });
     blocks<S, Plain, (D::kStep > 0 ? S::kScaledTokens : S::kTokens)>(plain, count, in, n, y, y_stride);
   }
+}
+
+// The same, compiled once for all encodings that are unpacked to the same codes.
+template <class S, class D>
+__attribute__((noinline)) void product_of_codes(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
+                                                const Scratch& scratch, float* y, std::size_t y_stride) {
+  product<S, D>(rows, count, in, n, scratch, y, y_stride);
 }
 
 // y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
@@ -481,7 +488,7 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
       into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* made) { unpack<E>(unit.codes, made); });
-      product<S, Codes>(codes, count, in, n, scratch, to, y_stride);
+      product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);
     }

@@ -330,7 +330,8 @@ class ExpertsJob : public PackedJob {
   void down(std::size_t e, const Task& task, const Place& next, std::size_t thread) {
     wait_for([this, e] { return up_left_[e].load(std::memory_order_acquire) == 0; });
     const Expert& expert = records_.expert(e);
-    kernels_.down(expert, records_.record(e), task.begin, task.end, tokens(e, h_, workspace_.h_bytes), out_, adding_, scratch(thread), next);
+    kernels_.down(expert, records_.record(e), task.begin, task.end, tokens(e, h_, workspace_.h_bytes), out_, adding_,
+                  scratch(thread), next);
   }
 
   Tokens tokens(std::size_t e, const std::uint8_t* rows, std::size_t bytes) const {
@@ -363,7 +364,8 @@ class LinearJob : public PackedJob {
     if (task.stage == kPack) return pack(task);
     wait_for_inputs();
     const Place next_rows = next ? place_of(matrix_, weight_, next->begin) : Place{};
-    kernels_.linear(matrix_, weight_, task.begin, task.end, {x_, rows_, nullptr, nullptr, 0}, out_, input_.dtype, scratch(thread), next_rows);
+    kernels_.linear(matrix_, weight_, task.begin, task.end, {x_, rows_, nullptr, nullptr, 0}, out_, input_.dtype,
+                    scratch(thread), next_rows);
   }
 
   const Matrix& matrix_;

@@ -1,14 +1,16 @@
 // The kernel, as templates over an instruction set. One file per set includes it, each compiled with its own flags: everything
-// here is in an anonymous namespace, so that the linker never mixes the copies of several sets, and nothing of std is used.
+// here is in an anonymous namespace, so that the linker never mixes the copies of several sets, and nothing of std that runs.
 //
 // An instruction set `S` offers
 //   X, kLanes, Operand, Sum        the type of packed inputs, how many of them an Operand holds, and a vector of partial sums
 //   load(const X*), store(X*, Operand), zero(), dot(Sum, Operand, Operand), sum4(Sum[4], float[4])
 //   kTokens                        tokens whose sums fit in registers beside those of kRows rows, if weights need no decoding
 //   kDecodingTokens                the same if rows are decoded in registers; for more tokens rows are decoded to L1 first
+//   kScaledTokens, kScaledDecodingTokens  the same for encodings whose sums are scaled
 //   Decoder<Encoding>              kInputs and kUnitBytes of a unit, Scaling, scaling(Unit), decode(unit, j, scaling);
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
-//   every(const float*), sums(const float*), scaled_sum(Sum, Sum part, Sum scale), scale<step>(const float*)
+//   sums(const float*), scaled_sum(Sum, Sum part, Sum scale), ones(), an Operand
+//   scale<step>(const float*)      the scales of the sums of one Operand's products
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
 // on the weights and its own x only, not on the number of tokens or threads.
@@ -148,9 +150,12 @@ struct CodeDecoder {
   struct Scaling {};
   static Scaling scaling(const Unit&) { return {}; }
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
-    if constexpr (!kHalf) return S::signed_bytes(unit + j * S::kLanes);
-    static constexpr float kBack = 256.0f;
-    return S::scaled(S::fp16(reinterpret_cast<const std::uint16_t*>(unit) + j * S::kLanes), S::every(&kBack), S::zero());
+    if constexpr (kHalf) {
+      static constexpr float kBack = 256.0f;
+      return S::scaled(S::fp16(reinterpret_cast<const std::uint16_t*>(unit) + j * S::kLanes), S::every(&kBack), S::zero());
+    } else {
+      return S::signed_bytes(unit + j * S::kLanes);
+    }
   }
 };
 
@@ -303,7 +308,8 @@ inline void block_of(std::size_t n, const Rows<D>& rows, const Inputs<typename S
   if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, in, y, y_stride);
 }
 
-// y for `count` rows (kRows; the last ones of a matrix may be fewer, and are decoded before) and n tokens, in blocks of at most kMost tokens and nearly equal size.
+// y for `count` rows and n tokens, in blocks of at most kMost tokens and nearly equal size. `count` is kRows; rows that are
+// decoded already may be fewer, the last ones of a matrix.
 template <class S, class D, std::size_t kMost>
 inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, float* y,
                    std::size_t y_stride) {
@@ -352,7 +358,9 @@ template <class S, class D>
 inline void decode_unit(const Unit& unit, typename S::X* to) {
   const typename D::Scaling scaling = D::scaling(unit);
 #pragma GCC unroll 16
-  for (int j = 0; j < static_cast<int>(D::kInputs / S::kLanes); j++) S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
+  for (int j = 0; j < static_cast<int>(D::kInputs / S::kLanes); j++) {
+    S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
+  }
 }
 
 // Turns the rows of `rows` into others in `tile`, with `turn(unit, to)`; afterwards `made` describes these.
@@ -375,7 +383,7 @@ inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P
   made.units = units * (D::kInputs / kUnit);
   made.tail = false;
   made.ahead = nullptr;
-  made.sums = rows.sums;
+  if constexpr (D::kStep > 0) made.sums = rows.sums;
 }
 
 // Prefetches `count` later rows: scales and offsets now, codes while `rows` are computed.
@@ -423,19 +431,27 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
 
 // y for `count` rows in registers if the tokens are few, otherwise by way of the tile.
 template <class S, class D>
-__attribute__((noinline)) void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
-                                       const Scratch& scratch, float* y, std::size_t y_stride) {
+inline void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, const Scratch& scratch,
+                    float* y, std::size_t y_stride) {
   using Plain = PlainDecoder<S, D::kStep>;
   if constexpr (std::is_base_of_v<Plain, D>) {
     blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
-  } else if (n <= S::kDecodingTokens && count == kRows) {
-    blocks<S, D, S::kDecodingTokens>(rows, count, in, n, y, y_stride);
+  } else if (constexpr std::size_t kMost = D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
+             n <= kMost && count == kRows) {
+    blocks<S, D, kMost>(rows, count, in, n, y, y_stride);
   } else {
     Rows<Plain> plain;
     into_tile(rows, count, scratch.tile, plain,
               [](const Unit& unit, std::uint8_t* to) { decode_unit<S, D>(unit, reinterpret_cast<typename S::X*>(to)); });
     blocks<S, Plain, (D::kStep > 0 ? S::kScaledTokens : S::kTokens)>(plain, count, in, n, y, y_stride);
   }
+}
+
+// The same, compiled once for all encodings that are unpacked to the same codes.
+template <class S, class D>
+__attribute__((noinline)) void product_of_codes(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
+                                                const Scratch& scratch, float* y, std::size_t y_stride) {
+  product<S, D>(rows, count, in, n, scratch, y, y_stride);
 }
 
 // y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
@@ -471,8 +487,8 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
     if constexpr (std::is_base_of_v<Packed<E>, D>) {
       using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
       Rows<Codes> codes;
-      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* unpacked) { unpack<E>(unit.codes, unpacked); });
-      product<S, Codes>(codes, count, in, n, scratch, to, y_stride);
+      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* made) { unpack<E>(unit.codes, made); });
+      product_of_codes<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else {
       product<S, D>(rows, count, in, n, scratch, to, y_stride);
     }
@@ -613,7 +629,7 @@ const Kernels& kernels_of() {
 // ------------------------------------------------------------------ sets that compute in float32
 // `S` also offers Operand = Sum = its vector of floats, and
 //   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields: the bits from `shift` on of each byte
-//   all(p), the bfloat16 value at p in every lane, scaled(values, scale, offset)
+//   all(p), every(p): the bfloat16 or float32 value at p in every lane; scaled(values, scale, offset)
 template <class S, Encoding E>
 struct FloatDecoder {
   static constexpr bool kInteger = is_integer(E);

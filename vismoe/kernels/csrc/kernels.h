@@ -39,7 +39,9 @@ struct Matrix {
   std::int32_t scale_dtype, group_inputs;        // a Dtype; inputs that share a scale
 
   // From row to row.
-  std::size_t scale_bytes() const { return static_cast<std::size_t>(groups) * (scale_dtype == kByte ? 1 : scale_dtype == kFp32 ? 4 : 2); }
+  std::size_t scale_bytes() const {
+    return static_cast<std::size_t>(groups) * (scale_dtype == kByte ? 1 : scale_dtype == kFp32 ? 4 : 2);
+  }
   std::size_t offset_bytes() const {
     if (offset < 0) return 0;
     return encoding == kNvFp4 ? 4 : static_cast<std::size_t>(groups) * (encoding <= kInt2 ? 2 : 1);
@@ -113,14 +115,14 @@ struct Kernels {
   // Turns a row of `inputs` values into a packed row, padded with zeros.
   void (*pack)(const void* row, Dtype dtype, std::size_t inputs, void* packed);
   // h[token, begin .. end) = activation(up x), packed; the last task also writes the zeros after it.
-  void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h, const Scratch&,
-             const Place& next);
+  void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
+             const Scratch&, const Place& next);
   // out[place, begin .. end) = factor * (down h + bias), or += with `add`.
   void (*down)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, float* out, bool add,
                const Scratch&, const Place& next);
   // out[token, begin .. end) = weight x + bias, rounded to `dtype`.
-  void (*linear)(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out, Dtype dtype,
-                 const Scratch&, const Place& next);
+  void (*linear)(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out,
+                 Dtype dtype, const Scratch&, const Place& next);
   // out[column] = the sum of the expert output rows in order, columns begin .. end.
   void (*combine)(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype);
 };

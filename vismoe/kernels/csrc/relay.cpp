@@ -1,4 +1,5 @@
-// Re-lays the 4-bit codes of AWQ and GPTQ checkpoints as rows of outputs: byte b of a row holds inputs 2b (its low half) and 2b + 1.
+// Re-lays the 4-bit codes of AWQ and GPTQ checkpoints as rows of outputs: byte b of a row holds inputs 2b (its low half) and
+// 2b + 1.
 //
 // Plain loops over 16 words, which compilers vectorise. Blocks are gathered first, so that rows are written in whole cache lines.
 
@@ -55,7 +56,9 @@ VISMOE_API void vismoe_relay_awq(const std::uint32_t* from, std::size_t inputs, 
       for (std::size_t g = 0; 4 * g < bytes; g++) {
         std::uint32_t group[8][kBlock] = {};
         const std::size_t input = 2 * byte + 8 * g;
-        for (std::size_t i = 0; i < least(8, inputs - input); i++) std::memcpy(group[i], from + (input + i) * words + word, 4 * width);
+        for (std::size_t i = 0; i < least(8, inputs - input); i++) {
+          std::memcpy(group[i], from + (input + i) * words + word, 4 * width);
+        }
         awq_group(group, made[g]);
       }
       for (std::size_t row = 0; row < 8 * width; row++) {

@@ -100,7 +100,7 @@ def settle_backbone(model: Any, others: Others, settings: Settings, device: torc
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     linears, restored = dict[str, str](), list[Restored]()
     kept, given_up = Counter[str](), Counter[str]()
-    saved_bytes = 0
+    allowed, saved_bytes = settings.kernels != "torch" and device.type == "cpu", 0
     for first, sources in others.sources.items():
         encoded = [tensor for key, _ in sources.keys if isinstance(tensor := tensors[key], EncodedTensor)]
         if not encoded:
@@ -112,22 +112,11 @@ def settle_backbone(model: Any, others: Others, settings: Settings, device: torc
         _refuse_unfit(model, settled, tensors)
         path, _, own = first.rpartition(".")
         module = model.get_submodule(path)
-        fast = settings.kernels != "torch" and device.type == "cpu" and settled.dtype in cpu.DTYPES
-        if (
-            fast
-            and own == "weight"
-            and type(module) is nn.Linear
-            and sources.converter is None
-            and not settled.tied
-            and _plain(path)
-        ):
-            parts = {
-                name: torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype), device="meta")
-                for name, part in encoded[0].parts.items()
-            }
-            saved_bytes += module.weight.numel() * settled.dtype.itemsize - sum(part.nbytes for part in parts.values())
+        linear = _encoded_linear(module, encoded[0], settled) if allowed and own == "weight" and _plain(path) else None
+        if linear is not None:
+            saved_bytes += module.weight.numel() * settled.dtype.itemsize - sum(part.nbytes for part in linear.parts.values())
             linears[path] = sources.keys[0][0]
-            model.set_submodule(path, EncodedLinear(encoded[0].encoding, parts, module, settled.dtype))
+            model.set_submodule(path, linear)
             kept[encoded[0].encoding.name] += 1
         else:
             restored.append(settled)
@@ -137,6 +126,19 @@ def settle_backbone(model: Any, others: Others, settings: Settings, device: torc
     if kept:
         said[-1] += f"; {format_bytes(saved_bytes)} less than in {model.dtype.itemsize * 8} bits"
     return Backbone(tensors, linears, tuple(restored), others.passed_over, ", ".join(said))
+
+
+def _encoded_linear(module: nn.Module, tensor: EncodedTensor, settled: Restored) -> EncodedLinear | None:
+    """What computes `module` with its weight as it is stored; None where the kernels cannot, or the weight has other uses."""
+    if type(module) is not nn.Linear or settled.sources.converter is not None or settled.tied or settled.dtype not in cpu.DTYPES:
+        return None
+    parts = {
+        name: torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype), device="meta")
+        for name, part in tensor.parts.items()
+    }
+    if cpu.why_no_linear(tensor.encoding, parts, module.in_features) is not None:
+        return None
+    return EncodedLinear(tensor.encoding, parts, module, settled.dtype)
 
 
 def _plain(path: str) -> bool:

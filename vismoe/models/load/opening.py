@@ -415,8 +415,6 @@ def _per_geometry(
     formats: Sequence[Format],
 ) -> tuple[tuple[K, ...], ...] | str:
     """For every geometry a kernel for each format, or why there is none."""
-    if encoded := encodings_of(inventory):
-        return f"no kernel computes experts in {' and '.join(encoded)}"
     found: list[tuple[K, ...]] = []
     layouts = [inventory.layouts, inventory.low_layouts][: len(formats)]
     for form, raw, *slabs in zip(forms, inventory.raw_layouts, *layouts, strict=True):

@@ -101,7 +101,7 @@ class EncodedLinear(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             return nn.functional.linear(x, self.restored(), self.bias)
         rows = x.reshape(-1, self.in_features)
-        out = _encoded_linear(rows, self.encoding, self.parts, self.in_features, self.bias)
+        out = cpu.encoded_linear(rows, self.encoding, self.parts, self.in_features, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -127,12 +127,3 @@ class EncodedWeight(torch.Tensor):
     ) -> Any:
         args, kwargs = tree_map(lambda one: one.layer.restored() if isinstance(one, cls) else one, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _encoded_linear(
-    x: torch.Tensor, encoding: Encoding, parts: Mapping[str, torch.Tensor], inputs: int, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """x `[n, in]` times the encoded weight transposed, plus bias."""
-    weight = torch.empty(parts["codes"].shape[0], inputs, dtype=x.dtype)
-    restore_in_pieces(encoding, parts, weight)
-    return nn.functional.linear(x, weight, bias)

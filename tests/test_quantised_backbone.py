@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from vismoe.cli.main import main
 from vismoe.config import Settings
-from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.models.family.components import backbone_bytes
-from vismoe.models.load.preview import preview
+from vismoe.models.load.preview import linears_in_place, preview
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.linears import EncodedLinear
+from vismoe.store import packed_linears
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -200,6 +202,80 @@ def test_other_weights_are_restored_as_transformers_would_load_them(family, name
             inputs = tiny_models.prompt(family, dtype=torch.bfloat16)
             with torch.no_grad():
                 assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
+
+
+# ------------------------------------------------------------------ linear layers that are packed in int8
+@pytest.fixture(scope="module")
+def sixteen_bits(tmp_path_factory):
+    """A checkpoint in bfloat16 whose linear layers are packed in int8 beside its experts."""
+    folder = tiny_models.save("qwen2_moe", tmp_path_factory.mktemp("int8") / "checkpoint", dtype=torch.bfloat16)
+    assert main(["pack", str(folder), "--formats", "raw", "--backbone", "int8"]) == 0
+    return folder
+
+
+@torch.inference_mode()
+def test_packed_linears_are_taken_when_asked_for_and_are_called_lossy(sixteen_bits, capsys):
+    assert main(["pack", str(sixteen_bits), "--formats", "raw", "--backbone", "int8"]) == 0
+    assert re.search(r"linear layers in int8: was complete, \d+ in .*lossy", capsys.readouterr().out)
+    own, _ = load(sixteen_bits, kernels="auto")
+    assert not any(isinstance(module, EncodedLinear) for module in own.modules())
+    loaded, report = load(sixteen_bits, kernels="auto", backbone="int8", context=64)
+    assert not any(report.values()), report
+    plan = runtime_of(loaded).plan
+    assert re.search(r"\d+ linear layers in int8, packed \(lossy\); [\d.]+ KiB less than in 16 bits", plan.table())
+    assert preview(sixteen_bits, Settings(kernels="auto", backbone="int8", context=64), device="cpu").parts == plan.parts
+    layers = {path: module for path, module in loaded.named_modules() if isinstance(module, EncodedLinear)}
+    assert {path.rpartition(".")[2] for path in layers} == {"q_proj", "o_proj", "lm_head", "down_proj"}, "of 64 outputs"
+    for path, layer in layers.items():
+        weight = own.get_submodule(path).weight
+        values = layer.encoding.values(layer.parts, weight.shape[1])
+        assert 0 < rms(values - weight) <= 0.01 * rms(weight), path
+        x = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+        exact = nn.functional.linear(x.double(), values.double(), None if layer.bias is None else layer.bias.double())
+        assert rms(layer(x) - exact) <= 1.05 * rms(nn.functional.linear(x, layer.restored(), layer.bias) - exact)
+
+
+@pytest.mark.parametrize("harm", ["absent", "header", "weights", "another checkpoint", "cut"])
+def test_packed_linears_that_do_not_fit_are_refused_with_the_command(harm, sixteen_bits, tmp_path):
+    folder = tmp_path / "changed"
+    shutil.copytree(sixteen_bits, folder, copy_function=shutil.copy2)  # with times, which are in the fingerprint
+    file = folder / "vismoe-store" / "linears.int8.safetensors"
+    whole = bytearray(file.read_bytes())
+    if harm == "absent":
+        file.unlink()
+    elif harm == "another checkpoint":
+        os.utime(folder / "model.safetensors", (1, 1))
+        shutil.rmtree(folder / "vismoe-store")
+        file.parent.mkdir()
+        file.write_bytes(whole)
+    else:
+        whole[100 if harm == "header" else -100] ^= 1
+        file.write_bytes(whole[: -64 if harm == "cut" else None])
+    with pytest.raises((CheckpointError, ConfigError), match=r"Fix: .*vismoe pack MODEL --backbone int8"):
+        load(folder, kernels="auto", backbone="int8")
+    assert open_files() == []
+    if harm == "another checkpoint":
+        assert main(["pack", str(folder), "--formats", "raw", "--backbone", "int8"]) != 0
+    with pytest.raises(ConfigError, match="--kernels auto"):
+        load(sixteen_bits, kernels="torch", backbone="int8")
+
+
+def test_packing_linears_that_is_interrupted_leaves_no_file(sixteen_bits, tmp_path, monkeypatch):
+    source, linears = linears_in_place(sixteen_bits)
+    monkeypatch.setattr(packed_linears, "PIECE_WEIGHTS", 64 * 16)
+    with pytest.raises(KeyboardInterrupt):
+        packed_linears.pack_linears(source, tmp_path, linears, on_bytes=lambda nbytes: _interrupt(nbytes > 30_000))
+    assert {path.name for path in tmp_path.iterdir()} == {"pack.lock"}
+    packed_linears.pack_linears(source, tmp_path, linears)
+    assert (tmp_path / packed_linears.FILE).read_bytes() == (sixteen_bits / "vismoe-store" / packed_linears.FILE).read_bytes(), (
+        "whatever the size of the pieces"
+    )
+    source.close()
+
+
+def _interrupt(now: bool) -> None:
+    if now:
+        raise KeyboardInterrupt
 
 
 # ------------------------------------------------------------------ what is refused

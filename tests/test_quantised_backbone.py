@@ -1,6 +1,5 @@
 """Quantised checkpoints: what they encode beside the experts stays encoded or is restored once; no code is taken for a weight."""
 
-import json
 import os
 import re
 import shutil
@@ -56,25 +55,8 @@ def fp8(tmp_path_factory):
     """A checkpoint with experts, attention and head in FP8; never changed."""
     folder = tmp_path_factory.mktemp("fp8") / "checkpoint"
     quantised.write(folder, "fp8", backbone=True)
-    encode(folder, "lm_head")
+    quantised.encode(folder, "lm_head")
     return folder
-
-
-def encode(folder: Path, names: str, kind: str = "fp8") -> dict[str, torch.Tensor]:
-    """Encode the weights whose names match, and mark the checkpoint as quantised; returns all of its tensors with restored
-    weights."""
-    (file,) = folder.glob("*.safetensors")
-    tensors, restored = {}, {}
-    for name, tensor in load_file(file).items():
-        if re.search(names, name) and tensor.ndim == 2 and tensor.dtype == torch.bfloat16:
-            parts, restored[name] = quantised.KINDS[kind][0](tensor)
-            tensors |= {name.removesuffix(".weight") + suffix: part.contiguous() for suffix, part in parts.items()}
-        else:
-            tensors[name] = restored[name] = tensor
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised.KINDS[kind][1]}))
-    return restored
 
 
 def changed(fp8: Path, folder: Path, change) -> Path:
@@ -187,7 +169,7 @@ def test_other_weights_are_restored_as_transformers_would_load_them(family, name
         monkeypatch.setitem(tiny_models.OVERRIDES, family, {"tie_word_embeddings": True, "qkv_bias": True})
     folder = tiny_models.save(family, tmp_path / "encoded", dtype=torch.bfloat16)
     shutil.copytree(folder, tmp_path / "restored")
-    save_file(encode(folder, names), next((tmp_path / "restored").glob("*.safetensors")), metadata={"format": "pt"})
+    save_file(quantised.encode(folder, names), next((tmp_path / "restored").glob("*.safetensors")), metadata={"format": "pt"})
     expected = tiny_models.reference(tmp_path / "restored", torch.bfloat16)
     for kernels in ("torch", "auto"):
         loaded, report = load(folder, kernels=kernels)

@@ -199,6 +199,7 @@ def sixteen_bits(tmp_path_factory):
 def test_packed_linears_are_taken_when_asked_for_and_are_called_lossy(sixteen_bits, capsys):
     assert main(["pack", str(sixteen_bits), "--formats", "raw", "--backbone", "int8"]) == 0
     assert re.search(r"linear layers in int8: was complete, \d+ in .*lossy", capsys.readouterr().out)
+    assert main(["pack", "--verify", str(sixteen_bits)]) == 0 and "10 are intact" in capsys.readouterr().out
     own, _ = load(sixteen_bits, kernels="auto")
     assert not any(isinstance(module, EncodedLinear) for module in own.modules())
     loaded, report = load(sixteen_bits, kernels="auto", backbone="int8", context=64)
@@ -218,7 +219,7 @@ def test_packed_linears_are_taken_when_asked_for_and_are_called_lossy(sixteen_bi
 
 
 @pytest.mark.parametrize("harm", ["absent", "header", "weights", "another checkpoint", "cut"])
-def test_packed_linears_that_do_not_fit_are_refused_with_the_command(harm, sixteen_bits, tmp_path):
+def test_packed_linears_that_do_not_fit_are_refused_with_the_command(harm, sixteen_bits, tmp_path, capsys):
     folder = tmp_path / "changed"
     shutil.copytree(sixteen_bits, folder, copy_function=shutil.copy2)  # with times, which are in the fingerprint
     file = folder / "vismoe-store" / "linears.int8.safetensors"
@@ -236,6 +237,9 @@ def test_packed_linears_that_do_not_fit_are_refused_with_the_command(harm, sixte
     with pytest.raises((CheckpointError, ConfigError), match=r"Fix: .*vismoe pack MODEL --backbone int8"):
         load(folder, kernels="auto", backbone="int8")
     assert open_files() == []
+    if harm != "absent":
+        assert main(["pack", "--verify", str(folder)]) != 0
+        assert "pack MODEL" in capsys.readouterr().err
     if harm == "another checkpoint":
         assert main(["pack", str(folder), "--formats", "raw", "--backbone", "int8"]) != 0
     with pytest.raises(ConfigError, match="--kernels auto"):
@@ -253,6 +257,11 @@ def test_packing_linears_that_is_interrupted_leaves_no_file(sixteen_bits, tmp_pa
         "whatever the size of the pieces"
     )
     source.close()
+
+
+def test_a_checkpoint_without_linears_in_16_bits_packs_none(fp8, tmp_path, capsys):
+    assert main(["pack", str(fp8), "--formats", "int4", "--backbone", "int8", "--out", str(tmp_path / "store")]) != 0
+    assert "leave out --backbone" in capsys.readouterr().err
 
 
 def _interrupt(now: bool) -> None:

@@ -158,11 +158,29 @@ def run_verify(arguments: Namespace) -> int:
             report.append(verify_format(folder, format, wanted, arguments.json))
         except CheckpointError as error:
             bad.append(str(error))
+    try:
+        linears = verify_linears(folder, source)
+    except CheckpointError as error:
+        bad.append(str(error))
     if bad:
         raise CheckpointError("\n".join(bad))
     if arguments.json:
-        flags.print_json(arguments, {"folder": str(folder), "formats": report})
+        flags.print_json(arguments, {"folder": str(folder), "formats": report, "backbone": linears})
     return 0
+
+
+def verify_linears(folder: Path, source: "CheckpointStore | None") -> dict[str, Any] | None:
+    """A report of the linear layers that were packed, None where there are none. Raises CheckpointError for the first bad one."""
+    from vismoe.store.packed_linears import FILE, PackedLinears
+
+    if not (folder / FILE).exists():
+        return None
+    packed = PackedLinears.open(folder, source)
+    parts_of = packed.reader()
+    for name in packed.tensors:
+        parts_of(name)
+    print(f"linear layers in int8: all {len(packed.tensors)} are intact, {format_bytes(packed.stored_bytes)}")
+    return {"format": "int8", "layers": len(packed.tensors), "stored_bytes": packed.stored_bytes}
 
 
 def verify_format(folder: Path, format: "Format", wanted: "Contents | None", quiet: bool) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class PackedLinears:
     checksums: dict[str, str]
 
     @classmethod
-    def open(cls, folder: Path, source: CheckpointStore) -> "PackedLinears":
-        """Raises ConfigError where there is none, CheckpointError for a damaged one or that of another checkpoint."""
+    def open(cls, folder: Path, source: CheckpointStore | None) -> "PackedLinears":
+        """Raises ConfigError where there is none, CheckpointError for a damaged one or one that does not belong to `source`."""
         path = folder / FILE
         if not path.is_file():
             raise ConfigError(
@@ -65,7 +65,7 @@ class PackedLinears:
             header = read_header(path)
         except CheckpointError as error:
             raise CheckpointError(f"{str(error).partition(' Fix:')[0]} Fix: {remedy(folder)}") from error
-        if about["fingerprint"] != source.fingerprint:
+        if source is not None and about["fingerprint"] != source.fingerprint:
             raise CheckpointError(
                 f"{path} belongs to another checkpoint, or to this one before its files changed. Fix: {remedy(folder)}"
             )
@@ -101,6 +101,11 @@ def pack_linears(
     `on_bytes` receives the bytes that are done, in the checkpoint's type. Raises CheckpointError for a checkpoint that cannot be
     read or changes meanwhile, and for a folder of another one; ConfigError for a full disk or a folder that cannot be written.
     """
+    if not linears:
+        raise ConfigError(
+            f"{source.paths[0].parent} has no linear layers in 16 or 32 bits that int8 would make smaller. "
+            "Fix: leave out --backbone"
+        )
     with alone(folder):
         refuse_foreign_folder(folder, source.fingerprint)
         if (folder / FILE).exists():

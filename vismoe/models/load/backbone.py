@@ -45,7 +45,7 @@ class Restored:
 class Backbone:
     """How the encoded weights beside the experts get into their model, which this object does not hold."""
 
-    tensors: Tensors
+    tensors: Tensors  # that are read
     linears: dict[str, str]  # path of an EncodedLinear -> its tensor
     restored: tuple[Restored, ...]
     passed_over: frozenset[str]  # patterns of names
@@ -136,7 +136,8 @@ def settle_backbone(
     if linears or lossy:
         saved_bytes = before_bytes - sum(nbytes for _, nbytes in backbone_bytes(model))
         said[-1] += f"; {format_bytes(saved_bytes)} less than in {model.dtype.itemsize * 8} bits"
-    return Backbone(tensors, linears, tuple(restored), others.passed_over, ", ".join(said), packed, lossy)
+    read = {key: tensors[key] for key in (*linears.values(), *(key for one in restored for key, _ in one.sources.keys))}
+    return Backbone(read, linears, tuple(restored), others.passed_over, ", ".join(said), packed, lossy)
 
 
 def linears_of(model: Any, others: Others) -> dict[str, TensorPart]:

@@ -295,3 +295,21 @@ def requantise(folder: Path, make: Callable[[Tensor], Made], into: Path) -> None
     config = json.loads((into / "config.json").read_text())
     config["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128])
     (into / "config.json").write_text(json.dumps(config))
+
+
+def encode(folder: Path, names: str, kind: str = "fp8") -> dict[str, Tensor]:
+    """Encode the weights whose names match, and mark the checkpoint as quantised; returns all of its tensors with restored
+    weights."""
+    (file,) = folder.glob("*.safetensors")
+    tensors: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for name, tensor in load_file(file).items():
+        if re.search(names, name) and tensor.ndim == 2 and tensor.dtype == torch.bfloat16:
+            parts, weights[name] = KINDS[kind][0](tensor)
+            tensors |= {name.removesuffix(".weight") + suffix: part.contiguous() for suffix, part in parts.items()}
+        else:
+            tensors[name] = weights[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": KINDS[kind][1]}))
+    return weights

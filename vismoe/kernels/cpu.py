@@ -301,6 +301,13 @@ def encoded_linear(
     return _linear_of(x, encoding if isinstance(encoding, Format) else encoding.name, parts, inputs, bias)
 
 
+def why_no_linear(encoding: Encoding, parts: Mapping[str, Tensor], inputs: int) -> str | None:
+    """Why `encoded_linear` cannot compute weights of such parts, which may lie anywhere; None: it can."""
+    places = {name: Part(0, tuple(part.shape), part.dtype) for name, part in parts.items()}
+    found = of_parts(encoding.name, places, parts["codes"].shape[0], inputs, None)
+    return found if isinstance(found, str) else None
+
+
 def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None) -> Tensor:
     setup()
     x, rows = x.contiguous(), parts["codes"].shape[0]

@@ -28,10 +28,11 @@ from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.hardware import cores, probe
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.forms import forms_of, transposed_sections
+from vismoe.models.load.backbone import Backbone, settle_backbone
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.footprint import footprint, with_calibration
 from vismoe.models.load.host_rates import ways_for
-from vismoe.models.load.locate import locate_experts
+from vismoe.models.load.locate import locate
 from vismoe.models.load.reading import Reading, settle_reading, start_reading
 from vismoe.models.moe.compute import PAIRS_PER_CALL
 from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL as GPU_PAIRS
@@ -45,7 +46,8 @@ from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
-from vismoe.store.packed import PackedStore, find_store, formats_in
+from vismoe.store.packed import STORE_FOLDER, PackedStore, find_store, formats_in
+from vismoe.store.packed_linears import PackedLinears
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
@@ -110,6 +112,7 @@ class Configuration:
     settings: Settings
     stores: Stores  # that serve the experts, open
     experts: Experts
+    backbone: Backbone
     reading: Reading
 
     @property
@@ -127,7 +130,7 @@ class Configuration:
             stores, experts = _open_stores(model, self.source, settled, self.device)
         other = dataclasses.replace(self, settings=settings, stores=stores, experts=experts)
         try:
-            reading = _read(self.needs, stores, experts, settled, self.hardware, self.table_bytes)
+            reading = _read(self.needs, stores, experts, self.backbone, settled, self.hardware, self.table_bytes)
         except BaseException:
             other.close_stores()
             raise
@@ -157,26 +160,32 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
     Raises CheckpointError, ConfigError, BudgetError or UnsupportedModelError; nothing is open then.
     """
     with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
-        source, stores, experts = open_experts(model, files, settings, device)
+        source, stores, experts, backbone = open_experts(model, files, settings, device)
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
             needs = needs_of(model, experts, stores.reads, calibration, settings, device)
             table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
-            reading = _read(needs, stores, experts, settings, hardware, table)
+            reading = _read(needs, stores, experts, backbone, settings, hardware, table)
         except BaseException:
             stores.close()
             source.close()
             raise
-    return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, reading)
+    return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, backbone, reading)
 
 
 def _read(
-    needs: Footprint, stores: Stores, experts: Experts, settings: Settings, hardware: Hardware, table_bytes: int
+    needs: Footprint,
+    stores: Stores,
+    experts: Experts,
+    backbone: Backbone,
+    settings: Settings,
+    hardware: Hardware,
+    table_bytes: int,
 ) -> Reading:
     """The plan, by which the stores read from now on."""
     reading = settle_reading(with_experts_of(needs, stores.reads, experts), settings, hardware, stores.reads, table_bytes)
     reading = start_reading(stores, reading, settings)
-    return dataclasses.replace(reading, plan=with_experts(reading.plan, experts))
+    return dataclasses.replace(reading, plan=with_experts(reading.plan, experts, backbone))
 
 
 def needs_of(
@@ -203,17 +212,32 @@ def with_experts_of(needs: Footprint, reads: Reads, experts: Experts) -> Footpri
 
 def open_experts(
     model: Any, files: Sequence[str | Path] | None, settings: Settings, device: torch.device
-) -> tuple[CheckpointStore, Stores, Experts]:
-    """(the checkpoint, the stores that serve, how): for a model on the meta device with its experts' parameters still there.
+) -> tuple[CheckpointStore, Stores, Experts, Backbone]:
+    """(the checkpoint, the stores that serve, how, what else is encoded): for a model on the meta device with its experts'
+    parameters still there, whose encoded linear layers are replaced.
 
     Raises CheckpointError for a store that does not fit, ConfigError for a format or kernels that are not there.
     """
-    source = locate_experts(model, files, model.dtype)
+    source, others = locate(model, files, model.dtype)
     try:
-        return source, *_open_stores(model, source, settings, device)
+        backbone = settle_backbone(model, others, settings, device, _packed_linears(source, settings, device))
+        return source, *_open_stores(model, source, settings, device), backbone
     except BaseException:
         source.close()
         raise
+
+
+def _packed_linears(source: CheckpointStore, settings: Settings, device: torch.device) -> PackedLinears | None:
+    """The linear layers in int8, where they were asked for."""
+    if settings.backbone == "own":
+        return None
+    if settings.kernels == "torch" or device.type != "cpu":
+        raise ConfigError(
+            "backbone='int8' is computed by the CPU kernels alone. Fix: kernels='auto' (--kernels auto) on the CPU, or "
+            "backbone='own' (--backbone own)"
+        )
+    beside = settings.store in (None, NO_STORE)
+    return PackedLinears.open(source.paths[0].parent / STORE_FOLDER if beside else Path(str(settings.store)).expanduser(), source)
 
 
 def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device: torch.device) -> tuple[Stores, Experts]:
@@ -267,9 +291,10 @@ def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, 
     return _arrange(model, inventory, transposed, codecs, f"{' and '.join(formats)}, not packed yet", settings, device)
 
 
-def with_experts(plan: Plan, experts: Experts) -> Plan:
-    """The plan, which also says where the experts come from and what computes them."""
-    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend)
+def with_experts(plan: Plan, experts: Experts, backbone: Backbone | None = None) -> Plan:
+    """The plan, which also says where the experts come from, what computes them, and what else is encoded."""
+    about = backbone.about if backbone is not None else ""
+    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend, encoded=about)
 
 
 def _open_store(

@@ -30,9 +30,10 @@ from vismoe.models.family.checkpoint_files import (
 from vismoe.models.family.components import backbone_bytes, decode_read_bytes
 from vismoe.models.family.families import configs, refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
+from vismoe.models.load.backbone import linears_of
 from vismoe.models.load.configured import as_configured
 from vismoe.models.load.embeddings import table_bytes, table_of
-from vismoe.models.load.locate import inventory_of, locate_experts
+from vismoe.models.load.locate import inventory_of, locate, locate_experts
 from vismoe.models.load.opening import arrange_experts, needs_of, open_experts, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
@@ -41,6 +42,7 @@ from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
+from vismoe.store.tensors import TensorPart
 from vismoe.types import ExpertInventory
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -67,8 +69,9 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
     hardware = probe(device)
     place = torch.device(hardware.device)
     calibration = Calibration.find(files[0].parent, settings) if files else None
+    backbone = None
     if files:
-        source, stores, experts = open_experts(described, files, settings, place)
+        source, stores, experts, backbone = open_experts(described, files, settings, place)
         reads, table = stores.reads, table_bytes(described) if table_of(described, source.headers) else 0
         stores.close()
         source.close()
@@ -79,7 +82,7 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
         bounce = bounce_bytes(max(layout.record_bytes for layout in layouts))
         reads, table = Reads(scratch_bytes, bounce, experts.inventory.slab_bytes, []), table_bytes(described)
     needs = needs_of(described, experts, reads, calibration, settings, place)
-    return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts)
+    return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts, backbone)
 
 
 def configured_inventory(described: PreTrainedModel) -> ExpertInventory:
@@ -180,6 +183,15 @@ def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[Ch
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
+
+
+def linears_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, dict[str, TensorPart]]:
+    """A checkpoint, and the weights of its linear layers that a store can hold. Raises CheckpointError."""
+    described, files = describe(model, revision=revision)
+    if not files:
+        raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
+    source, others = locate(described, files, described.dtype)
+    return source, linears_of(described, others)
 
 
 def decode_size(name: str, model: Any) -> ModelSize:

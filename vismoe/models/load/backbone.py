@@ -1,0 +1,245 @@
+"""What a quantised checkpoint encodes beside the routed experts: attention, dense and shared MLPs, the head.
+
+Linear layers of the decoder that the CPU kernels can compute stay encoded (`EncodedLinear`); every other encoded weight is
+restored once, in the model's type. transformers' loader sees neither: both are taken out of the model before it runs, and filled
+from the files afterwards, tensor by tensor. On request the same layers of a 16-bit checkpoint come in int8 from a store.
+"""
+
+import copy
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vismoe.config import Settings, format_bytes
+from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.kernels import cpu
+from vismoe.models.family.components import backbone_bytes, component_of, is_vision
+from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_types
+from vismoe.models.moe.linears import EncodedLinear
+from vismoe.store.files import OpenFiles
+from vismoe.store.packed_linears import PackedLinears, remedy
+from vismoe.store.tensor_reads import read_part, restore
+from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors
+
+FEWEST_OUTPUTS = 64  # of a layer that is packed: narrower ones are gates
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Weights that are restored when the model is loaded."""
+
+    sources: WeightSources
+    dtype: torch.dtype
+    tied: tuple[str, ...]  # other names of the first of these parameters
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.sources.names, *self.tied)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """How the encoded weights beside the experts get into their model, which this object does not hold."""
+
+    tensors: Tensors  # that are read
+    linears: dict[str, str]  # path of an EncodedLinear -> its tensor
+    restored: tuple[Restored, ...]
+    passed_over: frozenset[str]  # patterns of names
+    about: str  # for people; empty where nothing is encoded
+    packed: PackedLinears | None  # of a store, lossy
+    lossy: tuple[str, ...]  # paths of the EncodedLinears that it fills
+
+    def strip(self, model: Any) -> None:
+        """Before weights are loaded: take out what `fill` fills, and let the loader pass it over."""
+        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []) | self.passed_over
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        for path in (*self.linears, *self.lossy):
+            model.get_submodule(path).release()
+            ignored.add(f"^{re.escape(path)}\\.weight$")
+        for name in (name for one in self.restored for name in one.names):
+            module, own = _owner(model, name)
+            module.register_parameter(own, None)
+            module._is_hf_initialized = True  # type: ignore[assignment]  # or _init_weights would touch the None
+            tied.pop(name, None)
+            ignored.add(f"^{re.escape(name)}$")
+        model._keys_to_ignore_on_load_unexpected = ignored
+
+    def fill(self, model: Any, files: OpenFiles, device: torch.device) -> None:
+        """After the other weights are loaded. Raises CheckpointError."""
+        for path, key in self.linears.items():
+            model.get_submodule(path).fill({name: read_part(files, part) for name, part in self._encoded(key).parts.items()})
+        if self.packed is not None:
+            parts_of = self.packed.reader()
+            for path in self.lossy:
+                model.get_submodule(path).fill(parts_of(f"{path}.weight"))
+        for one in self.restored:
+            tensors = {key: self._read(files, key, one.dtype) for key, _ in one.sources.keys}
+            for name, value in _converted(model, one.sources, tensors).items():
+                parameter = nn.Parameter(value.to(device))
+                for each in (name, *(one.tied if name == one.sources.names[0] else ())):
+                    module, own = _owner(model, each)
+                    module.register_parameter(own, parameter)
+
+    def _encoded(self, key: str) -> EncodedTensor:
+        tensor = self.tensors[key]
+        assert isinstance(tensor, EncodedTensor), key
+        return tensor
+
+    def _read(self, files: OpenFiles, key: str, dtype: torch.dtype) -> Tensor:
+        """A tensor in the model's type, encoded or not."""
+        tensor = self.tensors[key]
+        if not isinstance(tensor, EncodedTensor):
+            return read_part(files, tensor).to(dtype)
+        into = torch.empty(tensor.shape, dtype=dtype)
+        restore(files, tensor, into)
+        return into
+
+
+def settle_backbone(
+    model: Any, others: Others, settings: Settings, device: torch.device, packed: PackedLinears | None = None
+) -> Backbone:
+    """Put an EncodedLinear for each linear layer of `model` (on meta) that is encoded and that our kernels compute.
+
+    Raises UnsupportedModelError for weights in types that mean nothing by themselves, CheckpointError for another shape.
+    """
+    _refuse_unreadable(model, others)
+    tensors, types = others.tensors, parameter_types(model, model.dtype)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    linears, restored, counts = dict[str, str](), list[Restored](), Counter[str]()
+    before_bytes = sum(nbytes for _, nbytes in backbone_bytes(model))
+    lossy = _take_packed(model, linears_of(model, others), packed) if packed is not None else ()
+    counts["in int8, packed (lossy)"] += len(lossy)
+    for first, sources in others.sources.items():
+        encoded = [tensor for key, _ in sources.keys if isinstance(tensor := tensors[key], EncodedTensor)]
+        if not encoded:
+            continue
+        for target, source in list(tied.items()):
+            if first in (target, source) and target in others.sources and source in others.sources:
+                del tied[target]  # the checkpoint has both, in different numbers
+        settled = Restored(sources, types(first), _tied_to(first, tied))
+        _refuse_unfit(model, settled, tensors)
+        name, path = encoded[0].encoding.name, first.removesuffix(".weight")
+        fast = settings.kernels != "torch" and device.type == "cpu" and _is_plain_linear(model, sources)
+        if fast and _put_encoded(model, path, encoded[0], settled.dtype):
+            linears[path] = sources.keys[0][0]
+            counts[f"in {name} as the checkpoint has them"] += 1
+        else:
+            restored.append(settled)
+            counts[f"restored from {name} to {str(settled.dtype).removeprefix('torch.')}"] += len(sources.names)
+    said = [
+        f"{count} {'weights' if how.startswith('restored') else 'linear layers'} {how}" for how, count in counts.items() if count
+    ]
+    if linears or lossy:
+        saved_bytes = before_bytes - sum(nbytes for _, nbytes in backbone_bytes(model))
+        said[-1] += f"; {format_bytes(saved_bytes)} less than in {model.dtype.itemsize * 8} bits"
+    read = {key: tensors[key] for key in (*linears.values(), *(key for one in restored for key, _ in one.sources.keys))}
+    return Backbone(read, linears, tuple(restored), others.passed_over, ", ".join(said), packed, lossy)
+
+
+def linears_of(model: Any, others: Others) -> dict[str, TensorPart]:
+    """The weights of the decoder's linear layers that the checkpoint has in 16 or 32 bits, by name: what a store can hold."""
+    found = {}
+    for first, sources in others.sources.items():
+        tensor = others.tensors[sources.keys[0][0]]
+        if not isinstance(tensor, TensorPart) or tensor.dtype not in cpu.DTYPES or not _is_plain_linear(model, sources):
+            continue
+        if tensor.shape == model.get_parameter(first).shape and tensor.shape[0] >= FEWEST_OUTPUTS:
+            found[first] = tensor
+    return found
+
+
+def _take_packed(model: Any, wanted: dict[str, TensorPart], packed: PackedLinears) -> tuple[str, ...]:
+    """The paths of the layers that `packed` fills."""
+    if wanted.keys() != packed.tensors.keys():
+        raise CheckpointError(
+            f"{packed.header.path} holds other layers than this version of vismoe packs. Fix: {remedy(packed.header.path.parent)}"
+        )
+    for name, tensor in packed.tensors.items():
+        taken = _put_encoded(model, name.removesuffix(".weight"), tensor, model.get_parameter(name).dtype)
+        assert taken, f"{name}: the kernels compute any int8"
+    return tuple(name.removesuffix(".weight") for name in wanted)
+
+
+def _put_encoded(model: Any, path: str, tensor: EncodedTensor, dtype: torch.dtype) -> bool:
+    """Replace a linear layer by one that computes with its weight as it is stored; False where the kernels cannot."""
+    module = model.get_submodule(path)
+    parts = {
+        name: torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype), device="meta")
+        for name, part in tensor.parts.items()
+    }
+    if dtype not in cpu.DTYPES or cpu.why_no_linear(tensor.encoding, parts, module.in_features) is not None:
+        return False
+    model.set_submodule(path, EncodedLinear(tensor.encoding, parts, module, dtype))
+    return True
+
+
+def _is_plain_linear(model: Any, sources: WeightSources) -> bool:
+    """Whether this is the weight of a linear layer of the decoder, and of nothing else; a router is read by others."""
+    path, _, own = sources.names[0].rpartition(".")
+    if own != "weight" or type(model.get_submodule(path)) is not nn.Linear or sources.converter is not None:
+        return False
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return not _tied_to(sources.names[0], tied) and not is_vision(path) and component_of(f"{path}.weight") != "norms and routers"
+
+
+def _refuse_unreadable(model: Any, others: Others) -> None:
+    """No number is cast that means something by another tensor only."""
+    state = model.state_dict()
+    for name, sources in others.sources.items():
+        for key, _ in sources.keys:
+            tensor = others.tensors[key]
+            if isinstance(tensor, EncodedTensor) or tensor.dtype in PLAIN:
+                continue
+            if state[name].is_floating_point():
+                raise UnsupportedModelError(
+                    f"{key} is stored as {str(tensor.dtype).removeprefix('torch.')} with nothing beside it that says what its "
+                    f"numbers mean, and the model wants weights ({name}). {ORIGINAL}"
+                )
+
+
+def _refuse_unfit(model: Any, settled: Restored, tensors: Tensors) -> None:
+    """The checkpoint's tensors must make parameters of the model's shapes; tried on meta, where nothing is read."""
+    sources = settled.sources
+    empty = {key: torch.empty(tensors[key].result, device="meta") for key, _ in sources.keys}
+    made = {name: tuple(value.shape) for name, value in _converted(model, sources, empty).items()}
+    for name in sources.names:
+        wanted = tuple(model.get_parameter(name).shape)
+        if made.get(name) != wanted:
+            raise CheckpointError(
+                f"{sources.keys[0][0]}: the checkpoint holds a weight of shape {made.get(name)} for {name}, and the model wants "
+                f"{wanted}. Fix: use the config.json that belongs to these files"
+            )
+
+
+def _converted(model: Any, sources: WeightSources, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters that transformers' own converter makes of these tensors."""
+    if sources.converter is None:
+        return dict(zip(sources.names, tensors.values(), strict=True))
+    converter = copy.deepcopy(sources.converter)
+    for key, pattern in sources.keys:
+        converter.add_tensor(sources.names[0], key, pattern, tensors[key])
+    try:
+        made = converter.convert(sources.names[0], model=model, config=model.config)
+    except Exception as error:  # the boundary to transformers' operations, of any kind
+        raise UnsupportedModelError(
+            f"{sources.keys[0][0]}: transformers makes {sources.names[0]} of this weight with {converter.operations!r}, which "
+            f"fails for restored ones ({type(error).__name__}: {error}). {ORIGINAL}"
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _tied_to(name: str, tied: dict[str, str]) -> tuple[str, ...]:
+    """All other names of the same parameter."""
+    same = {name}
+    while more := {one for pair in tied.items() if same & set(pair) for one in pair} - same:
+        same |= more
+    return tuple(sorted(same - {name}))
+
+
+def _owner(model: Any, name: str) -> tuple[nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    return model.get_submodule(path), own

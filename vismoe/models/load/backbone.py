@@ -161,9 +161,7 @@ def _take_packed(model: Any, wanted: dict[str, TensorPart], packed: PackedLinear
     for name, tensor in packed.tensors.items():
         dtype = model.get_parameter(name).dtype
         if not _put_encoded(model, name.removesuffix(".weight"), tensor, dtype):
-            raise ConfigError(
-                f"backbone='int8': the CPU kernels do not compute in {dtype}. Fix: dtype='auto', or backbone='own'"
-            )
+            raise ConfigError(f"backbone='int8': the CPU kernels do not compute in {dtype}. Fix: dtype='auto', or backbone='own'")
     return tuple(name.removesuffix(".weight") for name in wanted)
 
 

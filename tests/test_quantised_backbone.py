@@ -15,12 +15,13 @@ from torch import nn
 from vismoe.cli.main import main
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from vismoe.formats import encodings
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.load.preview import linears_in_place, preview
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.linears import EncodedLinear
-from vismoe.store import packed_linears
+from vismoe.store import packed_linears, tensor_reads
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -68,8 +69,10 @@ def changed(fp8: Path, folder: Path, change) -> Path:
     return folder
 
 
-def test_logits_with_torch_are_those_of_restored_weights(made):
+def test_logits_with_torch_are_those_of_restored_weights(made, monkeypatch):
     folder, expected = made
+    monkeypatch.setattr(tensor_reads, "PIECE_BYTES", 5000)  # as large weights are read: in several pieces
+    monkeypatch.setattr(encodings, "PIECE_WEIGHTS", 2000)
     loaded, report = load(folder, kernels="torch")
     assert not any(report.values()), report
     assert not any(isinstance(module, EncodedLinear) for module in loaded.modules())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vismoe.config import Settings, format_bytes
-from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.kernels import cpu
 from vismoe.models.family.components import backbone_bytes, component_of, is_vision
 from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_types
@@ -159,8 +159,9 @@ def _take_packed(model: Any, wanted: dict[str, TensorPart], packed: PackedLinear
             f"{packed.header.path} holds other layers than this version of vismoe packs. Fix: {remedy(packed.header.path.parent)}"
         )
     for name, tensor in packed.tensors.items():
-        taken = _put_encoded(model, name.removesuffix(".weight"), tensor, model.get_parameter(name).dtype)
-        assert taken, f"{name}: the kernels compute any int8"
+        dtype = model.get_parameter(name).dtype
+        if not _put_encoded(model, name.removesuffix(".weight"), tensor, dtype):
+            raise ConfigError(f"backbone='int8': the CPU kernels do not compute in {dtype}. Fix: dtype='auto', or backbone='own'")
     return tuple(name.removesuffix(".weight") for name in wanted)
 
 

@@ -294,7 +294,7 @@ def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, 
 def with_experts(plan: Plan, experts: Experts, backbone: Backbone | None = None) -> Plan:
     """The plan, which also says where the experts come from, what computes them, and what else is encoded."""
     about = backbone.about if backbone is not None else ""
-    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend, encoded=about)
+    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend, rest=about)
 
 
 def _open_store(

@@ -6,10 +6,18 @@ from expert_records import FORMS, Experts
 from torch import Tensor
 
 from vismoe.formats.encoded import Encoded, encoded_matrices
-from vismoe.formats.encodings import ENCODINGS, FLOATS, Encoding, Ggml
+from vismoe.formats.encodings import ENCODINGS, FLOATS, Encoding, Ggml, NvFp4
 from vismoe.types import ExpertForm, Gate, RecordLayout
 
-WHOLE = {"q4_k": 256, "q5_k": 256, "q6_k": 256, "fp8": 1, "w8": 1, "nvfp4": 16}  # inputs of rows are multiples; of others 32
+WHOLE = {
+    "q4_k": 256,
+    "q5_k": 256,
+    "q6_k": 256,
+    "fp8": 1,
+    "w8": 1,
+    "nvfp4": 16,
+    "nvfp4_divided": 16,
+}  # inputs of rows are multiples; of others 32
 BLOCK_SCALES = {"q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}  # float16 in a block; others: 0
 RAW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CODE = {"fp8": 128, "w8": 74, "q4_k": 320, "q5_k": 650, "q6_k": 1300, "q8_0": 74, "iq4_nl": 70, "q5_0": 9, "q5_1": 18, "q4_1": 9}
@@ -29,9 +37,10 @@ def random_parts(encoding: Encoding, rows: int, inputs: int) -> dict[str, Tensor
             blocks[:, at : at + 2] = (-size if place and name in ("q4_1", "q5_1") else size).half().view(torch.uint8)
     elif name == "mxfp4":
         parts["scale"] = exponents((rows, inputs // 32), spread)
-    elif name == "nvfp4":
+    elif isinstance(encoding, NvFp4):
         parts["scale"] = torch.randint(0x30, 0x48, (rows, inputs // 16), dtype=torch.uint8)  # 0.5 .. 4
-        parts["factor"] = (torch.rand(rows, 1) + 0.5) * spread
+        factor = (torch.rand(rows, 1) + 0.5) * spread
+        parts["factor"] = 1 / factor if encoding.divided else factor
     else:
         if name == "fp8":
             codes[codes & 0x7F == 0x7F] = 0

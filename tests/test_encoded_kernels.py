@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from searching import examples
 
 from vismoe.errors import ConfigError
-from vismoe.formats import encodings
-from vismoe.formats.encodings import Ggml
+from vismoe.formats.encodings import ENCODINGS, Ggml
 from vismoe.kernels import cpu, relay
 from vismoe.kernels.gpu.experts import GpuKernel
 from vismoe.types import Format
 
-ENCODINGS = {name: kind for name, kind in encodings.ENCODINGS.items() if kind is not encodings.NVFP4_DIVIDED}  # no kernel yet
 ONCE = [name for name in ENCODINGS if name not in ("awq", "gptq")]  # these lie as w4 does
 MINIMA = ("w4", "awq", "gptq", "q4_1", "q5_1", "q4_k", "q5_k")  # values are differences
 each_encoding = pytest.mark.parametrize("encoding", ONCE)

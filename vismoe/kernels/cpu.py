@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from vismoe.errors import BudgetError, ConfigError
-from vismoe.formats.encodings import Encoding
+from vismoe.formats.encodings import NVFP4, NVFP4_DIVIDED, Encoding
 from vismoe.kernels.library import function, instruction_sets, library
 from vismoe.kernels.matrices import Matrix, Part, matrices, of_parts
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
@@ -114,7 +114,7 @@ def setup() -> KernelSetup:
 class _Matrix(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("codes", "scale", "offset", "bias", "rows", "inputs", "row_bytes", "groups")),
-        *((name, ctypes.c_int32) for name in ("encoding", "bias_dtype", "scale_dtype", "group_inputs")),
+        *((name, ctypes.c_int32) for name in ("encoding", "bias_dtype", "scale_dtype", "group_inputs", "divides")),
     ]
 
     @classmethod
@@ -122,8 +122,10 @@ class _Matrix(ctypes.Structure):
         *places, encoding, bias_dtype, scale_dtype, group_inputs = matrix
         if encoding in ("w4", "awq", "gptq"):
             encoding = "w4 of narrow groups" if group_inputs % 128 else "w4"
+        divides = encoding == NVFP4_DIVIDED.name
+        encoding = NVFP4.name if divides else encoding
         numbers = (-1 if dtype is None else NUMBERS.index(dtype) for dtype in (bias_dtype, scale_dtype))
-        return cls(*places, ENCODINGS.index(encoding), *numbers, group_inputs)
+        return cls(*places, ENCODINGS.index(encoding), *numbers, group_inputs, divides)
 
 
 class _Expert(ctypes.Structure):

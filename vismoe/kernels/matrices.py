@@ -7,9 +7,10 @@ import torch
 
 from vismoe.formats.affine import GRIDS
 from vismoe.formats.encoded import encoded_matrices
-from vismoe.formats.encodings import ENCODINGS, NVFP4_DIVIDED, group_inputs
+from vismoe.formats.encodings import ENCODINGS, group_inputs
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout, Section
 
+GROUPS = {"mxfp4": (32,), "nvfp4": (16,), "nvfp4_divided": (16,)}  # inputs that share a scale
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -85,8 +86,6 @@ def of_parts(kind: str, parts: Mapping[str, Part], rows: int, inputs: int, bias:
     places, row_bytes = (scale.at if scale else -1, beside, bias_at, rows, inputs), codes.shape[1] * codes.dtype.itemsize
     if kind == Format.RAW:
         return Matrix(codes.at, *places, inputs * codes.dtype.itemsize, 0, codes.dtype, bias_dtype)
-    if kind == NVFP4_DIVIDED.name:
-        return f"the fast kernels do not read {kind}"
     if kind in ENCODINGS:
         needed = ENCODINGS[kind].row_bytes(inputs)
         assert codes.shape == (rows, needed), f"codes {codes.shape} of a matrix in {kind} are not {rows} x {needed} bytes"
@@ -94,7 +93,7 @@ def of_parts(kind: str, parts: Mapping[str, Part], rows: int, inputs: int, bias:
         return Matrix(codes.at, *places, row_bytes, 0, kind, bias_dtype)
     groups = scale.shape[1]
     each = GRIDS[Format(kind)].group_inputs if kind not in ENCODINGS else group_inputs(groups, inputs)
-    read = {"fp8": (128, inputs), "w8": (128, inputs), "mxfp4": (32,), "nvfp4": (16,)}.get(kind, range(32, inputs + 128, 32))
+    read = (128, inputs) if kind in ("fp8", "w8") else GROUPS.get(kind, range(32, inputs + 128, 32))
     if each not in read or not inputs <= each * groups < inputs + each:
         return f"a row of {inputs} inputs has {groups} scales of {each} inputs each, which the fast kernels do not read in {kind}"
     return Matrix(codes.at, *places, row_bytes, groups, kind, bias_dtype, scale.dtype, each)

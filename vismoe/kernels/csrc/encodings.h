@@ -125,7 +125,12 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   } else if constexpr (E == kNvFp4) {
     float factor;
     std::memcpy(&factor, offset, 4);
-    for (std::size_t s = 0; s < steps; s++) scales[s] = 0.5f * (factor * from_e4m3(scale[s]));
+    for (std::size_t s = 0; s < steps; s++) scales[s] = from_e4m3(scale[s]);
+    if (m.divides) {
+      for (std::size_t s = 0; s < steps; s++) scales[s] = 0.5f * (scales[s] / factor);
+    } else {
+      for (std::size_t s = 0; s < steps; s++) scales[s] = 0.5f * (scales[s] * factor);
+    }
   } else if constexpr (E == kMxFp4Block) {
     for (std::size_t s = 0; s < steps; s++) scales[s] = half_from_e8m0(codes[17 * s]);
   } else if constexpr (E == kQ4K || E == kQ5K) {

@@ -37,6 +37,7 @@ struct Matrix {
   std::int64_t rows, inputs, row_bytes, groups;  // scales of a row, 0 where there are none beside the codes
   std::int32_t encoding, bias_dtype;             // a Dtype; -1: no bias
   std::int32_t scale_dtype, group_inputs;        // a Dtype; inputs that share a scale
+  std::int32_t divides;                          // whether the factor of a row (kNvFp4) divides its weights
 
   // From row to row.
   std::size_t scale_bytes() const {

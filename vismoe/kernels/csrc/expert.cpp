@@ -374,6 +374,36 @@ class LinearJob : public PackedJob {
   void* out_;
 };
 
+class RestoreJob : public Job {
+ public:
+  RestoreJob(State& s, const Kernels& kernels, const Matrix& matrix, const void* weight, void* out, Dtype via, Dtype dtype)
+      : Job(s, all_bytes(matrix)),
+        kernels_(kernels),
+        matrix_(matrix),
+        weight_(static_cast<const std::uint8_t*>(weight)),
+        out_(out),
+        via_(via),
+        dtype_(dtype),
+        scratch_bytes_(Workspace(kernels, index(matrix.inputs), 0).scratch_bytes),
+        scratch_(s.workspace_of(s.threads * scratch_bytes_)) {
+    cut(kProduct, index(matrix.rows), read_bytes(matrix));
+  }
+
+ private:
+  void run(const Task& task, const Task*, std::size_t thread) override {
+    const Scratch scratch = Scratch::at(scratch_ + thread * scratch_bytes_, index(matrix_.inputs));
+    kernels_.restore(matrix_, weight_, task.begin, task.end, out_, via_, dtype_, scratch);
+  }
+
+  const Kernels& kernels_;
+  const Matrix& matrix_;
+  const std::uint8_t* weight_;
+  void* out_;
+  const Dtype via_, dtype_;
+  const std::size_t scratch_bytes_;
+  std::uint8_t* scratch_;
+};
+
 class CombineJob : public Job {
  public:
   CombineJob(State& s, const Kernels& kernels, const float* parts, const std::int32_t* tokens, std::size_t pairs,
@@ -486,6 +516,19 @@ VISMOE_API std::int32_t vismoe_linear(const Matrix* matrix, const void* weight, 
   const Kernels& kernels = kernels_for(s.isa, static_cast<Dtype>(dtype), matrix->encoding);
   const Input input{x, static_cast<Dtype>(dtype), index(matrix->inputs), nullptr};
   LinearJob job(s, kernels, *matrix, weight, input, n, out);
+  job.run_all(s);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
+}
+
+// out [rows, inputs] of type `dtype` = the weights of a matrix, rounded to type `via` first. Returns 0 or 1, as above.
+VISMOE_API std::int32_t vismoe_restore(const Matrix* matrix, const void* weight, std::int32_t via, std::int32_t dtype,
+                                       void* out) try {
+  State& s = the_state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const Kernels& kernels = kernels_for(s.isa, kFp32, matrix->encoding);
+  RestoreJob job(s, kernels, *matrix, weight, out, static_cast<Dtype>(via), static_cast<Dtype>(dtype));
   job.run_all(s);
   return 0;
 } catch (const std::exception&) {

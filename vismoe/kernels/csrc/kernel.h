@@ -620,12 +620,6 @@ void combine(const float* parts, const std::int32_t* rows, std::size_t count, st
   }
 }
 
-template <class S>
-const Kernels& kernels_of() {
-  static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, combine};
-  return kernels;
-}
-
 // ------------------------------------------------------------------ sets that compute in float32
 // `S` also offers Operand = Sum = its vector of floats, and
 //   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields: the bits from `shift` on of each byte
@@ -658,6 +652,85 @@ struct FloatDecoder {
     }
   }
 };
+
+// values[i] = weight i of a row, by the float32 operations of the public dequantisers.
+template <class S, Encoding E>
+void restore_row(const Matrix& m, const std::uint8_t* record, std::size_t row, const Scratch& scratch, float* values) {
+  if constexpr (!is_scaled(E)) {
+    using D = FloatDecoder<S, E>;
+    Rows<D> rows;
+    place_rows(m, record, row, 1, rows);
+    for (std::size_t u = 0; u < rows.units; u++) decode_unit<S, D>(unit_at(rows, 0, u), values + u * kUnit);
+    if (rows.tail) decode_unit<S, D>(rest_of(rows, 0), values + rows.units * kUnit);
+  } else {
+    constexpr std::size_t kStep = step_of(E), kInputs = unit_inputs(E), kBytes = unit_bytes(E);
+    const std::size_t inputs = static_cast<std::size_t>(m.inputs), row_bytes = static_cast<std::size_t>(m.row_bytes);
+    const std::uint8_t* codes = record + m.codes + row * row_bytes;
+    float *scales = scratch.scales, *minima = scales + kRows * scratch.steps;
+    const bool affine = has_minima(m);
+    constexpr bool kZeros = E == kW4 || E == kW4Narrow;
+    read_scales<E>(m, record, row, scales, minima);
+    if (kZeros && affine) {  // (q - 8) + (8 - zero) is exact
+      const std::uint8_t* zeros = record + m.offset + row * m.offset_bytes();
+      for (std::size_t s = 0; s * kStep < inputs; s++) {
+        minima[s] = 8.0f - zeros[s * kStep / static_cast<std::size_t>(m.group_inputs)];
+      }
+    }
+    alignas(kAlignment) std::uint8_t rest[kBytes];
+    for (std::size_t first = 0, at = 0; first < inputs; first += kInputs, at += kBytes) {
+      const std::uint8_t* unit = codes + at;
+      if (row_bytes - at < kBytes) {
+        std::memset(rest, 0, kBytes);
+        std::memcpy(rest, unit, row_bytes - at);
+        unit = rest;
+      }
+      unpack<E>(unit, static_cast<std::uint8_t*>(scratch.codes));
+      for (std::size_t i = 0; i < kInputs; i += kStep) {
+        const float scale = scales[(first + i) / kStep], minimum = minima[(first + i) / kStep];
+        float* to = values + first + i;
+        for (std::size_t k = 0; k < kStep; k++) {
+          float code;
+          if constexpr (E == kFp8) code = 256.0f * from_fp16(static_cast<const std::uint16_t*>(scratch.codes)[i + k]);
+          else code = static_cast<const std::int8_t*>(scratch.codes)[i + k];
+          to[k] = !affine ? code * scale : kZeros ? (code + minimum) * scale : code * scale + minimum;
+        }
+      }
+    }
+  }
+}
+
+template <class S, std::size_t... E>
+void restore_as(const Matrix& m, const std::uint8_t* record, std::size_t row, const Scratch& scratch, float* values,
+                std::index_sequence<E...>) {
+  static constexpr decltype(&restore_row<S, kRawBf16>) of[] = {restore_row<S, static_cast<Encoding>(E)>...};
+  of[m.encoding](m, record, row, scratch, values);
+}
+
+template <class S>
+void restore(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, void* out, Dtype via, Dtype dtype,
+             const Scratch& scratch) {
+  const std::size_t inputs = static_cast<std::size_t>(m.inputs);
+  for (std::size_t row = begin; row < end; row++) {
+    restore_as<S>(m, record, row, scratch, scratch.tile, std::make_index_sequence<kEncodings>());
+    if (via != kFp32) {
+      std::uint16_t* rounded = static_cast<std::uint16_t*>(scratch.codes);
+      write(rounded, via, 0, scratch.tile, inputs);
+      for (std::size_t i = 0; i < inputs; i++) scratch.tile[i] = value_at(rounded, via, i);
+    }
+    write(out, dtype, row * inputs, scratch.tile, inputs);
+  }
+}
+
+template <class S>
+const Kernels& kernels_of() {
+  if constexpr (sizeof(typename S::X) == 4) {
+    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restore<S>, combine};
+    return kernels;
+  } else {
+    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, nullptr, combine};
+    return kernels;
+  }
+}
 
 template <class S, Encoding E>
 using FloatDecoderOf = std::conditional_t<is_scaled(E), Packed<E>, FloatDecoder<S, E>>;

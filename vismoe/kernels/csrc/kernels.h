@@ -124,6 +124,9 @@ struct Kernels {
   // out[token, begin .. end) = weight x + bias, rounded to `dtype`.
   void (*linear)(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out,
                  Dtype dtype, const Scratch&, const Place& next);
+  // out[row - begin, input] = the weights of rows begin .. end, rounded to `via` and then to `dtype`. Only of sets for float32.
+  void (*restore)(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, void* out, Dtype via, Dtype dtype,
+                  const Scratch&);
   // out[column] = the sum of the expert output rows in order, columns begin .. end.
   void (*combine)(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype);
 };

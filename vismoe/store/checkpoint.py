@@ -110,6 +110,9 @@ def _compile(layout: RecordLayout, locator: Locator) -> tuple[tuple[_Stretch, ..
             stop = start + math.prod(shape) * section.dtype.itemsize
             if part.dtype == section.dtype and part.arrangement is SAME:
                 direct.append((part.file, part.offset_bytes, start, stop))
+            elif part.arrangement.whole:
+                end = section.offset_bytes + section.nbytes
+                bounces.append(_Bounce(part, section.offset_bytes, end, section.dtype, section.shape))
             else:
                 bounces.append(_Bounce(part, start, stop, section.dtype, shape))
             start = stop

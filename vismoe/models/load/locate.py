@@ -18,11 +18,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
 from vismoe.models.load.conversion import LISTED, ExpertParameter, Row, rows_of
+from vismoe.models.load.gguf_tensors import GgufTensors, expert_rows
 from vismoe.store.checkpoint import CheckpointStore, Locator
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.store.tensors import EncodedTensor, TensorPart, Tensors, tensors_of
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
+GGUF = ".gguf"
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # whatever else lies in a file means something by a scale
 PER_EXPERT = re.compile(  # names of one expert's matrix, where a family's own checkpoints have stacked ones only
     r"(?P<module>.*\bexperts)\.(?:(?P<expert>\d+)\.(?P<matrix>\w+)|(?P<matrix_first>\w+)\.(?P<expert_last>\d+))\.weight"
@@ -37,9 +39,15 @@ def locate_experts(
     """A store over `checkpoint_files` for all routed experts of `model`, which must still have its parameters (on meta).
 
     Records are in the model's orientation and in the type in which transformers would have loaded each parameter under `dtype=`.
-    Raises CheckpointError for files or experts that are missing or do not fit, UnsupportedModelError for layouts we cannot read.
+    For a GGUF file, one of its parts is enough. Raises CheckpointError for files or experts that are missing or do not fit,
+    UnsupportedModelError for layouts we cannot read.
     """
-    headers = [read_header(path) for path in _safetensors_only(model, checkpoint_files)]
+    paths = [Path(file) for file in checkpoint_files or ()]
+    if paths and paths[0].suffix == GGUF:
+        gguf, raw = GgufTensors.open(paths[0]), inventory_of(model, dtype)
+        inventory, locators = _as_stored(raw, expert_rows(model, gguf, raw))
+        return CheckpointStore(gguf.headers, inventory, locators)
+    headers = [read_header(path) for path in _safetensors_only(model, paths)]
     config_json = config_of(headers)
     tensors = tensors_of(headers, quantization_of(config_json))
     parameters = _collect(model, tensors)
@@ -151,8 +159,7 @@ def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -
     return None
 
 
-def _safetensors_only(model: Any, files: Iterable[str | Path] | None) -> list[Path]:
-    paths = [Path(file) for file in files or ()]
+def _safetensors_only(model: Any, paths: list[Path]) -> list[Path]:
     other = [path.name for path in paths if path.suffix != ".safetensors"]
     if other or not paths:
         raise UnsupportedModelError(

@@ -21,6 +21,7 @@ from vismoe.machine.hardware import probe
 from vismoe.models.family.checkpoint_files import (
     check_json_files,
     config_file,
+    demo_model,
     first_line,
     read_json,
     reading_checkpoint,
@@ -31,6 +32,7 @@ from vismoe.models.family.components import backbone_bytes, decode_read_bytes
 from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.embeddings import table_bytes, table_of
+from vismoe.models.load.gguf import with_gguf
 from vismoe.models.load.locate import inventory_of, locate_experts
 from vismoe.models.load.opening import arrange_experts, needs_of, open_experts, with_experts
 from vismoe.models.load.reading import settle_reading
@@ -45,20 +47,22 @@ COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def preview(
-    model: str | Path,
+    model: str | Path | None,
     settings: Settings,
     *,
     device: str | None = None,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
 ) -> Plan:
-    """The plan that loading `model` with these settings would follow.
+    """The plan that loading `model` (None: the bundled demo model) with these settings would follow.
 
     Raises BudgetError, UnsupportedModelError or CheckpointError, as loading would.
     """
+    model, settings = with_gguf(model, settings)
+    model = model if model is not None else demo_model()
     with reading_checkpoint(model):
         described, files = describe(model, revision=revision, dtype=dtype)
-        return _preview(described, files, settings, device)
+        return _preview(described, [Path(settings.gguf)] if settings.gguf else files, settings, device)
 
 
 def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, device: str | None) -> Plan:

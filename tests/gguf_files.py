@@ -19,9 +19,12 @@ from vismoe.bench.llama_cpp import ARCHITECTURES
 
 SCALES = {  # where a block has float16 scales
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "MXFP4": (), "Q4_K": (0, 2),
-    "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,),
 }  # fmt: skip
-MOST = {"Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "IQ4_NL": 127, "Q4_K": 945, "Q5_K": 1953, "Q6_K": 4096}
+MOST = {  # of a code times what is beside the float16
+    "Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "IQ4_NL": 127, "Q4_K": 945, "Q5_K": 1953, "Q6_K": 4096,
+    "Q3_K": 128,
+}  # fmt: skip
 PLAIN = ("F32", "F16", "BF16")
 EDGES = (0.0, -0.0, 1.0, -2.5, 6e-8, 65504.0)  # scales: zeros, the smallest subnormal number, the largest number
 
@@ -56,9 +59,9 @@ def stored(kind: str, values: torch.Tensor, rng: np.random.Generator) -> tuple[n
     return raw, torch.from_numpy(gguf.quants.dequantize(raw, number).reshape(values.shape).copy())
 
 
-def split(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name for gguf-py, tensor) of one parameter of a model: experts' gate and up apart."""
-    if name.endswith("experts.gate_up_proj"):
+def split(name: str, tensor: torch.Tensor, fused: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name for gguf-py, tensor) of one parameter of a model: experts' gate and up apart, unless `fused`."""
+    if name.endswith("experts.gate_up_proj") and not fused:
         for half, part in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
             yield name.replace("gate_up_proj", f"{half}_proj"), part
     else:
@@ -73,9 +76,19 @@ def model_of(family: str, **changes: Any) -> Any:
     return getattr(T, quantised.CLASSES[family])._from_config(config, dtype=torch.bfloat16).eval()
 
 
-def write(folder: Path, family: str, kind_of: Callable[[str], str], seed: int = 0, **changes: Any) -> Any:
+def write(
+    folder: Path,
+    family: str,
+    kind_of: Callable[[str], str],
+    *,
+    fused: bool = False,
+    left_out: str = "",
+    seed: int = 0,
+    **changes: Any,
+) -> Any:
     """Save a random model in `folder`: `model.gguf` with a tensor's type by its name, config.json, and safetensors of a vision
-    tower. Returns the model with the weights that the file means, in bfloat16. `changes` are those of the configuration."""
+    tower. Returns the model with the weights that the file means, in bfloat16. `left_out`: a tensor that the file lacks.
+    `changes` are those of the configuration."""
     import gguf
 
     torch.manual_seed(seed)
@@ -92,14 +105,16 @@ def write(folder: Path, family: str, kind_of: Callable[[str], str], seed: int = 
                 vision[name] = parameter.detach().clone()
                 continue
             parts = []
-            for part, values in split(name.replace("language_model.", ""), parameter):
+            for part, values in split(name.replace("language_model.", ""), parameter, fused):
                 if ".experts." in part:
-                    target = re.sub(r"model\.layers\.(\d+)\.mlp\.experts\.(\w+)_proj", r"blk.\1.ffn_\2_exps.weight", part)
+                    target = re.sub(r"model\.layers\.(\d+)\.mlp\.experts\.(\w+)_proj$", r"blk.\1.ffn_\2_exps.weight", part)
                 else:
                     target = names.get_name(part, try_suffixes=(".weight", ".bias"))
                 kind = "F32" if values.ndim == 1 or "ffn_gate_inp" in target else kind_of(target)
                 raw, means = stored(kind, values, rng)
-                writer.add_tensor(target, raw, raw_dtype=None if kind in ("F32", "F16") else gguf.GGMLQuantizationType[kind])
+                if target != left_out:
+                    number = None if kind in ("F32", "F16") else gguf.GGMLQuantizationType[kind]
+                    writer.add_tensor(target, raw, raw_dtype=number)
                 parts.append(means)
             parameter.copy_(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     writer.write_header_to_file()

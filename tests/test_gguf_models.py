@@ -6,16 +6,24 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
+import transformers as T
+from small_geometries import small_config
+from test_gguf import FAMILIES, written
 from test_quantised import logits
 
+from vismoe.bench.gguf import write_gguf
+from vismoe.bench.llama_cpp import ARCHITECTURES as written_as
 from vismoe.config import Settings
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.formats.encodings import GGML
+from vismoe.models.family.gguf_names import ARCHITECTURES
 from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config
 from vismoe.models.load.quantizer import VisMoEConfig
 
 gguf = pytest.importorskip("gguf")
 MIXED = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
+ROUND = [name for name in FAMILIES.values() if small_config(name).model_type in ARCHITECTURES]
 
 
 def opened(folder: Path, file: Path | None = None, mmproj: Path | None = None, **settings):
@@ -62,3 +70,101 @@ def test_every_type_is_read(kind, tmp_path):
     expected = gguf_files.write(tmp_path, "qwen3_moe", lambda name: kind)
     expected.set_experts_implementation("eager")
     assert torch.equal(logits(opened(tmp_path, memory="60%")), logits(expected))
+
+
+@pytest.mark.parametrize("name", ROUND)
+def test_what_was_written_for_llama_cpp_is_read_as_it_was(name, tmp_path):
+    """Every family: names, values that llama.cpp has otherwise, gate and up that alternate, transposed experts."""
+    folder = written(name, tmp_path)
+    write_gguf(folder, tmp_path / "model.gguf", progress=False)
+    expected = model_class(read_config(folder)).from_pretrained(folder, dtype=torch.bfloat16)
+    expected.set_experts_implementation("eager")
+    paged = opened(folder, tmp_path / "model.gguf", memory="50%")
+    for parameter, value in paged.named_parameters():
+        assert torch.equal(value, expected.get_parameter(parameter)), parameter
+    assert torch.equal(logits(paged), logits(expected))
+
+
+def test_the_table_of_families_is_that_of_the_writer():
+    assert all(written_as[kind].name == name for kind, name in ARCHITECTURES.items())
+    assert {small_config(name).model_type for name in ROUND} == set(ARCHITECTURES)
+
+
+def test_encoded_gate_and_up_of_gpt_oss_alternate_as_its_own_do(tmp_path):
+    """Its file has gate and up one after the other, and [out, in]; the model alternates them, in [in, out]."""
+    folder = written("gpt-oss-20b", tmp_path, intermediate_size=64)
+    write_gguf(folder, tmp_path / "model.gguf", experts="q8_0", progress=False)
+    expected = model_class(read_config(folder)).from_pretrained(folder, dtype=torch.bfloat16)
+    expected.set_experts_implementation("eager")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    with torch.no_grad():
+        for number, layer in enumerate(expected.model.layers):
+            gate, up, down = (
+                torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).bfloat16().transpose(1, 2)
+                for tensor in (stored[f"blk.{number}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+            )
+            layer.mlp.experts.gate_up_proj[..., ::2], layer.mlp.experts.gate_up_proj[..., 1::2] = gate, up
+            layer.mlp.experts.down_proj.copy_(down)
+    assert torch.equal(logits(opened(folder, tmp_path / "model.gguf", memory="50%")), logits(expected))
+
+
+def test_fused_gate_and_up_are_read(tmp_path):
+    expected = gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q5_K", fused=True)
+    expected.set_experts_implementation("eager")
+    assert torch.equal(logits(opened(tmp_path)), logits(expected))
+
+
+# ------------------------------------------------------------------ refusals
+def test_files_that_do_not_fit_are_refused_with_the_fix(tmp_path):
+    types = {"a": "Q4_K", "up": "Q5_K"}
+    gguf_files.write(tmp_path / "mixed", "qwen3_moe", lambda name: types["up" if "ffn_up" in name else "a"])
+    with pytest.raises(
+        UnsupportedModelError, match=r"0\.ffn_gate_exps.weight is in Q4_K and blk\.0\.ffn_up_exps\.weight in Q5_K"
+    ):
+        opened(tmp_path / "mixed")
+    gguf_files.write(tmp_path / "wide", "qwen3_moe", lambda name: "Q4_K", moe_intermediate_size=512)
+    gguf_files.write(tmp_path / "vision", "qwen3_vl_moe", lambda name: "Q4_K")
+    with pytest.raises(CheckpointError, match=r"ffn_gate_exps.weight has shape \(6, 512, 256\), the model wants \(6, 256, 256\)"):
+        opened(tmp_path / "mixed", tmp_path / "wide" / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"holds a 'qwen3vlmoe', but the model's config.json describes a qwen3_moe"):
+        opened(tmp_path / "mixed", tmp_path / "vision" / "model.gguf")
+    (tmp_path / "vision" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"vision tower .*--mmproj FILE"):
+        opened(tmp_path / "vision")
+    with pytest.raises(CheckpointError, match="is not the vision tower of a qwen3_vl_moe"):
+        opened(tmp_path / "vision", mmproj=tmp_path / "vision" / "model.gguf")
+    with pytest.raises(ConfigError, match=r"vismoe.load"):
+        T.Qwen3MoeForCausalLM.from_pretrained(
+            None,
+            config=read_config(tmp_path / "mixed"),
+            state_dict={},
+            dtype=torch.bfloat16,
+            quantization_config=VisMoEConfig(gguf=tmp_path / "mixed" / "model.gguf"),
+        )
+
+
+@pytest.mark.parametrize("name", ["blk.1.ffn_down_exps.weight", "blk.1.attn_v.weight"])
+def test_a_type_that_is_not_read_is_refused_by_tensor_and_type(name, tmp_path):
+    gguf_files.write(tmp_path, "qwen3_moe", lambda tensor: "Q3_K" if tensor == name else "Q8_0")
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is in Q3_K, which VisMoE does not read.*Q4_K_M"):
+        opened(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q8_0", left_out="blk.1.attn_k.weight")
+    with pytest.raises(CheckpointError, match=r"has no tensor blk.1.attn_k.weight"):
+        opened(tmp_path)
+
+
+def test_a_file_that_changed_while_it_was_loaded_is_refused(tmp_path, monkeypatch):
+    gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q8_0")
+    fill = GgufWeights.fill
+
+    def filled(self, model):
+        fill(self, model)
+        with open(tmp_path / "model.gguf", "ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(GgufWeights, "fill", filled)
+    with pytest.raises((CheckpointError, RuntimeError), match="changed"):
+        opened(tmp_path)

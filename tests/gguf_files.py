@@ -126,3 +126,33 @@ def write(
     values = model.config.to_dict() | {"architectures": [quantised.CLASSES[family]]}
     (folder / "config.json").write_text(json.dumps(values, default=str))
     return model
+
+
+def write_mmproj(file: Path, model: Any, kind: str = "F32", projector: str = "qwen3vl_merger") -> None:
+    """The vision tower of a qwen3_vl_moe as llama.cpp's converter writes it."""
+    import gguf
+
+    config, tensors = model.config.vision_config, gguf.MODEL_TENSOR
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, config.depth)
+    after = {"norm": tensors.V_DS_NORM, "linear_fc1": tensors.V_DS_FC1, "linear_fc2": tensors.V_DS_FC2}
+    merger = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+    writer = gguf.GGUFWriter(file, "clip")
+    writer.add_clip_projector_type(projector)
+    for name, parameter in model.model.visual.named_parameters():
+        path, _, suffix = name.rpartition(".")
+        found = names.get_name(f"visual.{path}")
+        if path.startswith("deepstack_merger_list"):
+            _, number, part = path.split(".")
+            found = gguf.TENSOR_NAMES[after[part]].format(bid=config.deepstack_visual_indexes[int(number)])
+        elif path.startswith("merger"):
+            found = merger[path.partition(".")[2]]
+        pieces = {f"{found}.{suffix}": parameter.detach()}
+        if parameter.ndim == 5:  # a convolution over two frames
+            pieces = {f"{found}.{suffix}{end}": parameter.detach()[:, :, frame] for frame, end in enumerate(("", ".1"))}
+        for target, values in pieces.items():
+            values = values.float().numpy()
+            writer.add_tensor(target, values.astype(np.float16) if kind == "F16" and values.ndim > 1 else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,5 +1,6 @@
 """Models out of GGUF files compute what transformers computes with the weights that gguf-py restores of them."""
 
+import ctypes
 from pathlib import Path
 
 import gguf_files
@@ -11,11 +12,13 @@ from small_geometries import small_config
 from test_gguf import FAMILIES, written
 from test_quantised import logits
 
+import vismoe
 from vismoe.bench.gguf import write_gguf
 from vismoe.bench.llama_cpp import ARCHITECTURES as written_as
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.formats.encodings import GGML
+from vismoe.models.family.checkpoint_files import demo_model
 from vismoe.models.family.gguf_names import ARCHITECTURES
 from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config
@@ -112,6 +115,68 @@ def test_fused_gate_and_up_are_read(tmp_path):
     expected = gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q5_K", fused=True)
     expected.set_experts_implementation("eager")
     assert torch.equal(logits(opened(tmp_path)), logits(expected))
+
+
+# ------------------------------------------------------------------ vision towers
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_a_vision_tower_is_read_from_its_mmproj_file(kind, tmp_path):
+    expected = gguf_files.write(tmp_path, "qwen3_vl_moe", lambda name: "Q8_0")
+    (tmp_path / "model.safetensors").unlink()
+    gguf_files.write_mmproj(tmp_path / "mmproj.gguf", expected, kind)
+    paged = opened(tmp_path, mmproj=tmp_path / "mmproj.gguf")
+    for name, value in expected.model.visual.named_parameters():
+        means = value.half().bfloat16() if kind == "F16" and value.ndim > 1 else value
+        assert torch.equal(paged.model.visual.get_parameter(name), means), name
+
+
+def test_of_two_vision_towers_the_one_that_was_named_is_used(tmp_path):
+    expected = gguf_files.write(tmp_path, "qwen3_vl_moe", lambda name: "Q8_0")
+    with torch.no_grad():
+        expected.model.visual.pos_embed.weight.zero_()
+    gguf_files.write_mmproj(tmp_path / "mmproj.gguf", expected)
+    assert opened(tmp_path).model.visual.pos_embed.weight.any()
+    assert not opened(tmp_path, mmproj=tmp_path / "mmproj.gguf").model.visual.pos_embed.weight.any()
+
+
+# ------------------------------------------------------------------ llama.cpp itself
+QUANTISED = {"F16": 1, "Q8_0": 7, "Q4_K_M": 15, "IQ4_NL": 25}  # llama.cpp's numbers of kinds of files
+
+
+@pytest.fixture(scope="module")
+def demo_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("demo") / "demo.gguf"
+    write_gguf(demo_model(), path, progress=False)
+    return path
+
+
+@pytest.mark.parametrize("kind", [None, *QUANTISED])
+def test_the_demo_model_answers_as_in_llama_cpp(kind, demo_file, tmp_path, monkeypatch):
+    """Files that llama.cpp quantised itself; the model's narrow rows make Q4_K_M a mixture of Q5_0 and Q8_0."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
+    defaults, file = llama_cpp.llama_cpp.llama_model_default_params, demo_file
+
+    def as_mapped():
+        parameters = defaults()
+        parameters.use_extra_bufts = False  # or this version crashes in quantised linear layers
+        return parameters
+
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", as_mapped)
+    if kind is not None:
+        file, asked = tmp_path / "small.gguf", llama_cpp.llama_model_quantize_default_params()
+        asked.ftype, asked.nthread = QUANTISED[kind], 1
+        assert llama_cpp.llama_model_quantize(str(demo_file).encode(), str(file).encode(), ctypes.byref(asked)) == 0
+    llama = llama_cpp.Llama(str(file), n_ctx=256, n_threads=1, n_gpu_layers=0, verbose=False)
+    with vismoe.load(demo_model(), gguf=file, memory="40%", kernels="torch", device="cpu") as engine:
+        for question in ("Which animals do you know?", "Count to ten."):
+            ids = engine.prompts.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+            )
+            with torch.no_grad():
+                ours = engine.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()
+            llama.reset()
+            steps = llama.generate(ids, top_k=1, temp=0.0, repeat_penalty=1.0)
+            assert [int(token) for token, _ in zip(steps, ours[len(ids) :])] == ours[len(ids) :]
+    llama.close()
 
 
 # ------------------------------------------------------------------ refusals

@@ -232,6 +232,18 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> T.PreTrainedM
     return model
 
 
+def build_from(folder: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> T.PreTrainedModel:
+    """The model of a checkpoint with these weights instead, with eager experts."""
+    config = T.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    given = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    return (
+        model_class(folder)
+        .from_pretrained(None, config=config, state_dict=given, dtype=dtype, experts_implementation="eager")
+        .eval()
+    )
+
+
 def prompt(family: str, tokens: int = 9, *, dtype: torch.dtype = torch.float32, batch: int = 1) -> dict[str, Any]:
     """Inputs of a prefill; the families with images get one per row, between two stretches of text."""
     generator = torch.Generator().manual_seed(7)

@@ -13,7 +13,7 @@ Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,14 +22,21 @@ import torch
 from torch import Tensor
 
 from vismoe.errors import BudgetError, ConfigError
+from vismoe.formats.encodings import Encoding
 from vismoe.kernels.library import function, instruction_sets, library
-from vismoe.kernels.matrices import Matrix, matrices
+from vismoe.kernels.matrices import Matrix, Part, matrices, of_parts
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 Isa = Literal["portable", "avx2", "avx512", "avx512bf16"]  # in the order of csrc/kernels.h, later ones preferred
 ISAS: tuple[Isa, ...] = get_args(Isa)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the numbers of csrc/kernels.h, as are the numbers below
-ENCODINGS = {torch.bfloat16: 0, torch.float16: 1, Format.INT8: 2, Format.INT4: 3, Format.INT2: 4}
+NUMBERS = (*DTYPES, torch.uint8)
+ENCODINGS: tuple[torch.dtype | str, ...] = (
+    *(torch.bfloat16, torch.float16),
+    *(Format.INT8, Format.INT4, Format.INT2),
+    *("fp8", "w8", "w4", "w4 of narrow groups", "mxfp4", "nvfp4"),
+    *("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4_block", "q4_k", "q5_k", "q6_k"),
+)
 GATES = (Gate.NONE, Gate.CONCATENATED, Gate.INTERLEAVED)
 ACTIVATIONS = (
     Activation.SILU,
@@ -103,14 +110,16 @@ def setup() -> KernelSetup:
 class _Matrix(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("codes", "scale", "offset", "bias", "rows", "inputs", "row_bytes", "groups")),
-        ("encoding", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("encoding", "bias_dtype", "scale_dtype", "group_inputs")),
     ]
 
     @classmethod
     def of(cls, matrix: Matrix) -> "_Matrix":
-        *places, encoding, bias_dtype = matrix
-        return cls(*places, ENCODINGS[encoding], -1 if bias_dtype is None else DTYPES.index(bias_dtype))
+        *places, encoding, bias_dtype, scale_dtype, group_inputs = matrix
+        if encoding in ("w4", "awq", "gptq"):
+            encoding = "w4 of narrow groups" if group_inputs % 128 else "w4"
+        numbers = (-1 if dtype is None else NUMBERS.index(dtype) for dtype in (bias_dtype, scale_dtype))
+        return cls(*places, ENCODINGS.index(encoding), *numbers, group_inputs)
 
 
 class _Expert(ctypes.Structure):
@@ -141,11 +150,11 @@ class ExpertKernel:
     def of(cls, format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> "ExpertKernel | str":
         """The kernel for slabs of layout `slab` that hold experts of layout `raw` in `format`; a string gives the reason for
         none."""
-        if format.exact and form.transposed:
-            return "its raw weights are stored [in, out]; the fast kernels read [out, in], as the integer formats hold them"
         found = matrices(format, raw, slab, form)
         if isinstance(found, str):
             return found
+        if form.transposed and any(isinstance(matrix.encoding, torch.dtype) for matrix in found):
+            return "its raw weights are stored [in, out]; the fast kernels read [out, in], as the integer formats hold them"
         up, down = (_Matrix.of(matrix) for matrix in found)
         expert = _Expert(up, down, GATES.index(form.gate), ACTIVATIONS.index(form.activation), form.alpha, form.limit)
         return cls((format,), found[0].inputs, found[1].inputs, (_Expert * 1)(expert))
@@ -270,21 +279,46 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding.
     """
+    _check_rows(weight, *weight.shape, DTYPES[:2])
+    return _linear_of(x, Format.RAW, {"codes": weight}, weight.shape[1], bias)
+
+
+def encoded_linear(
+    x: Tensor, encoding: Encoding | Format, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None = None
+) -> Tensor:
+    """The same for a weight `[out, inputs]` in an encoding of a checkpoint or an integer format, for any number of rows.
+
+    parts: the tensors that the encoding has, "codes" among them (formats/encodings.py); of an integer format codes, scale and
+    offset (formats/affine.py). All contiguous. Raises ConfigError for groups that the kernels cannot read.
+    """
+    for part in parts.values():
+        _check_rows(part, parts["codes"].shape[0], part.shape[1], NUMBERS)
+    return _linear_of(x, encoding if isinstance(encoding, Format) else encoding.name, parts, inputs, bias)
+
+
+def why_no_linear(encoding: Encoding, parts: Mapping[str, Tensor], inputs: int) -> str | None:
+    """Why `encoded_linear` cannot compute weights of such parts, which may lie anywhere; None: it can."""
+    places = {name: Part(0, tuple(part.shape), part.dtype) for name, part in parts.items()}
+    found = of_parts(encoding.name, places, parts["codes"].shape[0], inputs, None)
+    return found if isinstance(found, str) else None
+
+
+def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None) -> Tensor:
     setup()
-    rows, inputs = weight.shape
-    x = x.contiguous()
+    x, rows = x.contiguous(), parts["codes"].shape[0]
+    base = min(part.data_ptr() for part in (*parts.values(), *([] if bias is None else [bias])))
     _check_rows(x, x.shape[0], inputs, DTYPES)
-    _check_rows(weight, rows, inputs, DTYPES[:2])
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
     if out.numel() == 0:
         return out
-    bias_place, bias_dtype = 0, -1
-    if bias is not None:
-        assert bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu", bias.shape
-        bias_place, bias_dtype = bias.data_ptr() - weight.data_ptr(), DTYPES.index(bias.dtype)
-    matrix = _Matrix(0, 0, 0, bias_place, rows, inputs, inputs * 2, 0, ENCODINGS[weight.dtype], bias_dtype)
-    places = (ctypes.byref(matrix), weight.data_ptr(), x.data_ptr())
-    _refuse(_linear()(*places, DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
+    assert bias is None or (bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu"), bias.shape
+    places = {name: Part(part.data_ptr() - base, tuple(part.shape), part.dtype) for name, part in parts.items()}
+    bias_place = None if bias is None else Part(bias.data_ptr() - base, (rows,), bias.dtype)
+    found = of_parts(kind, places, rows, inputs, bias_place)
+    if isinstance(found, str):
+        raise ConfigError(f"a linear in {kind} has no fast kernel: {found}. Fix: --kernels torch")
+    matrix = _Matrix.of(found)
+    _refuse(_linear()(ctypes.byref(matrix), base, x.data_ptr(), DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
     return out
 
 

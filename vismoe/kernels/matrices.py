@@ -1,9 +1,13 @@
 """Where the matrices of an expert lie in its record: what every kernel for experts has to know."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
+from vismoe.formats.affine import GRIDS
+from vismoe.formats.encoded import encoded_matrices
+from vismoe.formats.encodings import ENCODINGS, NVFP4_DIVIDED, group_inputs
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout, Section
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -14,14 +18,28 @@ class Matrix(NamedTuple):
 
     codes: int  # of the weights or their codes
     scale: int
-    offset: int
+    offset: int  # also of zeros (w4) and of a factor per row (nvfp4)
     bias: int
     rows: int  # outputs
     inputs: int
     row_bytes: int
-    groups: int  # of inputs that share a scale and an offset, per row
-    encoding: torch.dtype | Format  # the type of raw weights, or the integer format
+    groups: int  # of inputs that share a scale and an offset, per row; 0 without scales beside the codes
+    encoding: torch.dtype | str  # the type of raw weights, an integer Format, or the name of an encoding of a checkpoint
     bias_dtype: torch.dtype | None
+    scale_dtype: torch.dtype | None = None
+    group_inputs: int = 0
+
+
+class Part(NamedTuple):
+    """Codes, scales or the like of a matrix: where they begin and what they are."""
+
+    at: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, section: Section) -> "Part":
+        return cls(section.offset_bytes, section.shape, section.dtype)
 
 
 def matrices(format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> tuple[Matrix, Matrix] | str:
@@ -33,27 +51,50 @@ def matrices(format: Format, raw: RecordLayout, slab: RecordLayout, form: Expert
         return f"its experts also have {', '.join(sorted(unknown))}, which the fast kernels do not know"
     if form.gate is Gate.NONE and form.activation is Activation.CLAMPED_SWIGLU:
         return f"its experts have no gate, and {form.activation} needs one"
-    encoding: torch.dtype | Format = format
-    if format.exact:
-        encoding = sections[form.up].dtype
-        if encoding not in SIXTEEN_BITS or sections[form.down].dtype != encoding:
-            return f"raw weights are {encoding}; the fast kernels read bfloat16 and float16"
-    lying = {section.name: section for section in slab.sections}
-    up = _matrix(form.up, sections[form.up], form.transposed, encoding, lying)
-    down = _matrix(form.down, sections[form.down], form.transposed, encoding, lying)
+    encoded = encoded_matrices(slab)
+    raw_types = {sections[name].dtype for name in (form.up, form.down) if format.exact and name not in encoded}
+    if not raw_types <= set(SIXTEEN_BITS) or len(raw_types) > 1:
+        return f"raw weights are {' and '.join(sorted(map(str, raw_types)))}; the fast kernels read bfloat16 and float16"
+    lying, found = {section.name: section for section in slab.sections}, []
+    for name in (form.up, form.down):
+        shape, bias = sections[name].shape, lying.get(f"{name}_bias")
+        rows, inputs = reversed(shape) if form.transposed else shape
+        if name in encoded:
+            kind, of = encoded[name].encoding.name, encoded[name].sections
+        else:
+            names = {"codes": name} if format.exact else {part: f"{name}.{part}" for part in ("codes", "scale", "offset")}
+            kind, of = format, {part: lying[section] for part, section in names.items()}
+        matrix = of_parts(kind, {part: Part.of(section) for part, section in of.items()}, rows, inputs, bias and Part.of(bias))
+        if isinstance(matrix, str):
+            return f"{name}: {matrix}"
+        found.append(matrix)
+    up, down = found
     ups = down.inputs if form.gate is Gate.NONE else 2 * down.inputs
     if up.rows != ups or up.inputs != down.rows:
         return f"{form.up} {up.rows} x {up.inputs} and {form.down} {down.rows} x {down.inputs} do not fit a {form.gate} gate"
     return up, down
 
 
-def _matrix(name: str, section: Section, transposed: bool, encoding: torch.dtype | Format, lying: dict[str, Section]) -> Matrix:
-    rows, inputs = reversed(section.shape) if transposed else section.shape
-    bias = lying.get(f"{name}_bias")
-    at, dtype = (bias.offset_bytes, bias.dtype) if bias else (-1, None)
-    if f"{name}.codes" in lying:
-        codes, scale, offset = (lying[f"{name}.{part}"] for part in ("codes", "scale", "offset"))
-        places = (codes.offset_bytes, scale.offset_bytes, offset.offset_bytes, at)
-        return Matrix(*places, rows, inputs, codes.shape[1], scale.shape[1], encoding, dtype)
-    codes = lying[name]
-    return Matrix(codes.offset_bytes, -1, -1, at, rows, inputs, inputs * codes.dtype.itemsize, 0, encoding, dtype)
+def of_parts(kind: str, parts: Mapping[str, Part], rows: int, inputs: int, bias: Part | None) -> Matrix | str:
+    """One matrix `[rows, inputs]` of its parts, "codes" and what else `kind` has: an integer Format, the name of an encoding, or
+    Format.RAW, whose codes are the weights. A string says why no kernel can compute it."""
+    codes, scale = parts["codes"], parts.get("scale")
+    beside = next((parts[name].at for name in ("offset", "zero", "factor") if name in parts), -1)
+    bias_at, bias_dtype = (bias.at, bias.dtype) if bias else (-1, None)
+    places, row_bytes = (scale.at if scale else -1, beside, bias_at, rows, inputs), codes.shape[1] * codes.dtype.itemsize
+    if kind == Format.RAW:
+        return Matrix(codes.at, *places, inputs * codes.dtype.itemsize, 0, codes.dtype, bias_dtype)
+    if kind == NVFP4_DIVIDED.name:
+        return f"the fast kernels do not read {kind}"
+    if kind in ENCODINGS:
+        needed = ENCODINGS[kind].row_bytes(inputs)
+        assert codes.shape == (rows, needed), f"codes {codes.shape} of a matrix in {kind} are not {rows} x {needed} bytes"
+    if scale is None:
+        return Matrix(codes.at, *places, row_bytes, 0, kind, bias_dtype)
+    groups = scale.shape[1]
+    each = GRIDS[Format(kind)].group_inputs if kind not in ENCODINGS else group_inputs(groups, inputs)
+    if kind in ("fp8", "w8") and each not in (128, inputs):
+        return f"a scale belongs to {each} inputs; the fast kernels read scales of 128 inputs and of whole rows"
+    if kind in ("w4", "awq", "gptq") and each % 32:
+        return f"a scale belongs to {each} inputs; the fast kernels read scales of multiples of 32 inputs"
+    return Matrix(codes.at, *places, row_bytes, groups, kind, bias_dtype, scale.dtype, each)

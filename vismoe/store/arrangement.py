@@ -26,6 +26,11 @@ class Arrangement:
         """Rearrange and cast. Those of 16-bit weights make no temporary copy."""
         into.copy_(on_disk)
 
+    def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
+        """What rows `first` to `last` of the tensor on disk, even numbers of them, fill of the section `into`; None where only
+        the whole tensor can be arranged."""
+        return into[first:last]
+
 
 @dataclass(frozen=True)
 class Transposed(Arrangement):
@@ -37,9 +42,19 @@ class Transposed(Arrangement):
     def copy(self, on_disk: Tensor, into: Tensor) -> None:
         into.copy_(on_disk.transpose(0, 1))
 
+    def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
+        return into[:, first:last]
+
+
+class Whole(Arrangement):
+    """Arranged in one piece."""
+
+    def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
+        return None
+
 
 @dataclass(frozen=True)
-class Deinterleaved(Arrangement):
+class Deinterleaved(Whole):
     """Takes rows 0 2 4 .. 1 3 5 .. of the tensor on disk."""
 
     def copy(self, on_disk: Tensor, into: Tensor) -> None:
@@ -47,7 +62,7 @@ class Deinterleaved(Arrangement):
 
 
 @dataclass(frozen=True)
-class Alternate(Arrangement):
+class Alternate(Whole):
     """Rows `index`, `index + of`, .. of a section; of a `transposed` matrix, these columns: gate and up that alternate."""
 
     index: int
@@ -63,7 +78,7 @@ class Alternate(Arrangement):
 
 
 @dataclass(frozen=True)
-class RowsRepeated(Arrangement):
+class RowsRepeated(Whole):
     """Each row stands for `each` rows of a matrix of `rows` rows: scales of blocks, channels and whole tensors."""
 
     each: int
@@ -77,7 +92,7 @@ class RowsRepeated(Arrangement):
 
 
 @dataclass(frozen=True)
-class ZeroPoints(Arrangement):
+class ZeroPoints(Whole):
     """int32 words of eight 4-bit zero points of consecutive outputs -> uint8 `[o, groups]`.
 
     On disk `[o / 8, groups]` with `along` 0 (compressed-tensors), `[groups, o / 8]` with `along` 1 (AWQ, GPTQ). `order`: the
@@ -116,6 +131,9 @@ class AwqWords(Arrangement):
         codes = ((on_disk[..., None] >> shifts) & 15).flatten(1).to(torch.uint8).T  # [o, i]
         into.copy_(codes[:, ::2] | (codes[:, 1::2] << 4))
 
+    def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
+        return into[:, first // 2 : last // 2]
+
 
 @dataclass(frozen=True)
 class GptqWords(Arrangement):
@@ -129,6 +147,9 @@ class GptqWords(Arrangement):
 
     def copy(self, on_disk: Tensor, into: Tensor) -> None:
         into.unflatten(1, (-1, 4)).copy_(on_disk.T.contiguous().view(torch.uint8).unflatten(1, (-1, 4)))
+
+    def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
+        return into[:, 4 * first : 4 * last]
 
 
 SAME, TRANSPOSED, DEINTERLEAVED = Arrangement(), Transposed(), Deinterleaved()

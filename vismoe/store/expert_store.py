@@ -9,7 +9,7 @@ import torch
 
 from vismoe.errors import CheckpointError
 from vismoe.store.file_state import FileState
-from vismoe.store.files import CheckpointFiles, FileOnDisk
+from vismoe.store.files import CheckpointFiles, FileOnDisk, OpenFiles
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import ExpertId, ExpertInventory
 
@@ -69,6 +69,10 @@ class StoreOnDisk:
     def states(self) -> tuple[FileState, ...]:
         """Of the files when they were opened. Stores with equal ones have the same records."""
         return self._files.states
+
+    def hold(self) -> OpenFiles:
+        """The open files, to read other tensors from. Raises ClosedError."""
+        return self._files.hold()
 
     def read_past_cache(self) -> str | None:
         """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""

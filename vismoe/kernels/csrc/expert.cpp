@@ -227,7 +227,7 @@ class PackedJob : public Job {
   std::atomic<std::size_t> packing_left_{0};
 };
 
-std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes + 4 * m.groups); }  // bytes of one row
+std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes) + m.scale_bytes() + m.offset_bytes(); }  // of one row
 std::size_t all_bytes(const Matrix& m) { return index(m.rows) * read_bytes(m); }
 
 // The formats of the records of a call; all have the same hidden and intermediate size.
@@ -240,7 +240,7 @@ struct Formats {
   // Inputs are packed once for all formats: if one is fp16, in the type that serves fp16 too.
   std::int32_t encoding() const {
     for (std::size_t f = 0; f < count; f++) {
-      if (experts[f].up.encoding == kRawFp16) return kRawFp16;
+      if (experts[f].up.encoding == kRawFp16 || experts[f].down.encoding == kRawFp16) return kRawFp16;
     }
     return experts->up.encoding;
   }
@@ -322,16 +322,15 @@ class ExpertsJob : public PackedJob {
     wait_for_inputs();
     const std::size_t e = task.expert;
     const Expert& expert = records_.expert(e);
-    kernels_.up[expert.up.encoding](expert, records_.record(e), task.begin, task.end, tokens(e, x_, workspace_.x_bytes),
-                                    h_ + records_.first(e) * workspace_.h_bytes, scratch(thread), next);
+    kernels_.up(expert, records_.record(e), task.begin, task.end, tokens(e, x_, workspace_.x_bytes),
+                h_ + records_.first(e) * workspace_.h_bytes, scratch(thread), next);
     up_left_[e].fetch_sub(1, std::memory_order_release);
   }
 
   void down(std::size_t e, const Task& task, const Place& next, std::size_t thread) {
     wait_for([this, e] { return up_left_[e].load(std::memory_order_acquire) == 0; });
     const Expert& expert = records_.expert(e);
-    kernels_.down[expert.down.encoding](expert, records_.record(e), task.begin, task.end, tokens(e, h_, workspace_.h_bytes),
-                                        out_, adding_, scratch(thread), next);
+    kernels_.down(expert, records_.record(e), task.begin, task.end, tokens(e, h_, workspace_.h_bytes), out_, adding_, scratch(thread), next);
   }
 
   Tokens tokens(std::size_t e, const std::uint8_t* rows, std::size_t bytes) const {
@@ -364,8 +363,7 @@ class LinearJob : public PackedJob {
     if (task.stage == kPack) return pack(task);
     wait_for_inputs();
     const Place next_rows = next ? place_of(matrix_, weight_, next->begin) : Place{};
-    kernels_.linear[matrix_.encoding](matrix_, weight_, task.begin, task.end, {x_, rows_, nullptr, nullptr, 0}, out_,
-                                      input_.dtype, scratch(thread), next_rows);
+    kernels_.linear(matrix_, weight_, task.begin, task.end, {x_, rows_, nullptr, nullptr, 0}, out_, input_.dtype, scratch(thread), next_rows);
   }
 
   const Matrix& matrix_;

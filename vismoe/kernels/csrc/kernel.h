@@ -6,7 +6,9 @@
 //   load(const X*), store(X*, Operand), zero(), dot(Sum, Operand, Operand), sum4(Sum[4], float[4])
 //   kTokens                        tokens whose sums fit in registers beside those of kRows rows, if weights need no decoding
 //   kDecodingTokens                the same if rows are decoded in registers; for more tokens rows are decoded to L1 first
-//   Decoder<Encoding>              kUnitBytes, kGroups (per unit), Scaling, scaling(scale, offset), decode(unit, j, scaling)
+//   Decoder<Encoding>              kInputs and kUnitBytes of a unit, Scaling, scaling(Unit), decode(unit, j, scaling);
+//                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
+//   every(const float*), sums(const float*), scaled_sum(Sum, Sum part, Sum scale), scale<step>(const float*)
 //
 // Every output is one chain of dot products over the inputs in order, whichever rows or tokens share the loop: a result depends
 // on the weights and its own x only, not on the number of tokens or threads.
@@ -15,81 +17,15 @@
 
 #include <cmath>
 #include <cstring>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
+#include <type_traits>
+#include <utility>
 
+#include "encodings.h"
 #include "kernels.h"
+#include "numbers.h"
 
 namespace vismoe {
 namespace {
-
-// ------------------------------------------------------------------ numbers
-inline float float_of(std::uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-inline std::uint32_t bits_of(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-inline float from_bf16(std::uint16_t bits) { return float_of(static_cast<std::uint32_t>(bits) << 16); }
-
-inline std::uint16_t to_bf16(float value) {
-  const std::uint32_t bits = bits_of(value);
-  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return static_cast<std::uint16_t>(nan ? ((bits >> 16) | 0x40u) : rounded);
-}
-
-inline float from_fp16(std::uint16_t bits) {
-#if defined(__F16C__)
-  return _cvtsh_ss(bits);
-#else
-  const std::uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return float_of(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  // Multiplying moves the exponent, which also makes denormals normal.
-  return float_of(sign | bits_of(float_of(magnitude << 13) * float_of(0x77800000u)));
-#endif
-}
-
-inline std::uint16_t to_fp16(float value) {
-#if defined(__F16C__)
-  return static_cast<std::uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
-#else
-  const std::uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
-  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 or more after rounding
-  if (magnitude < 0x38800000u) {  // a denormal: adding 0.5 leaves the rounded value in the low bits
-    return static_cast<std::uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
-  }
-  return static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
-#endif
-}
-
-inline float value_at(const void* values, Dtype dtype, std::size_t i) {
-  if (dtype == kFp32) return static_cast<const float*>(values)[i];
-  const std::uint16_t bits = static_cast<const std::uint16_t*>(values)[i];
-  return dtype == kBf16 ? from_bf16(bits) : from_fp16(bits);
-}
-
-inline void put(float* to, float value) { *to = value; }
-inline void put(std::uint16_t* to, float value) { *to = to_bf16(value); }  // packed inputs of 16 bits are bfloat16
-
-inline void write(void* values, Dtype dtype, std::size_t first, const float* from, std::size_t count) {
-  if (dtype == kFp32) {
-    std::memcpy(static_cast<float*>(values) + first, from, count * sizeof(float));
-  } else if (dtype == kBf16) {
-    for (std::size_t i = 0; i < count; i++) static_cast<std::uint16_t*>(values)[first + i] = to_bf16(from[i]);
-  } else {
-    for (std::size_t i = 0; i < count; i++) static_cast<std::uint16_t*>(values)[first + i] = to_fp16(from[i]);
-  }
-}
-
-constexpr std::size_t least(std::size_t a, std::size_t b) { return a < b ? a : b; }
 
 // ------------------------------------------------------------------ activations
 // Free of branches and calls, so that compilers vectorise loops over them.
@@ -174,16 +110,47 @@ void activate(const Expert& e, const float* sums, std::size_t count, X* h) {
 }
 
 // ------------------------------------------------------------------ products
-constexpr bool is_integer(Encoding e) { return e >= kInt8; }
+constexpr bool is_integer(Encoding e) { return e >= kInt8 && e <= kInt2; }
 
-// Rows in the packed type of x: a tile that was decoded before.
-template <class S>
+// One unit of one row.
+struct Unit {
+  const std::uint8_t* codes;
+  const std::uint16_t *scale, *offset;
+};
+
+// Rows in the packed type of x: a tile that was decoded before, of codes to be scaled if steps > 0.
+template <class S, std::size_t steps = 0>
 struct PlainDecoder {
-  static constexpr std::size_t kUnitBytes = kUnit * sizeof(typename S::X), kGroups = 0;
+  static constexpr std::size_t kInputs = kUnit, kUnitBytes = kUnit * sizeof(typename S::X), kGroups = 0, kStep = steps;
   struct Scaling {};
-  static Scaling scaling(const std::uint16_t*, const std::uint16_t*) { return {}; }
+  static Scaling scaling(const Unit&) { return {}; }
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
     return S::load(reinterpret_cast<const typename S::X*>(unit) + j * S::kLanes);
+  }
+};
+
+// The scales of sums: `steps` numbers of each row, rounded up to 16, from row to row `room`. minima null: there are none.
+struct SumScales {
+  const float *scales, *minima;
+  std::size_t steps, room;
+};
+
+// Codes of an encoding whose sums are scaled, as they lie in a record.
+template <Encoding E>
+struct Packed {
+  static constexpr std::size_t kInputs = unit_inputs(E), kUnitBytes = unit_bytes(E), kGroups = 0, kStep = step_of(E);
+};
+
+// The same after `unpack`, for sets that compute in float32: bytes, or FP8 as float16 divided by 256.
+template <class S, std::size_t steps, bool kHalf>
+struct CodeDecoder {
+  static constexpr std::size_t kInputs = kUnit, kUnitBytes = kUnit * (kHalf ? 2 : 1), kGroups = 0, kStep = steps;
+  struct Scaling {};
+  static Scaling scaling(const Unit&) { return {}; }
+  static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling&) {
+    if constexpr (!kHalf) return S::signed_bytes(unit + j * S::kLanes);
+    static constexpr float kBack = 256.0f;
+    return S::scaled(S::fp16(reinterpret_cast<const std::uint16_t*>(unit) + j * S::kLanes), S::every(&kBack), S::zero());
   }
 };
 
@@ -200,12 +167,18 @@ struct Rows {
   const std::uint8_t* ahead;   // memory to prefetch during the computation, as many bytes as the rows have; null: none
   alignas(kAlignment) std::uint8_t rest[kRows][D::kUnitBytes];
   std::uint16_t rest_scale[kRows][kGroups], rest_offset[kRows][kGroups];
+  SumScales sums;  // if D::kStep > 0
 };
 
-// One unit of one row.
-struct Unit {
-  const std::uint8_t* codes;
-  const std::uint16_t *scale, *offset;
+// Packed rows of x, and the sums of their inputs if rows of weights have minima.
+template <class X>
+struct Inputs {
+  const X* x;
+  std::size_t stride;
+  const float* sums;
+  std::size_t room;
+
+  Inputs from(std::size_t n) const { return {x + n * stride, stride, sums + n * room, room}; }
 };
 
 template <class D>
@@ -229,9 +202,9 @@ template <class S, class D, std::size_t R, std::size_t N>
 inline void unit_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, typename S::Sum (&sums)[N][R]) {
   typename D::Scaling scaling[R];
 #pragma GCC unroll 8
-  for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r].scale, units[r].offset);
+  for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r]);
 #pragma GCC unroll 16
-  for (int j = 0; j < static_cast<int>(kUnit / S::kLanes); j++) {
+  for (int j = 0; j < static_cast<int>(D::kInputs / S::kLanes); j++) {
     typename S::Operand inputs[N];
 #pragma GCC unroll 8
     for (std::size_t n = 0; n < N; n++) inputs[n] = S::load(x + n * stride + j * S::kLanes);
@@ -244,9 +217,47 @@ inline void unit_step(const Unit (&units)[R], const typename S::X* x, std::size_
   }
 }
 
+// The same for codes that are not scaled: a step's products are summed, and the sum is scaled.
+template <class S, class D, std::size_t R, std::size_t N>
+inline void scaled_step(const Unit (&units)[R], const typename S::X* x, std::size_t stride, const float* scales, std::size_t room,
+                        typename S::Sum (&sums)[N][R]) {
+  constexpr int kLanes = S::kLanes, kStep = static_cast<int>(D::kStep);
+  constexpr int kOperands = kStep > kLanes ? kStep / kLanes : 1;  // with one scale
+  constexpr int kScales = kStep < kLanes ? kLanes / kStep : 1;    // of one operand
+  typename D::Scaling scaling[R];
+#pragma GCC unroll 8
+  for (std::size_t r = 0; r < R; r++) scaling[r] = D::scaling(units[r]);
+#pragma GCC unroll 16
+  for (int s = 0; s < static_cast<int>(D::kInputs) / kLanes / kOperands; s++) {
+#pragma GCC unroll 8
+    for (std::size_t r = 0; r < R; r++) {
+      typename S::Sum parts[N];
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) parts[n] = S::zero();
+#pragma GCC unroll 16
+      for (int j = s * kOperands; j < (s + 1) * kOperands; j++) {
+        const typename S::Operand weights = D::decode(units[r].codes, j, scaling[r]);
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) parts[n] = S::dot(parts[n], weights, S::load(x + n * stride + j * kLanes));
+      }
+      const typename S::Sum scale = S::template scale<kStep>(scales + r * room + s * kScales);
+#pragma GCC unroll 8
+      for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], parts[n], scale);
+    }
+  }
+}
+
 // y[n, r] for R rows and N tokens, from first input to last.
 template <class S, class D, std::size_t R, std::size_t N>
-void block(const Rows<D>& rows, std::size_t first, const typename S::X* x, std::size_t stride, float* y, std::size_t y_stride) {
+void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& in, float* y, std::size_t y_stride) {
+  const auto step = [&](const Unit(&units)[R], std::size_t u, typename S::Sum(&sums)[N][R]) {
+    if constexpr (D::kStep > 0) {
+      const float* scales = rows.sums.scales + first * rows.sums.room + u * (D::kInputs / D::kStep);
+      scaled_step<S, D, R, N>(units, in.x + u * D::kInputs, in.stride, scales, rows.sums.room, sums);
+    } else {
+      unit_step<S, D, R, N>(units, in.x + u * D::kInputs, in.stride, sums);
+    }
+  };
   typename S::Sum sums[N][R];
 #pragma GCC unroll 8
   for (std::size_t n = 0; n < N; n++) {
@@ -258,11 +269,22 @@ void block(const Rows<D>& rows, std::size_t first, const typename S::X* x, std::
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) units[r] = unit_at(rows, first + r, u);
     if (rows.ahead) prefetch<R * D::kUnitBytes>(rows.ahead + u * R * D::kUnitBytes);
-    unit_step<S, D, R, N>(units, x + u * kUnit, stride, sums);
+    step(units, u, sums);
   }
   if (rows.tail) {
     for (std::size_t r = 0; r < R; r++) units[r] = rest_of(rows, first + r);
-    unit_step<S, D, R, N>(units, x + rows.units * kUnit, stride, sums);
+    step(units, rows.units, sums);
+  }
+  if constexpr (D::kStep > 0) {
+    constexpr std::size_t kLanes = sizeof(typename S::Sum) / sizeof(float);
+    for (std::size_t s = 0; rows.sums.minima != nullptr && s < rows.sums.steps; s += kLanes) {
+#pragma GCC unroll 8
+      for (std::size_t r = 0; r < R; r++) {
+        const typename S::Sum minima = S::sums(rows.sums.minima + (first + r) * rows.sums.room + s);
+#pragma GCC unroll 8
+        for (std::size_t n = 0; n < N; n++) sums[n][r] = S::scaled_sum(sums[n][r], S::sums(in.sums + n * in.room + s), minima);
+      }
+    }
   }
 #pragma GCC unroll 8
   for (std::size_t n = 0; n < N; n++) {
@@ -276,25 +298,26 @@ void block(const Rows<D>& rows, std::size_t first, const typename S::X* x, std::
 }
 
 template <class S, class D, std::size_t R, std::size_t N>
-inline void block_of(std::size_t n, const Rows<D>& rows, std::size_t first, const typename S::X* x, std::size_t stride, float* y,
-                     std::size_t y_stride) {
-  if (n == N) return block<S, D, R, N>(rows, first, x, stride, y, y_stride);
-  if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, first, x, stride, y, y_stride);
+inline void block_of(std::size_t n, const Rows<D>& rows, const Inputs<typename S::X>& in, float* y, std::size_t y_stride) {
+  if (n == N) return block<S, D, R, N>(rows, 0, in, y, y_stride);
+  if constexpr (N > 1) block_of<S, D, R, N - 1>(n, rows, in, y, y_stride);
 }
 
-// y for `count` rows (at most kRows) and n tokens, in blocks of at most kMost tokens and nearly equal size.
+// y for `count` rows (kRows; the last ones of a matrix may be fewer, and are decoded before) and n tokens, in blocks of at most kMost tokens and nearly equal size.
 template <class S, class D, std::size_t kMost>
-inline void blocks(Rows<D>& rows, std::size_t count, const typename S::X* x, std::size_t stride, std::size_t n, float* y,
+inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n, float* y,
                    std::size_t y_stride) {
   std::size_t left = (n + kMost - 1) / kMost;
   for (std::size_t done = 0; done < n; left--) {
     const std::size_t tokens = (n - done + left - 1) / left;
-    const typename S::X* from = x + done * stride;
     float* to = y + done * y_stride;
     if (count == kRows) {
-      block_of<S, D, kRows, kMost>(tokens, rows, 0, from, stride, to, y_stride);
-    } else {
-      for (std::size_t r = 0; r < count; r++) block_of<S, D, 1, kMost>(tokens, rows, r, from, stride, to + r, y_stride);
+      block_of<S, D, kRows, kMost>(tokens, rows, in.from(done), to, y_stride);
+    } else if constexpr (std::is_base_of_v<PlainDecoder<S, D::kStep>, D>) {  // each for itself, which needs little code
+      for (std::size_t i = 0; i < tokens * count; i++) {
+        const std::size_t n = i / count, r = i % count;
+        block<S, D, 1, 1>(rows, r, in.from(done + n), to + n * y_stride + r, y_stride);
+      }
     }
     rows.ahead = nullptr;  // the first block has prefetched it
     done += tokens;
@@ -327,42 +350,41 @@ inline void place_rows(const Matrix& m, const std::uint8_t* record, std::size_t 
 
 template <class S, class D>
 inline void decode_unit(const Unit& unit, typename S::X* to) {
-  const typename D::Scaling scaling = D::scaling(unit.scale, unit.offset);
+  const typename D::Scaling scaling = D::scaling(unit);
 #pragma GCC unroll 16
-  for (int j = 0; j < static_cast<int>(kUnit / S::kLanes); j++) S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
+  for (int j = 0; j < static_cast<int>(D::kInputs / S::kLanes); j++) S::store(to + j * S::kLanes, D::decode(unit.codes, j, scaling));
 }
 
-// Decodes the rows of `rows` into packed values; afterwards `plain` describes these.
-template <class S, class D>
-void decode_rows(const Rows<D>& rows, std::size_t count, const Scratch& scratch, Rows<PlainDecoder<S>>& plain) {
-  using X = typename S::X;
-  X* tile = reinterpret_cast<X*>(scratch.tile);
-  const std::size_t units = rows.units + rows.tail, stride = stride_of(units * kUnit);
+// Turns the rows of `rows` into others in `tile`, with `turn(unit, to)`; afterwards `made` describes these.
+template <class D, class P, class F>
+inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P>& made, F turn) {
+  constexpr std::size_t kMade = P::kUnitBytes * (D::kInputs / kUnit);
+  const std::size_t units = rows.units + rows.tail, row_bytes = stride_of(units * D::kInputs) * (P::kUnitBytes / kUnit);
   for (std::size_t r = 0; r < count; r++) {
-    for (std::size_t u = 0; u < rows.units; u++) {
+    std::uint8_t* to = static_cast<std::uint8_t*>(tile) + r * row_bytes;
+    for (std::size_t u = 0; u < rows.units; u++, to += kMade) {
       if (rows.ahead) prefetch<D::kUnitBytes>(rows.ahead + r * rows.row_bytes + u * D::kUnitBytes);
-      decode_unit<S, D>(unit_at(rows, r, u), tile + r * stride + u * kUnit);
+      turn(unit_at(rows, r, u), to);
     }
-    if (rows.tail) decode_unit<S, D>(rest_of(rows, r), tile + r * stride + rows.units * kUnit);
+    if (rows.tail) turn(rest_of(rows, r), to);
   }
-  plain.at = reinterpret_cast<const std::uint8_t*>(tile);
-  plain.scale = plain.offset = nullptr;
-  plain.row_bytes = stride * sizeof(X);
-  plain.row_groups = 0;
-  plain.units = units;
-  plain.tail = false;
-  plain.ahead = nullptr;
+  made.at = static_cast<const std::uint8_t*>(tile);
+  made.scale = made.offset = nullptr;
+  made.row_bytes = row_bytes;
+  made.row_groups = 0;
+  made.units = units * (D::kInputs / kUnit);
+  made.tail = false;
+  made.ahead = nullptr;
+  made.sums = rows.sums;
 }
 
 // Prefetches `count` later rows: scales and offsets now, codes while `rows` are computed.
 template <class D>
 inline void look_ahead(const Place& later, std::size_t count, Rows<D>& rows) {
   rows.ahead = later.codes;
-  if (later.group_bytes == 0) return;
-  for (std::size_t b = 0; b < count * later.group_bytes + 63; b += 64) {
-    __builtin_prefetch(later.scale + b);
-    __builtin_prefetch(later.offset + b);
-  }
+  if (later.scale_bytes == 0) return;
+  for (std::size_t b = 0; b < count * later.scale_bytes + 63; b += 64) __builtin_prefetch(later.scale + b);
+  for (std::size_t b = 0; b < count * later.offset_bytes + 63; b += 64) __builtin_prefetch(later.offset + b);
 }
 
 // The same beyond the end of a task: prefetches as many bytes as `count` rows have, from `skip` rows after `next` on. Rows are
@@ -370,20 +392,66 @@ inline void look_ahead(const Place& later, std::size_t count, Rows<D>& rows) {
 template <class D>
 inline void look_beyond(const Place& next, std::size_t skip, std::size_t count, Rows<D>& rows) {
   if (next.codes == nullptr) return look_ahead(next, 0, rows);
-  const std::size_t first = skip * rows.row_bytes, row = first / next.row_bytes, groups = row * next.group_bytes;
+  const std::size_t first = skip * rows.row_bytes, row = first / next.row_bytes;
   const std::size_t end = (first + count * rows.row_bytes) / next.row_bytes;
-  look_ahead({next.codes + first, next.scale + groups, next.offset + groups, next.row_bytes, next.group_bytes}, end - row, rows);
+  Place later = next;
+  later.codes += first;
+  later.scale += row * next.scale_bytes;
+  later.offset += row * next.offset_bytes;
+  look_ahead(later, end - row, rows);
 }
 
-// y[n, row - begin] for rows begin .. end of a matrix and n tokens.
+// sums[n, s] = the sum of the inputs of step s, for all steps and zeros up to a multiple of 16.
+template <class S, std::size_t kStep>
+void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t n, float* sums) {
+  const std::size_t steps = (inputs + kStep - 1) / kStep;
+  for (std::size_t t = 0; t < n; t++) {
+    float* to = sums + t * in.room;
+    for (std::size_t s = 0; s < round_up(steps, 16); s += 4) {
+      typename S::Sum four[4];
+      for (std::size_t k = 0; k < 4; k++) {
+        four[k] = S::zero();
+        const typename S::X* x = in.x + t * in.stride + (s + k) * kStep;
+        for (std::size_t i = 0; s + k < steps && i < kStep; i += S::kLanes) four[k] = S::dot(four[k], S::ones(), S::load(x + i));
+      }
+      float totals[4];
+      S::sum4(four, totals);
+      std::memcpy(to + s, totals, sizeof totals);
+    }
+  }
+}
+
+// y for `count` rows in registers if the tokens are few, otherwise by way of the tile.
+template <class S, class D>
+__attribute__((noinline)) void product(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>& in, std::size_t n,
+                                       const Scratch& scratch, float* y, std::size_t y_stride) {
+  using Plain = PlainDecoder<S, D::kStep>;
+  if constexpr (std::is_base_of_v<Plain, D>) {
+    blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
+  } else if (n <= S::kDecodingTokens && count == kRows) {
+    blocks<S, D, S::kDecodingTokens>(rows, count, in, n, y, y_stride);
+  } else {
+    Rows<Plain> plain;
+    into_tile(rows, count, scratch.tile, plain,
+              [](const Unit& unit, std::uint8_t* to) { decode_unit<S, D>(unit, reinterpret_cast<typename S::X*>(to)); });
+    blocks<S, Plain, (D::kStep > 0 ? S::kScaledTokens : S::kTokens)>(plain, count, in, n, y, y_stride);
+  }
+}
+
+// y[n, row - begin] for rows begin .. end of a matrix in encoding E and n tokens.
 template <class S, Encoding E>
-void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
-              std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
+void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
+                 std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
   using D = typename S::template Decoder<E>;
-  constexpr bool kPlain = !is_integer(E) && sizeof(typename S::X) == 2;  // bfloat16 without decoding
-  const std::size_t stride = stride_of(static_cast<std::size_t>(m.inputs));
+  const std::size_t inputs = static_cast<std::size_t>(m.inputs);
+  const Inputs<typename S::X> in = {x, stride_of(inputs), scratch.x_sums, scratch.steps};
   const std::size_t ahead = round_up(kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1, kRows);
   Rows<D> rows;
+  if constexpr (D::kStep > 0) {
+    const std::size_t steps = round_up((inputs + D::kStep - 1) / D::kStep, 16), room = scratch.steps;
+    rows.sums = {scratch.scales, has_minima(m) ? scratch.scales + kRows * room : nullptr, steps, room};
+    if (rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
+  }
   for (std::size_t row = begin; row < end; row += kRows) {
     const std::size_t count = least(kRows, end - row), later = row + ahead;
     place_rows(m, record, row, count, rows);
@@ -393,17 +461,45 @@ void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, st
       const std::size_t skip = later - least(later, round_up(end - begin, kRows) + begin);
       look_beyond(next, skip, count, rows);
     }
+    if constexpr (D::kStep > 0) {
+      for (std::size_t r = 0; r < count; r++) {
+        float* scales = scratch.scales + r * scratch.steps;
+        read_scales<E>(m, record, row + r, scales, scales + kRows * scratch.steps);
+      }
+    }
     float* to = y + (row - begin);
-    if constexpr (kPlain) {
-      blocks<S, D, S::kTokens>(rows, count, x, stride, n, to, y_stride);
-    } else if (n <= S::kDecodingTokens) {
-      blocks<S, D, S::kDecodingTokens>(rows, count, x, stride, n, to, y_stride);
+    if constexpr (std::is_base_of_v<Packed<E>, D>) {
+      using Codes = CodeDecoder<S, D::kStep, E == kFp8>;
+      Rows<Codes> codes;
+      into_tile(rows, count, scratch.codes, codes, [](const Unit& unit, std::uint8_t* unpacked) { unpack<E>(unit.codes, unpacked); });
+      product<S, Codes>(codes, count, in, n, scratch, to, y_stride);
     } else {
-      Rows<PlainDecoder<S>> plain;
-      decode_rows<S, D>(rows, count, scratch, plain);
-      blocks<S, PlainDecoder<S>, S::kTokens>(plain, count, x, stride, n, to, y_stride);
+      product<S, D>(rows, count, in, n, scratch, to, y_stride);
     }
   }
+}
+
+template <class S>
+using Multiply = decltype(&multiply_as<S, kRawBf16>);
+
+template <class S, std::size_t E>
+constexpr Multiply<S> multiply_for() {
+  if constexpr (E == kRawFp16 && sizeof(typename S::X) == 2) return nullptr;  // kernels_for chooses another set
+  else return multiply_as<S, static_cast<Encoding>(E)>;
+}
+
+template <class S, class Numbers>
+struct MultiplyTable;
+template <class S, std::size_t... E>
+struct MultiplyTable<S, std::index_sequence<E...>> {
+  static constexpr Multiply<S> of[] = {multiply_for<S, E>()...};
+};
+
+// The same for a matrix in any encoding.
+template <class S>
+inline void multiply(const Matrix& m, const std::uint8_t* record, std::size_t begin, std::size_t end, const typename S::X* x,
+                     std::size_t n, const Scratch& scratch, const Place& next, float* y, std::size_t y_stride) {
+  MultiplyTable<S, std::make_index_sequence<kEncodings>>::of[m.encoding](m, record, begin, end, x, n, scratch, next, y, y_stride);
 }
 
 // ------------------------------------------------------------------ tasks
@@ -428,7 +524,7 @@ inline void add_bias(const Matrix& m, const std::uint8_t* record, std::size_t be
   for (std::size_t i = 0; i < count; i++) sums[i] += value_at(record + m.bias, dtype, begin + i);
 }
 
-template <class S, Encoding E>
+template <class S>
 void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, void* h,
         const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -439,10 +535,10 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.hidden());
     if (e.gate == kConcatenated) {
       const Place ups = place_of(e.up, record, outputs + begin);
-      multiply<S, E>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
-      multiply<S, E>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
+      multiply<S>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
+      multiply<S>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
     } else {
-      multiply<S, E>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
+      multiply<S>(e.up, record, factor * begin, factor * end, x, n, scratch, next, scratch.sums, width);
     }
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * width;
@@ -455,7 +551,7 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
   }
 }
 
-template <class S, Encoding E>
+template <class S>
 void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
           bool add, const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -463,7 +559,7 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.intermediate());
-    multiply<S, E>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
+    multiply<S>(e.down, record, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;
       float* to = out + tokens.place(first + t) * columns + begin;
@@ -478,7 +574,7 @@ void down(const Expert& e, const std::uint8_t* record, std::size_t begin, std::s
   }
 }
 
-template <class S, Encoding E>
+template <class S>
 void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens& tokens, void* out,
             Dtype dtype, const Scratch& scratch, const Place& next) {
   using X = typename S::X;
@@ -486,7 +582,7 @@ void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std:
   for (std::size_t first = 0; first < tokens.count; first += kPassTokens) {
     const std::size_t n = least(kPassTokens, tokens.count - first);
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(static_cast<std::size_t>(m.inputs));
-    multiply<S, E>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
+    multiply<S>(m, weight, begin, end, x, n, scratch, next, scratch.sums, count);
     for (std::size_t t = 0; t < n; t++) {
       float* sums = scratch.sums + t * count;
       add_bias(m, weight, begin, count, sums);
@@ -508,6 +604,12 @@ void combine(const float* parts, const std::int32_t* rows, std::size_t count, st
   }
 }
 
+template <class S>
+const Kernels& kernels_of() {
+  static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, combine};
+  return kernels;
+}
+
 // ------------------------------------------------------------------ sets that compute in float32
 // `S` also offers Operand = Sum = its vector of floats, and
 //   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields: the bits from `shift` on of each byte
@@ -518,11 +620,10 @@ struct FloatDecoder {
   static constexpr int kBits = E == kInt8 ? 8 : E == kInt4 ? 4 : E == kInt2 ? 2 : 16;
   static constexpr std::size_t kUnitBytes = kUnit * kBits / 8, kGroups = kInteger ? (E == kInt2 ? 2 : 1) : 0;
   static constexpr int kChunk = 32 * 8 / kBits;  // inputs whose codes share 32 bytes
+  static constexpr std::size_t kInputs = kUnit, kStep = 0;
 
-  struct Scaling {
-    const std::uint16_t *scale, *offset;
-  };
-  static Scaling scaling(const std::uint16_t* scale, const std::uint16_t* offset) { return {scale, offset}; }
+  using Scaling = Unit;
+  static Scaling scaling(const Unit& unit) { return unit; }
 
   static typename S::Operand decode(const std::uint8_t* unit, int j, const Scaling& scaling) {
     const int input = j * S::kLanes;
@@ -542,15 +643,8 @@ struct FloatDecoder {
   }
 };
 
-template <class S>
-Kernels kernels_of() {
-  return {sizeof(typename S::X),
-          pack<S>,
-          {up<S, kRawBf16>, up<S, kRawFp16>, up<S, kInt8>, up<S, kInt4>, up<S, kInt2>},
-          {down<S, kRawBf16>, down<S, kRawFp16>, down<S, kInt8>, down<S, kInt4>, down<S, kInt2>},
-          {linear<S, kRawBf16>, linear<S, kRawFp16>},
-          combine};
-}
+template <class S, Encoding E>
+using FloatDecoderOf = std::conditional_t<is_scaled(E), Packed<E>, FloatDecoder<S, E>>;
 
 }  // namespace
 }  // namespace vismoe

@@ -20,17 +20,30 @@ constexpr std::size_t kAheadBytes = 8192;   // prefetch distance of weights: wha
 constexpr std::size_t kAlignment = 64;
 
 // The numbers are shared with vismoe/kernels/cpu.py.
-enum Dtype : std::int32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
-enum Encoding : std::int32_t { kRawBf16 = 0, kRawFp16 = 1, kInt8 = 2, kInt4 = 3, kInt2 = 4, kEncodings = 5 };
+enum Dtype : std::int32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2, kByte = 3 };
+enum Encoding : std::int32_t {
+  kRawBf16, kRawFp16, kInt8, kInt4, kInt2,
+  // Those of published checkpoints. kW4 has groups of whole units, kW4Narrow of other multiples of 32 inputs.
+  kFp8, kW8, kW4, kW4Narrow, kMxFp4, kNvFp4, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIq4Nl, kMxFp4Block, kQ4K, kQ5K, kQ6K,
+  kEncodings
+};
 enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
 enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kReluSquared = 3, kClampedSwiglu = 4 };
 enum Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 // One matrix [rows, inputs] of a record; offsets are bytes from the beginning of the record.
 struct Matrix {
-  std::int64_t codes, scale, offset, bias;
-  std::int64_t rows, inputs, row_bytes, groups;  // groups of a row, 0 for the raw encodings
+  std::int64_t codes, scale, offset, bias;       // offset: also of zeros (kW4) and of a factor per row (kNvFp4); -1: none
+  std::int64_t rows, inputs, row_bytes, groups;  // scales of a row, 0 where there are none beside the codes
   std::int32_t encoding, bias_dtype;             // a Dtype; -1: no bias
+  std::int32_t scale_dtype, group_inputs;        // a Dtype; inputs that share a scale
+
+  // From row to row.
+  std::size_t scale_bytes() const { return static_cast<std::size_t>(groups) * (scale_dtype == kByte ? 1 : scale_dtype == kFp32 ? 4 : 2); }
+  std::size_t offset_bytes() const {
+    if (offset < 0) return 0;
+    return encoding == kNvFp4 ? 4 : static_cast<std::size_t>(groups) * (encoding <= kInt2 ? 2 : 1);
+  }
 };
 
 struct Expert {
@@ -49,28 +62,37 @@ constexpr std::size_t stride_of(std::size_t inputs) { return padded(inputs) + 32
 
 // Memory of one thread, divided for matrices of up to `inputs` inputs.
 struct Scratch {
-  float* tile;  // [kRows, stride]: decoded rows
-  float* sums;  // [kPassTokens, 2 * kChunkRows]: products before bias and activation
+  float* tile;         // [kRows, stride]: decoded rows
+  float* sums;         // [kPassTokens, 2 * kChunkRows]: products before bias and activation
+  float* scales;       // [2 * kRows, steps]: scales and minima of rows, one for every 16 inputs or more
+  float* x_sums;       // [kPassTokens, steps]: the sums of the inputs to which a minimum belongs
+  void* codes;         // [kRows, stride] of 16 bits: unpacked codes
+  std::size_t steps;
 
+  static std::size_t steps_of(std::size_t inputs) { return round_up(padded(inputs) / 16, 16); }
   static std::size_t bytes(std::size_t inputs) {
-    return (kRows * stride_of(inputs) + 2 * kPassTokens * kChunkRows) * sizeof(float);
+    const std::size_t products = 2 * kPassTokens * kChunkRows, scaling = (2 * kRows + kPassTokens) * steps_of(inputs);
+    return (kRows * stride_of(inputs) * 3 / 2 + products + scaling) * sizeof(float);
   }
   static Scratch at(std::uint8_t* memory, std::size_t inputs) {
     float* tile = reinterpret_cast<float*>(memory);
-    return {tile, tile + kRows * stride_of(inputs)};
+    float* sums = tile + kRows * stride_of(inputs);
+    float* scales = sums + 2 * kPassTokens * kChunkRows;
+    float* x_sums = scales + 2 * kRows * steps_of(inputs);
+    return {tile, sums, scales, x_sums, x_sums + kPassTokens * steps_of(inputs), steps_of(inputs)};
   }
 };
 
 // Where rows of a matrix begin, for prefetching; raw encodings have no groups.
 struct Place {
   const std::uint8_t *codes, *scale, *offset;
-  std::size_t row_bytes, group_bytes;  // from row to row, of codes and of scales
+  std::size_t row_bytes, scale_bytes, offset_bytes;  // from row to row
 };
 
 static inline Place place_of(const Matrix& m, const std::uint8_t* record, std::size_t row) {
-  const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), group_bytes = 2 * static_cast<std::size_t>(m.groups);
-  return {record + m.codes + row * row_bytes, record + m.scale + row * group_bytes, record + m.offset + row * group_bytes,
-          row_bytes, group_bytes};
+  const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), scale = m.scale_bytes(), offset = m.offset_bytes();
+  return {record + m.codes + row * row_bytes, record + m.scale + row * scale, record + m.offset + row * offset,
+          row_bytes, scale, offset};
 }
 
 // The tokens of one expert: rows of packed inputs, and where results go.
@@ -91,14 +113,14 @@ struct Kernels {
   // Turns a row of `inputs` values into a packed row, padded with zeros.
   void (*pack)(const void* row, Dtype dtype, std::size_t inputs, void* packed);
   // h[token, begin .. end) = activation(up x), packed; the last task also writes the zeros after it.
-  void (*up[kEncodings])(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
-                         const Scratch&, const Place& next);
+  void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h, const Scratch&,
+             const Place& next);
   // out[place, begin .. end) = factor * (down h + bias), or += with `add`.
-  void (*down[kEncodings])(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&,
-                           float* out, bool add, const Scratch&, const Place& next);
-  // out[token, begin .. end) = weight x + bias, rounded to `dtype`. Raw encodings only.
-  void (*linear[2])(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out,
-                    Dtype dtype, const Scratch&, const Place& next);
+  void (*down)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, float* out, bool add,
+               const Scratch&, const Place& next);
+  // out[token, begin .. end) = weight x + bias, rounded to `dtype`.
+  void (*linear)(const Matrix&, const std::uint8_t* weight, std::size_t begin, std::size_t end, const Tokens&, void* out, Dtype dtype,
+                 const Scratch&, const Place& next);
   // out[column] = the sum of the expert output rows in order, columns begin .. end.
   void (*combine)(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype);
 };

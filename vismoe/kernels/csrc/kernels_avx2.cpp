@@ -12,13 +12,22 @@ struct Avx2 {
   using Operand = __m256;
   using Sum = __m256;
   static constexpr int kLanes = 8;
-  static constexpr std::size_t kTokens = 2, kDecodingTokens = 1;
+  static constexpr std::size_t kTokens = 2, kDecodingTokens = 1, kScaledTokens = 2;
 
   static __m256 zero() { return _mm256_setzero_ps(); }
   static __m256 all(const std::uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_set1_epi16(static_cast<short>(*p)), 16));
   }
   static __m256 load(const X* x) { return _mm256_loadu_ps(x); }
+  static __m256 every(const float* p) { return _mm256_broadcast_ss(p); }
+  static __m256 sums(const float* p) { return load(p); }
+  static __m256 ones() {
+    static constexpr float kOne = 1.0f;
+    return every(&kOne);
+  }
+  static __m256 scaled_sum(const __m256& sum, const __m256& part, const __m256& scale) { return dot(sum, part, scale); }
+  template <int kStep>
+  static __m256 scale(const float* p) { return every(p); }
   static void store(X* x, __m256 values) { _mm256_storeu_ps(x, values); }
   static __m256 dot(__m256 sum, __m256 a, __m256 b) { return _mm256_fmadd_ps(a, b, sum); }
   static void sum4(const __m256 (&s)[4], float (&totals)[4]) {
@@ -43,14 +52,11 @@ struct Avx2 {
   static __m256 scaled(__m256 values, __m256 scale, __m256 offset) { return _mm256_fmadd_ps(values, scale, offset); }
 
   template <Encoding E>
-  using Decoder = FloatDecoder<Avx2, E>;
+  using Decoder = FloatDecoderOf<Avx2, E>;
 };
 
 }  // namespace
 
-const Kernels& kernels_avx2() {
-  static const Kernels kernels = kernels_of<Avx2>();
-  return kernels;
-}
+const Kernels& kernels_avx2() { return kernels_of<Avx2>(); }
 
 }  // namespace vismoe

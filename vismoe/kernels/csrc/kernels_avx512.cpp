@@ -11,11 +11,20 @@ struct Avx512 {
   using Operand = __m512;
   using Sum = __m512;
   static constexpr int kLanes = 16;
-  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4;
+  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5;
 
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512 all(const std::uint16_t* p) { return all_bf16(p); }
   static __m512 load(const X* x) { return _mm512_loadu_ps(x); }
+  static __m512 every(const float* p) { return _mm512_set1_ps(*p); }
+  static __m512 sums(const float* p) { return load(p); }
+  static __m512 ones() {
+    static constexpr float kOne = 1.0f;
+    return every(&kOne);
+  }
+  static __m512 scaled_sum(const __m512& sum, const __m512& part, const __m512& scale) { return dot(sum, part, scale); }
+  template <int kStep>
+  static __m512 scale(const float* p) { return every(p); }
   static void store(X* x, __m512 values) { _mm512_storeu_ps(x, values); }
   static __m512 dot(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
   static void sum4(const __m512 (&sums)[4], float (&totals)[4]) { sum4_avx512(sums, totals); }
@@ -35,14 +44,11 @@ struct Avx512 {
   static __m512 scaled(__m512 values, __m512 scale, __m512 offset) { return _mm512_fmadd_ps(values, scale, offset); }
 
   template <Encoding E>
-  using Decoder = FloatDecoder<Avx512, E>;
+  using Decoder = FloatDecoderOf<Avx512, E>;
 };
 
 }  // namespace
 
-const Kernels& kernels_avx512() {
-  static const Kernels kernels = kernels_of<Avx512>();
-  return kernels;
-}
+const Kernels& kernels_avx512() { return kernels_of<Avx512>(); }
 
 }  // namespace vismoe

@@ -8,7 +8,7 @@ namespace {
 struct Portable {
   using X = float;
   static constexpr int kLanes = 8;
-  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1;
+  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1, kScaledTokens = 1;
   struct Operand {
     float lanes[kLanes];
   };
@@ -29,6 +29,15 @@ struct Portable {
   static Operand load(const X* x) {
     return each([=](int i) { return x[i]; });
   }
+  static Operand every(const float* p) { return each([=](int) { return *p; }); }
+  static Operand sums(const float* p) { return load(p); }
+  static Operand ones() {
+    static constexpr float kOne = 1.0f;
+    return every(&kOne);
+  }
+  static Operand scaled_sum(const Operand& sum, const Operand& part, const Operand& scale) { return dot(sum, part, scale); }
+  template <int kStep>
+  static Operand scale(const float* p) { return every(p); }
   static void store(X* x, const Operand& values) { std::memcpy(x, values.lanes, sizeof values.lanes); }
   static Sum dot(const Sum& sum, const Operand& a, const Operand& b) {
     return each([&](int i) { return sum.lanes[i] + a.lanes[i] * b.lanes[i]; });
@@ -58,14 +67,11 @@ struct Portable {
   }
 
   template <Encoding E>
-  using Decoder = FloatDecoder<Portable, E>;
+  using Decoder = FloatDecoderOf<Portable, E>;
 };
 
 }  // namespace
 
-const Kernels& kernels_portable() {
-  static const Kernels kernels = kernels_of<Portable>();
-  return kernels;
-}
+const Kernels& kernels_portable() { return kernels_of<Portable>(); }
 
 }  // namespace vismoe

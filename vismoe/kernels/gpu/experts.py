@@ -75,6 +75,9 @@ class GpuKernel:
         if isinstance(found, str):
             return found
         up, down = found
+        encoded = sorted({str(m.encoding) for m in found if not isinstance(m.encoding, torch.dtype | Format)})
+        if encoded:
+            return f"its experts are encoded as {' and '.join(encoded)}; the GPU kernels read raw weights and the integer formats"
         if format.exact and up.encoding != dtype:
             return f"raw weights are {up.encoding}, hidden states {dtype}; the GPU kernels compute in one type"
         transposed = form.transposed and format.exact  # the integer formats lie [out, in]

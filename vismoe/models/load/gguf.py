@@ -1,8 +1,8 @@
-"""A model out of a GGUF file: what is not an expert is restored in the model's type while transformers' loader asks for it.
+"""A model out of a GGUF file: experts and encoded weights are read as in any checkpoint, others when the loader asks for them.
 
 `from_pretrained` is given a state dict that is empty at first. Once the model is on the meta device, the quantizer's hook fills
-it with one `Restored` for each parameter; the loader then casts, places and reports as for any checkpoint. Configuration,
-tokenizer and processor are those of the model's repository or folder, which needs no weights.
+it with a `Stored` for each parameter that is left; the loader then casts, places and reports as for any checkpoint.
+Configuration, tokenizer and processor are those of the model's repository or folder, which needs no weights.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedConfig
@@ -23,12 +22,12 @@ from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError, V
 from vismoe.models.family.checkpoint_files import config_file, read_json
 from vismoe.models.family.gguf_names import ARCHITECTURES, TOWERS, is_vision, source_of
 from vismoe.models.load.gguf_tensors import GgufTensors, refuse_other_architecture
-from vismoe.models.load.locate import GGUF, _dtype
+from vismoe.models.load.locate import GGUF, parameter_types
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.safetensors_header import refuse_changed
+from vismoe.store.tensor_reads import read_restored
 from vismoe.store.tensors import EncodedTensor, TensorPart
 
-PIECE_WEIGHTS = 2**22  # restored at a time
 REPOSITORY = re.compile(r"(?:https?://huggingface\.co/)?(?P<name>[\w.-]+/[\w.-]+?)(?:\.git)?/?")
 NAMED = ("general.source.huggingface.repository", "general.source.repo_url", "general.repo_url")  # then the base models
 MOST_REPOSITORIES = 8  # that are looked for
@@ -36,7 +35,7 @@ FIX = "vismoe chat MODEL --gguf FILE"
 _LOADING: ContextVar["GgufWeights | None"] = ContextVar("gguf weights that a model is loaded from", default=None)
 
 
-class Restored:
+class Stored:
     """A tensor of a model as transformers' loader expects those of safetensors files: it is read and restored when indexed."""
 
     def __init__(
@@ -56,28 +55,10 @@ class Restored:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         assert index is ..., index
+        files = self._files.hold()
         if self._make is None:
-            return restore(self._files, self._parts[0], self._dtype)
-        return self._make(*(restore(self._files, part, torch.float32) for part in self._parts)).to(self._dtype)
-
-
-def restore(files: CheckpointFiles, part: TensorPart | EncodedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in `dtype`, rounded once, read a few rows at a time. Raises CheckpointError."""
-    whole = torch.empty(part.shape, dtype=dtype)
-    rows = whole.view(-1, part.shape[-1]) if part.shape else whole.view(1, 1)
-    codes = part.parts["codes"] if isinstance(part, EncodedTensor) else part
-    row_bytes = codes.nbytes // max(1, rows.shape[0])
-    step = max(1, PIECE_WEIGHTS // max(1, rows.shape[1]))
-    for start in range(0, rows.shape[0], step):
-        into = rows[start : start + step]
-        data = np.empty(into.shape[0] * row_bytes, dtype=np.uint8)
-        files.hold().fill(codes.file, codes.offset_bytes + start * row_bytes, [data])
-        on_disk = torch.from_numpy(data)
-        if isinstance(part, EncodedTensor):
-            part.encoding.restored({"codes": on_disk.view(into.shape[0], row_bytes)}, into.shape[1], into)
-        else:
-            into.copy_(on_disk.view(part.dtype).view(into.shape))
-    return whole
+            return read_restored(files, self._parts[0], self._dtype)
+        return self._make(*(read_restored(files, part, torch.float32) for part in self._parts)).to(self._dtype)
 
 
 class GgufWeights:
@@ -88,7 +69,7 @@ class GgufWeights:
         UnsupportedModelError or ConfigError."""
         assert settings.gguf is not None
         self.name, self.config = name, config
-        self.state: dict[str, Any] = {}  # parameter -> Restored, for transformers' loader
+        self.state: dict[str, Any] = {}  # parameter -> Stored, for transformers' loader
         self._text = GgufTensors.open(settings.gguf)
         refuse_other_architecture(self._text, config.model_type)
         self._vision = GgufTensors.open(settings.mmproj) if settings.mmproj else None
@@ -115,7 +96,7 @@ class GgufWeights:
     def fill(self, model: Any) -> None:
         """For a model on the meta device without its experts. Raises CheckpointError for a tensor that is missing or has another
         shape, UnsupportedModelError for a type that is not read."""
-        plan = model._get_dtype_plan(model.dtype)
+        type_of = parameter_types(model, model.dtype)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         beside = self._beside() if self._vision is None else {}
         for name, parameter in model.named_parameters():
@@ -143,7 +124,7 @@ class GgufWeights:
                     f"{tensors.path}: {source.names[0]} has shape {found[0].shape}, the model wants {tuple(parameter.shape)}. "
                     "Fix: name the model that this file was made of"
                 )
-            self.state[name] = Restored(self._files[id(tensors)], found, _dtype(name, parameter, plan), source.make)
+            self.state[name] = Stored(self._files[id(tensors)], found, type_of(name), source.make)
 
     def _beside(self) -> dict[str, Any]:
         """The vision tower in the model's safetensors files, by the names of its parameters."""

@@ -9,7 +9,7 @@ import torch
 from vismoe.errors import CheckpointError, UnsupportedModelError
 from vismoe.formats.encodings import GGML
 from vismoe.models.family.families import expert_modules
-from vismoe.models.family.gguf_names import ARCHITECTURES, LAYER
+from vismoe.models.family.gguf_names import ARCHITECTURES, LAYER, is_vision, source_of
 from vismoe.models.load.conversion import Row
 from vismoe.store.arrangement import SAME, TRANSPOSED, Alternate
 from vismoe.store.gguf_header import GgufHeader, read_gguf_headers
@@ -38,6 +38,11 @@ class GgufTensors:
 
     def type_of(self, name: str) -> str:
         return self.headers[self._files[name]].types[name]
+
+    def sole_source(self, parameter: str, config: Any) -> str | None:
+        """The tensor whose values are those of a parameter outside experts and vision tower; None where there is none."""
+        source = None if is_vision(parameter) else source_of(parameter, config, self)
+        return source.names[0] if source is not None and source.make is None and source.names[0] in self else None
 
     def __getitem__(self, name: str) -> TensorPart | EncodedTensor:
         """Where a tensor lies and what its bytes mean. Raises CheckpointError where there is none of this name,

@@ -6,7 +6,7 @@ its operations (conversion.py) how. Linear in the number of keys: 48 layers x 12
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.formats.encodings import GGML
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
 from vismoe.models.load.conversion import LISTED, ExpertParameter, Row, rows_of
 from vismoe.models.load.gguf_tensors import GgufTensors, expert_rows
 from vismoe.store.checkpoint import CheckpointStore, Locator
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
-from vismoe.store.tensors import EncodedTensor, TensorPart, Tensors, tensors_of
+from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors, tensors_of
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
 GGUF = ".gguf"
@@ -42,33 +43,97 @@ def locate_experts(
     For a GGUF file, one of its parts is enough. Raises CheckpointError for files or experts that are missing or do not fit,
     UnsupportedModelError for layouts we cannot read.
     """
+    return locate(model, checkpoint_files, dtype)[0]
+
+
+class WeightSources(NamedTuple):
+    """Tensors of a checkpoint that transformers' loader makes into parameters beside the experts.
+
+    names: of these parameters, several where a converter splits. keys: of the tensors, in the loader's order, each with the
+    pattern of the converter that matched it.
+    """
+
+    names: tuple[str, ...]
+    keys: list[tuple[str, str | None]]
+    converter: Any
+
+
+class Others(NamedTuple):
+    """What a checkpoint has beside the experts. `sources`: by the first parameter that they make; `passed_over`: patterns of the
+    names that the loader gives to experts, and to the scales and zero points of what is encoded."""
+
+    tensors: Tensors
+    sources: dict[str, WeightSources]
+    passed_over: frozenset[str]
+
+
+def locate(
+    model: Any, checkpoint_files: Iterable[str | Path] | None, dtype: torch.dtype | None = None
+) -> tuple[CheckpointStore, Others]:
+    """The same, and what the checkpoint has beside the experts."""
     paths = [Path(file) for file in checkpoint_files or ()]
     if paths and paths[0].suffix == GGUF:
         gguf, raw = GgufTensors.open(paths[0]), inventory_of(model, dtype)
         inventory, locators = _as_stored(raw, expert_rows(model, gguf, raw))
-        return CheckpointStore(gguf.headers, inventory, locators)
+        return CheckpointStore(gguf.headers, inventory, locators), _others_in_gguf(model, gguf)
     headers = [read_header(path) for path in _safetensors_only(model, paths)]
     config_json = config_of(headers)
     tensors = tensors_of(headers, quantization_of(config_json))
-    parameters = _collect(model, tensors)
+    names = _Names(model)
+    parameters, sources = _collect(model, tensors, names)
     missing = [name for name, parameter in parameters.items() if not parameter.keys]
     if missing:
         raise CheckpointError(
             f"{headers[0].path.parent}: the checkpoint has no weights for {len(missing)} of {len(parameters)} expert parameters, "
             f"first {', '.join(missing[:LISTED])}. Fix: check that all files of the model are there and belong to its config.json"
         )
-    of_experts = {key for parameter in parameters.values() for keys in parameter.keys.values() for key in keys}
-    other = next((key for key, t in tensors.items() if isinstance(t, EncodedTensor) and key not in of_experts), None)
-    if other is not None:
-        raise UnsupportedModelError(
-            f"{other} is quantised, and beside experts only weights in 16 or 32 bits are read. "
-            "Instead: a checkpoint whose experts alone are quantised, or the original one"
-        )
     readable = {key: t for key, t in tensors.items() if isinstance(t, EncodedTensor) or t.dtype in PLAIN}
     rows = {name: rows_of(parameter, readable) for name, parameter in parameters.items()}
     raw = inventory_of(model, dtype)
     inventory, locators = _as_stored(raw, rows)
-    return CheckpointStore(headers, inventory, locators, config_json)
+    for key in (key for header in headers for key, entry in header.tensors.items() if entry.dtype is None):
+        if names.of(key)[0] in names:
+            raise UnsupportedModelError(f"{key} is stored in a type of less than a byte, which VisMoE does not read. {ORIGINAL}")
+    of_experts = {key for parameter in parameters.values() for keys in parameter.keys.values() for key in keys}
+    of_others = {key for source in sources.values() for key, _ in source.keys}
+    others = Others(tensors, sources, _passed_over(headers, tensors, of_experts, of_others, names))
+    return CheckpointStore(headers, inventory, locators, config_json), others
+
+
+def _others_in_gguf(model: Any, gguf: GgufTensors) -> Others:
+    """What a GGUF file encodes beside the experts, of parameters whose values are those of the file."""
+    names = {name: gguf.sole_source(name, model.config) for name, _ in model.named_parameters()}
+    encoded = {name: key for name, key in names.items() if key is not None and gguf.type_of(key) in GGML}
+    tensors = {key: gguf[key] for key in encoded.values()}
+    return Others(tensors, {name: WeightSources((name,), [(key, None)], None) for name, key in encoded.items()}, frozenset())
+
+
+def _passed_over(
+    headers: Sequence[SafetensorsHeader], tensors: Tensors, of_experts: set[str], of_others: set[str], names: "_Names"
+) -> frozenset[str]:
+    """`Others.passed_over`; one pattern stands for all layers and experts."""
+    encoded = {key for key in of_experts | of_others if isinstance(tensors[key], EncodedTensor)}
+    stems = {_numbered(key.removesuffix("weight")) for key in encoded}
+    beside = {_numbered(key): key for header in headers for key in header.tensors if key not in tensors}
+    keys = [key for form, key in beside.items() if any(form.startswith(s) and "." not in form[len(s) :] for s in stems)]
+    keys += {_numbered(key): key for key in of_experts}.values()
+    found = set()
+    for key in keys:
+        name, _, converter = names.of(key)
+        found |= {f"^{_numbered(one)}$" for one in _made(name, converter)}
+    return frozenset(found)
+
+
+def _made(name: str, converter: Any) -> tuple[str, ...]:
+    """The names of all parameters that a converter makes of the tensor that it renames to `name`."""
+    if converter is None:
+        return (name,)
+    return tuple(name.replace(converter.target_patterns[0], target, 1) for target in converter.target_patterns)
+
+
+def _numbered(key: str) -> str:
+    """A pattern of this name with any numbers."""
+    return re.sub(r"\d+", r"\\d+", re.escape(key))
 
 
 def _as_stored(raw: ExpertInventory, rows: dict[str, list[Row]]) -> tuple[ExpertInventory, list[list[Locator]]]:
@@ -187,22 +252,29 @@ class _Names:
             name, pattern = loading.rename_source_key(key, [], [], self._prefix, self._meta)
         return name, pattern, self._by_pattern[pattern] if pattern is not None else None
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the model has it."""
+        return name in self._meta
 
-def _collect(model: Any, tensors: Tensors) -> dict[str, ExpertParameter]:
-    """All expert parameters by full name, with the checkpoint keys that feed them, as transformers' loader would assign them."""
+
+def _collect(model: Any, tensors: Tensors, names: _Names) -> tuple[dict[str, ExpertParameter], dict[str, WeightSources]]:
+    """(all expert parameters by full name, with the checkpoint keys that feed them, as transformers' loader would assign them;
+    all other sources)."""
     parameters = {
         f"{path}.{name}": ExpertParameter(f"{path}.{name}", tuple(parameter.shape), spare_rows=getattr(module, "spare_rows", 0))
         for path, module in expert_modules(model)
         for name, parameter in expert_parameters(module).items()
     }
-    names = _Names(model)
+    others: dict[str, WeightSources] = {}
     for key in sorted(tensors, key=loading.dot_natural_key):
         name, pattern, converter = names.of(key)
         if converter is None and name not in parameters and _collect_per_expert(parameters, name, key):
             continue
-        first, targets = (converter.target_patterns[0], converter.target_patterns) if converter else (name, [name])
-        for index, target in enumerate(targets):
-            parameter = parameters.get(name.replace(first, target, 1))
+        made = _made(name, converter)
+        if name in names and not any(one in parameters for one in made):
+            others.setdefault(name, WeightSources(made, [], converter)).keys.append((key, pattern))
+        for index, one in enumerate(made):
+            parameter = parameters.get(one)
             if parameter is None:
                 continue
             parameter.keys.setdefault(pattern or key, []).append(key)
@@ -210,14 +282,14 @@ def _collect(model: Any, tensors: Tensors) -> dict[str, ExpertParameter]:
                 parameter.patterns = tuple(parameter.keys)
             else:
                 parameter.patterns, parameter.operations = converter.source_patterns, converter.operations
-                parameter.share = (index, len(targets))
+                parameter.share = (index, len(made))
     for parameter in parameters.values():
         if isinstance(parameter.operations, list):  # filled by single experts
             parameter.patterns = sorted(parameter.keys)
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if name in parameters and not parameters[name].keys:  # an encoder and a decoder with the same experts
             parameters[name] = replace(parameters[source], name=name)
-    return parameters
+    return parameters, others
 
 
 def _collect_per_expert(parameters: dict[str, ExpertParameter], name: str, key: str) -> bool:
@@ -234,23 +306,28 @@ def _collect_per_expert(parameters: dict[str, ExpertParameter], name: str, key: 
 
 def inventory_of(model: Any, dtype: torch.dtype | None) -> ExpertInventory:
     """MoE layers in model order and their distinct record layouts."""
-    plan = model._get_dtype_plan(dtype) if dtype is not None else {}  # families that keep some parameters in float32
+    type_of = parameter_types(model, dtype)
     layouts: dict[RecordLayout, int] = {}
     layers = []
     for index, (path, module) in enumerate(expert_modules(model)):
         parameters = expert_parameters(module)
         layout = RecordLayout.of(
             {name: tuple(parameter.shape[1:]) for name, parameter in parameters.items()},
-            {name: _dtype(f"{path}.{name}", parameter, plan) for name, parameter in parameters.items()},
+            {name: type_of(f"{path}.{name}") for name in parameters},
         )
         geometry = layouts.setdefault(layout, len(layouts))
         layers.append(MoELayer(index, path, next(iter(parameters.values())).shape[0], top_k_of(model, path), geometry))
     return ExpertInventory(tuple(layers), tuple(layouts))
 
 
-def _dtype(name: str, parameter: torch.Tensor, plan: dict[str, torch.dtype]) -> torch.dtype:
-    """The type that transformers' loader gives this parameter: its plan first, then the model's own."""
-    for pattern, dtype in plan.items():
-        if re.search(pattern.replace("*", ".*"), name):
-            return dtype
-    return parameter.dtype
+def parameter_types(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.dtype]:
+    """The type that transformers' loader gives a parameter, by name: its plan first, then the model's own."""
+    plan = model._get_dtype_plan(dtype) if dtype is not None else {}  # families that keep some parameters in float32
+
+    def type_of(name: str) -> torch.dtype:
+        for pattern, planned in plan.items():
+            if re.search(pattern.replace("*", ".*"), name):
+                return planned
+        return model.get_parameter(name).dtype
+
+    return type_of

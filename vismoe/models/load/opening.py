@@ -28,10 +28,11 @@ from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.hardware import cores, probe
 from vismoe.models.family.families import expert_modules
 from vismoe.models.family.forms import forms_of, transposed_sections
+from vismoe.models.load.backbone import Backbone, settle_backbone
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.footprint import footprint, with_calibration
 from vismoe.models.load.host_rates import ways_for
-from vismoe.models.load.locate import locate_experts
+from vismoe.models.load.locate import locate
 from vismoe.models.load.reading import Reading, settle_reading, start_reading
 from vismoe.models.moe.compute import PAIRS_PER_CALL
 from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL as GPU_PAIRS
@@ -110,6 +111,7 @@ class Configuration:
     settings: Settings
     stores: Stores  # that serve the experts, open
     experts: Experts
+    backbone: Backbone
     reading: Reading
 
     @property
@@ -127,7 +129,7 @@ class Configuration:
             stores, experts = _open_stores(model, self.source, settled, self.device)
         other = dataclasses.replace(self, settings=settings, stores=stores, experts=experts)
         try:
-            reading = _read(self.needs, stores, experts, settled, self.hardware, self.table_bytes)
+            reading = _read(self.needs, stores, experts, self.backbone, settled, self.hardware, self.table_bytes)
         except BaseException:
             other.close_stores()
             raise
@@ -157,26 +159,32 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
     Raises CheckpointError, ConfigError, BudgetError or UnsupportedModelError; nothing is open then.
     """
     with torch.device("cpu"):  # the loader's own context would put what is measured here on meta
-        source, stores, experts = open_experts(model, files, settings, device)
+        source, stores, experts, backbone = open_experts(model, files, settings, device)
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
             needs = needs_of(model, experts, stores.reads, calibration, settings, device)
             table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
-            reading = _read(needs, stores, experts, settings, hardware, table)
+            reading = _read(needs, stores, experts, backbone, settings, hardware, table)
         except BaseException:
             stores.close()
             source.close()
             raise
-    return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, reading)
+    return Configuration(source, needs, hardware, device, calibration, table, settings, stores, experts, backbone, reading)
 
 
 def _read(
-    needs: Footprint, stores: Stores, experts: Experts, settings: Settings, hardware: Hardware, table_bytes: int
+    needs: Footprint,
+    stores: Stores,
+    experts: Experts,
+    backbone: Backbone,
+    settings: Settings,
+    hardware: Hardware,
+    table_bytes: int,
 ) -> Reading:
     """The plan, by which the stores read from now on."""
     reading = settle_reading(with_experts_of(needs, stores.reads, experts), settings, hardware, stores.reads, table_bytes)
     reading = start_reading(stores, reading, settings)
-    return dataclasses.replace(reading, plan=with_experts(reading.plan, experts))
+    return dataclasses.replace(reading, plan=with_experts(reading.plan, experts, backbone))
 
 
 def needs_of(
@@ -203,14 +211,16 @@ def with_experts_of(needs: Footprint, reads: Reads, experts: Experts) -> Footpri
 
 def open_experts(
     model: Any, files: Sequence[str | Path] | None, settings: Settings, device: torch.device
-) -> tuple[CheckpointStore, Stores, Experts]:
-    """(the checkpoint, the stores that serve, how): for a model on the meta device with its experts' parameters still there.
+) -> tuple[CheckpointStore, Stores, Experts, Backbone]:
+    """(the checkpoint, the stores that serve, how, what else is encoded): for a model on the meta device with its experts'
+    parameters still there, whose encoded linear layers are replaced.
 
     Raises CheckpointError for a store that does not fit, ConfigError for a format or kernels that are not there.
     """
-    source = locate_experts(model, files, model.dtype)
+    source, others = locate(model, files, model.dtype)
     try:
-        return source, *_open_stores(model, source, settings, device)
+        backbone = settle_backbone(model, others, settings, device)
+        return source, *_open_stores(model, source, settings, device), backbone
     except BaseException:
         source.close()
         raise
@@ -284,9 +294,10 @@ def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozen
     return tuple(codec_of(format, raw, names) for raw, names in zip(inventory.raw_layouts, transposed, strict=True))
 
 
-def with_experts(plan: Plan, experts: Experts) -> Plan:
-    """The plan, which also says where the experts come from and what computes them."""
-    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend)
+def with_experts(plan: Plan, experts: Experts, backbone: Backbone | None = None) -> Plan:
+    """The plan, which also says where the experts come from, what computes them, and what else is encoded."""
+    about = backbone.about if backbone is not None else ""
+    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend, encoded=about)
 
 
 def _open_store(

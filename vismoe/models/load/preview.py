@@ -69,8 +69,9 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
     hardware = probe(device)
     place = torch.device(hardware.device)
     calibration = Calibration.find(files[0].parent, settings) if files else None
+    backbone = None
     if files:
-        source, stores, experts = open_experts(described, files, settings, place)
+        source, stores, experts, backbone = open_experts(described, files, settings, place)
         reads, table = stores.reads, table_bytes(described) if table_of(described, source.headers) else 0
         stores.close()
         source.close()
@@ -81,7 +82,7 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
         bounce = bounce_bytes(max(layout.record_bytes for layout in layouts))
         reads, table = Reads(scratch_bytes, bounce, experts.inventory.slab_bytes, []), table_bytes(described)
     needs = needs_of(described, experts, reads, calibration, settings, place)
-    return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts)
+    return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts, backbone)
 
 
 def describe(

@@ -102,6 +102,7 @@ class VisMoEQuantizer(HfQuantizer):
         if configuration.reading.embeddings_on_disk and (table := table_of(model, configuration.source.headers)):
             weakref.finalize(model, leave_on_disk(model, table).close)
         strip_experts(model)
+        configuration.backbone.strip(model)
         if weights is not None:
             weights.fill(model)
         model.set_experts_implementation(IMPLEMENTATION)
@@ -109,6 +110,7 @@ class VisMoEQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
         own_memory(model)
+        self._configuration.backbone.fill(model, self._configuration.source.hold(), self._configuration.device)
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
         build(model, self._configuration)
         return model

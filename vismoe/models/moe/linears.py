@@ -2,16 +2,21 @@
 
 A product with a handful of rows reads every weight once and computes little, so memory speed bounds it; the expert kernels come
 closer to that speed than torch's. The change is a `forward` on the module object.
+
+Layers that a quantised checkpoint encodes stay encoded, as modules of their own, and the kernels compute them for any number of
+rows.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from vismoe.formats.encodings import Encoding, restore_in_pieces
 from vismoe.kernels import cpu
 from vismoe.models.family.components import is_vision
 
@@ -41,3 +46,84 @@ def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:
     if not 0 < rows <= MOST_ROWS or x.dtype is not weight.dtype or x.device.type != "cpu" or torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
     return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+
+
+class EncodedLinear(nn.Module):
+    """Stands in for an `nn.Linear` whose weight `[out, in]` stays as the checkpoint encodes it.
+
+    The parts of the encoding are buffers of bytes, so that no cast of the model touches them; on meta until `fill`. `weight` is
+    the restored weight in the model's type, for model code that asks for its type, shape or device: only computing with it
+    restores it.
+    """
+
+    codes: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, encoding: Encoding, parts: Mapping[str, torch.Tensor], replaced: nn.Linear, dtype: torch.dtype):
+        """parts: empty tensors on meta. dtype: the model's."""
+        super().__init__()
+        self.encoding, self.dtype = encoding, dtype
+        self.in_features, self.out_features = replaced.in_features, replaced.out_features
+        self._types = {name: part.dtype for name, part in parts.items()}
+        for name, part in parts.items():
+            self.register_buffer(name, part.view(torch.uint8), persistent=False)
+        self.register_parameter("bias", replaced.bias)
+
+    def release(self) -> None:
+        """Have no parts until `fill`: whatever loads the other weights passes over them."""
+        for name in self._types:
+            setattr(self, name, None)
+
+    def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Take the parts, in their types."""
+        for name, dtype in self._types.items():
+            assert parts[name].dtype == dtype, (name, parts[name].dtype, dtype)
+            setattr(self, name, parts[name].view(torch.uint8))
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name).view(dtype) for name, dtype in self._types.items()}
+
+    def restored(self) -> torch.Tensor:
+        """The weight in the model's type, made anew."""
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.codes.device)
+        if weight.device.type != "meta":
+            restore_in_pieces(self.encoding, self.parts, weight)
+        return weight
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return EncodedWeight(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "meta":
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return nn.functional.linear(x, self.restored(), self.bias)
+        rows = x.reshape(-1, self.in_features)
+        out = cpu.encoded_linear(rows, self.encoding, self.parts, self.in_features, self.bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.encoding.name}"
+
+
+class EncodedWeight(torch.Tensor):
+    """The weight of an EncodedLinear: its type, shape and device cost nothing, any operation restores it."""
+
+    layer: EncodedLinear
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, layer: EncodedLinear) -> "EncodedWeight":
+        shape = (layer.out_features, layer.in_features)
+        weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.codes.device)
+        weight.layer = layer
+        return weight
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what is no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(lambda one: one.layer.restored() if isinstance(one, cls) else one, (args, kwargs or {}))
+        return func(*args, **kwargs)

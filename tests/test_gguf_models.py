@@ -6,6 +6,7 @@ from pathlib import Path
 import gguf_files
 import numpy as np
 import pytest
+import test_gguf_header as header_files
 import torch
 import transformers as T
 from small_geometries import small_config
@@ -20,9 +21,11 @@ from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.formats.encodings import GGML
 from vismoe.models.family.checkpoint_files import demo_model
 from vismoe.models.family.gguf_names import ARCHITECTURES
-from vismoe.models.load.gguf import GgufWeights, load_gguf
-from vismoe.models.load.preview import checkpoint_files, model_class, read_config
+from vismoe.models.load import gguf as loading
+from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
+from vismoe.models.load.preview import checkpoint_files, model_class, preview, read_config
 from vismoe.models.load.quantizer import VisMoEConfig
+from vismoe.models.load.runtime import runtime_of
 
 gguf = pytest.importorskip("gguf")
 MIXED = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
@@ -117,6 +120,15 @@ def test_fused_gate_and_up_are_read(tmp_path):
     assert torch.equal(logits(opened(tmp_path)), logits(expected))
 
 
+def test_the_kernels_compute_with_the_blocks_as_they_lie(tmp_path):
+    gguf_files.write(tmp_path, "qwen3_moe", mixed)
+    exact, fast = opened(tmp_path), opened(tmp_path, kernels="fast", memory="50%")
+    plan = runtime_of(fast).plan
+    assert plan.experts == "q4_k and q6_k, in place from the checkpoint" and plan.kernels.startswith("fast")
+    assert "linear layers in q4_k as the checkpoint has them" in plan.encoded
+    assert torch.cosine_similarity(logits(fast).float(), logits(exact).float(), dim=-1).min() > 0.999
+
+
 # ------------------------------------------------------------------ vision towers
 @pytest.mark.parametrize("kind", ["F32", "F16"])
 def test_a_vision_tower_is_read_from_its_mmproj_file(kind, tmp_path):
@@ -136,6 +148,62 @@ def test_of_two_vision_towers_the_one_that_was_named_is_used(tmp_path):
     gguf_files.write_mmproj(tmp_path / "mmproj.gguf", expected)
     assert opened(tmp_path).model.visual.pos_embed.weight.any()
     assert not opened(tmp_path, mmproj=tmp_path / "mmproj.gguf").model.visual.pos_embed.weight.any()
+
+
+# ------------------------------------------------------------------ which model a file belongs to
+def test_a_file_in_the_place_of_the_model_is_used_with_the_folder_around_it(tmp_path):
+    gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q8_0")
+    file = str(tmp_path / "model.gguf")
+    assert with_gguf(file, Settings()) == (str(tmp_path), Settings(gguf=file))
+    assert with_gguf(None, Settings(gguf=file)) == (str(tmp_path), Settings(gguf=file))
+    assert with_gguf(tmp_path, Settings(gguf=file)) == (tmp_path, Settings(gguf=file))
+    assert with_gguf(tmp_path, Settings()) == (tmp_path, Settings())
+
+
+@pytest.mark.parametrize("key", ["general.source.huggingface.repository", "general.base_model.1.repo_url"])
+def test_a_file_is_used_with_the_repository_that_it_names(key, tmp_path, monkeypatch):
+    """The first base model is of another kind, as a file of a fine-tuned model may say."""
+    gguf_files.write(tmp_path / "model", "qwen3_moe", lambda name: "Q8_0")
+    gguf_files.write(tmp_path / "other", "qwen3_vl_moe", lambda name: "Q8_0")
+    folders = {"org/the-model": tmp_path / "model", "org/other": tmp_path / "other"}
+    monkeypatch.setattr(loading, "config_file", lambda name, revision: folders[name] / "config.json")
+    said = {
+        "general.architecture": "qwen3moe",
+        "general.base_model.0.repo_url": "https://huggingface.co/org/other",
+        "general.repo_url": "https://example.org/somewhere/else/entirely",
+        key: "https://huggingface.co/org/the-model",
+    }
+    entries = [header_files.entry(name, 8, header_files.text(value)) for name, value in said.items()]
+    entries.append(header_files.entry("general.base_model.count", 4, bytes([2, 0, 0, 0])))
+    file = header_files.write(tmp_path / "alone.gguf", entries=entries)
+    assert with_gguf(file, Settings(memory="25%")) == ("org/the-model", Settings(memory="25%", gguf=file))
+
+
+def test_a_file_that_names_no_model_needs_one(tmp_path):
+    entries = [header_files.entry("general.architecture", 8, header_files.text("qwen3moe"))]
+    file = header_files.write(tmp_path / "alone.gguf", entries=entries)
+    with pytest.raises(CheckpointError, match=r"does not name it. Fix: name the model: vismoe chat MODEL --gguf .*alone.gguf"):
+        with_gguf(file, Settings())
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("a.gguf", dict(gguf="b.gguf"), "two GGUF files"),
+        ("model", dict(mmproj="b.gguf"), "vision tower belongs to a language model"),
+        ("model", dict(gguf="b.gguf", policy="hotness"), "used as they lie"),
+        ("model", dict(gguf="b.gguf", format="int4"), "used as they lie"),
+    ],
+)
+def test_settings_that_contradict_a_gguf_file_are_refused(model, settings, message):
+    with pytest.raises(ConfigError, match=rf"{message}.*Fix: "):
+        with_gguf(model, Settings(**settings))
+
+
+def test_a_plan_says_what_the_file_encodes_before_it_is_loaded(tmp_path):
+    gguf_files.write(tmp_path, "qwen3_moe", mixed)
+    plan = preview(tmp_path, Settings(gguf=tmp_path / "model.gguf", memory="50%"), device="cpu")
+    assert plan.experts == "q4_k and q6_k, in place from the checkpoint"
 
 
 # ------------------------------------------------------------------ llama.cpp itself
@@ -231,5 +299,5 @@ def test_a_file_that_changed_while_it_was_loaded_is_refused(tmp_path, monkeypatc
             file.write(b"more")
 
     monkeypatch.setattr(GgufWeights, "fill", filled)
-    with pytest.raises((CheckpointError, RuntimeError), match="changed"):
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
         opened(tmp_path)

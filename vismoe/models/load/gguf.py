@@ -44,8 +44,9 @@ class Stored:
         parts: list[TensorPart | EncodedTensor],
         dtype: torch.dtype,
         make: Callable[..., torch.Tensor] | None,
+        failed: list[VisMoEError],
     ):
-        self._files, self._parts, self._dtype, self._make = files, parts, dtype, make
+        self._files, self._parts, self._dtype, self._make, self._failed = files, parts, dtype, make, failed
 
     def get_shape(self) -> list[int]:
         return list(self._parts[0].shape)
@@ -56,9 +57,13 @@ class Stored:
     def __getitem__(self, index: Any) -> torch.Tensor:
         assert index is ..., index
         files = self._files.hold()
-        if self._make is None:
-            return read_restored(files, self._parts[0], self._dtype)
-        return self._make(*(read_restored(files, part, torch.float32) for part in self._parts)).to(self._dtype)
+        try:
+            if self._make is None:
+                return read_restored(files, self._parts[0], self._dtype)
+            return self._make(*(read_restored(files, part, torch.float32) for part in self._parts)).to(self._dtype)
+        except VisMoEError as error:  # the loader only collects it
+            self._failed.append(error)
+            raise
 
 
 class GgufWeights:
@@ -69,6 +74,7 @@ class GgufWeights:
         UnsupportedModelError or ConfigError."""
         assert settings.gguf is not None
         self.name, self.config = name, config
+        self._failed: list[VisMoEError] = []
         self.state: dict[str, Any] = {}  # parameter -> Stored, for transformers' loader
         self._text = GgufTensors.open(settings.gguf)
         refuse_other_architecture(self._text, config.model_type)
@@ -88,6 +94,10 @@ class GgufWeights:
                 yield self.state
             for files in (self._text, self._vision):
                 refuse_changed(files.headers if files else (), "loaded", "load the model again, when no program writes to it")
+        except Exception as error:
+            if self._failed:
+                raise self._failed[0] from error
+            raise
         finally:
             _LOADING.reset(before)
             for opened in self._files.values():
@@ -124,7 +134,7 @@ class GgufWeights:
                     f"{tensors.path}: {source.names[0]} has shape {found[0].shape}, the model wants {tuple(parameter.shape)}. "
                     "Fix: name the model that this file was made of"
                 )
-            self.state[name] = Stored(self._files[id(tensors)], found, type_of(name), source.make)
+            self.state[name] = Stored(self._files[id(tensors)], found, type_of(name), source.make, self._failed)
 
     def _beside(self) -> dict[str, Any]:
         """The vision tower in the model's safetensors files, by the names of its parameters."""
@@ -179,6 +189,11 @@ def with_gguf(model: str | Path | None, settings: Settings) -> tuple[str | Path 
         if mmproj is not None:
             raise ConfigError(f"mmproj={mmproj!r}: a vision tower belongs to a language model in GGUF. Fix: {FIX} --mmproj FILE")
         return model, settings
+    if settings.format not in ("auto", "raw") or settings.policy != "exact":
+        raise ConfigError(
+            f"format={settings.format!r}, policy={settings.policy!r}: packed experts are made of safetensors files; those of a "
+            "GGUF file are used as they lie there. Fix: leave out --format and --policy"
+        )
     return model if model is not None else _named_in(Path(gguf)), dataclasses.replace(settings, gguf=gguf, mmproj=mmproj)
 
 

@@ -138,6 +138,20 @@ def write_mmproj(file: Path, model: Any, kind: str = "F32", projector: str = "qw
     merger = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
     writer = gguf.GGUFWriter(file, "clip")
     writer.add_clip_projector_type(projector)
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_vision_projection_dim(config.out_hidden_size)
+    writer.add_vision_image_size(round(config.num_position_embeddings**0.5) * config.patch_size)
+    writer.add_vision_patch_size(config.patch_size)
+    writer.add_vision_embedding_length(config.hidden_size)
+    writer.add_vision_feed_forward_length(config.intermediate_size)
+    writer.add_vision_block_count(config.depth)
+    writer.add_vision_head_count(config.num_heads)
+    writer.add_vision_image_mean([0.5] * 3)
+    writer.add_vision_image_std([0.5] * 3)
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_spatial_merge_size(config.spatial_merge_size)
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_is_deepstack_layers([layer in config.deepstack_visual_indexes for layer in range(config.depth)])
     for name, parameter in model.model.visual.named_parameters():
         path, _, suffix = name.rpartition(".")
         found = names.get_name(f"visual.{path}")
@@ -151,7 +165,8 @@ def write_mmproj(file: Path, model: Any, kind: str = "F32", projector: str = "qw
             pieces = {f"{found}.{suffix}{end}": parameter.detach()[:, :, frame] for frame, end in enumerate(("", ".1"))}
         for target, values in pieces.items():
             values = values.float().numpy()
-            writer.add_tensor(target, values.astype(np.float16) if kind == "F16" and values.ndim > 1 else values)
+            halved = kind == "F16" and values.ndim > 1 and "position" not in target
+            writer.add_tensor(target, values.astype(np.float16) if halved else values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -164,7 +164,8 @@ def loaded_weights() -> GgufWeights | None:
 
 
 def _refuse_other_tower(tensors: GgufTensors, model_type: str) -> None:
-    said, wanted = tensors.metadata.get("clip.projector_type"), TOWERS.get(model_type)
+    said = tensors.metadata.get("clip.projector_type", tensors.metadata.get("clip.vision.projector_type"))
+    wanted = TOWERS.get(model_type)
     if wanted is None:
         raise UnsupportedModelError(
             f"{model_type}: its mmproj files are not read (those of {', '.join(sorted(TOWERS))} are). "

@@ -1,6 +1,7 @@
 """Models out of GGUF files compute what transformers computes with the weights that gguf-py restores of them."""
 
 import ctypes
+import json
 from pathlib import Path
 
 import gguf_files
@@ -10,6 +11,7 @@ import test_gguf_header as header_files
 import torch
 import transformers as T
 from PIL import Image
+from safetensors.torch import save_file
 from small_geometries import small_config
 from test_gguf import FAMILIES, written
 from test_quantised import logits
@@ -37,7 +39,7 @@ def opened(folder: Path, file: Path | None = None, mmproj: Path | None = None, *
     """The model of a folder with the weights of a GGUF file, as `vismoe.load` makes it before it looks for a tokenizer."""
     chosen = Settings.of(**dict(kernels="torch", gguf=file or folder / "model.gguf", mmproj=mmproj) | settings)
     config = read_config(folder)
-    weights = GgufWeights(str(folder), config, chosen, checkpoint_files(folder))
+    weights = GgufWeights(str(folder), config, chosen, checkpoint_files(folder, partly=True))
     options = dict(quantization_config=VisMoEConfig(**vars(chosen)), output_loading_info=True, ignore_mismatched_sizes=True)
     model, found = load_gguf(weights, model_class(config), torch.bfloat16, None, **options)
     assert not any(found.values()), found
@@ -103,6 +105,8 @@ def test_encoded_gate_and_up_of_gpt_oss_alternate_as_its_own_do(tmp_path):
     write_gguf(folder, tmp_path / "model.gguf", experts="q8_0", progress=False)
     expected = model_class(read_config(folder)).from_pretrained(folder, dtype=torch.bfloat16)
     expected.set_experts_implementation("eager")
+    said = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(said))  # as in the repository of the model
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     with torch.no_grad():
         for number, layer in enumerate(expected.model.layers):
@@ -140,6 +144,27 @@ def test_a_vision_tower_is_read_from_its_mmproj_file(kind, tmp_path):
     for name, value in expected.model.visual.named_parameters():
         means = value.half().bfloat16() if kind == "F16" and value.ndim > 1 and name != "pos_embed.weight" else value
         assert torch.equal(paged.model.visual.get_parameter(name), means), name
+
+
+def test_shards_of_the_model_that_are_not_here_are_not_missed(tmp_path):
+    """The one with the vision tower is enough."""
+    expected = gguf_files.write(tmp_path, "qwen3_vl_moe", lambda name: "Q8_0")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00002-of-00002.safetensors")
+    index = {name: "model-00002-of-00002.safetensors" for name, _ in expected.named_parameters() if "visual." in name}
+    index |= {"lm_head.weight": "model-00001-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    name = "visual.pos_embed.weight"
+    assert torch.equal(opened(tmp_path).model.get_parameter(name), expected.model.get_parameter(name))
+    assert "q8_0" in preview(tmp_path, Settings(gguf=tmp_path / "model.gguf"), device="cpu").experts
+
+
+def test_a_vision_tower_in_codes_is_refused(tmp_path):
+    expected = gguf_files.write(tmp_path, "qwen3_vl_moe", lambda name: "Q8_0")
+    tower = {f"model.visual.{name}": value.detach().clone() for name, value in expected.model.visual.named_parameters()}
+    tower["model.visual.blocks.0.attn.qkv.weight"] = tower["model.visual.blocks.0.attn.qkv.weight"].to(torch.float8_e4m3fn)
+    save_file(tower, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"qkv.weight is stored as F8_E4M3.*--mmproj"):
+        opened(tmp_path)
 
 
 def test_of_two_vision_towers_the_one_that_was_named_is_used(tmp_path):

@@ -70,7 +70,7 @@ def load(
     with reading_checkpoint(name):
         refuse_own_loop(model_class(config), name)
     with reading_checkpoint(name):
-        files = checkpoint_files(name, revision=revision)
+        files = checkpoint_files(name, revision=revision, partly=chosen.gguf is not None)
         options = dict(
             device_map=place if place != "cpu" else None,
             quantization_config=VisMoEConfig(**vars(chosen)),

@@ -190,13 +190,12 @@ class _Reader:
         if kind != ARRAY or depth > 2:
             raise self._corrupt(f"a metadata entry before byte {self._at} has type {kind}")
         element, count = self._number("I"), self._number("Q")
+        if element == TEXT:
+            return self._skip_texts(count)
         if element not in NUMBERS:
             self._possible(count * 8)
             for _ in range(count):
-                if element == TEXT:
-                    self._skip(self._number("Q"))
-                else:
-                    self._value(element, depth + 1)
+                self._value(element, depth + 1)
             return None
         letters = NUMBERS[element]
         if count > KEPT_ELEMENTS:
@@ -222,6 +221,18 @@ class _Reader:
             if not piece:
                 raise CheckpointError(f"{self.path} is truncated: its header ends after {len(self._read)} bytes. Fix: {AGAIN}")
             self._read += piece
+
+    def _skip_texts(self, count: int) -> None:
+        """Skip a vocabulary, in a tenth of the time of `_text`."""
+        self._possible(count * 8)
+        at, read, length_at = self._at, self._read, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > len(read):
+                self._at = at
+                self._skip(8)
+            at += 8 + length_at(read, at)[0]
+        self._at = at
+        self._skip(0)
 
     def _possible(self, count: int) -> None:
         """Refuse to go on for `count` bytes where the file, or any header, is shorter."""

@@ -142,6 +142,12 @@ class GgufWeights:
         for path in self._safetensors:
             file = self._open.enter_context(safe_open(path, framework="pt"))
             for name in filter(is_vision, file.keys()):
+                stored = file.get_slice(name).get_dtype()
+                if stored not in ("BF16", "F16", "F32"):
+                    raise UnsupportedModelError(
+                        f"{path}: {name} is stored as {stored}, and beside a GGUF file vision towers are read in 16 or 32 bits. "
+                        "Instead: --mmproj FILE, with the mmproj file that belongs to the GGUF file"
+                    )
                 found[f"model.{name.removeprefix('model.')}"] = file.get_slice(name)
         return found
 

@@ -61,8 +61,8 @@ def preview(
     model, settings = with_gguf(model, settings)
     model = model if model is not None else demo_model()
     with reading_checkpoint(model):
-        described, files = describe(model, revision=revision, dtype=dtype)
-        return _preview(described, [Path(settings.gguf)] if settings.gguf else files, settings, device)
+        described, files = describe(model, revision=revision, dtype=dtype, gguf=settings.gguf)
+        return _preview(described, files, settings, device)
 
 
 def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, device: str | None) -> Plan:
@@ -86,9 +86,9 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
 
 
 def describe(
-    model: str | Path, *, revision: str | None = None, dtype: str | torch.dtype = "auto"
+    model: str | Path, *, revision: str | None = None, dtype: str | torch.dtype = "auto", gguf: str | Path | None = None
 ) -> tuple[PreTrainedModel, list[Path]]:
-    """(the model on the meta device, its safetensors files); no files where a hub model is not on this machine."""
+    """(the model on the meta device, its safetensors files, or `gguf`); no files where a hub model is not on this machine."""
     config = read_config(model, revision=revision)
     with reading_checkpoint(model):
         cls = model_class(config)
@@ -97,7 +97,7 @@ def describe(
         adapt(described)
     refuse_unsupported(described)
     refuse_routing(described)
-    return described.eval(), checkpoint_files(model, revision=revision)
+    return described.eval(), checkpoint_files(model, revision=revision) if gguf is None else [Path(gguf)]
 
 
 def read_config(model: str | Path, *, revision: str | None = None) -> PreTrainedConfig:
@@ -140,8 +140,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[Path]:
-    """The safetensors files of a folder, or of a hub model when all are on this machine; only an index is ever downloaded."""
+def checkpoint_files(model: str | Path, *, revision: str | None = None, partly: bool = False) -> list[Path]:
+    """The safetensors files of a folder, or of a hub model when all are on this machine; only an index is ever downloaded.
+
+    `partly`: those that are here, however many.
+    """
     where: dict[str, Any] = {"revision": revision or "main", "_raise_exceptions_for_missing_entries": False}
     local = Path(model).is_dir()
     index = cached_file(str(model), SAFE_WEIGHTS_INDEX_NAME, **where, _raise_exceptions_for_connection_errors=False)
@@ -149,8 +152,8 @@ def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[
     if index is not None:
         names = weight_files(Path(index))
     found = [cached_file(str(model), name, **where, local_files_only=True) for name in names]
-    if all(found):
-        return [Path(file) for file in found]
+    if all(found) or partly:
+        return [Path(file) for file in found if file]
     if local and (index is not None or any(found)):
         missing = [name for name, file in zip(names, found, strict=True) if not file]
         first = f"{model} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}"

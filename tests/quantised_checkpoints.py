@@ -5,13 +5,14 @@ into the tensors of a checkpoint and the restored weight in bfloat16.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as T
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Made = tuple[dict[str, Tensor], Tensor]  # tensors by suffix of the module's name, the restored weight
@@ -187,3 +188,21 @@ def write(folder: Path, kind: str, family: str = "qwen3_moe", backbone: bool = F
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(values, default=str))
     return model
+
+
+def encode(folder: Path, names: str, kind: str = "fp8") -> dict[str, Tensor]:
+    """Encode the weights whose names match, and mark the checkpoint as quantised; returns all of its tensors with restored
+    weights."""
+    (file,) = folder.glob("*.safetensors")
+    tensors: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for name, tensor in load_file(file).items():
+        if re.search(names, name) and tensor.ndim == 2 and tensor.dtype == torch.bfloat16:
+            parts, weights[name] = KINDS[kind][0](tensor)
+            tensors |= {name.removesuffix(".weight") + suffix: part.contiguous() for suffix, part in parts.items()}
+        else:
+            tensors[name] = weights[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": KINDS[kind][1]}))
+    return weights

@@ -130,7 +130,7 @@ def test_the_kernels_compute_with_the_blocks_as_they_lie(tmp_path):
     exact, fast = opened(tmp_path), opened(tmp_path, kernels="fast", memory="50%")
     plan = runtime_of(fast).plan
     assert plan.experts == "q4_k and q6_k, in place from the checkpoint" and plan.kernels.startswith("fast")
-    assert "linear layers in q4_k as the checkpoint has them" in plan.encoded
+    assert "linear layers in q4_k as the checkpoint has them" in plan.rest
     assert torch.cosine_similarity(logits(fast).float(), logits(exact).float(), dim=-1).min() > 0.999
 
 

@@ -34,6 +34,19 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
         assert speed.bytes_per_s / contest.our_bytes == pytest.approx(speed.flop_per_s / contest.flop)
 
 
+@pytest.mark.parametrize("encoding", kernels.ENCODED)
+def test_contests_in_an_encoding_read_its_bytes(monkeypatch, encoding):
+    monkeypatch.setattr(kernels, "ROUND_S", 0.0)
+    monkeypatch.setattr(kernels, "BATCHES", (2,))
+    shape, working_set = kernels.KernelShape(hidden=256, intermediate=256), torch.zeros(4 * 2**20, dtype=torch.uint8)
+    (contest,) = kernels.expert_contests(shape, Format.RAW, torch.bfloat16, working_set, encoding)
+    bits = {"fp8": 8.125, "w8": 8.125, "w4": 4.125, "mxfp4": 4.25, "q8_0": 8.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625}
+    weights, factors = 8 * 3 * 256 * 256, 8 * 4 * 3 * 256
+    assert contest.our_bytes == (weights * 4.5 / 8 + factors if encoding == "nvfp4" else weights * bits[encoding] / 8)
+    speed = kernels.measure(contest, working_set, threads=1, rounds=1)
+    assert speed.times_torch is None and speed.weights_per_s * 4 == pytest.approx(speed.flop_per_s)
+
+
 def test_a_working_set_of_few_experts_is_refused():
     with pytest.raises(ConfigError, match="holds 5 experts"):
         next(kernels.random_groups(5))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_checkpoints as quantised
 import transformers as T
 from searching import SEARCHING
 
@@ -105,6 +106,15 @@ WIDE = (
     ),
     T.MixtralForCausalLM,
 )  # fmt: skip
+# Attention of 64 million weights, few experts.
+ATTENTIVE = (
+    T.Qwen3MoeConfig(
+        vocab_size=16_000, hidden_size=1024, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=2,
+        max_position_embeddings=2**15, dtype="bfloat16",
+    ),
+    T.Qwen3MoeForCausalLM,
+)  # fmt: skip
 WITH_IMAGES = (
     T.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION, dtype="bfloat16", **TOKENS), T.Qwen3VLMoeForConditionalGeneration
 )  # fmt: skip
@@ -167,3 +177,10 @@ def test_so_it_does_with_long_prompts_and_batches(folder_of, tokens, rows, kerne
 @pytest.mark.parametrize("tokens, rows, kernels", [(2000, 1, "auto")] if LESS else EVERY)
 def test_so_it_does_with_wide_experts(folder_of, tokens, rows, kernels):
     assert 0.9 <= growth(folder_of(WIDE), tokens, rows, 0, {"memory": "25%", "kernels": kernels}) <= 1.05
+
+
+def test_so_it_does_when_the_attention_is_in_fp8(folder_of, tmp_path):
+    """Twice the weights in 16 bits, or both kinds of them while loading, would be a quarter more."""
+    folder = write_checkpoint(*ATTENTIVE, tmp_path / "checkpoint", progress=False, shard_bytes=2**30).folder
+    quantised.encode(folder, "self_attn")
+    assert 0.9 <= growth(folder, 256, 1, 0, {"memory": "25%", "kernels": "auto"}) <= 1.05

@@ -1,6 +1,5 @@
 """Quantised checkpoints: what they encode beside the experts stays encoded or is restored once; no code is taken for a weight."""
 
-import json
 import os
 import re
 import shutil
@@ -13,13 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from vismoe.cli.main import main
 from vismoe.config import Settings
-from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from vismoe.formats import encodings
 from vismoe.models.family.components import backbone_bytes
-from vismoe.models.load.preview import preview
+from vismoe.models.load.preview import linears_in_place, preview
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.linears import EncodedLinear
+from vismoe.store import packed_linears, tensor_reads
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -54,25 +56,8 @@ def fp8(tmp_path_factory):
     """A checkpoint with experts, attention and head in FP8; never changed."""
     folder = tmp_path_factory.mktemp("fp8") / "checkpoint"
     quantised.write(folder, "fp8", backbone=True)
-    encode(folder, "lm_head")
+    quantised.encode(folder, "lm_head")
     return folder
-
-
-def encode(folder: Path, names: str, kind: str = "fp8") -> dict[str, torch.Tensor]:
-    """Encode the weights whose names match, and mark the checkpoint as quantised; returns all of its tensors with restored
-    weights."""
-    (file,) = folder.glob("*.safetensors")
-    tensors, restored = {}, {}
-    for name, tensor in load_file(file).items():
-        if re.search(names, name) and tensor.ndim == 2 and tensor.dtype == torch.bfloat16:
-            parts, restored[name] = quantised.KINDS[kind][0](tensor)
-            tensors |= {name.removesuffix(".weight") + suffix: part.contiguous() for suffix, part in parts.items()}
-        else:
-            tensors[name] = restored[name] = tensor
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised.KINDS[kind][1]}))
-    return restored
 
 
 def changed(fp8: Path, folder: Path, change) -> Path:
@@ -84,8 +69,10 @@ def changed(fp8: Path, folder: Path, change) -> Path:
     return folder
 
 
-def test_logits_with_torch_are_those_of_restored_weights(made):
+def test_logits_with_torch_are_those_of_restored_weights(made, monkeypatch):
     folder, expected = made
+    monkeypatch.setattr(tensor_reads, "PIECE_BYTES", 5000)  # as large weights are read: in several pieces
+    monkeypatch.setattr(encodings, "PIECE_WEIGHTS", 2000)
     loaded, report = load(folder, kernels="torch")
     assert not any(report.values()), report
     assert not any(isinstance(module, EncodedLinear) for module in loaded.modules())
@@ -185,7 +172,7 @@ def test_other_weights_are_restored_as_transformers_would_load_them(family, name
         monkeypatch.setitem(tiny_models.OVERRIDES, family, {"tie_word_embeddings": True, "qkv_bias": True})
     folder = tiny_models.save(family, tmp_path / "encoded", dtype=torch.bfloat16)
     shutil.copytree(folder, tmp_path / "restored")
-    save_file(encode(folder, names), next((tmp_path / "restored").glob("*.safetensors")), metadata={"format": "pt"})
+    save_file(quantised.encode(folder, names), next((tmp_path / "restored").glob("*.safetensors")), metadata={"format": "pt"})
     expected = tiny_models.reference(tmp_path / "restored", torch.bfloat16)
     for kernels in ("torch", "auto"):
         loaded, report = load(folder, kernels=kernels)
@@ -200,6 +187,89 @@ def test_other_weights_are_restored_as_transformers_would_load_them(family, name
             inputs = tiny_models.prompt(family, dtype=torch.bfloat16)
             with torch.no_grad():
                 assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
+
+
+# ------------------------------------------------------------------ linear layers that are packed in int8
+@pytest.fixture(scope="module")
+def sixteen_bits(tmp_path_factory):
+    """A checkpoint in bfloat16 whose linear layers are packed in int8 beside its experts."""
+    folder = tiny_models.save("qwen2_moe", tmp_path_factory.mktemp("int8") / "checkpoint", dtype=torch.bfloat16)
+    assert main(["pack", str(folder), "--formats", "raw", "--backbone", "int8"]) == 0
+    return folder
+
+
+@torch.inference_mode()
+def test_packed_linears_are_taken_when_asked_for_and_are_called_lossy(sixteen_bits, capsys):
+    assert main(["pack", str(sixteen_bits), "--formats", "raw", "--backbone", "int8"]) == 0
+    assert re.search(r"linear layers in int8: was complete, \d+ in .*lossy", capsys.readouterr().out)
+    assert main(["pack", "--verify", str(sixteen_bits)]) == 0 and "10 are intact" in capsys.readouterr().out
+    own, _ = load(sixteen_bits, kernels="auto")
+    assert not any(isinstance(module, EncodedLinear) for module in own.modules())
+    loaded, report = load(sixteen_bits, kernels="auto", backbone="int8", context=64)
+    assert not any(report.values()), report
+    plan = runtime_of(loaded).plan
+    assert re.search(r"\d+ linear layers in int8, packed \(lossy\); [\d.]+ KiB less than in 16 bits", plan.table())
+    assert preview(sixteen_bits, Settings(kernels="auto", backbone="int8", context=64), device="cpu").parts == plan.parts
+    layers = {path: module for path, module in loaded.named_modules() if isinstance(module, EncodedLinear)}
+    assert {path.rpartition(".")[2] for path in layers} == {"q_proj", "o_proj", "lm_head", "down_proj"}, "of 64 outputs"
+    for path, layer in layers.items():
+        weight = own.get_submodule(path).weight
+        values = layer.encoding.values(layer.parts, weight.shape[1])
+        assert 0 < rms(values - weight) <= 0.01 * rms(weight), path
+        x = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+        exact = nn.functional.linear(x.double(), values.double(), None if layer.bias is None else layer.bias.double())
+        assert rms(layer(x) - exact) <= 1.05 * rms(nn.functional.linear(x, layer.restored(), layer.bias) - exact)
+
+
+@pytest.mark.parametrize("harm", ["absent", "header", "weights", "another checkpoint", "cut"])
+def test_packed_linears_that_do_not_fit_are_refused_with_the_command(harm, sixteen_bits, tmp_path, capsys):
+    folder = tmp_path / "changed"
+    shutil.copytree(sixteen_bits, folder, copy_function=shutil.copy2)  # with times, which are in the fingerprint
+    file = folder / "vismoe-store" / "linears.int8.safetensors"
+    whole = bytearray(file.read_bytes())
+    if harm == "absent":
+        file.unlink()
+    elif harm == "another checkpoint":
+        os.utime(folder / "model.safetensors", (1, 1))
+        shutil.rmtree(folder / "vismoe-store")
+        file.parent.mkdir()
+        file.write_bytes(whole)
+    else:
+        whole[100 if harm == "header" else -100] ^= 1
+        file.write_bytes(whole[: -64 if harm == "cut" else None])
+    with pytest.raises((CheckpointError, ConfigError), match=r"Fix: .*vismoe pack MODEL --backbone int8"):
+        load(folder, kernels="auto", backbone="int8")
+    assert open_files() == []
+    if harm != "absent":
+        assert main(["pack", "--verify", str(folder)]) != 0
+        assert "pack MODEL" in capsys.readouterr().err
+    if harm == "another checkpoint":
+        assert main(["pack", str(folder), "--formats", "raw", "--backbone", "int8"]) != 0
+    with pytest.raises(ConfigError, match="--kernels auto"):
+        load(sixteen_bits, kernels="torch", backbone="int8")
+
+
+def test_packing_linears_that_is_interrupted_leaves_no_file(sixteen_bits, tmp_path, monkeypatch):
+    source, linears = linears_in_place(sixteen_bits)
+    monkeypatch.setattr(packed_linears, "PIECE_WEIGHTS", 64 * 16)
+    with pytest.raises(KeyboardInterrupt):
+        packed_linears.pack_linears(source, tmp_path, linears, on_bytes=lambda nbytes: _interrupt(nbytes > 30_000))
+    assert {path.name for path in tmp_path.iterdir()} == {"pack.lock"}
+    packed_linears.pack_linears(source, tmp_path, linears)
+    assert (tmp_path / packed_linears.FILE).read_bytes() == (sixteen_bits / "vismoe-store" / packed_linears.FILE).read_bytes(), (
+        "whatever the size of the pieces"
+    )
+    source.close()
+
+
+def test_a_checkpoint_without_linears_in_16_bits_packs_none(fp8, tmp_path, capsys):
+    assert main(["pack", str(fp8), "--formats", "int4", "--backbone", "int8", "--out", str(tmp_path / "store")]) != 0
+    assert "leave out --backbone" in capsys.readouterr().err
+
+
+def _interrupt(now: bool) -> None:
+    if now:
+        raise KeyboardInterrupt
 
 
 # ------------------------------------------------------------------ what is refused

@@ -143,6 +143,10 @@ class Settings:
     format: Literal["auto", "raw", "lossless", "int8", "int4", "int2"] = option(
         "auto", "format of the experts: auto keeps every bit; int8, int4 and int2 are smaller and need vismoe pack first"
     )
+    backbone: Literal["own", "int8"] = option(
+        "own",
+        "linear layers beside the experts: own as the checkpoint has them; int8 loses bits and needs vismoe pack --backbone int8",
+    )
     policy: PolicyName = option(  # exact: all experts are in `format`
         "exact", "what decides formats at run time: hotness (DynaExq), importance (DyMoE), both; exact: they are fixed"
     )

@@ -6,8 +6,11 @@ the same precision. Every working set is above 1 GiB and is read in random order
 
 Summing the same bytes, in turn with both contestants, measures the memory's rate: on a shared machine it changes from one second
 to the next, and only rates measured together are comparable. Results are medians over rounds: GB/s of weights read (in their
-format), their share of the memory's rate in the same round, GFLOP/s, and the speed of VisMoE's kernels divided by torch's. The
-last line on stdout is one JSON object; `--json` prints only that.
+format), their share of the memory's rate in the same round, weights per second, GFLOP/s, and the speed of VisMoE's kernels
+divided by torch's. The last line on stdout is one JSON object; `--json` prints only that.
+
+Experts in the encodings of published checkpoints (`--weights fp8 q4_k`) have no contestant: torch has no
+operators for them.
 """
 
 import itertools
@@ -28,6 +31,7 @@ from torch.nn import functional
 
 from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
+from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels import cpu
 from vismoe.kernels.codecs import codec_of
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
@@ -44,6 +48,8 @@ WEIGHTS = {
     "int2": (Format.INT2, torch.bfloat16),
     "linear": (Format.RAW, torch.bfloat16),
 }
+
+ENCODED = ("fp8", "w8", "w4", "mxfp4", "nvfp4", "q8_0", "q4_k", "q5_k", "q6_k")
 
 Call = Callable[[], None]
 
@@ -79,6 +85,7 @@ class Speed:
     tokens: int
     bytes_per_s: float
     share_of_memory: float
+    weights_per_s: float  # read once for all tokens
     flop_per_s: float
     torch_bytes_per_s: float | None
     torch_flop_per_s: float | None
@@ -103,6 +110,7 @@ def measure(contest: KernelContest, working_set: Tensor, threads: int, rounds: i
         contest.tokens,
         rate * contest.our_bytes,
         statistics.median(shares),
+        rate * contest.flop / (2 * contest.tokens),
         rate * contest.flop,
         torch_rate and torch_rate * contest.torch_bytes,
         torch_rate and torch_rate * contest.flop,
@@ -130,21 +138,28 @@ def read_bytes_per_s(memory: Tensor, threads: int) -> float:
 
 
 # ------------------------------------------------------------------ whole experts
-def expert_contests(geometry: KernelShape, format: Format, dtype: torch.dtype, working_set: Tensor) -> Iterator[KernelContest]:
-    """The contests of one format; fills `working_set` uint8 with its records."""
+def expert_contests(
+    geometry: KernelShape, format: Format, dtype: torch.dtype, working_set: Tensor, encoding: str = ""
+) -> Iterator[KernelContest]:
+    """The contests of one format, or of raw weights in an encoding; fills `working_set` uint8 with its records."""
     hidden, intermediate = geometry.hidden, geometry.intermediate
     shapes = {FORM.up: (2 * intermediate, hidden), FORM.down: (hidden, intermediate)}
     raw = RecordLayout.of(shapes, dict.fromkeys(shapes, dtype))
-    slab = codec_of(format, raw, frozenset()).slab
+    slab = encoded_layout(shapes, encoding) if encoding else codec_of(format, raw, frozenset()).slab
     kernel = cpu.ExpertKernel.of(format, raw, slab, FORM)
     assert isinstance(kernel, cpu.ExpertKernel), kernel
     slabs = working_set[: working_set.numel() // slab.record_bytes * slab.record_bytes].view(-1, slab.record_bytes)
     slabs.random_(0, 50)  # as 16-bit numbers these are small, and finite
-    theirs = torch_experts(format, slabs, raw)
+    for section in slab.sections:
+        if section.name.endswith((".scale", ".factor")):  # those of 8 and 32 bits would be too small
+            value = {torch.uint8: 120, torch.float32: 0.01}.get(section.dtype)
+            places = slabs[:, section.offset_bytes : section.offset_bytes + section.nbytes].view(section.dtype)
+            places.fill_(value) if value else None
+    theirs = None if encoding else torch_experts(format, slabs, raw)
     for tokens in BATCHES:
         x = torch.randn(tokens, hidden).to(dtype)
         yield KernelContest(
-            dtype_name(dtype) if format is Format.RAW else str(format),
+            encoding or (dtype_name(dtype) if format is Format.RAW else str(format)),
             tokens,
             6 * hidden * intermediate * tokens * EXPERTS_OF_A_CALL,
             our_calls(kernel, slabs, x),
@@ -152,6 +167,20 @@ def expert_contests(geometry: KernelShape, format: Format, dtype: torch.dtype, w
             theirs.calls(x) if theirs else None,
             theirs.bytes_of_one * EXPERTS_OF_A_CALL if theirs else 0,
         )
+
+
+def encoded_layout(shapes: dict[str, tuple[int, int]], encoding: str) -> RecordLayout:
+    """A record of matrices in one encoding; the bfloat16 scales of fp8, w8 and w4 belong to 128 inputs."""
+    sections: dict[str, tuple[tuple[int, int], torch.dtype]] = {}
+    for name, (rows, inputs) in shapes.items():
+        sections[f"{name}.{encoding}"] = (rows, ENCODINGS[encoding].row_bytes(inputs)), torch.uint8
+        if encoding in ("mxfp4", "nvfp4"):
+            sections[f"{name}.scale"] = (rows, inputs // (16 if encoding == "nvfp4" else 32)), torch.uint8
+        if encoding == "nvfp4":
+            sections[f"{name}.factor"] = (rows, 1), torch.float32
+        if encoding in ("fp8", "w8", "w4"):
+            sections[f"{name}.scale"] = (rows, inputs // 128), torch.bfloat16
+    return RecordLayout.of({n: shape for n, (shape, _) in sections.items()}, {n: dtype for n, (_, dtype) in sections.items()})
 
 
 def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Call]:
@@ -252,14 +281,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def line(speed: Speed) -> str:
-    ours = f"{speed.bytes_per_s / 1e9:9.1f} {speed.share_of_memory:8.0%} {speed.flop_per_s / 1e9:9.0f}"
+    weights = f"{speed.bytes_per_s / 1e9:9.1f} {speed.share_of_memory:8.0%} {speed.weights_per_s / 1e9:10.1f}"
+    ours = f"{weights} {speed.flop_per_s / 1e9:9.0f}"
     if speed.times_torch is None or speed.torch_bytes_per_s is None or speed.torch_flop_per_s is None:
         return f"{speed.name:10} {speed.tokens:6} {ours}"
     theirs = f"{speed.torch_bytes_per_s / 1e9:9.1f} {speed.torch_flop_per_s / 1e9:9.0f} {speed.times_torch:8.2f}"
     return f"{speed.name:10} {speed.tokens:6} {ours}   {theirs}"
 
 
-HEADER = f"{'weights':10} {'tokens':>6} {'GB/s':>9} {'of DRAM':>8} {'GFLOP/s':>9}   {'torch':>9} {'GFLOP/s':>9} {'ours/it':>8}"
+OURS = f"{'GB/s':>9} {'of DRAM':>8} {'Gweights/s':>10} {'GFLOP/s':>9}"
+HEADER = f"{'weights':10} {'tokens':>6} {OURS}   {'torch':>9} {'GFLOP/s':>9} {'ours/it':>8}"
 
 
 def main() -> None:
@@ -268,7 +299,8 @@ def main() -> None:
     parser.add_argument("--isa", default="auto", help="instruction set of VisMoE's kernels: " + ", ".join(cpu.available()))
     parser.add_argument("--threads", type=int, help="threads of both contestants (default: as many as torch uses)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=WEIGHTS, help="weights to measure")
+    kinds = [*WEIGHTS, *ENCODED]
+    parser.add_argument("--weights", nargs="+", default=kinds, choices=kinds, help="weights to measure")
     parser.add_argument("--working-set", type=float, default=1.25, metavar="GIB")
     arguments = parser.parse_args()
     if arguments.threads:
@@ -280,7 +312,9 @@ def main() -> None:
     contests = (
         linear_contests(geometry, working_set)
         if weights == "linear"
-        else expert_contests(geometry, *WEIGHTS[weights], working_set)
+        else expert_contests(
+            geometry, *WEIGHTS.get(weights, WEIGHTS["bfloat16"]), working_set, weights if weights in ENCODED else ""
+        )
         for weights in arguments.weights
     )
     speeds = []

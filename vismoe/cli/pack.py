@@ -34,6 +34,13 @@ def pack_arguments(parser: ArgumentParser) -> None:
         "a policy with --formats 4/2 needs int4,int2 (default: lossless for bfloat16 experts, raw for others)",
         format_names,
     )
+    flags.add(
+        parser,
+        "--backbone FORMAT",
+        "also write the linear layers beside the experts (attention, shared experts, head) in int8, which loses bits and is "
+        "used with --backbone int8 only",
+        linear_format,
+    )
     flags.add(parser, "--out DIR", "folder of the store (default: vismoe-store beside the checkpoint's files)")
     flags.add(
         parser, "--verify", "verify every record of a store instead; MODEL is the store's folder, or the model of the store"
@@ -47,6 +54,13 @@ def format_names(text: str) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in FORMATS]:
         raise argparse.ArgumentTypeError(f"no such format: {', '.join(unknown)}; choose among {', '.join(FORMATS)}")
     return names
+
+
+def linear_format(text: str) -> str:
+    """`int8`."""
+    if text != "int8":
+        raise argparse.ArgumentTypeError(f"no such format of linear layers: {text}; choose int8")
+    return text
 
 
 def run_pack(arguments: Namespace) -> int:
@@ -89,9 +103,28 @@ def pack_formats(arguments: Namespace) -> int:
         done = "was complete" if packed.resumed_records == packed.records else "packed"
         print(f"{contents.format}: {done}, {format_bytes(packed.stored_bytes)} ({share:.1%} of the experts)")
         report.append({"format": contents.format, **vars(packed), "workers": workers, "memory_bound_bytes": bound})
+    linears = pack_backbone(arguments, folder) if arguments.backbone else None
     if arguments.json:
-        flags.print_json(arguments, {"folder": str(folder), "experts_bytes": total_bytes, "formats": report})
+        flags.print_json(arguments, {"folder": str(folder), "experts_bytes": total_bytes, "formats": report, "backbone": linears})
     return 0
+
+
+def pack_backbone(arguments: Namespace, folder: Path) -> dict[str, Any]:
+    """Packs the linear layers beside the experts, with a line about it."""
+    from vismoe.models.family.checkpoint_files import demo_model
+    from vismoe.models.load.preview import linears_in_place
+    from vismoe.store.packed_linears import pack_linears
+
+    source, linears = linears_in_place(flags.one_model(arguments) or demo_model(), arguments.revision)
+    before_bytes = sum(part.nbytes for part in linears.values())
+    with contextlib.closing(source), progress("linears", before_bytes, arguments.json) as on_bytes:
+        packed, was_there = pack_linears(source, folder, linears, on_bytes)
+    done = "was complete" if was_there else "packed"
+    print(
+        f"linear layers in int8: {done}, {len(linears)} in {format_bytes(packed.stored_bytes)} "
+        f"({packed.stored_bytes / before_bytes:.1%} of the checkpoint's); lossy, used with --backbone int8 only"
+    )
+    return {"format": "int8", "layers": len(linears), "stored_bytes": packed.stored_bytes, "was_complete": was_there}
 
 
 def wanted_formats(source: "CheckpointStore", asked: Sequence[str] | None) -> "tuple[Format, ...]":
@@ -125,11 +158,29 @@ def run_verify(arguments: Namespace) -> int:
             report.append(verify_format(folder, format, wanted, arguments.json))
         except CheckpointError as error:
             bad.append(str(error))
+    try:
+        linears = verify_linears(folder, source)
+    except CheckpointError as error:
+        bad.append(str(error))
     if bad:
         raise CheckpointError("\n".join(bad))
     if arguments.json:
-        flags.print_json(arguments, {"folder": str(folder), "formats": report})
+        flags.print_json(arguments, {"folder": str(folder), "formats": report, "backbone": linears})
     return 0
+
+
+def verify_linears(folder: Path, source: "CheckpointStore | None") -> dict[str, Any] | None:
+    """A report of the linear layers that were packed, None where there are none. Raises CheckpointError for the first bad one."""
+    from vismoe.store.packed_linears import FILE, PackedLinears
+
+    if not (folder / FILE).exists():
+        return None
+    packed = PackedLinears.open(folder, source)
+    parts_of = packed.reader()
+    for name in packed.tensors:
+        parts_of(name)
+    print(f"linear layers in int8: all {len(packed.tensors)} are intact, {format_bytes(packed.stored_bytes)}")
+    return {"format": "int8", "layers": len(packed.tensors), "stored_bytes": packed.stored_bytes}
 
 
 def verify_format(folder: Path, format: "Format", wanted: "Contents | None", quiet: bool) -> dict[str, Any]:
@@ -207,6 +258,7 @@ PACK = flags.Command(
   vismoe pack Qwen/Qwen3-VL-30B-A3B-Instruct                     keeps every bit in about 0.7 of the bytes; used from then on
   vismoe pack ./my-model --formats lossless,int4 --out /mnt/nvme/my-model
   vismoe pack ./my-model --formats int4,int2                     both formats of vismoe chat ./my-model --policy importance
+  vismoe pack ./my-model --backbone int8                         also attention, shared experts and head, for --backbone int8
   vismoe pack --verify /mnt/nvme/my-model                        check every record against its checksum
 
 memory: five times the largest expert and 16 MiB for each core, plus twice the largest expert and 64 MiB, whatever the size of the

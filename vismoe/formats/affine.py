@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vismoe.formats.codec import Codec, in_blocks
+from vismoe.formats.encodings import Encoding, Parts
 from vismoe.types import Format, RecordLayout, Section
 
 BLOCK_WEIGHTS = 1 << 18  # processed together; smaller blocks cost more calls, larger ones more cache misses
@@ -130,10 +131,30 @@ class Affine(Codec):
 
     def _restore_rows(self, codes: Tensor, scale: Tensor, offset: Tensor, inputs: int) -> Tensor:
         """Codes [rows, row_bytes], scale and offset [rows, groups] -> float32 [rows, inputs]."""
-        centred = unpack(codes, self.grid)
-        groups = functional.pad(centred, (0, scale.shape[1] * self.grid.group_inputs - centred.shape[1]))
-        groups = groups.view(*scale.shape, self.grid.group_inputs)
-        return groups.mul_(scale.float()[..., None]).add_(offset.float()[..., None]).flatten(1)[:, :inputs]
+        return restore_rows(self.grid, codes, scale, offset, inputs)
+
+
+@dataclass(frozen=True)
+class AffineMatrix(Encoding):
+    """One matrix by itself; its parts are codes, scale and offset. `name`: an integer format."""
+
+    @property
+    def grid(self) -> Grid:
+        return GRIDS[Format(self.name)]
+
+    def row_bytes(self, inputs: int) -> int:
+        return self.grid.row_bytes(inputs)
+
+    def values(self, parts: Parts, inputs: int) -> Tensor:
+        return restore_rows(self.grid, parts["codes"], parts["scale"], parts["offset"], inputs)
+
+
+def restore_rows(grid: Grid, codes: Tensor, scale: Tensor, offset: Tensor, inputs: int) -> Tensor:
+    """Codes [rows, row_bytes], scale and offset [rows, groups] -> float32 [rows, inputs]."""
+    centred = unpack(codes, grid)
+    groups = functional.pad(centred, (0, scale.shape[1] * grid.group_inputs - centred.shape[1]))
+    groups = groups.view(*scale.shape, grid.group_inputs)
+    return groups.mul_(scale.float()[..., None]).add_(offset.float()[..., None]).flatten(1)[:, :inputs]
 
 
 def unpack(codes: Tensor, grid: Grid) -> Tensor:

@@ -5,8 +5,12 @@ reads them once for up to 64 tokens of an expert; sums are float32. The result f
 only: not on the number of threads, the other experts of a call, or the other tokens. Calls from several Python threads run one
 after another.
 
-With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds integer weights to bfloat16 after scaling,
-rounds the activation's result once, and treats denormals as zero. Everywhere else all arithmetic is float32.
+With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel rounds the weights of the integer formats to
+bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero. Everywhere else all arithmetic is
+float32.
+
+Matrices in the encodings of published checkpoints (formats/encodings.py) are computed from their codes, which are exact in either
+type: the kernel sums the products of a group of inputs in float32, and multiplies the sum by the group's scale.
 
 Shapes: hidden `[T, H]`, pairs of a token and an expert `[P]`, grouped by expert.
 """
@@ -279,8 +283,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x: bfloat16, float16 or float32; weight: bfloat16 or float16, contiguous; bias: any of these. For few rows, as in decoding.
     """
-    _check_rows(weight, *weight.shape, DTYPES[:2])
-    return _linear_of(x, Format.RAW, {"codes": weight}, weight.shape[1], bias)
+    rows, inputs = weight.shape
+    _check_rows(weight, rows, inputs, DTYPES[:2])
+    return _linear_of(x, Format.RAW, {"codes": weight}, inputs, bias)
 
 
 def encoded_linear(

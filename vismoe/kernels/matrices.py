@@ -63,8 +63,9 @@ def matrices(format: Format, raw: RecordLayout, slab: RecordLayout, form: Expert
             kind, of = encoded[name].encoding.name, encoded[name].sections
         else:
             names = {"codes": name} if format.exact else {part: f"{name}.{part}" for part in ("codes", "scale", "offset")}
-            kind, of = format, {part: lying[section] for part, section in names.items()}
-        matrix = of_parts(kind, {part: Part.of(section) for part, section in of.items()}, rows, inputs, bias and Part.of(bias))
+            kind, of = Format.RAW if format.exact else format, {part: lying[section] for part, section in names.items()}
+        parts = {part: Part.of(section) for part, section in of.items()}
+        matrix = of_parts(kind, parts, rows, inputs, Part.of(bias) if bias else None)
         if isinstance(matrix, str):
             return f"{name}: {matrix}"
         found.append(matrix)
@@ -93,8 +94,7 @@ def of_parts(kind: str, parts: Mapping[str, Part], rows: int, inputs: int, bias:
         return Matrix(codes.at, *places, row_bytes, 0, kind, bias_dtype)
     groups = scale.shape[1]
     each = GRIDS[Format(kind)].group_inputs if kind not in ENCODINGS else group_inputs(groups, inputs)
-    if kind in ("fp8", "w8") and each not in (128, inputs):
-        return f"a scale belongs to {each} inputs; the fast kernels read scales of 128 inputs and of whole rows"
-    if kind in ("w4", "awq", "gptq") and each % 32:
-        return f"a scale belongs to {each} inputs; the fast kernels read scales of multiples of 32 inputs"
+    read = {"fp8": (128, inputs), "w8": (128, inputs), "mxfp4": (32,), "nvfp4": (16,)}.get(kind, range(32, inputs + 128, 32))
+    if each not in read or not inputs <= each * groups < inputs + each:
+        return f"a row of {inputs} inputs has {groups} scales of {each} inputs each, which the fast kernels do not read in {kind}"
     return Matrix(codes.at, *places, row_bytes, groups, kind, bias_dtype, scale.dtype, each)

@@ -58,7 +58,7 @@ class Plan:
     low_host_slabs: tuple[int, ...] = ()  # records of the second format in the host tier
     experts: str = ""  # their format and its source; the code that opens the store sets this and the next:
     kernels: str = ""  # the backend that computes experts
-    encoded: str = ""  # what a quantised checkpoint encodes beside the experts, and what becomes of it
+    rest: str = ""  # what a quantised checkpoint encodes beside the experts, and what becomes of it
     reading: tuple[str, ...] = ()  # what stays on disk and how it is read, with reasons; set after the plan is made
 
     @property
@@ -96,8 +96,8 @@ class Plan:
             yield "  total", format_bytes(self.host_bytes), "outside the budget"
         if self.experts:
             yield f"experts: {self.experts}; computed by {self.kernels}", "", ""
-        if self.encoded:
-            yield f"the rest: {self.encoded}", "", ""
+        if self.rest:
+            yield f"the rest: {self.rest}", "", ""
         if self.reading:
             yield "on disk", "", ""
             yield from (("  " + sentence, "", "") for sentence in self.reading)

@@ -87,7 +87,7 @@ def pack(
     Raises CheckpointError for a checkpoint that cannot be read or changes meanwhile, and for a folder of another checkpoint;
     ConfigError for a full disk, a folder that cannot be written, and a second process at the same time.
     """
-    with _alone(folder):
+    with alone(folder):
         refuse_foreign(folder, contents)
         if contents.format in formats_in(folder):
             journal_path(folder, contents.format).unlink(missing_ok=True)  # left by an attempt that died in its last step
@@ -99,7 +99,7 @@ def pack(
             on_bytes(done_bytes[resumed])
             left = contents.experts[resumed:]
             return_large_blocks()
-            with _one_torch_thread(), _naming_changes(source, remedy(folder, contents.format)):
+            with _one_torch_thread(), naming_changes(source, remedy(folder, contents.format)):
                 encoded = _in_order(lambda expert: _encode(source, contents, expert), left, workers or workers_for(contents))
                 for record in encoded:
                     unfinished.append(record)
@@ -130,11 +130,15 @@ def verify(store: PackedStore, *, workers: int | None = None, on_bytes: Progress
 
 def refuse_foreign(folder: Path, contents: Contents) -> None:
     """Raises CheckpointError if `folder` holds experts of another checkpoint, in any format."""
+    if contents.format in formats_in(folder):
+        refuse_other(folder, read_index(folder, contents.format).contents, contents)
+    refuse_foreign_folder(folder, contents.fingerprint)
+
+
+def refuse_foreign_folder(folder: Path, fingerprint: str) -> None:
+    """The same for a checkpoint that is known by its fingerprint."""
     for format in formats_in(folder):
-        found = read_index(folder, format).contents
-        if format is contents.format:
-            refuse_other(folder, found, contents)
-        elif found.fingerprint != contents.fingerprint:
+        if read_index(folder, format).contents.fingerprint != fingerprint:
             raise CheckpointError(
                 f"{folder} holds {format} experts of another checkpoint, or of this one before its files changed. "
                 f"Fix: {remedy(folder, format)}, or choose another folder (--out)"
@@ -199,7 +203,7 @@ def _complete(folder: Path, contents: Contents) -> Packed:
 
 
 @contextlib.contextmanager
-def _naming_changes(source: CheckpointStore, again: str) -> Iterator[None]:
+def naming_changes(source: CheckpointStore, again: str) -> Iterator[None]:
     """Raises CheckpointError if the files of the checkpoint changed after they were opened; `again` is the advice in the
     message."""
     try:
@@ -238,7 +242,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Creates `folder` and locks it against other packing processes. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "numbers.h"
 #if defined(__AVX2__)
@@ -51,11 +53,13 @@ inline float fp16_at(const std::uint8_t* p) {
   return from_fp16(bits);
 }
 
+// Without branches, so that compilers vectorise loops over it.
 inline float from_e4m3(std::uint8_t code) {
-  const std::uint32_t magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
-  const float normal = float_of((magnitude << 20) + (120u << 23)), denormal = static_cast<float>(magnitude) * 0.001953125f;
-  const float value = magnitude < 8 ? denormal : normal;
-  return float_of(bits_of(magnitude == 0x7f ? float_of(0x7fc00000u) : value) | sign);
+  const std::uint32_t magnitude = code & 0x7fu;
+  const std::uint32_t small = 0u - ((magnitude - 8u) >> 31), nan = 0u - ((magnitude + 1u) >> 7);  // all bits or none
+  const std::uint32_t denormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f);
+  const std::uint32_t normal = (magnitude << 20) + (120u << 23);
+  return float_of((denormal & small) | (normal & ~small) | (nan & 0x7fc00000u) | (code & 0x80u) << 24);
 }
 
 // 2^(exponent - 128), because codes of E2M1 are doubled here; down to the denormal 2^-128.
@@ -76,6 +80,18 @@ inline void spread_scales(const Matrix& m, const std::uint8_t* scale, std::size_
   }
 }
 
+// to[i] = factor * from[i], of eight bytes of type B; compilers do this in halves of vectors at most.
+template <class B>
+inline void eight_times(const std::uint8_t* from, float factor, float* to) {
+#if defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m256i wide = std::is_signed_v<B> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+  _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+#else
+  for (int i = 0; i < 8; i++) to[i] = factor * static_cast<float>(static_cast<B>(from[i]));
+#endif
+}
+
 // The 8 scales and 8 minima of 6 bits of a block of Q4_K or Q5_K.
 inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   std::uint32_t words[3], six[4];
@@ -86,9 +102,8 @@ inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   six[3] = (words[2] >> 4 & 0x0f0f0f0fu) | (words[1] >> 2 & 0x30303030u);
   std::uint8_t bytes[16];
   std::memcpy(bytes, six, 16);
-  const float d = fp16_at(block), least = -fp16_at(block + 2);
-  for (int i = 0; i < 8; i++) scales[i] = d * bytes[i];
-  for (int i = 0; i < 8; i++) minima[i] = least * bytes[8 + i];
+  eight_times<std::uint8_t>(bytes, fp16_at(block), scales);
+  eight_times<std::uint8_t>(bytes + 8, -fp16_at(block + 2), minima);
 }
 
 // The scales of one row, and its minima if there are any; zeros after them, up to a multiple of 16.
@@ -118,7 +133,7 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
   } else if constexpr (E == kQ6K) {
     for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) {
       const float d = fp16_at(codes + 208);
-      for (int i = 0; i < 16; i++) scales[s + i] = d * static_cast<std::int8_t>(codes[192 + i]);
+      for (int i = 0; i < 16; i += 8) eight_times<std::int8_t>(codes + 192 + i, d, scales + s + i);
     }
   } else {  // blocks of 32 that begin with float16: the scale, and the minimum if there is one
     for (std::size_t s = 0; s < steps; s++) {
@@ -134,80 +149,117 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
 constexpr std::int8_t kE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // doubled
 constexpr std::int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// codes[i] = table[codes[i]], for 32 codes below 16.
-inline void look_up(const std::int8_t (&table)[16], std::int8_t* codes) {
+// 32 codes as bytes, and what the encodings do with them.
 #if defined(__AVX2__)
-  const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
-  __m256i* at = reinterpret_cast<__m256i*>(codes);
-  _mm256_storeu_si256(at, _mm256_shuffle_epi8(values, _mm256_loadu_si256(at)));
-#else
-  for (int i = 0; i < 32; i++) codes[i] = table[codes[i]];
-#endif
-}
+using Codes = __m256i;
 
-// 16 bytes as 32 codes of 4 bits, less `centre`: the two halves of each byte, or all low halves and then all high ones.
-inline void pairs(const std::uint8_t* from, int centre, std::int8_t* to) {
-  for (int i = 0; i < 16; i++) {
-    to[2 * i] = static_cast<std::int8_t>((from[i] & 15) - centre);
-    to[2 * i + 1] = static_cast<std::int8_t>((from[i] >> 4) - centre);
+inline Codes shifted(const std::uint8_t* p, int by, int mask) {  // (p[i] >> by) & mask
+  const __m256i moved = _mm256_srl_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm_cvtsi32_si128(by));
+  return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(mask)));
+}
+inline Codes low_then_high(const std::uint8_t* p) {  // the halves of 16 bytes: all low ones first
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes), _mm256_set1_epi8(15));
+}
+inline Codes low_and_high(const std::uint8_t* p) {  // the two halves of each of 16 bytes
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 4)), _mm256_set1_epi8(15));
+}
+inline Codes bits_of(const std::uint8_t* p) {  // 32 bits, from the lowest on
+  std::int32_t bits;
+  std::memcpy(&bits, p, 4);
+  const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of);
+  const __m256i bit_of = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201u));
+  return _mm256_min_epu8(_mm256_and_si256(bytes, bit_of), _mm256_set1_epi8(1));
+}
+inline Codes with_high(Codes low, Codes high) { return _mm256_or_si256(low, _mm256_slli_epi16(high, 4)); }  // low + 16 high
+inline Codes less(Codes codes, int centre) { return _mm256_sub_epi8(codes, _mm256_set1_epi8(static_cast<char>(centre))); }
+inline Codes in_table(const std::int8_t (&table)[16], Codes codes) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), codes);
+}
+inline void keep(Codes codes, std::uint8_t* to) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes); }
+#else
+struct Codes {
+  std::uint8_t of[32];
+};
+
+template <class F>
+inline Codes each(F code) {
+  Codes made;
+  for (int i = 0; i < 32; i++) made.of[i] = static_cast<std::uint8_t>(code(i));
+  return made;
+}
+inline Codes shifted(const std::uint8_t* p, int by, int mask) {  // (p[i] >> by) & mask
+  return each([=](int i) { return p[i] >> by & mask; });
+}
+inline Codes low_then_high(const std::uint8_t* p) {  // the halves of 16 bytes: all low ones first
+  return each([=](int i) { return i < 16 ? p[i] & 15 : p[i - 16] >> 4; });
+}
+inline Codes low_and_high(const std::uint8_t* p) {  // the two halves of each of 16 bytes
+  return each([=](int i) { return i % 2 ? p[i / 2] >> 4 : p[i / 2] & 15; });
+}
+inline Codes bits_of(const std::uint8_t* p) {  // 32 bits, from the lowest on
+  return each([=](int i) { return p[i / 8] >> i % 8 & 1; });
+}
+inline Codes with_high(Codes low, Codes high) {  // low + 16 high
+  return each([&](int i) { return low.of[i] | high.of[i] << 4; });
+}
+inline Codes less(Codes codes, int centre) {
+  return each([&](int i) { return codes.of[i] - centre; });
+}
+inline Codes in_table(const std::int8_t (&table)[16], Codes codes) {
+  return each([&](int i) { return table[codes.of[i]]; });
+}
+inline void keep(Codes codes, std::uint8_t* to) { std::memcpy(to, codes.of, sizeof codes.of); }
+#endif
+
+// Codes 32 c .. 32 c + 32 of a unit, as signed bytes; those of E2M1 are doubled.
+template <Encoding E>
+inline Codes codes_of(const std::uint8_t* unit, std::size_t c) {
+  const std::uint8_t* block = unit + c * (unit_bytes(E) / 4);  // not of K-quants
+  const int part = static_cast<int>(c);
+  if constexpr (E == kW8) return shifted(block, 0, 0xff);
+  if constexpr (E == kQ8_0) return shifted(block + 2, 0, 0xff);
+  if constexpr (E == kW4 || E == kW4Narrow) return less(low_and_high(block), 8);
+  if constexpr (E == kMxFp4 || E == kNvFp4) return in_table(kE2m1, low_and_high(block));
+  if constexpr (E == kMxFp4Block) return in_table(kE2m1, low_then_high(block + 1));
+  if constexpr (E == kIq4Nl) return in_table(kIq4Values, low_then_high(block + 2));
+  if constexpr (E == kQ4_0) return less(low_then_high(block + 2), 8);
+  if constexpr (E == kQ4_1) return low_then_high(block + 4);
+  if constexpr (E == kQ5_0) return less(with_high(low_then_high(block + 6), bits_of(block + 2)), 16);
+  if constexpr (E == kQ5_1) return with_high(low_then_high(block + 8), bits_of(block + 4));
+  if constexpr (E == kQ4K) return shifted(unit + 16 + c / 2 * 32, part % 2 * 4, 15);
+  if constexpr (E == kQ5K) return with_high(shifted(unit + 48 + c / 2 * 32, part % 2 * 4, 15), shifted(unit + 16, part, 1));
+  if constexpr (E == kQ6K) {  // quarters of the two halves of the block
+    const Codes high = shifted(unit + 128 + c / 4 * 32, part % 4 * 2, 3);
+    return less(with_high(shifted(unit + c / 4 * 64 + c % 2 * 32, part % 4 / 2 * 4, 15), high), 32);
   }
 }
-inline void halves(const std::uint8_t* from, int centre, std::int8_t* to) {
-  for (int i = 0; i < 16; i++) to[i] = static_cast<std::int8_t>((from[i] & 15) - centre);
-  for (int i = 0; i < 16; i++) to[16 + i] = static_cast<std::int8_t>((from[i] >> 4) - centre);
-}
-// The same with a fifth bit for each code, at `bits`.
-inline void five_bits(const std::uint8_t* bits, const std::uint8_t* from, int centre, std::int8_t* to) {
-  std::uint32_t fifth;
-  std::memcpy(&fifth, bits, 4);
-  halves(from, centre, to);
-  for (int i = 0; i < 32; i++) to[i] = static_cast<std::int8_t>(to[i] + ((fifth >> i & 1) << 4));
-}
 
-// One unit for the sets that compute in float32: signed bytes, E2M1 doubled. FP8 (E4M3) becomes float16, divided by 256: normal
-// and denormal codes need only other exponents, and NaN stays NaN.
+// One unit for the sets that compute in float32: signed bytes. FP8 (E4M3) becomes float16, divided by 256: normal and denormal
+// codes need only other exponents, and NaN stays NaN.
 template <Encoding E>
-inline void unpack(const std::uint8_t* unit, std::uint8_t* bytes) {
-  constexpr std::size_t kBlock = unit_bytes(E) / 4;
-  std::int8_t* to = reinterpret_cast<std::int8_t*>(bytes);
+inline void unpack(const std::uint8_t* unit, std::uint8_t* to) {
   if constexpr (E == kFp8) {
-    std::uint16_t* halves = reinterpret_cast<std::uint16_t*>(bytes);
+    std::uint16_t* halves = reinterpret_cast<std::uint16_t*>(to);
+#if defined(__AVX2__)
+    const __m256i largest = _mm256_set1_epi16(0x3f80), infinite = _mm256_set1_epi16(0x7c00);
+    for (std::size_t i = 0; i < kUnit; i += 16) {
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(unit + i)));
+      const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+      const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(moved, largest), largest);
+      const __m256i made = _mm256_or_si256(moved, _mm256_and_si256(nan, infinite));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves + i), made);
+    }
+#else
     for (std::size_t i = 0; i < kUnit; i++) {
       const std::uint16_t code = unit[i], magnitude = code & 0x7f;
       halves[i] = static_cast<std::uint16_t>((code & 0x80) << 8 | magnitude << 7 | (magnitude == 0x7f ? 0x7c00 : 0));
     }
-  } else if constexpr (E == kQ4K || E == kQ5K) {
-    for (int c = 0; c < 4; c++, to += 64) {
-      const std::uint8_t* from = unit + unit_bytes(E) - 128 + 32 * c;
-      for (int i = 0; i < 32; i++) to[i] = static_cast<std::int8_t>(from[i] & 15);
-      for (int i = 0; i < 32; i++) to[32 + i] = static_cast<std::int8_t>(from[i] >> 4);
-      if constexpr (E == kQ4K) continue;
-      for (int i = 0; i < 32; i++) to[i] = static_cast<std::int8_t>(to[i] | (unit[16 + i] >> (2 * c) & 1) << 4);
-      for (int i = 0; i < 32; i++) to[32 + i] = static_cast<std::int8_t>(to[32 + i] | (unit[16 + i] >> (2 * c + 1) & 1) << 4);
-    }
-  } else if constexpr (E == kQ6K) {
-    for (int q = 0; q < 8; q++, to += 32) {  // quarters of the two halves of the block
-      const std::uint8_t *low = unit + q / 4 * 64 + q % 2 * 32, *high = unit + 128 + q / 4 * 32;
-      const int half = q % 4 / 2 * 4, pair = q % 4 * 2;
-      for (int i = 0; i < 32; i++) {
-        to[i] = static_cast<std::int8_t>(((low[i] >> half & 15) | (high[i] >> pair & 3) << 4) - 32);
-      }
-    }
+#endif
   } else {
-    for (std::size_t b = 0; b < 4; b++, to += 32) {
-      const std::uint8_t* block = unit + b * kBlock;
-      if constexpr (E == kW8) std::memcpy(to, block, 32);
-      if constexpr (E == kQ8_0) std::memcpy(to, block + 2, 32);
-      if constexpr (E == kW4 || E == kW4Narrow) pairs(block, 8, to);
-      if constexpr (E == kMxFp4 || E == kNvFp4) pairs(block, 0, to);
-      if constexpr (E == kQ4_0) halves(block + 2, 8, to);
-      if constexpr (E == kQ4_1) halves(block + 4, 0, to);
-      if constexpr (E == kQ5_0) five_bits(block + 2, block + 6, 16, to);
-      if constexpr (E == kQ5_1) five_bits(block + 4, block + 8, 0, to);
-      if constexpr (E == kIq4Nl) halves(block + 2, 0, to), look_up(kIq4Values, to);
-      if constexpr (E == kMxFp4Block) halves(block + 1, 0, to);
-      if constexpr (E == kMxFp4 || E == kNvFp4 || E == kMxFp4Block) look_up(kE2m1, to);
-    }
+    for (std::size_t c = 0; c < unit_inputs(E) / 32; c++) keep(codes_of<E>(unit, c), to + 32 * c);
   }
 }
 

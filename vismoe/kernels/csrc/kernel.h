@@ -6,6 +6,7 @@
 //   load(const X*), store(X*, Operand), zero(), dot(Sum, Operand, Operand), sum4(Sum[4], float[4])
 //   kTokens                        tokens whose sums fit in registers beside those of kRows rows, if weights need no decoding
 //   kDecodingTokens                the same if rows are decoded in registers; for more tokens rows are decoded to L1 first
+//   kScaledTokens, kScaledDecodingTokens  the same for encodings whose sums are scaled
 //   Decoder<Encoding>              kInputs and kUnitBytes of a unit, Scaling, scaling(Unit), decode(unit, j, scaling);
 //                                  kGroups (per unit) if decoding scales; kStep > 0: sums of codes are scaled, see encodings.h
 //   every(const float*), sums(const float*), scaled_sum(Sum, Sum part, Sum scale), scale<step>(const float*)
@@ -428,8 +429,9 @@ __attribute__((noinline)) void product(Rows<D>& rows, std::size_t count, const I
   using Plain = PlainDecoder<S, D::kStep>;
   if constexpr (std::is_base_of_v<Plain, D>) {
     blocks<S, D, S::kTokens>(rows, count, in, n, y, y_stride);
-  } else if (n <= S::kDecodingTokens && count == kRows) {
-    blocks<S, D, S::kDecodingTokens>(rows, count, in, n, y, y_stride);
+  } else if (constexpr std::size_t kMost = D::kStep > 0 ? S::kScaledDecodingTokens : S::kDecodingTokens;
+             n <= kMost && count == kRows) {
+    blocks<S, D, kMost>(rows, count, in, n, y, y_stride);
   } else {
     Rows<Plain> plain;
     into_tile(rows, count, scratch.tile, plain,

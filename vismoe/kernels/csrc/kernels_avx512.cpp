@@ -11,7 +11,7 @@ struct Avx512 {
   using Operand = __m512;
   using Sum = __m512;
   static constexpr int kLanes = 16;
-  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5;
+  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4;
 
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512 all(const std::uint16_t* p) { return all_bf16(p); }

@@ -8,7 +8,7 @@ namespace {
 struct Portable {
   using X = float;
   static constexpr int kLanes = 8;
-  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1, kScaledTokens = 1;
+  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1, kScaledTokens = 1, kScaledDecodingTokens = 1;
   struct Operand {
     float lanes[kLanes];
   };
@@ -52,7 +52,7 @@ struct Portable {
   static Operand bf16(const std::uint16_t* p) {
     return each([=](int i) { return from_bf16(p[i]); });
   }
-  static Operand fp16(const std::uint16_t* p) {
+  __attribute__((noinline)) static Operand fp16(const std::uint16_t* p) {  // long, and there are many calls
     return each([=](int i) { return from_fp16(p[i]); });
   }
   static Operand signed_bytes(const std::uint8_t* p) {

@@ -2,7 +2,7 @@
 
 Linear layers of the decoder that the CPU kernels can compute stay encoded (`EncodedLinear`); every other encoded weight is
 restored once, in the model's type. transformers' loader sees neither: both are taken out of the model before it runs, and filled
-from the files afterwards, tensor by tensor.
+from the files afterwards, tensor by tensor. On request the same layers of a 16-bit checkpoint come in int8 from a store.
 """
 
 import copy
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from vismoe.config import Settings, format_bytes
-from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.kernels import cpu
-from vismoe.models.family.components import component_of, is_vision
+from vismoe.models.family.components import backbone_bytes, component_of, is_vision
 from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_types
 from vismoe.models.moe.linears import EncodedLinear
 from vismoe.store.files import OpenFiles
+from vismoe.store.packed_linears import PackedLinears, remedy
 from vismoe.store.tensor_reads import read_part, read_restored
-from vismoe.store.tensors import ORIGINAL, EncodedTensor, Tensors
+from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors
+
+FEWEST_OUTPUTS = 64  # of a layer that is packed: narrower ones are gates
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,19 @@ class Restored:
 class Backbone:
     """How the encoded weights beside the experts get into their model, which this object does not hold."""
 
-    tensors: Tensors
+    tensors: Tensors  # that are read
     linears: dict[str, str]  # path of an EncodedLinear -> its tensor
     restored: tuple[Restored, ...]
     passed_over: frozenset[str]  # patterns of names
     about: str  # for people; empty where nothing is encoded
+    packed: PackedLinears | None  # of a store, lossy
+    lossy: tuple[str, ...]  # paths of the EncodedLinears that it fills
 
     def strip(self, model: Any) -> None:
         """Before weights are loaded: take out what `fill` fills, and let the loader pass it over."""
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []) | self.passed_over
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        for path in self.linears:
+        for path in (*self.linears, *self.lossy):
             model.get_submodule(path).release()
             ignored.add(f"^{re.escape(path)}\\.weight$")
         for name in (name for one in self.restored for name in one.names):
@@ -67,6 +72,10 @@ class Backbone:
         """After the other weights are loaded. Raises CheckpointError."""
         for path, key in self.linears.items():
             model.get_submodule(path).fill({name: read_part(files, part) for name, part in self._encoded(key).parts.items()})
+        if self.packed is not None:
+            parts_of = self.packed.reader()
+            for path in self.lossy:
+                model.get_submodule(path).fill(parts_of(f"{path}.weight"))
         for one in self.restored:
             tensors = {key: read_restored(files, self.tensors[key], one.dtype) for key, _ in one.sources.keys}
             for name, value in _converted(model, one.sources, tensors).items():
@@ -81,17 +90,20 @@ class Backbone:
         return tensor
 
 
-def settle_backbone(model: Any, others: Others, settings: Settings, device: torch.device) -> Backbone:
-    """Put an EncodedLinear for each linear layer of `model` (on meta) that the checkpoint encodes and our kernels compute.
+def settle_backbone(
+    model: Any, others: Others, settings: Settings, device: torch.device, packed: PackedLinears | None = None
+) -> Backbone:
+    """Put an EncodedLinear for each linear layer of `model` (on meta) that is encoded and that our kernels compute.
 
     Raises UnsupportedModelError for weights in types that mean nothing by themselves, CheckpointError for another shape.
     """
     _refuse_unreadable(model, others)
     tensors, types = others.tensors, parameter_types(model, model.dtype)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    linears, restored = dict[str, str](), list[Restored]()
-    kept, given_up = Counter[str](), Counter[str]()
-    allowed, saved_bytes = settings.kernels != "torch" and device.type == "cpu", 0
+    linears, restored, counts = dict[str, str](), list[Restored](), Counter[str]()
+    before_bytes = sum(nbytes for _, nbytes in backbone_bytes(model))
+    lossy = _take_packed(model, linears_of(model, others), packed) if packed is not None else ()
+    counts["in int8, packed (lossy)"] += len(lossy)
     for first, sources in others.sources.items():
         encoded = [tensor for key, _ in sources.keys if isinstance(tensor := tensors[key], EncodedTensor)]
         if not encoded:
@@ -101,40 +113,69 @@ def settle_backbone(model: Any, others: Others, settings: Settings, device: torc
                 del tied[target]  # the checkpoint has both, in different numbers
         settled = Restored(sources, types(first), _tied_to(first, tied))
         _refuse_unfit(model, settled, tensors)
-        path, _, own = first.rpartition(".")
-        module = model.get_submodule(path)
-        linear = _encoded_linear(module, encoded[0], settled) if allowed and own == "weight" and _plain(path) else None
-        if linear is not None:
-            saved_bytes += module.weight.numel() * settled.dtype.itemsize - sum(part.nbytes for part in linear.parts.values())
+        name, path = encoded[0].encoding.name, first.removesuffix(".weight")
+        fast = settings.kernels != "torch" and device.type == "cpu" and _is_plain_linear(model, sources)
+        if fast and _put_encoded(model, path, encoded[0], settled.dtype):
             linears[path] = sources.keys[0][0]
-            model.set_submodule(path, linear)
-            kept[encoded[0].encoding.name] += 1
+            counts[f"in {name} as the checkpoint has them"] += 1
         else:
             restored.append(settled)
-            given_up[f"{encoded[0].encoding.name} to {str(settled.dtype).removeprefix('torch.')}"] += len(sources.names)
-    said = [f"{count} linear layers in {name} as the checkpoint has them" for name, count in kept.items()]
-    said += [f"{count} weights restored from {name}" for name, count in given_up.items()]
-    if kept:
+            counts[f"restored from {name} to {str(settled.dtype).removeprefix('torch.')}"] += len(sources.names)
+    said = [
+        f"{count} {'weights' if how.startswith('restored') else 'linear layers'} {how}" for how, count in counts.items() if count
+    ]
+    if linears or lossy:
+        saved_bytes = before_bytes - sum(nbytes for _, nbytes in backbone_bytes(model))
         said[-1] += f"; {format_bytes(saved_bytes)} less than in {model.dtype.itemsize * 8} bits"
-    return Backbone(tensors, linears, tuple(restored), others.passed_over, ", ".join(said))
+    read = {key: tensors[key] for key in (*linears.values(), *(key for one in restored for key, _ in one.sources.keys))}
+    return Backbone(read, linears, tuple(restored), others.passed_over, ", ".join(said), packed, lossy)
 
 
-def _encoded_linear(module: nn.Module, tensor: EncodedTensor, settled: Restored) -> EncodedLinear | None:
-    """What computes `module` with its weight as it is stored; None where the kernels cannot, or the weight has other uses."""
-    if type(module) is not nn.Linear or settled.sources.converter is not None or settled.tied or settled.dtype not in cpu.DTYPES:
-        return None
+def linears_of(model: Any, others: Others) -> dict[str, TensorPart]:
+    """The weights of the decoder's linear layers that the checkpoint has in 16 or 32 bits, by name: what a store can hold."""
+    found = {}
+    for first, sources in others.sources.items():
+        tensor = others.tensors[sources.keys[0][0]]
+        if not isinstance(tensor, TensorPart) or tensor.dtype not in cpu.DTYPES or not _is_plain_linear(model, sources):
+            continue
+        if tensor.shape == model.get_parameter(first).shape and tensor.shape[0] >= FEWEST_OUTPUTS:
+            found[first] = tensor
+    return found
+
+
+def _take_packed(model: Any, wanted: dict[str, TensorPart], packed: PackedLinears) -> tuple[str, ...]:
+    """The paths of the layers that `packed` fills."""
+    if wanted.keys() != packed.tensors.keys():
+        raise CheckpointError(
+            f"{packed.header.path} holds other layers than this version of vismoe packs. Fix: {remedy(packed.header.path.parent)}"
+        )
+    for name, tensor in packed.tensors.items():
+        dtype = model.get_parameter(name).dtype
+        if not _put_encoded(model, name.removesuffix(".weight"), tensor, dtype):
+            raise ConfigError(f"backbone='int8': the CPU kernels do not compute in {dtype}. Fix: dtype='auto', or backbone='own'")
+    return tuple(name.removesuffix(".weight") for name in wanted)
+
+
+def _put_encoded(model: Any, path: str, tensor: EncodedTensor, dtype: torch.dtype) -> bool:
+    """Replace a linear layer by one that computes with its weight as it is stored; False where the kernels cannot."""
+    module = model.get_submodule(path)
     parts = {
         name: torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype), device="meta")
         for name, part in tensor.parts.items()
     }
-    if cpu.why_no_linear(tensor.encoding, parts, module.in_features) is not None:
-        return None
-    return EncodedLinear(tensor.encoding, parts, module, settled.dtype)
+    if dtype not in cpu.DTYPES or cpu.why_no_linear(tensor.encoding, parts, module.in_features) is not None:
+        return False
+    model.set_submodule(path, EncodedLinear(tensor.encoding, parts, module, dtype))
+    return True
 
 
-def _plain(path: str) -> bool:
-    """Whether the layer at `path` is the decoder's, and no router, which others read."""
-    return not is_vision(path) and component_of(f"{path}.weight") != "norms and routers"
+def _is_plain_linear(model: Any, sources: WeightSources) -> bool:
+    """Whether this is the weight of a linear layer of the decoder, and of nothing else; a router is read by others."""
+    path, _, own = sources.names[0].rpartition(".")
+    if own != "weight" or type(model.get_submodule(path)) is not nn.Linear or sources.converter is not None:
+        return False
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return not _tied_to(sources.names[0], tied) and not is_vision(path) and component_of(f"{path}.weight") != "norms and routers"
 
 
 def _refuse_unreadable(model: Any, others: Others) -> None:

@@ -196,10 +196,10 @@ def with_gguf(model: str | Path | None, settings: Settings) -> tuple[str | Path 
         if mmproj is not None:
             raise ConfigError(f"mmproj={mmproj!r}: a vision tower belongs to a language model in GGUF. Fix: {FIX} --mmproj FILE")
         return model, settings
-    if settings.format not in ("auto", "raw") or settings.policy != "exact":
+    if settings.format not in ("auto", "raw") or settings.policy != "exact" or settings.backbone != "own":
         raise ConfigError(
-            f"format={settings.format!r}, policy={settings.policy!r}: packed experts are made of safetensors files; those of a "
-            "GGUF file are used as they lie there. Fix: leave out --format and --policy"
+            f"format={settings.format!r}, policy={settings.policy!r}, backbone={settings.backbone!r}: packed weights are made of "
+            "safetensors files; those of a GGUF file are used as they lie there. Fix: leave out --format, --policy and --backbone"
         )
     return model if model is not None else _named_in(Path(gguf)), dataclasses.replace(settings, gguf=gguf, mmproj=mmproj)
 

@@ -46,7 +46,8 @@ from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
-from vismoe.store.packed import PackedStore, find_store, formats_in
+from vismoe.store.packed import STORE_FOLDER, PackedStore, find_store, formats_in
+from vismoe.store.packed_linears import PackedLinears
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
@@ -219,11 +220,24 @@ def open_experts(
     """
     source, others = locate(model, files, model.dtype)
     try:
-        backbone = settle_backbone(model, others, settings, device)
+        backbone = settle_backbone(model, others, settings, device, _packed_linears(source, settings, device))
         return source, *_open_stores(model, source, settings, device), backbone
     except BaseException:
         source.close()
         raise
+
+
+def _packed_linears(source: CheckpointStore, settings: Settings, device: torch.device) -> PackedLinears | None:
+    """The linear layers in int8, where they were asked for."""
+    if settings.backbone == "own":
+        return None
+    if settings.kernels == "torch" or device.type != "cpu":
+        raise ConfigError(
+            "backbone='int8' is computed by the CPU kernels alone. Fix: kernels='auto' (--kernels auto) on the CPU, or "
+            "backbone='own' (--backbone own)"
+        )
+    beside = settings.store in (None, NO_STORE)
+    return PackedLinears.open(source.paths[0].parent / STORE_FOLDER if beside else Path(str(settings.store)).expanduser(), source)
 
 
 def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device: torch.device) -> tuple[Stores, Experts]:
@@ -297,7 +311,7 @@ def _codecs(format: Format, inventory: ExpertInventory, transposed: tuple[frozen
 def with_experts(plan: Plan, experts: Experts, backbone: Backbone | None = None) -> Plan:
     """The plan, which also says where the experts come from, what computes them, and what else is encoded."""
     about = backbone.about if backbone is not None else ""
-    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend, encoded=about)
+    return dataclasses.replace(plan, experts=experts.where, kernels=experts.backend, rest=about)
 
 
 def _open_store(

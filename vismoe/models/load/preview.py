@@ -31,9 +31,10 @@ from vismoe.models.family.checkpoint_files import (
 from vismoe.models.family.components import backbone_bytes, decode_read_bytes
 from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
+from vismoe.models.load.backbone import linears_of
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.gguf import with_gguf
-from vismoe.models.load.locate import inventory_of, locate_experts
+from vismoe.models.load.locate import inventory_of, locate, locate_experts
 from vismoe.models.load.opening import arrange_experts, needs_of, open_experts, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
@@ -42,6 +43,7 @@ from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
+from vismoe.store.tensors import TensorPart
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -178,6 +180,15 @@ def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[Ch
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
+
+
+def linears_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, dict[str, TensorPart]]:
+    """A checkpoint, and the weights of its linear layers that a store can hold. Raises CheckpointError."""
+    described, files = describe(model, revision=revision)
+    if not files:
+        raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
+    source, others = locate(described, files, described.dtype)
+    return source, linears_of(described, others)
 
 
 def decode_size(name: str, model: Any) -> ModelSize:

@@ -165,7 +165,7 @@ def build(model: Any, configuration: Configuration) -> Runtime:
     device, settings, inventory = configuration.device, configuration.settings, configuration.experts.inventory
     calibration, backends = configuration.calibration, dict[str, str]()
     if configuration.backbone.about:
-        backends["encoded"] = configuration.backbone.about
+        backends["rest"] = configuration.backbone.about
     if configuration.experts.kernels is not None:
         backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
         why_not = group_queries(model)

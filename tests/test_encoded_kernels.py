@@ -1,0 +1,220 @@
+"""The CPU kernels on matrices as published checkpoints encode them, against float64 of the values that the encodings define."""
+
+import numpy as np
+import pytest
+import reference
+import torch
+from encoded_parts import WHOLE, encoded_experts, random_parts
+from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, dequantised, rms, typical
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from searching import examples
+
+from vismoe.errors import ConfigError
+from vismoe.formats import encodings
+from vismoe.formats.encodings import Ggml
+from vismoe.kernels import cpu, relay
+from vismoe.kernels.gpu.experts import GpuKernel
+from vismoe.types import Format
+
+ENCODINGS = {name: kind for name, kind in encodings.ENCODINGS.items() if kind is not encodings.NVFP4_DIVIDED}  # no kernel yet
+ONCE = [name for name in ENCODINGS if name not in ("awq", "gptq")]  # these lie as w4 does
+MINIMA = ("w4", "awq", "gptq", "q4_1", "q5_1", "q4_k", "q5_k")  # values are differences
+each_encoding = pytest.mark.parametrize("encoding", ONCE)
+
+
+@pytest.fixture(params=cpu.available())
+def isa(request):
+    yield cpu.start(2, request.param).isa
+    cpu.start()
+
+
+def tolerance(isa: str, dtype: torch.dtype) -> float:
+    """Codes are exact: with bfloat16 inputs only the activation's result is rounded to 8 bits."""
+    return 4e-3 if isa == "avx512bf16" and dtype == torch.bfloat16 else 3e-6
+
+
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+# ------------------------------------------------------------------ right numbers
+@each_encoding
+@settings(max_examples=examples(4), deadline=None)
+@given(
+    down=st.sampled_from([*ONCE, "raw"]),
+    sizes=st.tuples(st.integers(1, 330), st.integers(1, 330)),
+    counts=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 64, 70]), min_size=1, max_size=3),
+    form=st.sampled_from(sorted(FORMS)),
+    dtype=st.sampled_from(DTYPES),
+    transposed=st.booleans(),
+    swapped=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_every_instruction_set_computes_what_the_oracle_does(
+    encoding, down, sizes, counts, form, dtype, transposed, swapped, seed
+):
+    """Both matrices in any encodings, or one of them in 16 bits."""
+    seeded(seed)
+    kinds = (down, encoding) if swapped else (encoding, down)
+    hidden, intermediate = (-(-size // (whole := WHOLE.get(kind, 32))) * whole for size, kind in zip(sizes, kinds))
+    experts = encoded_experts(*kinds, hidden, intermediate, len(counts), form, transposed and "raw" not in kinds)
+    batch = Batch.of(counts, hidden, dtype)
+    if not sum(counts):
+        assert batch.parts(experts).shape == (0, hidden)
+        return
+    oracle, size = batch.oracle(experts), typical(experts, batch)
+    for isa in cpu.available():
+        cpu.start(2, isa)
+        few = 2 if oracle.numel() < 16 else 1  # numbers to average over
+        assert rms(batch.parts(experts) - oracle) <= few * tolerance(isa, dtype) * size, isa
+
+
+@each_encoding
+def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, encoding):
+    """torch computes with the weights that `restore` gives it; both against float64 on the encoding's own values."""
+    seeded(2)
+    experts, batch = encoded_experts(encoding, encoding, 512, 256, 2), Batch.of([32, 32], 512)
+    oracle, rounded = batch.oracle(experts), []
+    for slab in experts.slabs:
+        record = torch.empty(experts.raw.record_bytes, dtype=torch.uint8)
+        experts.codec.restore(slab, record)
+        rounded.append(experts.raw.views(record))
+    tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(64)
+    eager = reference.parts(experts.form, rounded, [0, 32, 64], tokens, ones, batch.hidden, torch.bfloat16).double()
+    eager *= torch.from_numpy(batch.factors)[:, None]
+    assert rms(batch.parts(experts) - oracle) <= 1.05 * rms(eager - oracle)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_extreme_codes_and_scales_mean_what_the_encoding_says(isa, encoding):
+    """One input is 1 and the others are 0, so a result is one weight: every code, scales of zero, denormal and not finite."""
+    seeded(3)
+    kind, rows, inputs = ENCODINGS[encoding], 8, 512
+    parts = random_parts(kind, rows, inputs)
+    scale = parts.get("scale")
+    if encoding == "fp8":
+        parts["codes"][:2] = torch.arange(256, dtype=torch.uint8).repeat(2)
+    if isinstance(kind, Ggml):
+        blocks = parts["codes"].view(rows, -1, kind.block_bytes)
+        at = 208 if encoding == "q6_k" else 0
+        for row, value in enumerate((torch.inf, torch.nan, 0.0, 6e-8)):
+            blocks[row + 2, 0, at : at + 2] = torch.tensor([value]).half().view(torch.uint8)
+        if encoding == "mxfp4_block":
+            blocks[2:6, 0, 0] = torch.tensor([0, 1, 2, 255])
+    elif scale.dtype == torch.uint8:
+        scale[2:6, 0] = torch.tensor([0, 1, 0x7F, 0xFF])  # of nvfp4 these are zero, a denormal and NaN
+    else:
+        scale[2:5, 0] = torch.tensor([torch.inf, torch.nan, 0.0]).to(scale.dtype)
+    values = kind.values(parts, inputs)
+    for dtype in DTYPES[::2]:
+        products = torch.eye(inputs).double() @ values.double().T  # of zero and infinity, too
+        oracle = (values.T if "mxfp4" in encoding else products).to(dtype)  # whose scales are finite where a value is not
+        result = cpu.encoded_linear(torch.eye(inputs, dtype=dtype), kind, parts, inputs)
+        assert torch.equal(result.isfinite(), oracle.isfinite()) and oracle.isfinite().any(0)[[0, 6, 7]].any()
+        if encoding in MINIMA:
+            close = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+            usual = oracle[:, 6:].abs().max()
+            assert ((result - oracle)[oracle.isfinite()].abs() <= close * usual).all()
+        else:
+            assert torch.equal(result.nan_to_num(0, 0, 0), oracle.nan_to_num(0, 0, 0))
+
+
+@pytest.mark.parametrize("kind", [*ENCODINGS, *FORMATS[1:]])
+def test_a_linear_is_what_the_oracle_says(isa, kind):
+    """For any number of rows, with and without bias."""
+    seeded(4)
+    for rows, inputs, outputs in ((1, 256, 67), (7, 512, 4), (70, 256, 33)):
+        if kind in FORMATS:
+            per_byte = {Format.INT8: 1, Format.INT4: 2, Format.INT2: 4}[kind]
+            groups = inputs // (64 if kind is Format.INT2 else 128)
+            parts = {"codes": torch.randint(256, (outputs, inputs // per_byte), dtype=torch.uint8)}
+            parts |= {part: (torch.rand(outputs, groups) * 0.02).bfloat16() for part in ("scale", "offset")}
+            encoding, values = kind, dequantised(kind, *parts.values(), inputs)
+        else:
+            encoding = ENCODINGS[kind]
+            parts = random_parts(encoding, outputs, inputs)
+            values = encoding.values(parts, inputs)
+        for dtype in DTYPES:
+            x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+            oracle, size = x.double() @ values.double().T, (x.double() ** 2 @ values.double().T ** 2).mean().sqrt()
+            close = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+            assert rms(cpu.encoded_linear(x, encoding, parts, inputs) - oracle) <= close * size
+            result = cpu.encoded_linear(x, encoding, parts, inputs, bias)
+            assert result.dtype == dtype and rms(result - oracle - bias) <= close * (size + 1)
+
+
+# ------------------------------------------------------------------ what results do not depend on
+@each_encoding
+def test_a_result_depends_on_its_own_token_and_expert_only(isa, encoding):
+    """Not on threads, on other experts in the call, or on the other tokens of the expert: the same bits."""
+    seeded(5)
+    hidden = 320 if WHOLE.get(encoding, 32) <= 32 else 512
+    experts, batch = encoded_experts(encoding, encoding, hidden, count=6), Batch.of([1, 70, 0, 5, 64, 3], hidden, tokens=80)
+    together = batch.parts(experts)
+    for threads in (1, 3):
+        cpu.start(threads, isa)
+        assert torch.equal(batch.parts(experts), together)
+    for pair in (0, 1, 37, 70, 71, 75, 76, 139, 141):
+        expert = int(np.searchsorted(batch.starts, pair, side="right")) - 1
+        alone = torch.empty(1, hidden)
+        records, starts = experts.records()[expert : expert + 1], np.array([0, 1], np.int32)
+        token, factor = batch.tokens[pair : pair + 1], batch.factors[pair : pair + 1]
+        experts.kernel.parts(records, starts, token, factor, batch.hidden, alone)
+        assert torch.equal(alone[0], together[pair])
+
+
+@pytest.mark.parametrize("encodings", [("fp8", "fp8"), ("q4_k", "q6_k"), ("raw", "nvfp4")], ids="/".join)
+def test_experts_in_two_formats_in_one_call_are_those_of_calls_by_format(isa, encodings):
+    seeded(6)
+    precisions = [0, 1, 1, 0]
+    kinds = [encoded_experts(*encodings, count=4), Experts.of(Format.INT4, hidden=256, intermediate=256, count=4)]
+    experts, batch = Experts.mixed(kinds, precisions), Batch.of([5, 1, 70, 0], 256)
+    alone = torch.stack([batch.parts(kind) for kind in kinds])
+    of_pair = torch.from_numpy(np.repeat(precisions, np.diff(batch.starts)))
+    assert torch.equal(batch.parts(experts), alone[of_pair, torch.arange(76)])
+
+
+# ------------------------------------------------------------------ refusals
+def test_what_the_kernels_cannot_read_is_refused_with_a_reason():
+    raw = encoded_experts("fp8", "raw", transposed=True)
+    found = cpu.ExpertKernel.of(Format.RAW, raw.raw, raw.codec.slab, raw.model_form)
+    assert isinstance(found, str) and "[in, out]" in found
+    experts = encoded_experts("fp8", "q4_k")
+    found = GpuKernel.of(Format.RAW, experts.raw, experts.codec.slab, experts.model_form, torch.bfloat16)
+    assert isinstance(found, str) and "fp8 and q4_k" in found
+    for name, inputs, groups, why in (
+        ("fp8", 256, 4, "4 scales of 64"),
+        ("w4", 512, 32, "32 scales of 16"),
+        ("fp8", 257, 2, "2 scales of 128"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            codes = torch.zeros(4, ENCODINGS[name].row_bytes(inputs), dtype=torch.uint8)
+            cpu.encoded_linear(torch.ones(1, inputs), ENCODINGS[name], {"codes": codes, "scale": torch.ones(4, groups)}, inputs)
+    with pytest.raises(AssertionError, match="256 bytes"):
+        cpu.encoded_linear(
+            torch.ones(1, 256), ENCODINGS["fp8"], {"codes": torch.zeros(4, 96).byte(), "scale": torch.ones(4, 2)}, 256
+        )
+
+
+# ------------------------------------------------------------------ AWQ and GPTQ
+@pytest.mark.parametrize("inputs, words", [(2, 3), (8, 1), (130, 17), (136, 16), (1000, 33)])
+def test_codes_of_awq_and_gptq_are_laid_as_rows_of_outputs(inputs, words):
+    def nibbles(qweight):
+        return torch.stack([(qweight >> 4 * k).bitwise_and(15).byte() for k in range(8)], -1)
+
+    def rows(codes):
+        return codes.T[:, ::2] | codes.T[:, 1::2] << 4
+
+    torch.manual_seed(7)
+    qweight, into = torch.randint(-(2**31), 2**31, (inputs, words), dtype=torch.int32), torch.empty(8 * words, inputs // 2).byte()
+    relay.relay_awq(qweight, into)
+    assert torch.equal(into, rows(nibbles(qweight)[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)))  # by output
+    into = torch.empty(words, 4 * inputs, dtype=torch.uint8)
+    relay.relay_gptq(qweight, into)
+    assert torch.equal(into, rows(nibbles(qweight).transpose(1, 2).reshape(8 * inputs, words)))
+    for call in (relay.relay_awq, relay.relay_gptq):
+        for wrong in (into[:, :-1], into.int(), into.T):
+            with pytest.raises(AssertionError):
+                call(qweight, wrong)

@@ -115,7 +115,7 @@ class GgufWeights:
                     raise CheckpointError(
                         f"{self._text.path} holds the language model, and safetensors files with the vision tower of {self.name} "
                         f"({name}) are not here. Fix: vismoe chat MODEL --gguf FILE --mmproj FILE, with the mmproj file that "
-                        f"belongs to it, or hf download {self.name}"
+                        "belongs to it"
                     )
                 self.state[name] = beside[name]
                 continue

@@ -78,6 +78,7 @@ def refuse_other_architecture(tensors: GgufTensors, model_type: str) -> None:
         raise CheckpointError(
             f"{tensors.path} holds a {said!r:.60}, but the model's config.json describes a {model_type} ({wanted!r} in GGUF). "
             "Fix: name the model that this file was made of: vismoe chat MODEL --gguf FILE"
+            + (", and this file with --mmproj" if said == "clip" else "")
         )
 
 

@@ -93,6 +93,11 @@ def test_which_word_is_the_model_and_which_the_question(words, flag, model, ques
     assert cli_options.model_and_question(words, flag) == (model, question)
 
 
+def test_a_gguf_file_is_a_model():
+    assert cli_options.model_and_question(["Model-Q4_K_M.gguf"], None) == ("Model-Q4_K_M.gguf", None)
+    assert cli_options.model_and_question(["What is a .gguf"], None) == (None, "What is a .gguf")
+
+
 def test_an_existing_folder_is_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mymodel").mkdir()

@@ -166,6 +166,10 @@ class Settings:
     store: File | None = option(
         None, "packed experts (vismoe pack), none to read in place; without it, those beside the checkpoint", "FOLDER|none"
     )
+    gguf: File | None = option(
+        None, "take the weights from this GGUF file; configuration and tokenizer are those of MODEL", "FILE"
+    )
+    mmproj: File | None = option(None, "with --gguf: the vision tower, from the mmproj file that belongs to it", "FILE")
     keep: Kept = option(1.0, "share of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact", "SHARE")  # beta
     selection: Auto | Selection = option(
         "auto", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"

@@ -50,8 +50,9 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def model_and_question(words: list[str], model: str | None) -> tuple[str | None, str | None]:
     """(model, question) among the words of `vismoe chat`; `model` is that of `--model`, which leaves only the question.
 
-    Two words are MODEL and QUESTION. One word is a model when it looks like one: an existing folder, a path, or a hub name such
-    as Qwen/Qwen3-VL-30B-A3B-Instruct. Anything with a blank or a question mark in it, and any other word, is a question.
+    Two words are MODEL and QUESTION. One word is a model when it looks like one: an existing folder, a path, a .gguf file, or a
+    hub name such as Qwen/Qwen3-VL-30B-A3B-Instruct. Anything with a blank or a question mark in it, and any other word, is a
+    question.
     """
     if len(words) > (1 if model else 2):
         raise InputError(f'{len(words)} separate words: put the question in quotes, e.g. vismoe chat "{" ".join(words)}"')
@@ -61,7 +62,7 @@ def model_and_question(words: list[str], model: str | None) -> tuple[str | None,
         return _expanded(model), words[0] if words else None
     word = words[0]
     is_question = any(letter.isspace() for letter in word) or "?" in word
-    names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or os.path.isdir(word)
+    names_a_model = word.startswith(PATH_BEGINNINGS) or HUB_NAME.fullmatch(word) or os.path.isdir(word) or word.endswith(".gguf")
     return (_expanded(word), None) if names_a_model and not is_question else (None, word)
 
 
@@ -106,11 +107,12 @@ def one_model(arguments: Namespace) -> str | None:
     return _expanded(names[0]) if names else None
 
 
-def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER) -> None:
-    """One flag for each field of Settings, in its order, with its default in the help: `further` holds those that differ."""
+def add_settings(parser: ArgumentParser, further: Mapping[str, str] = NO_FURTHER, without: Sequence[str] = ()) -> None:
+    """One flag for each field of Settings, in its order, with its default in the help: `further` holds those that differ;
+    `without`: fields that get none."""
     defaults = {**ENGINE_DEFAULTS, **further}
     group = parser.add_argument_group("memory and paging")
-    for name, rule in SETTINGS.items():
+    for name, rule in ((name, rule) for name, rule in SETTINGS.items() if name not in without):
         default = defaults.get(name, "none" if rule.default is None else rule.default)
         names_none = rule.placeholder.endswith("|none")  # a value of its own; the meaning says what holds without the flag
         add_option(group, rule, "" if names_none else f" (default: {default})")

@@ -51,7 +51,7 @@ def bench_arguments(parser: ArgumentParser) -> None:
     flags.add(group, "--moe-time", "also time the routed experts alone, in further requests")
     flags.add(group, "--json", "print only one JSON line")
     flags.add_model_flags(parser)
-    flags.add_settings(parser)
+    flags.add_settings(parser, without=("gguf", "mmproj"))
     parser.conflict_handler = "resolve"  # replaces the settings of these names by lists
     group = parser.add_argument_group("VisMoE, measured with each value")
     group.add_argument(
@@ -107,6 +107,7 @@ def picture_size(text: str) -> tuple[int, int]:
 def run_bench(arguments: Namespace) -> int:
     """Prepare, refuse unfair comparisons, run, report. Ctrl-C reports what was measured so far. FAILED if VisMoE failed."""
     model, settings = flags.one_model(arguments), flags.given_settings(arguments)
+    settings.pop("gguf")  # of llama.cpp
     refuse_contradictions(arguments, model)
     if arguments.clean:
         refuse_more_than_clean(arguments)

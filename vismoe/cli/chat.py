@@ -122,6 +122,7 @@ CHAT = flags.Command(
   vismoe chat                                                    a conversation with the bundled demo model
   vismoe chat --image a.png --image b.png "Which image shows a dog?"
   vismoe chat ./my-model "Tell me a story." --max-tokens 500     a text-only question to a local model
+  vismoe chat MODEL --gguf model-Q4_K_M.gguf --mmproj mmproj.gguf   the weights of llama.cpp's files
   vismoe chat --messages talk.json                               a conversation in the form of Qwen's documentation
   vismoe chat --image photo.jpg --keep 0.5 "What is this?"       half of the visual tokens; --kept-map FOLDER saves which
   vismoe chat --memory 25% --json "Hello?" | jq .cache.hits      a quarter of the experts in memory, statistics as JSON

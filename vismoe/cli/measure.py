@@ -129,10 +129,9 @@ def run_plan(arguments: Namespace) -> int:
     from vismoe.cli.print import print_plan
 
     with flags.quick_imports():
-        from vismoe.models.family.checkpoint_files import demo_model
         from vismoe.models.load.preview import preview
 
-    plan = preview(model or demo_model(), settings, **flags.model_options(arguments))
+    plan = preview(model, settings, **flags.model_options(arguments))
     if arguments.json:
         flags.print_json(arguments, plan.to_json())
     else:

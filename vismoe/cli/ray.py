@@ -14,6 +14,7 @@ from vismoe.config import SERVER_DEFAULTS
 from vismoe.errors import ConfigError
 
 FOLDERS = ("model", "store", "calibration")  # relative paths must be resolved: replicas have another working folder
+FILES = ("hotness_state", "gguf", "mmproj")
 
 
 def add_ray_flags(parser: ArgumentParser) -> None:
@@ -77,8 +78,7 @@ def run_on_ray(arguments: Namespace, options: ServeOptions, on: RayOptions) -> i
         raise ConfigError(f"device={loading['device']}: Ray assigns GPUs to replicas. Fix: --device cuda")
     named = {name: Path(loading[name]) for name in FOLDERS if loading.get(name)}
     loading |= {name: str(folder.resolve()) for name, folder in named.items() if folder.is_dir()}
-    if file := loading.get("hotness_state"):
-        loading["hotness_state"] = str(Path(file).expanduser().resolve())
+    loading |= {name: str(Path(loading[name]).expanduser().resolve()) for name in FILES if loading.get(name)}
     if options.image_folder is not None:
         options = replace(options, image_folder=options.image_folder.resolve())
     return serve_on_ray(loading, options, on, arguments.log_level.upper())

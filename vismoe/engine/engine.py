@@ -33,6 +33,7 @@ from vismoe.metrics import Metrics
 from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
+from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
@@ -59,25 +60,29 @@ def load(
     """An engine for a hub name or folder (None: the bundled demo model).
 
     `settings` are those of `vismoe.config.Settings`, e.g. `memory="20GiB"` or `memory="25%"`; kernels default to `auto` here.
+    `gguf="FILE"` takes the weights from a GGUF file, and the rest from `model`, which then needs no weights.
     `device` None takes a GPU where there is one. Raises UnsupportedModelError, CheckpointError, BudgetError or ConfigError.
     """
-    chosen = Settings.of(**{**ENGINE_DEFAULTS, **settings})
+    model, chosen = with_gguf(model, Settings.of(**{**ENGINE_DEFAULTS, **settings}))
     name = str(folder_or_name(model if model is not None else demo_model()))
     place = str(torch_device(device))
     config = read_config(name, revision=revision)
     with reading_checkpoint(name):
         refuse_own_loop(model_class(config), name)
     with reading_checkpoint(name):
-        checkpoint_files(name, revision=revision)
-        loaded, found = model_class(config).from_pretrained(
-            name,
-            revision=revision or "main",
-            dtype=dtype if isinstance(dtype, str) and dtype == "auto" else torch_dtype(config, dtype),
+        files = checkpoint_files(name, revision=revision, partly=chosen.gguf is not None)
+        options = dict(
             device_map=place if place != "cpu" else None,
             quantization_config=VisMoEConfig(**vars(chosen)),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with the names that the library only prints
         )
+        if chosen.gguf is not None:
+            weights = GgufWeights(name, config, chosen, files)
+            loaded, found = load_gguf(weights, model_class(config), torch_dtype(config, dtype), revision, **options)
+        else:
+            kind = dtype if isinstance(dtype, str) and dtype == "auto" else torch_dtype(config, dtype)
+            loaded, found = model_class(config).from_pretrained(name, revision=revision or "main", dtype=kind, **options)
         refuse_unfit(found, name)
         return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
 

@@ -13,6 +13,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each half byte of
 class Arrangement:
     """As they are, in another type at most."""
 
+    whole = False  # whether `copy` gets the whole section, of which it fills its share
+
     def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in the record of a tensor that has the shape `on_disk` in its file."""
         return on_disk
@@ -58,6 +60,22 @@ class Deinterleaved(Whole):
 
     def copy(self, on_disk: Tensor, into: Tensor) -> None:
         into.unflatten(0, (2, -1)).copy_(on_disk.unflatten(0, (-1, 2)).transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class Alternate(Whole):
+    """Rows `index`, `index + of`, .. of a section; of a `transposed` matrix, these columns: gate and up that alternate."""
+
+    index: int
+    of: int
+    transposed: bool = False
+    whole = True
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return on_disk[::-1] if self.transposed else on_disk
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        (into.T if self.transposed else into)[self.index :: self.of].copy_(on_disk)
 
 
 @dataclass(frozen=True)

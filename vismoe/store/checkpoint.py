@@ -131,6 +131,9 @@ def _compile(layout: RecordLayout, locator: Locator) -> tuple[_Stretch, ...]:
         else:
             at, scratch_bytes = scratch_bytes, aligned(scratch_bytes + part.nbytes)
             pieces.append((True, at, at + part.nbytes))
-            bounces.append(_Bounce(part, at, start, stop, section.dtype, part.result))
+            if part.arrangement.whole:
+                start, stop = section.offset_bytes, section.offset_bytes + section.nbytes
+            shape = section.shape if part.arrangement.whole else part.result
+            bounces.append(_Bounce(part, at, start, stop, section.dtype, shape))
         end = part.file, part.offset_bytes + part.nbytes
     return tuple(stretches)

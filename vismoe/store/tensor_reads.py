@@ -41,6 +41,15 @@ def _fill(files: OpenFiles, part: TensorPart, into: Tensor) -> None:
         files.fill(part.file, part.offset_bytes, [into.view(-1).view(torch.uint8).numpy()])
 
 
+def read_restored(files: OpenFiles, tensor: TensorPart | EncodedTensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in `dtype`, encoded or not. Raises CheckpointError."""
+    if not isinstance(tensor, EncodedTensor):
+        return read_part(files, tensor).to(dtype)
+    into = torch.empty(tensor.shape, dtype=dtype)
+    restore(files, tensor, into)
+    return into
+
+
 def restore(files: OpenFiles, tensor: EncodedTensor, into: Tensor) -> None:
     """Fill `into`, which has the tensor's shape, with the restored weights in its type. Raises CheckpointError."""
     if len(tensor.shape) > 2:

@@ -22,7 +22,7 @@ from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_ty
 from vismoe.models.moe.linears import EncodedLinear
 from vismoe.store.files import OpenFiles
 from vismoe.store.packed_linears import PackedLinears, remedy
-from vismoe.store.tensor_reads import read_part, restore
+from vismoe.store.tensor_reads import read_part, read_restored
 from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors
 
 FEWEST_OUTPUTS = 64  # of a layer that is packed: narrower ones are gates
@@ -77,7 +77,7 @@ class Backbone:
             for path in self.lossy:
                 model.get_submodule(path).fill(parts_of(f"{path}.weight"))
         for one in self.restored:
-            tensors = {key: self._read(files, key, one.dtype) for key, _ in one.sources.keys}
+            tensors = {key: read_restored(files, self.tensors[key], one.dtype) for key, _ in one.sources.keys}
             for name, value in _converted(model, one.sources, tensors).items():
                 parameter = nn.Parameter(value.to(device))
                 for each in (name, *(one.tied if name == one.sources.names[0] else ())):
@@ -88,15 +88,6 @@ class Backbone:
         tensor = self.tensors[key]
         assert isinstance(tensor, EncodedTensor), key
         return tensor
-
-    def _read(self, files: OpenFiles, key: str, dtype: torch.dtype) -> Tensor:
-        """A tensor in the model's type, encoded or not."""
-        tensor = self.tensors[key]
-        if not isinstance(tensor, EncodedTensor):
-            return read_part(files, tensor).to(dtype)
-        into = torch.empty(tensor.shape, dtype=dtype)
-        restore(files, tensor, into)
-        return into
 
 
 def settle_backbone(

@@ -16,14 +16,17 @@ from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from vismoe.errors import CheckpointError, UnsupportedModelError
+from vismoe.formats.encodings import GGML
 from vismoe.models.family.families import expert_modules, expert_parameters, top_k_of
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, row_shape, rows_of
+from vismoe.models.load.gguf_tensors import GgufTensors, expert_rows
 from vismoe.store.checkpoint import CheckpointStore, Locator
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors, tensors_of
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
+GGUF = ".gguf"
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # whatever else lies in a file means something by a scale
 PER_EXPERT = re.compile(  # names of one expert's matrix, where a family's own checkpoints have stacked ones only
     r"(?P<module>.*\bexperts)\.(?:(?P<expert>\d+)\.(?P<matrix>\w+)|(?P<matrix_first>\w+)\.(?P<expert_last>\d+))\.weight"
@@ -38,7 +41,8 @@ def locate_experts(
     """A store over `checkpoint_files` for all routed experts of `model`, which must still have its parameters (on meta).
 
     Records are in the model's orientation and in the type in which transformers would have loaded each parameter under `dtype=`.
-    Raises CheckpointError for files or experts that are missing or do not fit, UnsupportedModelError for layouts we cannot read.
+    For a GGUF file, one of its parts is enough. Raises CheckpointError for files or experts that are missing or do not fit,
+    UnsupportedModelError for layouts we cannot read.
     """
     return locate(model, checkpoint_files, dtype)[0]
 
@@ -68,7 +72,12 @@ def locate(
     model: Any, checkpoint_files: Iterable[str | Path] | None, dtype: torch.dtype | None = None
 ) -> tuple[CheckpointStore, Others]:
     """The same, and what the checkpoint has beside the experts."""
-    headers = [read_header(path) for path in _safetensors_only(model, checkpoint_files)]
+    paths = [Path(file) for file in checkpoint_files or ()]
+    if paths and paths[0].suffix == GGUF:
+        gguf, raw = GgufTensors.open(paths[0]), inventory_of(model, dtype)
+        inventory, locators = _as_stored(raw, expert_rows(model, gguf, raw))
+        return CheckpointStore(gguf.headers, inventory, locators), _others_in_gguf(model, gguf)
+    headers = [read_header(path) for path in _safetensors_only(model, paths)]
     config_json = config_of(headers)
     tensors = tensors_of(headers, quantization_of(config_json))
     names = _Names(model)
@@ -90,6 +99,14 @@ def locate(
     of_others = {key for source in sources.values() for key, _ in source.keys}
     others = Others(tensors, sources, _passed_over(headers, tensors, of_experts, of_others, names))
     return CheckpointStore(headers, inventory, locators, config_json), others
+
+
+def _others_in_gguf(model: Any, gguf: GgufTensors) -> Others:
+    """What a GGUF file encodes beside the experts, of parameters whose values are those of the file."""
+    names = {name: gguf.sole_source(name, model.config) for name, _ in model.named_parameters()}
+    encoded = {name: key for name, key in names.items() if key is not None and gguf.type_of(key) in GGML}
+    tensors = {key: gguf[key] for key in encoded.values()}
+    return Others(tensors, {name: WeightSources((name,), [(key, None)], None) for name, key in encoded.items()}, frozenset())
 
 
 def _passed_over(
@@ -222,8 +239,7 @@ def locate_tensor(model: Any, headers: Sequence[SafetensorsHeader], name: str) -
     return None
 
 
-def _safetensors_only(model: Any, files: Iterable[str | Path] | None) -> list[Path]:
-    paths = [Path(file) for file in files or ()]
+def _safetensors_only(model: Any, paths: list[Path]) -> list[Path]:
     other = [path.name for path in paths if path.suffix != ".safetensors"]
     if other or not paths:
         raise UnsupportedModelError(

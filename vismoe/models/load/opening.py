@@ -305,7 +305,7 @@ def _open_store(
         asked if settings.pair is None else ",".join(format for format in settings.pair.resident if format is not Format.RAW)
     )
     in_place = f"{' and '.join(encodings_of(source.inventory)) or 'raw'}, in place from the checkpoint"
-    folder = find_store(source.paths[0].parent) if settings.store is None else None
+    folder = find_store(source.paths[0].parent) if settings.store is None and settings.gguf is None else None
     if settings.store not in (None, NO_STORE):
         folder = Path(settings.store).expanduser()
         if not formats_in(folder):

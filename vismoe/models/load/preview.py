@@ -21,6 +21,7 @@ from vismoe.machine.hardware import probe
 from vismoe.models.family.checkpoint_files import (
     check_json_files,
     config_file,
+    demo_model,
     first_line,
     read_json,
     reading_checkpoint,
@@ -33,6 +34,7 @@ from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.backbone import linears_of
 from vismoe.models.load.configured import as_configured
 from vismoe.models.load.embeddings import table_bytes, table_of
+from vismoe.models.load.gguf import with_gguf
 from vismoe.models.load.locate import inventory_of, locate, locate_experts
 from vismoe.models.load.opening import arrange_experts, needs_of, open_experts, with_experts
 from vismoe.models.load.reading import settle_reading
@@ -49,19 +51,21 @@ COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def preview(
-    model: str | Path,
+    model: str | Path | None,
     settings: Settings,
     *,
     device: str | None = None,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
 ) -> Plan:
-    """The plan that loading `model` with these settings would follow.
+    """The plan that loading `model` (None: the bundled demo model) with these settings would follow.
 
     Raises BudgetError, UnsupportedModelError or CheckpointError, as loading would.
     """
+    model, settings = with_gguf(model, settings)
+    model = model if model is not None else demo_model()
     with reading_checkpoint(model):
-        described, files = describe(model, revision=revision, dtype=dtype)
+        described, files = describe(model, revision=revision, dtype=dtype, gguf=settings.gguf)
         return _preview(described, files, settings, device)
 
 
@@ -94,9 +98,9 @@ def configured_inventory(described: PreTrainedModel) -> ExpertInventory:
 
 
 def describe(
-    model: str | Path, *, revision: str | None = None, dtype: str | torch.dtype = "auto"
+    model: str | Path, *, revision: str | None = None, dtype: str | torch.dtype = "auto", gguf: str | Path | None = None
 ) -> tuple[PreTrainedModel, list[Path]]:
-    """(the model on the meta device, its safetensors files); no files where a hub model is not on this machine."""
+    """(the model on the meta device, its safetensors files, or `gguf`); no files where a hub model is not on this machine."""
     config = read_config(model, revision=revision)
     with reading_checkpoint(model):
         cls = model_class(config)
@@ -105,7 +109,7 @@ def describe(
         adapt(described)
     refuse_unsupported(described)
     refuse_routing(described)
-    return described.eval(), checkpoint_files(model, revision=revision)
+    return described.eval(), checkpoint_files(model, revision=revision) if gguf is None else [Path(gguf)]
 
 
 def read_config(model: str | Path, *, revision: str | None = None) -> PreTrainedConfig:
@@ -148,8 +152,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[Path]:
-    """The safetensors files of a folder, or of a hub model when all are on this machine; only an index is ever downloaded."""
+def checkpoint_files(model: str | Path, *, revision: str | None = None, partly: bool = False) -> list[Path]:
+    """The safetensors files of a folder, or of a hub model when all are on this machine; only an index is ever downloaded.
+
+    `partly`: those that are here, however many.
+    """
     where: dict[str, Any] = {"revision": revision or "main", "_raise_exceptions_for_missing_entries": False}
     local = Path(model).is_dir()
     index = cached_file(str(model), SAFE_WEIGHTS_INDEX_NAME, **where, _raise_exceptions_for_connection_errors=False)
@@ -157,8 +164,8 @@ def checkpoint_files(model: str | Path, *, revision: str | None = None) -> list[
     if index is not None:
         names = weight_files(Path(index))
     found = [cached_file(str(model), name, **where, local_files_only=True) for name in names]
-    if all(found):
-        return [Path(file) for file in found]
+    if all(found) or partly:
+        return [Path(file) for file in found if file]
     if local and (index is not None or any(found)):
         missing = [name for name, file in zip(names, found, strict=True) if not file]
         first = f"{model} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}"

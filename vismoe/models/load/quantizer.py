@@ -22,6 +22,7 @@ from vismoe.machine.hardware import torch_device
 from vismoe.models.family.checkpoint_files import refuse_routing
 from vismoe.models.family.families import refuse_unsupported, unmark_quantized
 from vismoe.models.load.embeddings import leave_on_disk, table_of
+from vismoe.models.load.gguf import loaded_weights
 from vismoe.models.load.opening import open_model
 from vismoe.models.load.runtime import build
 from vismoe.models.load.stripping import own_memory, strip_experts
@@ -88,12 +89,22 @@ class VisMoEQuantizer(HfQuantizer):
         refuse_unsupported(model)
         refuse_routing(model)
         device = _one_device(device_map)
+        weights = loaded_weights()
+        if settings.gguf is not None:
+            if weights is None:
+                raise ConfigError(
+                    f"gguf={settings.gguf!r}: from_pretrained reads no GGUF file. Fix: vismoe.load(MODEL, gguf=FILE)"
+                )
+            model.config.name_or_path = weights.name
+            checkpoint_files = [settings.gguf]
         self._configuration = configuration = open_model(model, checkpoint_files, settings, device)
         weakref.finalize(model, configuration.close)  # also when loading fails later
         if configuration.reading.embeddings_on_disk and (table := table_of(model, configuration.source.headers)):
             weakref.finalize(model, leave_on_disk(model, table).close)
         strip_experts(model)
         configuration.backbone.strip(model)
+        if weights is not None:
+            weights.fill(model)
         model.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

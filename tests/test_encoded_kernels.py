@@ -14,6 +14,7 @@ from vismoe.errors import ConfigError
 from vismoe.formats.encodings import ENCODINGS, Ggml
 from vismoe.kernels import cpu, relay
 from vismoe.kernels.gpu.experts import GpuKernel
+from vismoe.kernels.restore import restore
 from vismoe.types import Format
 
 ONCE = [name for name in ENCODINGS if name not in ("awq", "gptq")]  # these lie as w4 does
@@ -218,3 +219,23 @@ def test_codes_of_awq_and_gptq_are_laid_as_rows_of_outputs(inputs, words):
         for wrong in (into[:, :-1], into.int(), into.T):
             with pytest.raises(AssertionError):
                 call(qweight, wrong)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_weights_are_restored_bit_for_bit_as_with_torch(isa, encoding):
+    """Random bytes: codes and scales of every kind, numbers that are not finite among them; [out, in] and [in, out]."""
+    seeded(5)
+    kind = ENCODINGS[encoding]
+    for inputs in (WHOLE.get(encoding, 32) * 3, 512):
+        parts = random_parts(kind, 70, inputs)
+        if isinstance(kind, Ggml) or encoding == "fp8":
+            parts["codes"] = torch.randint(256, parts["codes"].shape, dtype=torch.uint8)
+        for dtype in DTYPES:
+            expected, found = torch.empty(2, 70, inputs, dtype=dtype)
+            transposed = torch.empty(inputs, 70, dtype=dtype)
+            kind.restored(parts, inputs, expected)
+            restore(kind, parts, found)
+            restore(kind, parts, transposed.T)
+            for made in (found, transposed.T):
+                assert torch.equal(made.isnan(), expected.isnan())
+                assert torch.equal(made.nan_to_num(7.0), expected.nan_to_num(7.0))

@@ -88,4 +88,7 @@ class Encoded(Codec):
                 continue
             into, parts = into.T if section.name in self.transposed else into, matrix.parts(stored)
             for rows in row_blocks(into):
-                matrix.encoding.restored({name: part[rows] for name, part in parts.items()}, into.shape[1], into[rows])
+                self._restored(matrix.encoding, {name: part[rows] for name, part in parts.items()}, into[rows])
+
+    def _restored(self, encoding: Encoding, parts: Mapping[str, Tensor], into: Tensor) -> None:
+        encoding.restored(parts, into.shape[1], into)

@@ -6,10 +6,10 @@ import torch
 
 from vismoe.errors import ConfigError
 from vismoe.formats.codec import Codec
-from vismoe.formats.encoded import Encoded
 from vismoe.formats.raw import Raw
 from vismoe.kernels.affine import FastAffine
 from vismoe.kernels.lossless import FastLossless
+from vismoe.kernels.restore import FastEncoded
 from vismoe.types import ExpertInventory, Format, RecordLayout
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -22,7 +22,7 @@ def codecs_of(format: Format, inventory: ExpertInventory, transposed: Sequence[f
     """
     names = transposed or [frozenset[str]()] * len(inventory.raw_layouts)
     if format is Format.RAW and inventory.own_layouts:
-        return tuple(map(Encoded, inventory.raw_layouts, inventory.own_layouts, names))
+        return tuple(map(FastEncoded, inventory.raw_layouts, inventory.own_layouts, names))
     return tuple(codec_of(format, raw, stored) for raw, stored in zip(inventory.raw_layouts, names, strict=True))
 
 

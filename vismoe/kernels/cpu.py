@@ -221,7 +221,7 @@ class ExpertKernel:
             out.data_ptr(),
             adding,
         )
-        _refuse(failed)
+        refuse(failed)
 
 
 def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, threads: int, isa: Isa) -> int:
@@ -277,7 +277,7 @@ def combine(parts: Tensor, tokens: np.ndarray, out: Tensor) -> None:
     if out.numel() == 0:
         return
     places = (parts.data_ptr(), tokens.ctypes.data)
-    _refuse(_combine()(*places, pairs, columns, out.data_ptr(), DTYPES.index(out.dtype), out.shape[0]))
+    refuse(_combine()(*places, pairs, columns, out.data_ptr(), DTYPES.index(out.dtype), out.shape[0]))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -313,20 +313,25 @@ def why_no_linear(encoding: Encoding, parts: Mapping[str, Tensor], inputs: int) 
 def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None) -> Tensor:
     setup()
     x, rows = x.contiguous(), parts["codes"].shape[0]
-    base = min(part.data_ptr() for part in (*parts.values(), *([] if bias is None else [bias])))
     _check_rows(x, x.shape[0], inputs, DTYPES)
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
     if out.numel() == 0:
         return out
     assert bias is None or (bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu"), bias.shape
+    matrix, base = matrix_of(kind, parts, inputs, bias)
+    refuse(_linear()(ctypes.byref(matrix), base, x.data_ptr(), DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
+    return out
+
+
+def matrix_of(kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None = None) -> tuple[_Matrix, int]:
+    """(a weight `[out, inputs]` whose parts may lie anywhere, the address from which its places count). Raises ConfigError."""
+    base, rows = min(part.data_ptr() for part in (*parts.values(), *([] if bias is None else [bias]))), parts["codes"].shape[0]
     places = {name: Part(part.data_ptr() - base, tuple(part.shape), part.dtype) for name, part in parts.items()}
     bias_place = None if bias is None else Part(bias.data_ptr() - base, (rows,), bias.dtype)
     found = of_parts(kind, places, rows, inputs, bias_place)
     if isinstance(found, str):
         raise ConfigError(f"a linear in {kind} has no fast kernel: {found}. Fix: --kernels torch")
-    matrix = _Matrix.of(found)
-    _refuse(_linear()(ctypes.byref(matrix), base, x.data_ptr(), DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
-    return out
+    return _Matrix.of(found), base
 
 
 # ------------------------------------------------------------------ checks of arguments
@@ -339,6 +344,6 @@ def _check_rows(tensor: Tensor, rows: int, columns: int, dtypes: Sequence[torch.
     assert tensor.dtype in dtypes and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
 
 
-def _refuse(failed: int) -> None:
+def refuse(failed: int) -> None:
     if failed:
         raise BudgetError("the CPU kernels got no memory for their workspace, or no threads", "fewer tokens at a time")

@@ -22,7 +22,7 @@ import torch
 
 from vismoe.config import format_bytes
 from vismoe.errors import CheckpointError, ConfigError
-from vismoe.formats.encoded import Encoded
+from vismoe.kernels.restore import FastEncoded
 from vismoe.machine.disk import nearest_folder
 from vismoe.machine.hardware import cores
 from vismoe.pools.malloc import return_large_blocks
@@ -186,7 +186,7 @@ def _encode(source: CheckpointStore, contents: Contents, expert: ExpertId) -> np
     record = torch.zeros(codec.raw.record_bytes, dtype=torch.uint8)  # zeros, because gaps are stored too
     if source.inventory.own_layouts:
         geometry = contents.layers[expert.layer].geometry
-        own = Encoded(codec.raw, source.inventory.own_layouts[geometry], contents.transposed[geometry])
+        own = FastEncoded(codec.raw, source.inventory.own_layouts[geometry], contents.transposed[geometry])
         in_place = torch.empty(own.slab.record_bytes, dtype=torch.uint8)
         source.read(expert, in_place)
         own.restore(in_place, record)

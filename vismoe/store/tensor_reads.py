@@ -7,7 +7,7 @@ file, and of float32 values.
 import torch
 from torch import Tensor
 
-from vismoe.formats.encodings import restore_in_pieces
+from vismoe.kernels.restore import restore as restore_matrix
 from vismoe.store.arrangement import SAME
 from vismoe.store.files import OpenFiles
 from vismoe.store.tensors import EncodedTensor, TensorPart
@@ -57,4 +57,4 @@ def restore(files: OpenFiles, tensor: EncodedTensor, into: Tensor) -> None:
             restore(files, tensor.row(index), into[index])
         return
     parts = {name: read_part(files, part) for name, part in tensor.parts.items()}
-    restore_in_pieces(tensor.encoding, parts, into)
+    restore_matrix(tensor.encoding, parts, into)

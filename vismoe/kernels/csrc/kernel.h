@@ -684,13 +684,13 @@ void restore_row(const Matrix& m, const std::uint8_t* record, std::size_t row, c
         std::memcpy(rest, unit, row_bytes - at);
         unit = rest;
       }
-      unpack<E>(unit, static_cast<std::uint8_t*>(scratch.codes));
+      if constexpr (E != kFp8) unpack<E>(unit, static_cast<std::uint8_t*>(scratch.codes));
       for (std::size_t i = 0; i < kInputs; i += kStep) {
         const float scale = scales[(first + i) / kStep], minimum = minima[(first + i) / kStep];
         float* to = values + first + i;
         for (std::size_t k = 0; k < kStep; k++) {
           float code;
-          if constexpr (E == kFp8) code = 256.0f * from_fp16(static_cast<const std::uint16_t*>(scratch.codes)[i + k]);
+          if constexpr (E == kFp8) code = from_e4m3(unit[i + k]);
           else code = static_cast<const std::int8_t*>(scratch.codes)[i + k];
           to[k] = !affine ? code * scale : kZeros ? (code + minimum) * scale : code * scale + minimum;
         }
@@ -712,7 +712,7 @@ void restore(const Matrix& m, const std::uint8_t* record, std::size_t begin, std
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
   for (std::size_t row = begin; row < end; row++) {
     restore_as<S>(m, record, row, scratch, scratch.tile, std::make_index_sequence<kEncodings>());
-    if (via != kFp32) {
+    if (via != kFp32 && via != dtype) {
       std::uint16_t* rounded = static_cast<std::uint16_t*>(scratch.codes);
       write(rounded, via, 0, scratch.tile, inputs);
       for (std::size_t i = 0; i < inputs; i++) scratch.tile[i] = value_at(rounded, via, i);

@@ -75,7 +75,7 @@ def locate(
     paths = [Path(file) for file in checkpoint_files or ()]
     if paths and paths[0].suffix == GGUF:
         gguf, raw = GgufTensors.open(paths[0]), inventory_of(model, dtype)
-        inventory, locators = _as_stored(raw, expert_rows(model, gguf, raw))
+        inventory, locators = _as_stored(raw, expert_rows(model, gguf, raw), transposed_sections(model, raw))
         return CheckpointStore(gguf.headers, inventory, locators), _others_in_gguf(model, gguf)
     headers = [read_header(path) for path in _safetensors_only(model, paths)]
     config_json = config_of(headers)

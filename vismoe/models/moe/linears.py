@@ -3,8 +3,8 @@
 A product with a handful of rows reads every weight once and computes little, so memory speed bounds it; the expert kernels come
 closer to that speed than torch's. The change is a `forward` on the module object.
 
-Layers that a quantised checkpoint encodes stay encoded, as modules of their own, and the kernels compute them for any number of
-rows.
+Layers that a quantised checkpoint encodes stay encoded, as modules of their own. For more rows their weights are restored, piece
+by piece, and torch computes: its products of many rows use what the processor has for matrices (AMX), and ours do not.
 """
 
 import weakref
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from vismoe.formats.encodings import Encoding, restore_in_pieces
+from vismoe.formats.encodings import Encoding
 from vismoe.kernels import cpu
+from vismoe.kernels.restore import restore
 from vismoe.models.family.components import is_vision
 
 MOST_ROWS = 16
+PIECE_WEIGHTS = 2**23  # of an encoded layer that are restored at once
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -88,7 +90,7 @@ class EncodedLinear(nn.Module):
         """The weight in the model's type, made anew."""
         weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.codes.device)
         if weight.device.type != "meta":
-            restore_in_pieces(self.encoding, self.parts, weight)
+            restore(self.encoding, self.parts, weight)
         return weight
 
     @property
@@ -96,13 +98,28 @@ class EncodedLinear(nn.Module):
         return EncodedWeight(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type == "meta":
+        count = x.numel() // self.in_features
+        if x.device.type == "meta":  # what is held is measured
+            _restored = x.new_empty(self._piece_outputs, self.in_features) if count > MOST_ROWS else None
             return x.new_empty(*x.shape[:-1], self.out_features)
         if torch.is_grad_enabled() and x.requires_grad:
             return nn.functional.linear(x, self.restored(), self.bias)
-        rows = x.reshape(-1, self.in_features)
-        out = cpu.encoded_linear(rows, self.encoding, self.parts, self.in_features, self.bias)
+        rows, parts = x.reshape(count, self.in_features), self.parts
+        if count <= MOST_ROWS:
+            return cpu.encoded_linear(rows, self.encoding, parts, self.in_features, self.bias).view(*x.shape[:-1], -1)
+        out = x.new_empty(count, self.out_features)
+        weight = torch.empty(self._piece_outputs, self.in_features, dtype=x.dtype)
+        for first in range(0, self.out_features, len(weight)):
+            outputs = slice(first, min(first + len(weight), self.out_features))
+            piece = weight[: outputs.stop - first]
+            restore(self.encoding, {name: part[outputs] for name, part in parts.items()}, piece)
+            out[:, outputs] = nn.functional.linear(rows, piece, None if self.bias is None else self.bias[outputs])
         return out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def _piece_outputs(self) -> int:
+        """Outputs whose weights are restored at once: a bound of memory that costs torch no speed."""
+        return max(1, min(self.out_features, PIECE_WEIGHTS // self.in_features))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.encoding.name}"

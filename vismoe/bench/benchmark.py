@@ -14,7 +14,7 @@ from typing import Any
 from vismoe.bench.control import measure_control
 from vismoe.bench.environment import ceilings_of, commit
 from vismoe.bench.fairness import Entry, FairConditions, does_not_fit, labels, refusals
-from vismoe.bench.job import IN_PLACE, OURS, Contestant, Job, contestants_of
+from vismoe.bench.job import GGUF_TYPES, IN_PLACE, OURS, Contestant, Job, contestants_of
 from vismoe.bench.limits import Groups, imports_bytes
 from vismoe.bench.prompt import picture_tokens, random_ids
 from vismoe.bench.report import Work, ceilings_json, observed, summary, warnings
@@ -158,8 +158,9 @@ def _refuse_impossible(order: BenchOptions, contestants: Sequence[Contestant]) -
 
 
 def _gguf_types(contestants: Sequence[Contestant]) -> list[str]:
-    """The types of experts with which llama.cpp runs, if it takes part."""
-    return list(dict.fromkeys(one.expert_type for one in contestants if one.package == "llama_cpp"))
+    """The types of experts in the GGUF files that contestants read."""
+    reading = (one for one in contestants if one.package == "llama_cpp" or one.format in GGUF_TYPES)
+    return list(dict.fromkeys(one.expert_type for one in reading))
 
 
 def _subject(order: BenchOptions, contestants: Sequence[Contestant]) -> tuple[Subject, list[Store]]:
@@ -235,12 +236,17 @@ def _settings(one: Contestant, settings: dict[str, Any], order: BenchOptions, su
     """The settings of a VisMoE contestant. Packed experts of a generated checkpoint are in a folder that settings must name."""
     kernels = one.kernels or next(iter(order.kernels), None)
     found = {**settings, **({"kernels": kernels} if kernels else {}), **({"format": one.setting} if order.formats else {})}
+    if one.format in GGUF_TYPES:
+        file = gguf_file(subject, one.format)
+        return {**found, "gguf": str(file)} if file.exists() else {**found, "format": "int8" if one.format == "q8_0" else "int4"}
     return {**found, "store": str(store_folder(subject))} if _is_packed(one, order) else found
 
 
 def _is_packed(one: Contestant, order: BenchOptions) -> bool:
     """Whether it is a VisMoE contestant that reads the store which benchmarks create."""
-    return one.is_ours and one.format != IN_PLACE and order.geometry is not None and "store" not in order.settings
+    return (
+        one.is_ours and one.format not in (IN_PLACE, *GGUF_TYPES) and order.geometry is not None and "store" not in order.settings
+    )
 
 
 def _plan(order: BenchOptions, subject: Subject, settings: dict[str, Any], device: str) -> Plan:
@@ -280,6 +286,8 @@ def _job_of(one: Contestant, job: Job, order: BenchOptions, subject: Subject) ->
         offload = str(order.folder / f"offload-{os.getpid()}") if one.package == "accelerate" else None
         return replace(job, way=one.way, settings={}, offload_folder=offload)
     settings = _settings(one, job.settings, order, subject)
+    if "gguf" in settings:
+        return replace(job, settings=settings, files=(settings["gguf"],))
     return replace(job, settings=settings, files=(*job.files, *_store_files(subject, settings)))
 
 

@@ -18,11 +18,12 @@ from transformers import GenerationConfig, LogitsProcessorList
 from vismoe.bench.job import LOGITS, OURS, WARM, BenchRequest, Job
 from vismoe.bench.process import difference, disk_bytes
 from vismoe.bench.prompt import model_inputs
-from vismoe.config import ENGINE_DEFAULTS
+from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.machine.hardware import host_memory
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.inputs.prompts import VISION_TOWERS
+from vismoe.models.load.gguf import GgufWeights, load_gguf
 from vismoe.models.load.preview import model_class, read_config, torch_dtype
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
@@ -153,9 +154,16 @@ def _loaded(job: Job, **options: Any) -> Any:
 
 def load_vismoe(job: Job) -> VisMoERunner:
     """VisMoE, with the settings of the job."""
-    settings = {**ENGINE_DEFAULTS, **job.settings}
-    place = job.device if job.device != "cpu" else None
-    model = _loaded(job, device_map=place, quantization_config=VisMoEConfig(**settings))
+    settings = Settings.of(**{**ENGINE_DEFAULTS, **job.settings})
+    options = dict(
+        device_map=job.device if job.device != "cpu" else None, quantization_config=VisMoEConfig(**dataclasses.asdict(settings))
+    )
+    if settings.gguf is None:
+        model = _loaded(job, **options)
+    else:
+        config = read_config(job.model, revision=job.revision)
+        weights = GgufWeights(job.model, config, settings, [])
+        model = load_gguf(weights, model_class(config), torch_dtype(config, job.dtype), job.revision, **options)
     runtime = runtime_of(model)
     notes = {"backends": runtime.backends, "plan": runtime.plan.to_json(), "settings": job.settings}
     return VisMoERunner(job, model, notes)

@@ -6,12 +6,15 @@ by tensor; memory is bounded by two experts or the largest rearranged tensor. Vi
 them in another file. The tokenizer inside is a dummy of the right size, since benchmarks use token ids.
 """
 
+import ctypes
+import importlib.util
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -30,6 +33,7 @@ from vismoe.types import ExpertId, MoELayer
 ROUTERS_AND_CONVOLUTIONS = re.compile(r"ffn_gate_inp|ssm_conv1d")  # matrices that llama.cpp needs in F32
 EXPERTS = re.compile(r"_exps\.weight$")
 PIECE_BYTES = 2**23
+FILE_TYPES = {"Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S"}  # by the type of the experts
 BYTE_TOKENS = 256  # after <unk>, <s> and </s>
 
 
@@ -67,7 +71,7 @@ def is_float32(name: str, dimensions: int) -> bool:
 
 def write_gguf(folder: str | Path, file: str | Path, *, experts: str = "bf16", progress: bool = True) -> None:
     """Write the bf16 checkpoint in `folder` as the GGUF file `file`, which is replaced only when the new one is complete.
-    `experts` is the type of the routed experts' matrices: bf16, q8_0 or q4_0.
+    `experts` is the type of the routed experts' matrices: bf16, q8_0 or q4_0; with llama-cpp-python also q4_k and its kin.
 
     Raises ConfigError without the package gguf or if the disk is too small, UnsupportedModelError for a model that `gguf_refusal`
     refuses or whose rows are not whole blocks, CheckpointError for a checkpoint that cannot be read or is not in bf16.
@@ -153,7 +157,7 @@ class _Conversion:
         sizes = dict(experts=first.num_experts, top_k=first.top_k, expert_width=width)
         for key, value in metadata(self.architecture, self.model.config, **sizes).items():
             _add(self.writer, f"{self.architecture.name}.{key}", value)
-        self.writer.add_file_type(self.gguf.LlamaFileType[f"MOSTLY_{self.experts.name}"])
+        self.writer.add_file_type(self.gguf.LlamaFileType[FILE_TYPES.get(self.experts.name, f"MOSTLY_{self.experts.name}")])
         self._add_tokenizer()
         for name, shape in self.shapes.items():
             self.writer.add_tensor_info(name, shape, None, self._nbytes(name), self._kind(name))
@@ -213,7 +217,7 @@ class _Conversion:
         if kind in (kinds.F32, kinds.BF16):
             values = tensor.to(torch.float32 if kind is kinds.F32 else torch.bfloat16).contiguous().view(torch.uint8).numpy()
         else:
-            values = self.gguf.quants.quantize(tensor.float().numpy(), kind)
+            values = _quantized(tensor.float().contiguous().numpy(), kind, self.gguf)
         self.file.seek(self.starts[name] + row * values.nbytes)
         self.file.write(values.data)
         bar.update(values.nbytes)
@@ -253,6 +257,32 @@ class _Conversion:
 
     def _padded(self, nbytes: int) -> int:
         return self.writer.ggml_pad(nbytes, self.writer.data_alignment)
+
+
+def _quantized(weights: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
+    """float32 `[n, i]` -> blocks uint8 `[n, row_bytes]`: by gguf-py, and by llama.cpp's own library where gguf-py cannot.
+
+    Raises ConfigError without that library.
+    """
+    try:
+        return gguf.quants.quantize(weights, kind)
+    except NotImplementedError:
+        pass
+    library = importlib.util.find_spec("llama_cpp")
+    files = sorted(Path(library.submodule_search_locations[0]).glob("lib/libggml-base.*")) if library else []  # type: ignore[index]
+    if not files:
+        raise ConfigError(
+            f"blocks of {kind.name.lower()} are made by llama.cpp's library, which is not here. Fix: pip install llama-cpp-python"
+        )
+    quantize = ctypes.CDLL(str(files[0])).ggml_quantize_chunk
+    quantize.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    quantize.restype = ctypes.c_size_t
+    rows, width = weights.reshape(-1, weights.shape[-1]).shape
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.empty((rows, width // block * block_bytes), dtype=np.uint8)
+    written = quantize(kind.value, weights.ctypes.data, blocks.ctypes.data, 0, rows, width, None)
+    assert written == blocks.nbytes, (written, blocks.nbytes)
+    return blocks.reshape(*weights.shape[:-1], -1)
 
 
 def _split(name: str, tensor: torch.Tensor, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

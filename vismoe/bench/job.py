@@ -47,8 +47,10 @@ BASELINES = tuple(dict.fromkeys(way.baseline for way in PROGRAMS.values() if way
 INSTALL = {"llama_cpp": "llama-cpp-python"}
 EXACT = "exact"  # the precision of formats that keep every bit
 IN_PLACE, PACKED = "raw", "packed"  # raw from the checkpoint, and from a store
+GGUF_TYPES = ("q8_0", "q4_k", "q4_0")  # both read the same file: VisMoE, too, takes the experts as they lie there
 PARTNERS = {"raw": "bf16", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's types; its two-bit types differ too much from int2
-BITS_PER_WEIGHT = {"int8": 8.25, "int4": 4.25, "int2": 2.5, "q8_0": 8.5, "q4_0": 4.5}  # scales included
+PARTNERS |= {kind: kind for kind in GGUF_TYPES}
+BITS_PER_WEIGHT = {"int8": 8.25, "int4": 4.25, "int2": 2.5, "q8_0": 8.5, "q4_k": 4.5, "q4_0": 4.5}  # scales included
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Contestant:
     """One row of a comparison."""
 
     way: str
-    format: str = IN_PLACE  # of the experts, or PACKED; llama.cpp uses the partner type
+    format: str = IN_PLACE  # of the experts, PACKED, or a type of GGUF files; llama.cpp uses the partner type
     kernels: str | None = None  # VisMoE's kernels, if several are compared
 
     @property
@@ -80,7 +82,7 @@ class Contestant:
     @property
     def setting(self) -> str:
         """The engine's name of the format."""
-        return "raw" if self.format == PACKED else self.format
+        return "raw" if self.format == PACKED else "auto" if self.format in GGUF_TYPES else self.format
 
     @property
     def expert_type(self) -> str:

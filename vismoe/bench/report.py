@@ -18,7 +18,7 @@ STATES = (COLD, WARM)
 REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the others are compared with the first that ran
 LEAST_CORRELATION = {EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2}  # with the reference's logits; another model has none
 PHASES = ("prefill", "decode")
-PRECISIONS = (EXACT, "int8", "int4", "int2")  # in the order of a report
+PRECISIONS = (EXACT, "int8", "q8_0", "int4", "q4_k", "q4_0", "int2")  # in the order of a report
 MOST_CACHED_SHARE = 0.05  # most share of the weight files that may be in the page cache when a cold request begins
 LEAST_READ_SHARE = 0.5  # least share of the prompt's weights that a cold request must read from storage
 

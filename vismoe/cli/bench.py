@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vismoe import flags
 from vismoe.bench.geometry import GEOMETRIES
-from vismoe.bench.job import IN_PLACE, OURS, PACKED
+from vismoe.bench.job import GGUF_TYPES, IN_PLACE, OURS, PACKED
 from vismoe.config import format_bytes
 from vismoe.errors import InputError
 
@@ -58,10 +58,11 @@ def bench_arguments(parser: ArgumentParser) -> None:
         "--formats",
         "--format",
         dest="format_list",
-        type=words_of(IN_PLACE, PACKED, "lossless", "int8", "int4", "int2"),
+        type=words_of(IN_PLACE, PACKED, "lossless", "int8", "int4", "int2", *GGUF_TYPES),
         default=[],
         metavar="LIST",
-        help="formats of the experts: raw (in place), packed (raw, from a store), lossless, int8, int4, int2",
+        help="formats of the experts: raw (in place), packed (raw, from a store), lossless, int8, int4, int2; "
+        f"{', '.join(GGUF_TYPES)}: from the GGUF file that llama.cpp reads",
     )
     group.add_argument(
         "--kernels",

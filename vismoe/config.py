@@ -151,7 +151,9 @@ class Settings:
         "exact", "what decides formats at run time: hotness (DynaExq), importance (DyMoE), both; exact: they are fixed"
     )
     formats: Pair = option(
-        "4/2", "the two formats a policy moves experts between, e.g. 16/4, 4/2, own/4 (own: as the checkpoint has them), 4/0 (0: skip)", "HIGH/LOW"
+        "4/2",
+        "the two formats a policy moves experts between: 16/4, 4/2, own/4 (the checkpoint's own), 4/0 (0: skip)",
+        "HIGH/LOW",
     )
     retention: Retention = option(
         0.75, "importance: mean share of the demanded experts that get the better format, 0.5 to 1", "SHARE"

@@ -31,6 +31,7 @@ from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
 from vismoe.machine.hardware import torch_device
 from vismoe.metrics import Metrics
 from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, reading_checkpoint, refuse_unfit
+from vismoe.models.family.families import without_quantization
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
 from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
@@ -66,7 +67,7 @@ def load(
     model, chosen = with_gguf(model, Settings.of(**{**ENGINE_DEFAULTS, **settings}))
     name = str(folder_or_name(model if model is not None else demo_model()))
     place = str(torch_device(device))
-    config = read_config(name, revision=revision)
+    config = without_quantization(read_config(name, revision=revision))
     with reading_checkpoint(name):
         refuse_own_loop(model_class(config), name)
     with reading_checkpoint(name):
@@ -82,7 +83,9 @@ def load(
             loaded, found = load_gguf(weights, model_class(config), torch_dtype(config, dtype), revision, **options)
         else:
             kind = dtype if isinstance(dtype, str) and dtype == "auto" else torch_dtype(config, dtype)
-            loaded, found = model_class(config).from_pretrained(name, revision=revision or "main", dtype=kind, **options)
+            loaded, found = model_class(config).from_pretrained(
+                name, config=config, revision=revision or "main", dtype=kind, **options
+            )
         refuse_unfit(found, name)
         return Engine(loaded.eval(), PromptBuilder.of(loaded, name, revision), name, chosen)
 

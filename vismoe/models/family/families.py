@@ -4,6 +4,7 @@ Experts are found through transformers' experts interface (the attributes that i
 that differ need a row here. A model whose experts VisMoE cannot page is refused, never run silently without VisMoE.
 """
 
+import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,15 @@ def unmark_quantized(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_is_quantized"):
             del config._is_quantized
+
+
+def without_quantization(config: Any) -> Any:
+    """A copy of a model's configuration that does not say how its checkpoint is quantised: the tensors say it, and transformers
+    would warn of methods that it does not know."""
+    config = copy.deepcopy(config)
+    for part in configs(config):
+        vars(part).pop("quantization_config", None)
+    return config
 
 
 def refuse_unsupported(model: nn.Module) -> None:

@@ -188,7 +188,7 @@ def with_gguf(model: str | Path | None, settings: Settings) -> tuple[str | Path 
     """(the model whose configuration and tokenizer are used, settings that name the GGUF file): without a model, or with a
     `.gguf` file in its place, the one that the file names. Raises ConfigError or CheckpointError."""
     gguf, mmproj = (str(Path(file).expanduser()) if file else None for file in (settings.gguf, settings.mmproj))
-    if model is not None and str(model).endswith(GGUF):
+    if isinstance(model, str | Path) and str(model).endswith(GGUF):
         if gguf is not None:
             raise ConfigError(f"two GGUF files: {model} as the model, and gguf={gguf!r}. Fix: {FIX}, with the model's name")
         gguf, model = str(Path(model).expanduser()), None

@@ -72,8 +72,13 @@ class Experts:
     policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of hot experts
 
     @property
-    def formats(self) -> tuple[str, ...]:
-        """What slabs hold, for people, the more precise format first."""
+    def formats(self) -> tuple[Format, ...]:
+        """What slabs hold, the more precise format first."""
+        return tuple(codecs[0].format for codecs in self.codecs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The same for people: of a quantised checkpoint, its own encodings."""
         return tuple("+".join(dict.fromkeys(name for codec in codecs for name in codec.names)) for codecs in self.codecs)
 
     @property

@@ -86,7 +86,7 @@ class Runtime:
     @property
     def format_names(self) -> tuple[str, ...]:
         """The formats that slabs hold, by precision."""
-        return self.configuration.experts.formats
+        return self.configuration.experts.names
 
     @property
     def pruner(self) -> VisualPruner | None:

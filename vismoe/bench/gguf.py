@@ -11,6 +11,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ from vismoe.bench.checkpoint import refuse_small_disk
 from vismoe.bench.llama_cpp import ARCHITECTURES, Architecture, Tensors, metadata
 from vismoe.bench.weights import LAYER
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from vismoe.machine.hardware import cores
 from vismoe.models.load.locate import locate_experts
 from vismoe.models.load.preview import describe
 from vismoe.store.checkpoint import CheckpointStore
@@ -280,7 +282,14 @@ def _quantized(weights: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
     rows, width = weights.reshape(-1, weights.shape[-1]).shape
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.empty((rows, width // block * block_bytes), dtype=np.uint8)
-    written = quantize(kind.value, weights.ctypes.data, blocks.ctypes.data, 0, rows, width, None)
+    each = -(-rows // cores())
+
+    def fill(first: int) -> int:
+        count = min(each, rows - first)
+        return quantize(kind.value, weights.ctypes.data, blocks.ctypes.data, first * width, count, width, None)
+
+    with ThreadPoolExecutor(cores()) as pool:
+        written = sum(pool.map(fill, range(0, rows, each)))
     assert written == blocks.nbytes, (written, blocks.nbytes)
     return blocks.reshape(*weights.shape[:-1], -1)
 

@@ -16,7 +16,10 @@ from vismoe.types import ExpertInventory
 
 STATES = (COLD, WARM)
 REFERENCES = ("transformers-eager", "transformers", "accelerate", OURS)  # the others are compared with the first that ran
-LEAST_CORRELATION = {EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2}  # with the reference's logits; another model has none
+LEAST_CORRELATION = {  # with the reference's logits; another model has none
+    **{EXACT: 0.9, "int8": 0.9, "int4": 0.8, "int2": 0.2},
+    **{"q8_0": 0.9, "q4_k": 0.8, "q4_0": 0.8},
+}
 PHASES = ("prefill", "decode")
 PRECISIONS = (EXACT, "int8", "q8_0", "int4", "q4_k", "q4_0", "int2")  # in the order of a report
 MOST_CACHED_SHARE = 0.05  # most share of the weight files that may be in the page cache when a cold request begins

@@ -1,9 +1,12 @@
 """How the bytes of a tensor on disk become a section of a record: as they are, or rearranged on the way."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from vismoe.kernels.relay import relay_awq, relay_gptq
 
 GPTQ_ONES = 0x11111111  # one in each half byte of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each half byte of a word holds; AutoAWQ's gemm version
@@ -129,9 +132,7 @@ class AwqWords(Arrangement):
         return torch.uint8
 
     def copy(self, on_disk: Tensor, into: Tensor) -> None:
-        shifts = torch.tensor([4 * AWQ_ORDER.index(output) for output in range(8)], dtype=torch.int32)
-        codes = ((on_disk[..., None] >> shifts) & 15).flatten(1).to(torch.uint8).T  # [o, i]
-        into.copy_(codes[:, ::2] | (codes[:, 1::2] << 4))
+        _relaid(relay_awq, on_disk, into)
 
     def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
         return into[:, first // 2 : last // 2]
@@ -148,10 +149,17 @@ class GptqWords(Arrangement):
         return torch.uint8
 
     def copy(self, on_disk: Tensor, into: Tensor) -> None:
-        into.unflatten(1, (-1, 4)).copy_(on_disk.T.contiguous().view(torch.uint8).unflatten(1, (-1, 4)))
+        _relaid(relay_gptq, on_disk, into)
 
     def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
         return into[:, 4 * first : 4 * last]
+
+
+def _relaid(relay: Callable[[Tensor, Tensor], None], on_disk: Tensor, into: Tensor) -> None:
+    whole = into if into.is_contiguous() else torch.empty(into.shape, dtype=torch.uint8)
+    relay(on_disk, whole)
+    if whole is not into:
+        into.copy_(whole)
 
 
 SAME, TRANSPOSED, DEINTERLEAVED = Arrangement(), Transposed(), Deinterleaved()

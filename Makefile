@@ -91,14 +91,20 @@ $(BIN)/python:
 		echo "then run make again, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
 	$(PYTHON) -m venv $(VENV)
 
+# scikit-build-core also puts the folder above the checkout on the path of imports, and a clone of triton there would break torch.
+NOTHING_ABOVE = for paths in $(VENV)/lib/python3*/site-packages/_editable_skbc_vismoe.pth; do \
+	grep -vxF "$(abspath ..)" "$$paths" > "$$paths.part"; mv "$$paths.part" "$$paths"; done
+
 $(BASE): pyproject.toml $(NATIVE) | $(BIN)/python
 	@echo "Building and installing vismoe into $(VENV); torch and transformers come along, which takes a minute or several."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@$(NOTHING_ABOVE)
 	@touch $@
 
 $(DEV): pyproject.toml $(NATIVE) | $(BIN)/python
 	@echo "Installing vismoe and what its tests need into $(VENV); torch, transformers, gradio and lmms-eval come along, which takes minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
+	@$(NOTHING_ABOVE)
 	@touch $@ $(BASE)
 
 # torch for CUDA brings Triton along. Without it, the GPU kernels are interpreted and compiled by a Triton beside the environment;

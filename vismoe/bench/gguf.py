@@ -269,7 +269,11 @@ def _quantized(weights: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
     try:
         return gguf.quants.quantize(weights, kind)
     except NotImplementedError:
-        pass
+        return _quantized_by_ggml(weights, kind, gguf.GGML_QUANT_SIZES[kind])
+
+
+def _quantized_by_ggml(weights: np.ndarray, kind: Any, block_sizes: tuple[int, int]) -> np.ndarray:
+    """The same by llama.cpp's own library."""
     library = importlib.util.find_spec("llama_cpp")
     files = sorted(Path(library.submodule_search_locations[0]).glob("lib/libggml-base.*")) if library else []  # type: ignore[index]
     if not files:
@@ -280,7 +284,7 @@ def _quantized(weights: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
     quantize.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
     quantize.restype = ctypes.c_size_t
     rows, width = weights.reshape(-1, weights.shape[-1]).shape
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    block, block_bytes = block_sizes
     blocks = np.empty((rows, width // block * block_bytes), dtype=np.uint8)
     each = -(-rows // cores())
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vismoe.formats.codec import Codec, in_blocks, row_blocks
-from vismoe.formats.encodings import Encoding, Parts
+from vismoe.formats.codec import Codec, in_blocks
+from vismoe.formats.encodings import Encoding, Parts, row_blocks
 from vismoe.types import Format, RecordLayout, Section
 
 LOAD_BYTES = 32  # bytes of codes that a kernel widens at once

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from vismoe.types import BLOCK_BYTES, Format, RecordLayout, aligned
 
-BLOCK_WEIGHTS = 1 << 18  # processed together; smaller blocks cost more calls, larger ones more cache misses
-
 
 class Codec(ABC):
     """One geometry in one format. Unless a format says otherwise, a slab holds the raw record in whole blocks, and what is stored
@@ -68,9 +66,3 @@ class Codec(ABC):
 def in_blocks(layout: RecordLayout) -> RecordLayout:
     """The same sections, the record rounded up to whole blocks."""
     return RecordLayout(layout.sections, aligned(layout.record_bytes, BLOCK_BYTES))
-
-
-def row_blocks(matrix: Tensor) -> list[slice]:
-    """Rows of a matrix `[out, in]` that are processed together, which bounds temporary copies."""
-    rows = max(1, BLOCK_WEIGHTS // max(1, matrix.shape[1]))
-    return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]

@@ -11,8 +11,8 @@ from functools import cached_property
 from torch import Tensor
 
 from vismoe.errors import ConfigError
-from vismoe.formats.codec import Codec, row_blocks
-from vismoe.formats.encodings import ENCODINGS, Encoding
+from vismoe.formats.codec import Codec
+from vismoe.formats.encodings import ENCODINGS, Encoding, restore_in_pieces
 from vismoe.types import ExpertInventory, Format, RecordLayout, Section
 
 PARTS = ("scale", "zero", "factor")  # beside the codes
@@ -86,9 +86,7 @@ class Encoded(Codec):
             if matrix is None:
                 into.copy_(stored[section.name])
                 continue
-            into, parts = into.T if section.name in self.transposed else into, matrix.parts(stored)
-            for rows in row_blocks(into):
-                self._restored(matrix.encoding, {name: part[rows] for name, part in parts.items()}, into[rows])
+            self._restore_matrix(matrix.encoding, matrix.parts(stored), into.T if section.name in self.transposed else into)
 
-    def _restored(self, encoding: Encoding, parts: Mapping[str, Tensor], into: Tensor) -> None:
-        encoding.restored(parts, into.shape[1], into)
+    def _restore_matrix(self, encoding: Encoding, parts: Mapping[str, Tensor], into: Tensor) -> None:
+        restore_in_pieces(encoding, parts, into)

@@ -20,7 +20,7 @@ from vismoe.errors import CheckpointError
 Parts = Mapping[str, Tensor]  # "codes", "scale", "zero", "factor" of one matrix
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 .. 7; 8 .. 15 are their negatives
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's kvalues_iq4nl
-PIECE_WEIGHTS = 2**20  # restored at once, where memory counts
+PIECE_WEIGHTS = 2**18  # processed together; fewer cost more calls, more of them more cache misses and memory
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -136,11 +136,14 @@ class Ggml(Encoding):
 
 def restore_in_pieces(encoding: Encoding, parts: Parts, into: Tensor) -> None:
     """As `Encoding.restored`, with little memory beside the result: some rows at a time."""
-    rows, inputs = into.shape
-    each = max(1, PIECE_WEIGHTS // max(1, inputs))
-    for first in range(0, rows, each):
-        piece = slice(first, first + each)
-        encoding.restored({name: part[piece] for name, part in parts.items()}, inputs, into[piece])
+    for rows in row_blocks(into):
+        encoding.restored({name: part[rows] for name, part in parts.items()}, into.shape[1], into[rows])
+
+
+def row_blocks(matrix: Tensor) -> list[slice]:
+    """Rows of a matrix `[out, in]` that are processed together, which bounds temporary copies."""
+    rows = max(1, PIECE_WEIGHTS // max(1, matrix.shape[1]))
+    return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
 
 # ------------------------------------------------------------------ helpers

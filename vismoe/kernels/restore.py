@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vismoe.formats.encoded import Encoded
-from vismoe.formats.encodings import Encoding, Int4, restore_in_pieces
+from vismoe.formats.encodings import Encoding, Int4, restore_in_pieces, row_blocks
 from vismoe.kernels import cpu
 from vismoe.kernels.library import function
 
@@ -24,15 +24,17 @@ def restore(encoding: Encoding, parts: Mapping[str, Tensor], into: Tensor) -> No
     known = into.dtype in cpu.DTYPES and all(part.is_contiguous() for part in parts.values())
     if not known or into.device.type != "cpu" or cpu.why_no_linear(encoding, parts, into.shape[1]) is not None:
         return restore_in_pieces(encoding, parts, into)
+    if not into.is_contiguous():
+        for rows in row_blocks(into):
+            piece = torch.empty(into[rows].shape, dtype=into.dtype)
+            restore(encoding, {name: part[rows] for name, part in parts.items()}, piece)
+            into[rows] = piece
+        return None
     cpu.setup()
-    target = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype)
     matrix, base = cpu.matrix_of(encoding.name, parts, into.shape[1])
     via = cpu.DTYPES.index(parts["scale"].dtype if isinstance(encoding, Int4) else torch.float32)
-    if target.numel():
-        failed = _restore()(ctypes.byref(matrix), base, via, cpu.DTYPES.index(into.dtype), target.data_ptr())
-        cpu.refuse(failed)
-    if target is not into:
-        into.copy_(target)
+    if into.numel():
+        cpu.refuse(_restore()(ctypes.byref(matrix), base, via, cpu.DTYPES.index(into.dtype), into.data_ptr()))
     return None
 
 
@@ -40,5 +42,5 @@ def restore(encoding: Encoding, parts: Mapping[str, Tensor], into: Tensor) -> No
 class FastEncoded(Encoded):
     """Codec of one geometry as the checkpoint encodes it."""
 
-    def _restored(self, encoding: Encoding, parts: Mapping[str, Tensor], into: Tensor) -> None:
+    def _restore_matrix(self, encoding: Encoding, parts: Mapping[str, Tensor], into: Tensor) -> None:
         restore(encoding, parts, into)

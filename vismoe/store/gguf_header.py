@@ -11,7 +11,6 @@ import math
 import os
 import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ import torch
 from vismoe.errors import CheckpointError
 from vismoe.store.file_state import FileState
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry
+from vismoe.types import aligned
 
 AGAIN = "download or copy the file again"
 MAX_HEADER_BYTES = 2**28  # vocabularies of published models take up to 20 MB
@@ -127,7 +127,7 @@ class _Reader:
         if type(alignment) is not int or not 0 < alignment <= MOST_ALIGNMENT_BYTES or alignment & (alignment - 1):
             raise self._corrupt(f"its alignment is {alignment!r:.50}, not a power of two up to {MOST_ALIGNMENT_BYTES}")
         infos = [self._tensor() for _ in range(tensor_count)]
-        start = position = _padded(self._at, alignment)
+        start = position = aligned(self._at, alignment)
         tensors, types = {}, {}
         for name, shape, kind, nbytes, offset in infos:
             if start + offset != position:
@@ -136,7 +136,7 @@ class _Reader:
             if name in tensors:
                 raise self._corrupt(f"it has two tensors {name!r}")
             tensors[name], types[name] = TensorEntry(position, nbytes, shape, DTYPES.get(kind)), kind
-            end, position = position + nbytes, _padded(position + nbytes, alignment)
+            end, position = position + nbytes, aligned(position + nbytes, alignment)
             if end > self._state.file_bytes:
                 raise CheckpointError(
                     f"{self.path} is truncated: {name!r} ends at byte {end}, the file has {self._state.file_bytes}. Fix: {AGAIN}"
@@ -245,12 +245,3 @@ class _Reader:
 
     def _corrupt(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is corrupt: {why}. Fix: {AGAIN}")
-
-
-def _padded(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
-
-
-def all_types(headers: Sequence[GgufHeader]) -> dict[str, str]:
-    """The type of each tensor of some files, by ggml's name."""
-    return {name: kind for header in headers for name, kind in header.types.items()}

@@ -68,13 +68,8 @@ def _refuse_larger(pair: FormatPair, high: Sequence[RecordLayout], low: Sequence
 def typed_pairs(settings: Settings, quantised: bool = False) -> list[str]:
     """Every pair that the policy can work with, as a user types it; the pair of the settings is among them."""
     lossless = settings.pair is not None and settings.pair.high is Format.LOSSLESS
-    words = [
-        "own" if quantised else "lossless" if lossless else "16",
-        "8",
-        "4",
-        "2",
-        *([] if "hotness" in settings.policy else ["0"]),
-    ]
+    first = "own" if quantised else "lossless" if lossless else "16"
+    words = [first, "8", "4", "2", *([] if "hotness" in settings.policy else ["0"])]
     return ["/".join(pair) for pair in itertools.combinations(words, 2)]
 
 

@@ -8,7 +8,6 @@ parts with a header each. Offsets in the results of this module are absolute, in
 
 import hashlib
 import math
-import os
 import re
 import struct
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 
 from vismoe.errors import CheckpointError
 from vismoe.store.file_state import FileState
-from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry
+from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, opened
 from vismoe.types import aligned
 
 AGAIN = "download or copy the file again"
@@ -96,16 +95,8 @@ def read_gguf_headers(path: str | Path) -> list[GgufHeader]:
 def read_gguf_header(path: str | Path) -> GgufHeader:
     """Parse and check the header of one file; raises CheckpointError with the numbers."""
     path = Path(path)
-    try:
-        with open(path, "rb") as file:
-            state = FileState.of(os.fstat(file.fileno()))
-            return _Reader(path, file, state).header()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist. Fix: check the path of the GGUF file") from error
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}. Fix: check that it is a readable file"
-        ) from error
+    with opened(path, "and no other file can take its place. Fix: check the path of the GGUF file") as (file, state):
+        return _Reader(path, file, state).header()
 
 
 class _Reader:

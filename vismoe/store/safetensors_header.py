@@ -5,14 +5,15 @@ Format (github.com/huggingface/safetensors, README "Format"): 8 bytes little-end
 the results of this module are absolute, in bytes from the beginning of the file.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -68,23 +69,29 @@ class SafetensorsHeader:
 def read_header(path: str | Path) -> SafetensorsHeader:
     """Parse and check the header of one file; raises CheckpointError with expected and actual sizes."""
     path = Path(path)
+    with opened(path, f"but the checkpoint needs it. Fix: {AGAIN}") as (file, state):
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or state.file_bytes < 8 + length or length > MAX_HEADER_BYTES:
+            raise CheckpointError(_too_short(path, state.file_bytes, length))
+        text = file.read(length)
+    tensors = _parse(path, text)
+    _check_cover(path, tensors, 8 + length, state.file_bytes)
+    return SafetensorsHeader(path, state.file_bytes, state.mtime_ns, tensors, hashlib.sha256(text).hexdigest(), state)
+
+
+@contextlib.contextmanager
+def opened(path: Path, missing: str) -> Iterator[tuple[BinaryIO, FileState]]:
+    """The file, to read its header, and what it is now. Raises CheckpointError; `missing` says what to do without the file."""
     try:
         with open(path, "rb") as file:
-            state = FileState.of(os.fstat(file.fileno()))
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or state.file_bytes < 8 + length or length > MAX_HEADER_BYTES:
-                raise CheckpointError(_too_short(path, state.file_bytes, length))
-            text = file.read(length)
+            yield file, FileState.of(os.fstat(file.fileno()))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist, but the checkpoint needs it. Fix: {AGAIN}") from error
+        raise CheckpointError(f"{path} does not exist, {missing}") from error
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror or error}. Fix: check that it is a readable file"
         ) from error
-    tensors = _parse(path, text)
-    _check_cover(path, tensors, 8 + length, state.file_bytes)
-    return SafetensorsHeader(path, state.file_bytes, state.mtime_ns, tensors, hashlib.sha256(text).hexdigest(), state)
 
 
 def refuse_changed(headers: Iterable[SafetensorsHeader], doing: str, fix: str) -> None:

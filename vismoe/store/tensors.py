@@ -1,7 +1,7 @@
 """The tensors of a checkpoint as a model means them: an encoded matrix with its scales is one.
 
-What a quantised checkpoint has is decided by the tensors that are present, by their names, types and shapes; config.json only
-serves messages. Companions (scales, zero points, shapes, scales of activations) do not appear as tensors of their own.
+What a quantised checkpoint has is decided by the tensors that are present, by their names, types and shapes; config.json settles
+what they do not show. Companions (scales, zero points, shapes, scales of activations) do not appear as tensors of their own.
 """
 
 import math
@@ -180,8 +180,7 @@ class _Group:
         if part is None:
             raise CheckpointError(
                 f"{self.stem}{self.first}: the checkpoint has no {self.stem}{suffixes[0]}, without which its numbers mean "
-                "nothing. "
-                "Fix: check that all files of the model are there, or download them again"
+                "nothing. Fix: check that all files of the model are there, or download them again"
             )
         return part
 

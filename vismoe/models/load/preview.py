@@ -185,20 +185,24 @@ def torch_dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dty
 
 def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
     """A checkpoint's experts in place, and which of their matrices the model keeps as [in, out]. Raises CheckpointError."""
-    described, files = describe(model, revision=revision)
-    if not files:
-        raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
+    described, files = _here(model, revision)
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
 
 
 def linears_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, dict[str, TensorPart]]:
     """A checkpoint, and the weights of its linear layers that a store can hold. Raises CheckpointError."""
+    described, files = _here(model, revision)
+    source, others = locate(described, files, described.dtype)
+    return source, linears_of(described, others)
+
+
+def _here(model: str | Path, revision: str | None) -> tuple[PreTrainedModel, list[Path]]:
+    """As `describe`, for a model whose weights must be on this machine."""
     described, files = describe(model, revision=revision)
     if not files:
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
-    source, others = locate(described, files, described.dtype)
-    return source, linears_of(described, others)
+    return described, files
 
 
 def decode_size(name: str, model: Any) -> ModelSize:

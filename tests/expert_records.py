@@ -1,7 +1,7 @@
 """Experts with random weights as records in every format, batches for them, and how large their errors may be."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -165,3 +165,15 @@ def typical(experts: Experts, batch: Batch) -> float:
         out = middle * weights["down_proj"].double().square().sum(dim=1) + bias.square()
         squares.append(out * torch.from_numpy(batch.factors[first:last, None]).double() ** 2)
     return torch.cat(squares).mean().sqrt().item()
+
+
+def on_every_set(experts: Experts, batch: Batch, tolerance: Callable[[str], float]) -> None:
+    """Every instruction set computes what the oracle does, within its own tolerance of the typical result."""
+    if not len(batch.tokens):
+        assert batch.parts(experts).shape == (0, batch.hidden.shape[1])
+        return
+    oracle, size = batch.oracle(experts), typical(experts, batch)
+    for isa in cpu.available():
+        cpu.start(2, isa)
+        few = 2 if oracle.numel() < 16 else 1  # numbers to average over
+        assert rms(batch.parts(experts) - oracle) <= few * tolerance(isa) * size, isa

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, rms, typical
+from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, on_every_set, rms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
@@ -61,14 +61,7 @@ def test_every_instruction_set_computes_what_the_oracle_does(
     kinds = [Experts.of(format, weights_dtype, hidden, intermediate, len(counts), form, transposed) for format in formats]
     experts = kinds[0] if len(kinds) == 1 else Experts.mixed(kinds, np.random.randint(len(kinds), size=len(counts)))
     batch = Batch.of(counts, hidden, dtype)
-    if not sum(counts):
-        assert batch.parts(experts).shape == (0, hidden)
-        return
-    oracle, size = batch.oracle(experts), typical(experts, batch)
-    for isa in cpu.available():
-        cpu.start(2, isa)
-        few = 2 if oracle.numel() < 16 else 1  # numbers to average over
-        assert rms(batch.parts(experts) - oracle) <= few * tolerance(isa, experts, batch.hidden) * size, isa
+    on_every_set(experts, batch, lambda isa: tolerance(isa, experts, batch.hidden))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -138,6 +138,17 @@ class Metrics:
         if absent:
             self.missed[layer, absent] += 1
 
+    def count_resident(
+        self, phase: Phase, layer: int, hits: int, computed: int, compute_seconds: float, layer_seconds: float
+    ) -> None:
+        """Counts one layer step that found all its experts resident, but for `demanded`."""
+        values, column = self._values[self._row[phase], layer], self._column
+        values[self._steps] += 1
+        values[self._hits] += hits
+        values[column["computed_high"]] += computed
+        values[column["compute_seconds"]] += compute_seconds
+        values[column["layer_seconds"]] += layer_seconds
+
     def count_hits(self, phase: Phase, layers: np.ndarray, demanded: np.ndarray) -> None:
         """Counts one step of several layers, int `[n]`, which found all experts demanded bool `[n, E]` resident."""
         values = self._values[self._row[phase]]

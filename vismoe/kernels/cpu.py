@@ -19,6 +19,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -319,19 +320,23 @@ def _linear_of(x: Tensor, kind: str, parts: Mapping[str, Tensor], inputs: int, b
         return out
     assert bias is None or (bias.shape == (rows,) and bias.is_contiguous() and bias.device.type == "cpu"), bias.shape
     matrix, base = matrix_of(kind, parts, inputs, bias)
-    refuse(_linear()(ctypes.byref(matrix), base, x.data_ptr(), DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
+    refuse(_linear()(ctypes.addressof(matrix), base, x.data_ptr(), DTYPES.index(x.dtype), x.shape[0], out.data_ptr()))
     return out
 
 
 def matrix_of(kind: str, parts: Mapping[str, Tensor], inputs: int, bias: Tensor | None = None) -> tuple[_Matrix, int]:
     """(a weight `[out, inputs]` whose parts may lie anywhere, the address from which its places count). Raises ConfigError."""
     base, rows = min(part.data_ptr() for part in (*parts.values(), *([] if bias is None else [bias]))), parts["codes"].shape[0]
-    places = {name: Part(part.data_ptr() - base, tuple(part.shape), part.dtype) for name, part in parts.items()}
-    bias_place = None if bias is None else Part(bias.data_ptr() - base, (rows,), bias.dtype)
-    found = of_parts(kind, places, rows, inputs, bias_place)
+    places = tuple((name, Part(part.data_ptr() - base, tuple(part.shape), part.dtype)) for name, part in parts.items())
+    return _matrix(kind, places, rows, inputs, None if bias is None else Part(bias.data_ptr() - base, (rows,), bias.dtype)), base
+
+
+@lru_cache(4096)  # those of a large model; weights of one shape with nothing beside them are one
+def _matrix(kind: str, places: tuple[tuple[str, Part], ...], rows: int, inputs: int, bias: Part | None) -> _Matrix:
+    found = of_parts(kind, dict(places), rows, inputs, bias)
     if isinstance(found, str):
         raise ConfigError(f"a linear in {kind} has no fast kernel: {found}. Fix: --kernels torch")
-    return _Matrix.of(found), base
+    return _Matrix.of(found)
 
 
 # ------------------------------------------------------------------ checks of arguments

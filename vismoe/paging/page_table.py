@@ -82,6 +82,16 @@ class PageTable:
         """There is a slab of the one format for every expert."""
         return self.pool.precision is None and self.pool.capacity >= len(self.slab_of)
 
+    @property
+    def use_weight(self) -> float:
+        """What a use in this step adds to `uses`."""
+        return self._use_weight
+
+    @property
+    def ring_in_use(self) -> bool:
+        """Slabs of the prefill ring may hold experts: a demand changes more than `uses` and `worth` then."""
+        return self._ring_in_use
+
     def flat(self, expert: ExpertId) -> int:
         return self.base[expert.layer] + expert.expert
 

@@ -108,6 +108,24 @@ class Pager:
         demand = Demand(self.core, layer, experts, keep, counted, tokens, high, first, self.ways)
         return Lease(self, demand, layer)
 
+    def without_demand(self, layer: int, compute: Callable[[float, int], Any]) -> Any:
+        """What `compute(weight, tick)` returns for a layer whose experts are all resident, in one change: no copy is under way,
+        and none can begin meanwhile. `compute` counts their uses, `weight` each, at `tick`.
+
+        None where the layer must `demand`: something was missed or is copied, or `compute` returned None for a missing expert.
+        """
+        return self.changes.make(self._without_demand, layer, compute)
+
+    def _without_demand(self, layer: int, compute: Callable[[float, int], Any]) -> Any:
+        if not self.core.hits_only(layer):
+            return None
+        self._claim()
+        made = compute(self.core.table_of[layer].use_weight, self.core.tick + 1)
+        if made is not None:
+            self.core.hit(layer)
+            self._step_ended_s = time.perf_counter()
+        return made
+
     def pin_prefix(self) -> Iterator[ExpertId]:
         """Bring in every expert of the first `pinned_layers` MoE layers and keep them; yields each when it is there."""
         for layer in self.inventory.layers[: self.pinned_layers]:

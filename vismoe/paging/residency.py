@@ -164,6 +164,19 @@ class Residency:
         self.transitions.retarget(high, promote, demote)
         self.link.wake()
 
+    # -- a layer that needs no demand
+    def hits_only(self, layer: int) -> bool:
+        """Whether a demand of experts that are all resident would change nothing but what `hit` says and their worth: nothing
+        is missed, guessed or copied now, and nothing waits for this layer."""
+        missed = self.misses_last_step or self.misses_this_step
+        return not (missed or self.tickets or self.wanted or self.closed or self.table_of[layer].ring_in_use)
+
+    def hit(self, layer: int) -> None:
+        """The layer has found all its experts resident, without a demand."""
+        self.running_layer = layer
+        self.tick += 1
+        self.misses_this_layer = 0
+
     # -- copies
     def next_copy(self) -> Ticket | None:
         """What to copy now: the oldest demand, else what is worth most of all that nothing has demanded. A slab for the latter is

@@ -27,7 +27,7 @@ constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads fin
 constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than this before another has woken up
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 
-enum Stage { kPack, kUp, kDown, kProduct, kCombine };
+enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise };
 
 struct Task {
   Stage stage;
@@ -441,6 +441,36 @@ class CombineJob : public Job {
   std::vector<std::int32_t>&rows_, &starts_;
 };
 
+// Rows that are computed each for itself, each of `bytes` of inputs and outputs.
+template <class T>
+class RowsJob : public Job {
+ public:
+  RowsJob(State& s, void (*compute)(const T&, std::size_t, std::size_t), const T& of, std::size_t rows, std::size_t bytes)
+      : Job(s, rows * bytes), compute_(compute), of_(of) {
+    const std::size_t step = std::max<std::size_t>(task_bytes() / bytes, 1);
+    for (std::size_t row = 0; row < rows; row += step) add(kRowwise, row, std::min(row + step, rows));
+  }
+
+ private:
+  void run(const Task& task, const Task*, std::size_t) override { compute_(of_, task.begin, task.end); }
+
+  void (*compute_)(const T&, std::size_t, std::size_t);
+  const T& of_;
+};
+
+template <class T>
+std::int32_t compute_rows(void (*Kernels::*compute)(const T&, std::size_t, std::size_t), const T& of, std::size_t rows,
+                          std::size_t bytes) try {
+  State& s = the_state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  RowsJob<T>(s, kernels_for(s.isa, kFp32, kRawBf16).*compute, of, rows, bytes).run_all(s);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
+}
+
+std::size_t bytes_of(Dtype dtype) { return dtype == kFp32 ? 4 : 2; }
+
 }  // namespace
 }  // namespace vismoe
 
@@ -545,4 +575,29 @@ VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* t
   return 0;
 } catch (const std::exception&) {
   return 1;
+}
+
+// Rows of a root-mean-square norm (kernels.h: Norm). Returns 0 or 1, as above.
+VISMOE_API std::int32_t vismoe_norm(const void* x, const void* weight, void* out, std::size_t rows, std::size_t columns, float eps,
+                                    float unit, std::int32_t dtype) {
+  const Norm norm{x, weight, out, columns, eps, unit, static_cast<Dtype>(dtype)};
+  return compute_rows(&Kernels::norm, norm, rows, 2 * columns * bytes_of(norm.dtype));
+}
+
+// The rotary embedding of queries and keys of `rows` tokens (kernels.h: Rotation). Returns 0 or 1, as above.
+VISMOE_API std::int32_t vismoe_rotate(const void* queries, std::size_t query_heads, void* turned_queries, const void* keys,
+                                      std::size_t key_heads, void* turned_keys, const void* cos, const void* sin, std::size_t rows,
+                                      std::size_t columns, std::size_t turned, std::int32_t dtype) {
+  const Rotation rotation{{queries, keys}, {turned_queries, turned_keys}, {query_heads, key_heads}, columns, turned, cos, sin,
+                          static_cast<Dtype>(dtype)};
+  return compute_rows(&Kernels::rotate, rotation, rows, 2 * (query_heads + key_heads) * columns * bytes_of(rotation.dtype));
+}
+
+// The experts of `rows` tokens and their weights (kernels.h: Choice). Returns 0 or 1, as above.
+VISMOE_API std::int32_t vismoe_choose(const void* logits, std::int32_t dtype, std::size_t rows, std::size_t count,
+                                      std::size_t chosen, std::int32_t normalised, void* weights, std::int32_t weights_dtype,
+                                      std::int64_t* ids) {
+  const Choice choice{logits, weights, ids, count, chosen, static_cast<Dtype>(dtype), static_cast<Dtype>(weights_dtype),
+                      normalised != 0};
+  return compute_rows(&Kernels::choose, choice, rows, count * bytes_of(choice.dtype));
 }

@@ -620,6 +620,127 @@ void combine(const float* parts, const std::int32_t* rows, std::size_t count, st
   }
 }
 
+// ------------------------------------------------------------------ norms, rotations, choices
+constexpr std::size_t kPartial = 32;  // sums of a row that are added up at its end: vectors of any set
+
+// Numbers as they are stored, and as they are computed with.
+struct OfBf16 {
+  using Stored = std::uint16_t;
+  static float load(std::uint16_t bits) { return from_bf16(bits); }
+  static std::uint16_t round(float value) { return to_bf16(value); }
+};
+struct OfFp16 {
+  using Stored = std::uint16_t;
+  static float load(std::uint16_t bits) { return from_fp16(bits); }
+  static std::uint16_t round(float value) { return to_fp16(value); }
+};
+struct OfFp32 {
+  using Stored = float;
+  static float load(float value) { return value; }
+  static float round(float value) { return value; }
+};
+template <class F>
+inline void with_numbers(Dtype dtype, F body) {
+  if (dtype == kBf16) return body(OfBf16());
+  if (dtype == kFp16) return body(OfFp16());
+  body(OfFp32());
+}
+
+template <class N>
+inline float sum_of_squares(const typename N::Stored* x, std::size_t count) {
+  float sums[kPartial] = {};
+  const std::size_t whole = count / kPartial * kPartial;
+  for (std::size_t i = 0; i < whole; i += kPartial) {
+    for (std::size_t l = 0; l < kPartial; l++) {
+      const float value = N::load(x[i + l]);
+      sums[l] += value * value;
+    }
+  }
+  for (std::size_t i = whole; i < count; i++) {
+    const float value = N::load(x[i]);
+    sums[i - whole] += value * value;
+  }
+  for (std::size_t width = kPartial / 2; width > 0; width /= 2) {
+    for (std::size_t l = 0; l < width; l++) sums[l] += sums[l + width];
+  }
+  return sums[0];
+}
+
+inline void norm(const Norm& n, std::size_t begin, std::size_t end) {
+  with_numbers(n.dtype, [&](auto numbers) {
+    using N = decltype(numbers);
+    using T = typename N::Stored;
+    const std::size_t columns = n.columns;
+    const T* weight = static_cast<const T*>(n.weight);
+    const float unit = n.unit;
+    for (std::size_t row = begin; row < end; row++) {
+      const T* x = static_cast<const T*>(n.x) + row * columns;
+      T* out = static_cast<T*>(n.out) + row * columns;
+      const float mean = sum_of_squares<N>(x, columns) / static_cast<float>(columns);
+      const float factor = 1.0f / std::sqrt(mean + n.eps);
+      if (weight) {
+        for (std::size_t i = 0; i < columns; i++) out[i] = N::round(N::load(x[i]) * factor * (unit + N::load(weight[i])));
+      } else {
+        for (std::size_t i = 0; i < columns; i++) out[i] = N::round(N::load(x[i]) * factor);
+      }
+    }
+  });
+}
+
+inline void rotate(const Rotation& r, std::size_t begin, std::size_t end) {
+  with_numbers(r.dtype, [&](auto numbers) {
+    using N = decltype(numbers);
+    using T = typename N::Stored;
+    const std::size_t half = r.turned / 2;
+    const auto product = [](T a, T b) { return N::load(N::round(N::load(a) * N::load(b))); };
+    for (std::size_t token = begin; token < end; token++) {
+      const T *cos = static_cast<const T*>(r.cos) + token * r.turned, *sin = static_cast<const T*>(r.sin) + token * r.turned;
+      for (std::size_t i = 0; i < 2; i++) {
+        const std::size_t width = r.heads[i] * r.columns;
+        const T* x = static_cast<const T*>(r.x[i]) + token * width;
+        T* out = static_cast<T*>(r.out[i]) + token * width;
+        for (std::size_t at = 0; at < width; at += r.columns, x += r.columns, out += r.columns) {
+          for (std::size_t a = 0, b = half; a < half; a++, b++) {
+            out[a] = N::round(product(x[a], cos[a]) - product(x[b], sin[a]));
+            out[b] = N::round(product(x[b], cos[b]) + product(x[a], sin[b]));
+          }
+          std::memcpy(out + r.turned, x + r.turned, (r.columns - r.turned) * sizeof(T));
+        }
+      }
+    }
+  });
+}
+
+inline void choose(const Choice& c, std::size_t begin, std::size_t end) {
+  const std::size_t count = c.count, chosen = c.chosen;
+  for (std::size_t row = begin; row < end; row++) {
+    std::int64_t* ids = c.ids + row * chosen;
+    const auto logit = [&](std::size_t e) { return value_at(c.logits, c.dtype, row * count + e); };
+    std::size_t found = 0;
+    for (std::size_t e = 0; e < count; e++) {
+      const float value = logit(e);
+      std::size_t at = found;
+      while (at > 0 && value > logit(static_cast<std::size_t>(ids[at - 1]))) at--;
+      if (at == chosen) continue;
+      found += found < chosen;
+      for (std::size_t i = found - 1; i > at; i--) ids[i] = ids[i - 1];
+      ids[at] = static_cast<std::int64_t>(e);
+    }
+    const float largest = logit(static_cast<std::size_t>(ids[0]));
+    const auto likely = [&](std::int64_t e) { return exponential(logit(static_cast<std::size_t>(e)) - largest); };
+    float total = 0.0f;
+    if (c.normalised) {
+      for (std::size_t i = 0; i < chosen; i++) total += likely(ids[i]);
+    } else {
+      for (std::size_t e = 0; e < count; e++) total += likely(static_cast<std::int64_t>(e));
+    }
+    for (std::size_t i = 0; i < chosen; i++) {
+      const float weight = likely(ids[i]) / total;
+      write(c.weights, c.weights_dtype, row * chosen + i, &weight, 1);
+    }
+  }
+}
+
 // ------------------------------------------------------------------ sets that compute in float32
 // `S` also offers Operand = Sum = its vector of floats, and
 //   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields: the bits from `shift` on of each byte
@@ -724,10 +845,10 @@ void restore(const Matrix& m, const std::uint8_t* record, std::size_t begin, std
 template <class S>
 const Kernels& kernels_of() {
   if constexpr (sizeof(typename S::X) == 4) {
-    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restore<S>, combine};
+    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restore<S>, combine, norm, rotate, choose};
     return kernels;
   } else {
-    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, nullptr, combine};
+    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, nullptr, combine, norm, rotate, choose};
     return kernels;
   }
 }

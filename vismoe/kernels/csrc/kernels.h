@@ -109,6 +109,36 @@ struct Tokens {
   std::size_t place(std::size_t i) const { return places ? static_cast<std::size_t>(places[i]) : first + i; }
 };
 
+// out [row, i] = x [row, i] / sqrt(mean over the row of x^2 + eps) * (unit + weight [i]).
+struct Norm {
+  const void *x, *weight;  // [rows, columns]; [columns], null: no weight
+  void* out;
+  std::size_t columns;
+  float eps, unit;
+  Dtype dtype;  // of all three
+};
+
+// out [token, head, :] = x [token, head, :] turned by the angles of the token: with its first `turned` numbers as halves (a, b),
+// (a cos - b sin, b cos + a sin), every product and sum rounded to the type; the others as they are. Of queries and of keys.
+struct Rotation {
+  const void* x[2];  // [tokens, heads, columns]
+  void* out[2];
+  std::size_t heads[2], columns, turned;
+  const void *cos, *sin;  // [tokens, turned]
+  Dtype dtype;
+};
+
+// weights and ids [row, 0 .. chosen) = the softmax of the largest logits [row, 0 .. count), the largest first, of equal ones the
+// first; with `normalised` divided by their sum.
+struct Choice {
+  const void* logits;
+  void* weights;
+  std::int64_t* ids;
+  std::size_t count, chosen;
+  Dtype dtype, weights_dtype;
+  bool normalised;
+};
+
 // Functions of one instruction set for inputs of one type. Outputs begin .. end of a matrix are one task; all tasks can run at
 // once. `next` is what this thread reads afterwards: memory is prefetched across tasks.
 struct Kernels {
@@ -129,6 +159,10 @@ struct Kernels {
                   const Scratch&);
   // out[column] = the sum of the expert output rows in order, columns begin .. end.
   void (*combine)(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype);
+  // Rows begin .. end of the three that follow, in the type of their inputs; none depends on the others.
+  void (*norm)(const Norm&, std::size_t begin, std::size_t end);
+  void (*rotate)(const Rotation&, std::size_t begin, std::size_t end);
+  void (*choose)(const Choice&, std::size_t begin, std::size_t end);
 };
 
 const Kernels& kernels_portable();
@@ -137,3 +171,13 @@ const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
 
 }  // namespace vismoe
+
+// What resident.cpp calls.
+VISMOE_API std::size_t vismoe_route(const std::int64_t* routing, std::size_t pairs, std::size_t choices, std::size_t num_experts,
+                                    std::int32_t* experts, std::int32_t* starts, std::int32_t* tokens, std::int32_t* places);
+VISMOE_API std::int32_t vismoe_experts(const vismoe::Expert* experts, std::size_t formats, std::size_t n,
+                                       const std::uint64_t* addresses, const std::uint8_t* precisions, const std::int32_t* starts,
+                                       const std::int32_t* tokens, const float* factors, const void* hidden, std::int32_t dtype,
+                                       float* out, std::int32_t adding);
+VISMOE_API std::int32_t vismoe_combine(const float* parts, const std::int32_t* tokens, std::size_t pairs, std::size_t columns,
+                                       void* out, std::int32_t dtype, std::size_t count);

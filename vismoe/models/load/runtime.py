@@ -31,6 +31,9 @@ from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.heavy_hitters import HeavyHitters
 from vismoe.models.moe.linears import MOST_ROWS, serve_linears
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs, choose_lookahead
+from vismoe.models.moe.norms import serve_norms
+from vismoe.models.moe.rotary import serve_rotations
+from vismoe.models.moe.routers import serve_routers
 from vismoe.models.moe.step_context import ExpertService, StepContext
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import attach_pruner, fewer_experts
@@ -168,6 +171,9 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         backends["rest"] = configuration.backbone.about
     if configuration.experts.kernels is not None:
         backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
+        norms, routers, rotations = serve_norms(model), serve_routers(model), serve_rotations(model)
+        backends["linears"] += f", and {routers} routers"
+        backends["norms"] = f"fast: {norms} norms of the decoder, and the rotary embeddings of {rotations} attentions"
         why_not = group_queries(model)
         backends["attention"] = f"transformers' own ({why_not})" if why_not else "torch, the queries of a group as rows"
     try:

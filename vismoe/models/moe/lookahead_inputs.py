@@ -118,9 +118,7 @@ class LookaheadInputs:
         chosen `[T, K]`, hidden `[T, H]`, kinds `[T]` TokenKind of these rows (None: unknown, all real); kept `[T]`: their indices
         among the tokens of the step, -1 for none (None: all of them).
         """
-        if self._remembers and self.lookahead is not None:
-            alone = kinds is None or len(chosen) == 1
-            self.lookahead.observe(layer, chosen if alone else chosen[kinds != TokenKind.PAD])
+        self._observe(layer, chosen, kinds)
         if kept is not None:
             self._summary.dropped(kept)
         core = self._pager.core
@@ -138,6 +136,16 @@ class LookaheadInputs:
         if self._gate is not None:
             self._gate.forget()
         return scores, evidence
+
+    def at_resident_layer(self, layer: int, chosen: torch.Tensor, kinds: np.ndarray | None) -> None:
+        """The same of a layer of a decode pass in which nothing is missed and nothing recorded."""
+        if self._remembers:
+            self._observe(layer, chosen.numpy(), kinds if kinds is not None and kinds.size == len(chosen) else None)
+
+    def _observe(self, layer: int, chosen: np.ndarray, kinds: np.ndarray | None) -> None:
+        if self._remembers and self.lookahead is not None:
+            alone = kinds is None or len(chosen) == 1
+            self.lookahead.observe(layer, chosen if alone else chosen[kinds != TokenKind.PAD])
 
     def _now(self, seen: Seen, wanted: bool) -> np.ndarray | None:
         """Computes the scores in this thread, as a recording needs them."""

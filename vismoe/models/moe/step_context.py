@@ -24,6 +24,7 @@ from vismoe.models.moe.compute import FastExperts, TorchExperts
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
+from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
@@ -67,6 +68,7 @@ class Step:
     padded: bool = False  # some of the tokens are padding
     kept: np.ndarray | None = None  # int32 [tokens]: which of the pass's tokens are left, -1 for pad slots; None: all
     resident: "ResidentPass | None" = None  # it goes without the pager, because every expert is resident
+    short: ResidentLayers | None = None  # computes the layers that find all their experts resident; None: every layer demands
     fewer: bool = False  # some tokens get fewer experts than the router chose: pad slots none, visual ones with visual_top_k
 
 
@@ -130,6 +132,7 @@ class StepContext:
     ):
         self.device, self.lookahead_inputs, self.pruner, self.visual_top_k = device, lookahead_inputs, pruner, visual_top_k
         self.now_serving: ExpertService | None = None  # None while the plan changes
+        self._short: ResidentLayers | None = None
         self.step = Step()
         self.recorder: RoutingRecorder | None = None
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
@@ -151,13 +154,15 @@ class StepContext:
     def serve(self, service: ExpertService) -> None:
         """Go on with this, between two requests."""
         self.now_serving = service
+        self._short = None if service.chooser is not None else ResidentLayers.of(service.pager, service.backend)
         self.step = Step()
         self.look_ahead_by(self.lookahead_inputs)
 
     def stop_serving(self) -> None:
         """Close what serves and let go of it, until `serve` is called."""
         self.serving.close()
-        self.now_serving = None
+        self.now_serving = self._short = None
+        self.step = Step()
         self.lookahead_inputs.serve(None, None)
 
     def begin(self, step: Step) -> None:
@@ -253,8 +258,9 @@ class StepContext:
         serving.pager.metrics.settle()
         serving.pager.begin_step(phase, new_sequence=past == 0)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
-        resident = self._resident_pass(phase) if decoding and not padded and not fewer else None
-        self.begin(Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, resident=resident, fewer=fewer))
+        plain = decoding and not padded and not fewer and self.recorder is None
+        resident, short = (self._resident_pass(phase), self._short) if plain else (None, None)
+        self.begin(Step(phase, batch, batch * new, threading.get_ident(), kinds, padded, None, resident, short, fewer))
         dropping = self.pruner is not None and self.pruner.dropping
         self.lookahead_inputs.begin_step(kwargs.get("inputs_embeds"), kinds, past == 0, dropping, self.recorder)
         if self.recorder is not None:
@@ -264,7 +270,7 @@ class StepContext:
     def _resident_pass(self, phase: Phase) -> ResidentPass | None:
         """For a pass that needs nothing of the pager, on a GPU: the host would wait for the routing of each layer."""
         serving = self.serving
-        if not isinstance(serving.backend, GpuExperts) or serving.chooser is not None or self.recorder is not None:
+        if not isinstance(serving.backend, GpuExperts) or serving.chooser is not None:
             return None
         resident = serving.backend.all_resident(serving.pager, self.device)
         return ResidentPass(phase, serving.pager.metrics) if resident else None

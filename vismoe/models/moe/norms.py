@@ -1,0 +1,99 @@
+"""Lets the CPU kernels compute the decoder's root-mean-square norms: one call instead of six operations of torch.
+
+A norm is known by its numbers: its module's output is compared with that of each known form. The result for a row does not depend
+on the other rows, so it is ours for any number of them; it is rounded once, where many modules round twice. The change is a
+`forward` on the module object.
+"""
+
+import copy
+import inspect
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vismoe.kernels import cpu, rows
+from vismoe.models.family.components import is_vision
+
+PROBE_SIZES = (1e-3, 1.0, 30.0)  # of rows: where eps weighs, and where it does not
+TOLERANCE = 1e-5  # of float32; the forms differ by far more on the probe
+MOST_EPS = 0.1
+
+
+class NormForm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * (unit + weight)."""
+
+    eps: float
+    unit: float
+
+
+def serve_norms(model: nn.Module) -> int:
+    """Make the kernels compute the decoder's norms; returns how many these are."""
+    found = list(_norms(model))
+    for module, form in found:
+        module.forward = partial(_forward, weakref.ref(module), form)  # type: ignore[method-assign]  # as of linears
+    return len(found)
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, NormForm]]:
+    for path, module in model.named_modules():
+        if "forward" not in module.__dict__ and not is_vision(path) and (form := norm_form(module)) is not None:
+            yield module, form
+
+
+def norm_form(module: nn.Module) -> NormForm | None:
+    """The form of a module that is a root-mean-square norm over its last dimension, None of any other."""
+    own, name = dict(module.named_parameters()), type(module).__name__
+    weight = own.get("weight")
+    alone = (
+        len(own) == (weight is not None) and not any(True for _ in module.buffers()) and not any(True for _ in module.children())
+    )
+    if not alone or (weight is None and "norm" not in name.lower()) or len(_arguments(module)) != 1:
+        return None
+    if weight is not None and (weight.ndim != 1 or weight.device.type != "cpu" or weight.dtype not in cpu.DTYPES):
+        return None
+    epsilons = {value for value in vars(module).values() if isinstance(value, float) and 0 < value <= MOST_EPS}
+    for eps in sorted(epsilons):
+        for unit in (0.0, 1.0) if weight is not None else (0.0,):
+            if _acts_like(module, weight, NormForm(eps, unit)):
+                return NormForm(eps, unit)
+    return None
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+@torch.no_grad()
+def _acts_like(module: nn.Module, weight: torch.Tensor | None, form: NormForm) -> bool:
+    """Whether the module computes the form: in float32 with weights of a wave, and in its own type, which must be that of its
+    result."""
+    width = 64 if weight is None else weight.shape[0]
+    wave = torch.sin(torch.arange(4 * width, dtype=torch.float32) * 2.3).view(4, width)
+    x = torch.stack([size * row for size, row in zip(PROBE_SIZES, wave)])
+    twin = copy.copy(module)
+    if weight is not None:
+        twin.__dict__["_parameters"] = {"weight": nn.Parameter(0.5 + wave[3])}
+    factor = 1.0 if weight is None else form.unit + 0.5 + wave[3].double()
+    wide = x.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + form.eps).rsqrt() * factor
+    dtype = torch.bfloat16 if weight is None else weight.dtype
+    try:
+        result, typed = type(module).forward(twin, x.clone()), type(module).forward(module, x.to(dtype))
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    if not isinstance(result, torch.Tensor) or not isinstance(typed, torch.Tensor) or typed.dtype is not dtype:
+        return False
+    return result.shape == x.shape and torch.allclose(result.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _forward(reference: Any, form: NormForm, x: torch.Tensor) -> torch.Tensor:
+    module = reference()
+    weight = module._parameters.get("weight")
+    known = x.dtype in rows.NUMBER_OF and x.is_cpu and (weight is None or (weight.dtype is x.dtype and weight.is_cpu))
+    if not known or torch.is_grad_enabled():
+        return type(module).forward(module, x)
+    return rows.norm(x, weight, *form)

@@ -1,0 +1,92 @@
+"""Lets the CPU kernels turn queries and keys by their positions in one call, where torch takes sixteen operations.
+
+The kernel rounds where torch does and gives the same bits. Attention modules of transformers call a function of their file for
+it, `apply_rotary_pos_emb`. Where that function equals the known form bit for bit, the module object gets a `forward` of the same
+code that calls ours instead.
+"""
+
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from vismoe.kernels import rows
+from vismoe.models.family.components import is_vision
+
+NAME = "apply_rotary_pos_emb"
+PROBE_TYPES = (torch.float32, torch.bfloat16)
+
+
+def serve_rotations(model: nn.Module) -> int:
+    """Make the kernels turn the queries and keys of the decoder; returns of how many attention modules."""
+    found = list(_attentions(model))
+    for module, forward in found:
+        module.forward = partial(_forward, weakref.ref(module), forward)  # type: ignore[method-assign]  # as of linears
+    return len(found)
+
+
+def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    for path, module in model.named_modules():
+        own = type(module).forward
+        if "forward" in module.__dict__ or is_vision(path) or not isinstance(own, types.FunctionType):
+            continue
+        turn = own.__globals__.get(NAME) if NAME in own.__code__.co_names else None
+        if turn is not None and is_known(turn):
+            yield module, _with_ours(own, turn)
+
+
+def _with_ours(forward: types.FunctionType, turn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same code with our rotation."""
+    names = forward.__globals__ | {NAME: partial(_turned, turn)}
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+@cache
+def is_known(turn: Callable[..., Any]) -> bool:
+    """Whether the function equals `rows.rotate` bit for bit: with angles of all numbers, and of half of them if it takes such."""
+    return _equals(turn, 16) is True and _equals(turn, 8) is not False
+
+
+@torch.no_grad()
+def _equals(turn: Callable[..., Any], turned: int) -> bool | None:
+    """None: it does not take such angles."""
+    wave = torch.sin(torch.arange(2 * 3 * 16 * 8, dtype=torch.float32) * 2.3)
+    for dtype in PROBE_TYPES:
+        queries, keys = (wave[: 2 * 3 * n * 16].view(2, 3, n, 16).to(dtype).transpose(1, 2) for n in (4, 2))
+        cos, sin = (wave[first : first + 6 * turned].view(2, 3, turned).to(dtype).contiguous() for first in (5, 200))
+        try:
+            theirs = turn(queries, keys, cos, sin)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+        ours = rows.rotate(queries, keys, cos, sin)
+        typed = isinstance(theirs, tuple) and [part.dtype for part in theirs] == [dtype, dtype]
+        if not typed or not all(map(torch.equal, theirs, ours)):
+            return False
+    return True
+
+
+def _turned(
+    turn: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
+) -> Any:
+    if more or named or torch.is_grad_enabled() or not _fits(q, k, cos, sin):
+        return turn(q, k, cos, sin, *more, **named)
+    return rows.rotate(q, k, cos, sin)
+
+
+def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    dtype = q.dtype
+    alike = dtype in rows.NUMBER_OF and k.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and q.is_cpu and k.is_cpu
+    if not alike or not rows.by_token(q) or not rows.by_token(k) or not cos.is_contiguous() or not sin.is_contiguous():
+        return False
+    angles = (q.shape[0], q.shape[2], cos.shape[-1])
+    return cos.shape == angles and sin.shape == angles and angles[2] <= q.shape[3] == k.shape[3] and cos.is_cpu
+
+
+def _forward(reference: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(reference(), *args, **kwargs)

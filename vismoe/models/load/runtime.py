@@ -170,10 +170,11 @@ def build(model: Any, configuration: Configuration) -> Runtime:
     if configuration.backbone.about:
         backends["rest"] = configuration.backbone.about
     if configuration.experts.kernels is not None:
-        backends["linears"] = f"fast: {serve_linears(model)} linear layers of the decoder, up to {MOST_ROWS} rows"
-        norms, routers, rotations = serve_norms(model), serve_routers(model), serve_rotations(model)
-        backends["linears"] += f", and {routers} routers"
-        backends["norms"] = f"fast: {norms} norms of the decoder, and the rotary embeddings of {rotations} attentions"
+        linears, routers = serve_linears(model), serve_routers(model)
+        backends["linears"] = f"fast: {linears} linear layers of the decoder and {routers} routers, up to {MOST_ROWS} rows"
+        backends["norms"] = (
+            f"fast: {serve_norms(model)} of the decoder, and rotary embeddings of {serve_rotations(model)} attentions"
+        )
         why_not = group_queries(model)
         backends["attention"] = f"transformers' own ({why_not})" if why_not else "torch, the queries of a group as rows"
     try:

@@ -1,0 +1,161 @@
+"""The short way through layers whose experts are all resident: the same bits, counters and page table as by demands."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from searching import examples
+
+import vismoe
+from vismoe import VisMoEConfig
+from vismoe.metrics import COUNTERS
+from vismoe.models.load import runtime
+from vismoe.models.moe.resident import ResidentLayers
+from vismoe.paging.pager import Pager
+from vismoe.timeline import Timeline
+
+FAMILY = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resident")
+    tiny_models.save(FAMILY, folder, dtype=torch.bfloat16)
+    return folder
+
+
+def load(folder: Path, **more):
+    config = VisMoEConfig(**{"kernels": "fast", "deterministic": True, "lookahead": "none", "memory": "100%", **more})
+    with pytest.MonkeyPatch.context() as patch:  # copies are made by the thread that waits: which slab comes next is no race
+        patch.setattr(runtime, "Pager", lambda *args, **options: Pager(*args, **{**options, "threads": 0}))
+        return tiny_models.model_class(folder).from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+
+
+class Twin:
+    """A model that takes the short way where it can, or (`short` False) never does."""
+
+    def __init__(self, folder: Path, short: bool, **more):
+        self.model, self.shortly = load(folder, **more), 0
+        self.runtime = vismoe.runtime_of(self.model)
+        self.context, self.pager = self.runtime.context, self.runtime.pager
+        assert isinstance(self.context._short, ResidentLayers)
+        if not short:
+            self.context._short = None
+
+    @torch.inference_mode()
+    def passes(self, prompts: torch.Tensor, steps: list[int]) -> list[torch.Tensor]:
+        """Logits of a prompt `[B, S]` and of steps of so many tokens each."""
+        out = self.model(prompts, use_cache=True)
+        logits, cache = [out.logits], out.past_key_values
+        for tokens in steps:
+            following = logits[-1][:, -1].argmax(-1, keepdim=True).expand(-1, tokens).contiguous()
+            logits.append(self.model(following, past_key_values=cache, use_cache=True).logits)
+        return logits
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything that decides or is counted, but for seconds."""
+        self.pager.check_integrity()
+        values = self.pager.metrics.snapshot().values[
+            :, :, [i for i, name in enumerate(COUNTERS) if not name.endswith("seconds")]
+        ]
+        core, table = self.pager.core, self.pager.tables[0]
+        numbers = [core.tick, core.running_layer, core.misses_this_step, core.misses_last_step, core.misses_this_layer]
+        arrays = {name: value.copy() for name, value in vars(table).items() if isinstance(value, np.ndarray)}
+        return arrays | dict(
+            values=values, core=np.array(numbers), demanded=self.pager.metrics.demanded, missed=self.pager.metrics.missed
+        )
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        assert np.array_equal(array, other[name]), name
+
+
+@pytest.fixture(scope="module", params=[("100%", "lfu"), ("100%", "lru"), ("60%", "lfu")], ids="-".join)
+def twins(checkpoint, request) -> tuple[Twin, Twin]:
+    memory, eviction = request.param
+    return tuple(Twin(checkpoint, short, memory=memory, eviction=eviction) for short in (True, False))
+
+
+@settings(max_examples=examples(6), deadline=None)
+@given(st.integers(1, 3), st.integers(1, 12), st.lists(st.sampled_from([1, 1, 1, 4]), max_size=6), st.integers(0, 2**31))
+def test_everything_comes_out_as_by_demands(twins, batch, tokens, steps, seed):
+    prompts = torch.randint(3, 500, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+    short, long = twins
+    for ours, theirs in zip(short.passes(prompts, steps), long.passes(prompts, steps), strict=True):
+        assert torch.equal(ours, theirs)
+    assert_same(short.state(), long.state())
+
+
+def test_a_resident_layer_makes_no_demand_and_one_with_a_miss_does(checkpoint, monkeypatch):
+    twin, demands = Twin(checkpoint, True), []
+    prompts = torch.arange(3, 60)[None]
+    twin.passes(prompts, [1, 1])
+    demand = twin.pager.demand
+    monkeypatch.setattr(twin.pager, "demand", lambda layer, *args: demands.append(layer) or demand(layer, *args))
+    twin.passes(prompts, [1] * 4)
+    layers = len(twin.pager.inventory.layers)
+    assert demands == list(range(layers))  # those of the prompt
+    table = twin.pager.tables[0]
+    for slab in table.slab_of[table.slab_of >= 0].tolist():
+        table.evict(slab)
+        table.pool.give_back(slab)
+    demands.clear()
+    twin.passes(prompts[:, :2], [1])
+    assert len(demands) > layers and twin.pager.metrics.snapshot().total("misses") > 0
+
+
+def test_a_guess_that_is_used_is_demanded(checkpoint):
+    twin = Twin(checkpoint, True)
+    twin.passes(torch.arange(3, 60)[None], [1])
+    layer, table = twin.context._short._layers[0], twin.pager.tables[0]
+    experts = twin.pager.inventory.layers[0].num_experts
+    hidden, factors = torch.randn(1, 64, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16)
+    index, uses = torch.tensor([[1, 3]]), table.uses.copy()
+    table.speculative[table.slab_of[3]] = True
+    assert layer.run(hidden, index, factors, 1.0, 5) is None and np.array_equal(table.uses, uses)
+    assert layer.run(hidden, torch.full((1, 2), experts), factors, 1.0, 5) is None  # sentinels only
+    table.speculative[:] = False
+    out, count = layer.run(hidden, index, factors, 1.0, 5)
+    assert out.shape == hidden.shape and count == 2 and layer.demanded(2) == [1, 3] and table.uses.sum() == uses.sum() + 2
+
+
+@pytest.mark.parametrize("settings", [dict(kernels="torch"), dict(emulated_link_bytes_per_s=1e9)], ids=str)
+def test_other_arithmetic_and_other_tiers_demand(checkpoint, settings):
+    assert vismoe.runtime_of(load(checkpoint, **settings)).context._short is None
+
+
+class Seen:
+    """A recorder that counts layers."""
+
+    layers = 0
+
+    def step(self, phase, kinds):
+        pass
+
+    def layer(self, *args):
+        self.layers += 1
+
+
+def test_passes_that_are_recorded_demand(checkpoint):
+    twin, recorder = Twin(checkpoint, True), Seen()
+    twin.passes(torch.arange(3, 60)[None], [1])
+    twin.context.record_to(recorder)
+    twin.passes(torch.arange(3, 9)[None], [1, 1])
+    assert recorder.layers == 3 * len(twin.pager.inventory.layers)
+
+
+def test_the_timeline_shows_the_same_spans(checkpoint):
+    spans = []
+    for short in (True, False):
+        twin = Twin(checkpoint, short)
+        twin.passes(torch.arange(3, 60)[None], [1])
+        twin.pager.timeline = Timeline()
+        twin.passes(torch.arange(3, 60)[None], [1, 1])
+        spans.append([(span.track, span.name, span.details) for span in twin.pager.timeline.spans])
+    assert sorted(spans[0], key=str) == sorted(spans[1], key=str) and len(spans[0]) > 6

@@ -687,24 +687,28 @@ inline void norm(const Norm& n, std::size_t begin, std::size_t end) {
   });
 }
 
+// One head of one token; the memory of `out` is its own, which is what compilers need to know to vectorise.
+template <class N, class T = typename N::Stored>
+inline void rotate_head(const T* __restrict x, const T* __restrict cos, const T* __restrict sin, std::size_t half,
+                        T* __restrict out) {
+  const auto product = [](T a, T b) { return N::load(N::round(N::load(a) * N::load(b))); };
+  for (std::size_t i = 0; i < half; i++) out[i] = N::round(product(x[i], cos[i]) - product(x[half + i], sin[i]));
+  for (std::size_t i = half; i < 2 * half; i++) out[i] = N::round(product(x[i], cos[i]) + product(x[i - half], sin[i]));
+}
+
 inline void rotate(const Rotation& r, std::size_t begin, std::size_t end) {
   with_numbers(r.dtype, [&](auto numbers) {
     using N = decltype(numbers);
     using T = typename N::Stored;
-    const std::size_t half = r.turned / 2;
-    const auto product = [](T a, T b) { return N::load(N::round(N::load(a) * N::load(b))); };
     for (std::size_t token = begin; token < end; token++) {
       const T *cos = static_cast<const T*>(r.cos) + token * r.turned, *sin = static_cast<const T*>(r.sin) + token * r.turned;
       for (std::size_t i = 0; i < 2; i++) {
         const std::size_t width = r.heads[i] * r.columns;
         const T* x = static_cast<const T*>(r.x[i]) + token * width;
         T* out = static_cast<T*>(r.out[i]) + token * width;
-        for (std::size_t at = 0; at < width; at += r.columns, x += r.columns, out += r.columns) {
-          for (std::size_t a = 0, b = half; a < half; a++, b++) {
-            out[a] = N::round(product(x[a], cos[a]) - product(x[b], sin[a]));
-            out[b] = N::round(product(x[b], cos[b]) + product(x[a], sin[b]));
-          }
-          std::memcpy(out + r.turned, x + r.turned, (r.columns - r.turned) * sizeof(T));
+        for (std::size_t at = 0; at < width; at += r.columns) {
+          rotate_head<N>(x + at, cos, sin, r.turned / 2, out + at);
+          std::memcpy(out + at + r.turned, x + at + r.turned, (r.columns - r.turned) * sizeof(T));
         }
       }
     }

@@ -112,7 +112,7 @@ class Pager:
         """What `compute(weight, tick)` returns for a layer whose experts are all resident, in one change: no copy is under way,
         and none can begin meanwhile. `compute` counts their uses, `weight` each, at `tick`.
 
-        None where the layer must `demand`: something was missed or is copied, or `compute` returned None for a missing expert.
+        None where the layer must `demand`: something is copied, or `compute` returned None for a missing expert.
         """
         return self.changes.make(self._without_demand, layer, compute)
 

@@ -166,10 +166,9 @@ class Residency:
 
     # -- a layer that needs no demand
     def hits_only(self, layer: int) -> bool:
-        """Whether a demand of experts that are all resident would change nothing but what `hit` says and their worth: nothing
-        is missed, guessed or copied now, and nothing waits for this layer."""
-        missed = self.misses_last_step or self.misses_this_step
-        return not (missed or self.tickets or self.wanted or self.closed or self.table_of[layer].ring_in_use)
+        """Whether a demand of experts that are all resident would change nothing but what `hit` says and their worth: nothing is
+        copied now, and nothing waits for a slab."""
+        return not (self.tickets or self.wanted or self.closed or self.table_of[layer].ring_in_use)
 
     def hit(self, layer: int) -> None:
         """The layer has found all its experts resident, without a demand."""

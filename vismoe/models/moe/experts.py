@@ -52,7 +52,7 @@ class PagedLayer:
     def run(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """The layer's output `[T, H]`."""
         context, step = self.context, self.context.step
-        if step.short is not None and step.thread == threading.get_ident():
+        if step.short is not None and step.thread == threading.get_ident() and not context.lookahead_inputs.asks:
             out = step.short.run(self.layer, hidden, index, factors)
             if out is not None:
                 context.lookahead_inputs.at_resident_layer(self.layer, index, step.kinds)

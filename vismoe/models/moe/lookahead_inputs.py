@@ -121,14 +121,13 @@ class LookaheadInputs:
         self._observe(layer, chosen, kinds)
         if kept is not None:
             self._summary.dropped(kept)
-        core = self._pager.core
-        wanted = (core.misses_last_step or core.misses_this_step) and core.may_guess
+        core, wanted = self._pager.core, self._wanted
         if not wanted and recorder is None:
             return None, None
         seen = Seen(layer, decoding, chosen, hidden, *_rows(kinds), self._summary.value)
         scores = evidence = None
         if recorder is not None:
-            scores, evidence = self._now(seen, bool(wanted)), self._witnessed(seen) if _for_training(recorder) else None
+            scores, evidence = self._now(seen, wanted), self._witnessed(seen) if _for_training(recorder) else None
         elif self._ahead is not None and wanted:
             began_s = time.perf_counter()
             self._ahead.ask(seen, core.tick)
@@ -137,8 +136,19 @@ class LookaheadInputs:
             self._gate.forget()
         return scores, evidence
 
+    @property
+    def _wanted(self) -> bool:
+        """Something is missed at present, and guesses may be copied."""
+        core = self._pager.core
+        return bool(core.misses_last_step or core.misses_this_step) and core.may_guess
+
+    @property
+    def asks(self) -> bool:
+        """Whether a layer that is not recorded asks the lookahead now."""
+        return self._ahead is not None and self._wanted
+
     def at_resident_layer(self, layer: int, chosen: torch.Tensor, kinds: np.ndarray | None) -> None:
-        """The same of a layer of a decode pass in which nothing is missed and nothing recorded."""
+        """What `at_layer` does in a decode pass where nothing is asked and nothing recorded."""
         if self._remembers:
             self._observe(layer, chosen.numpy(), kinds if kinds is not None and kinds.size == len(chosen) else None)
 

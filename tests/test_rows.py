@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_
 from vismoe.kernels import cpu, rows
 from vismoe.models.moe.norms import NormForm, norm_form, serve_norms
 from vismoe.models.moe.rotary import is_known, serve_rotations
-from vismoe.models.moe.routers import RouterForm, router_form, serve_routers
+from vismoe.models.moe.routers import router_of, serve_routers
 
 SERVED = (serve_norms, serve_routers, serve_rotations)
 
@@ -115,14 +115,59 @@ def test_norms_are_known_by_their_numbers():
     assert [norm_form(module) for module in others] == [None] * len(others)
 
 
-def test_routers_are_known_by_their_numbers():
-    known = {
-        family: next(router_form(module) for module in build(family).modules() if "Router" in type(module).__name__)
-        for family in ("qwen3_moe", "mixtral", "deepseek_v3")
-    }
-    assert known["qwen3_moe"] == RouterForm(2, False, torch.bfloat16)
-    assert known["mixtral"] == RouterForm(2, True, torch.float32)
-    assert known["deepseek_v3"] is None  # sigmoids, a bias, groups
+class Choosing(nn.Module):
+    """A router in the manner of transformers."""
+
+    def __init__(self, scale: float = 1.0, experts: int = 12, width: int = 64):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(experts, width, dtype=torch.bfloat16)), scale
+
+    def forward(self, hidden_states):
+        logits = nn.functional.linear(hidden_states.float(), self.weight.float())
+        weights, ids = logits.sigmoid().topk(3)
+        return logits, self.scale * weights, ids
+
+
+@torch.no_grad()
+def test_routers_are_known_by_their_numbers(monkeypatch):
+    torch.manual_seed(4)
+    products = []
+    linear = cpu.linear
+    monkeypatch.setattr(cpu, "linear", lambda x, *more: products.append(x.dtype) or linear(x, *more))
+    for family in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "lfm2_moe"):
+        model = build(family)
+        gates = [module for module in model.modules() if "Router" in type(module).__name__]
+        assert serve_routers(model) == len(gates) > 0
+        x = torch.randn(3, gates[0].weight.shape[1], dtype=torch.bfloat16)
+        biases = {"expert_bias": torch.zeros(len(gates[0].weight))} if family == "lfm2_moe" else {}
+        products.clear()
+        gates[0](x, **biases)
+        assert products == [torch.float32 if family == "deepseek_v3" else torch.bfloat16]
+
+    class Doubled(Choosing):
+        def forward(self, hidden_states):
+            return super().forward(2 * hidden_states)
+
+    class Reading(Choosing):  # does more with its weight than the product
+        def forward(self, hidden_states):
+            return nn.functional.linear(hidden_states, self.weight) + self.weight.sum()
+
+    assert router_of(Choosing(), {}) is not None and router_of(Choosing(2.5), {}) is not None
+    others = (Doubled(), Reading(), nn.LayerNorm(8), nn.Embedding(8, 8))
+    assert [router_of(module, {}) for module in others] == [None] * len(others)
+
+
+@torch.inference_mode()
+def test_a_routers_logits_are_as_near_to_float64_as_torchs():
+    torch.manual_seed(5)
+    for family in ("qwen3_moe", "deepseek_v3"):
+        model = build(family)
+        gate = next(module for module in model.modules() if "Router" in type(module).__name__)
+        x = torch.randn(16, gate.weight.shape[1], dtype=torch.bfloat16)
+        exact, before = x.double() @ gate.weight.double().T, gate(x)[0]
+        serve_routers(model)
+        assert 0 < rms(gate(x)[0] - exact) <= 1.05 * rms(before - exact)
+        assert torch.equal(gate(x)[0][3], gate(x[3:4])[0][0])
 
 
 def test_rotations_are_known_by_their_bits():

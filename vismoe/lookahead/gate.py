@@ -70,7 +70,7 @@ class GateLookahead:
             routers = [getattr(block, name) for name in ROUTERS if isinstance(getattr(block, name, None), nn.Module)]
             if len(norms) != 1 or len(routers) != 1 or any(hasattr(decoder_layer, name) for name in OTHER_NORMS):
                 return f"{type(decoder_layer).__name__} does not have one norm and one router before its experts"
-            biases = _biases(block, routers[0])
+            biases = biases_of(block, routers[0])
             layers.append(RoutedLayer(norms[0], routers[0], biases, moe.top_k, moe.num_experts, model.dtype))
         if len({id(layer.norm) for layer in layers}) != len(layers):
             return "several experts modules share a decoder layer"
@@ -199,7 +199,7 @@ class PlainRouters:
         return torch.zeros_like(probability).scatter_(-1, ids, 1.0), probability
 
 
-def _biases(block: nn.Module, router: nn.Module) -> dict[str, torch.Tensor]:
+def biases_of(block: nn.Module, router: nn.Module) -> dict[str, torch.Tensor]:
     """A router's further arguments, which are attributes of its block under the same names."""
     owned = {**dict(block.named_buffers(recurse=False)), **dict(block.named_parameters(recurse=False))}
     return {name: owned[name] for name in inspect.signature(router.forward).parameters if name in owned}

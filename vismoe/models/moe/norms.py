@@ -34,7 +34,7 @@ def serve_norms(model: nn.Module) -> int:
     """Make the kernels compute the decoder's norms; returns how many these are."""
     found = list(_norms(model))
     for module, form in found:
-        module.forward = partial(_forward, weakref.ref(module), form)  # type: ignore[method-assign]  # as of linears
+        module.forward = partial(_forward, weakref.ref(module), form)  # as of linears
     return len(found)
 
 

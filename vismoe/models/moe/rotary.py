@@ -16,6 +16,7 @@ from torch import nn
 
 from vismoe.kernels import rows
 from vismoe.models.family.components import is_vision
+from vismoe.models.moe.own_code import with_names
 
 NAME = "apply_rotary_pos_emb"
 PROBE_TYPES = (torch.float32, torch.bfloat16)
@@ -25,7 +26,7 @@ def serve_rotations(model: nn.Module) -> int:
     """Make the kernels turn the queries and keys of the decoder; returns of how many attention modules."""
     found = list(_attentions(model))
     for module, forward in found:
-        module.forward = partial(_forward, weakref.ref(module), forward)  # type: ignore[method-assign]  # as of linears
+        module.forward = partial(_forward, weakref.ref(module), forward)  # as of linears
     return len(found)
 
 
@@ -36,15 +37,7 @@ def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any
             continue
         turn = own.__globals__.get(NAME) if NAME in own.__code__.co_names else None
         if turn is not None and is_known(turn):
-            yield module, _with_ours(own, turn)
-
-
-def _with_ours(forward: types.FunctionType, turn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same code with our rotation."""
-    names = forward.__globals__ | {NAME: partial(_turned, turn)}
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+            yield module, with_names(own, {NAME: partial(_turned, turn)})
 
 
 @cache

@@ -1,101 +1,158 @@
-"""Lets the CPU kernels compute routers of few rows: the product by the linears' kernel, then softmax and choice in one call.
+"""Lets the CPU kernels compute routers of few rows: the product by the linears' kernel, and if they know it the choice, too.
 
-A router is known by its numbers: what it makes of some vectors is compared with the known form. Others stay torch's. The change
-is a `forward` on the module object, and serves as many rows as that of a linear.
+A router whose choice is that of the largest softmax is computed in two calls. Any other runs its own code, in which the product
+alone is ours: there `F.linear` and the router's weight are stand-ins, and casts of the weight, which torch would make for each
+token, do nothing. Either is compared with what the router makes of some vectors; one that differs stays torch's. The change is a
+`forward` on the module object, and serves as many rows as that of a linear.
 """
 
 import inspect
+import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vismoe.kernels import cpu, rows
+from vismoe.lookahead.gate import biases_of
+from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.linears import HALVES, MOST_ROWS
+from vismoe.models.moe.own_code import with_names
 
-PROBE_ROWS = 8
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # of logits' size, and of weights
-
-
-class RouterForm(NamedTuple):
-    """Logits rounded to the weight's type; `top_k` of their softmax in `dtype`, `normalised` to the sum 1 or not."""
-
-    top_k: int
-    normalised: bool
-    dtype: torch.dtype
+Router = Callable[..., Any]  # (module, hidden_states, ...) -> what the module returns
+PROBE_ROWS, PROBE_LOGIT = 8, 4.0  # how many vectors, and their largest logit
+TOLERANCE = 0.05  # of 16-bit logits of that size, and of weights that follow from them
+ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def serve_routers(model: nn.Module) -> int:
     """Make the kernels compute the routers of the decoder's experts for up to MOST_ROWS rows; returns how many these are."""
     found = list(_routers(model))
-    for module, form in found:
-        module.forward = partial(_forward, weakref.ref(module), form)  # type: ignore[method-assign]  # as of linears
+    for module, router in found:
+        module.forward = partial(_forward, weakref.ref(module), router)  # as of linears
     return len(found)
 
 
-def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, RouterForm]]:
+def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, Router]]:
     for path, _ in expert_modules(model):
-        for module in model.get_submodule(path.rpartition(".")[0]).children():
-            if "forward" not in module.__dict__ and (form := router_form(module)) is not None:
-                yield module, form
+        block = model.get_submodule(path.rpartition(".")[0])
+        for module in block.children() if not is_vision(path) else ():
+            if "forward" in module.__dict__ or type(module) is nn.Linear:
+                continue
+            if (router := router_of(module, biases_of(block, module))) is not None:
+                yield module, router
 
 
-def router_form(module: nn.Module) -> RouterForm | None:
-    """The form of a module that returns (logits, weights, ids), None of any other."""
-    own = [*module.named_parameters(), *module.named_buffers()]
-    if [name for name, _ in own] != ["weight"] or len(inspect.signature(type(module).forward).parameters) != 2:
-        return None
-    weight = own[0][1]
-    if weight.ndim != 2 or weight.device.type != "cpu" or weight.dtype not in HALVES or not weight.is_contiguous():
+def router_of(module: nn.Module, biases: dict[str, torch.Tensor]) -> Router | None:
+    """What computes the same as a router with the kernels; None for modules that are none, or differ. biases: the arguments
+    beside the hidden states."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or weight.dtype not in HALVES or not weight.is_cpu or not weight.is_contiguous():
         return None
     with torch.no_grad():
-        x = torch.sin(torch.arange(PROBE_ROWS * weight.shape[1], dtype=torch.float32) * 2.3).view(PROBE_ROWS, -1).to(weight.dtype)
+        wave = torch.sin(torch.arange(PROBE_ROWS * weight.shape[1], dtype=torch.float32) * 2.3).view(PROBE_ROWS, -1)
+        largest = float((wave @ weight.float().T).abs().max())
+        x = (wave * (PROBE_LOGIT / largest) if largest > 0 else wave).to(weight.dtype)
         try:
-            made = type(module).forward(module, x)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            return None
-        if not _is_routing(made, weight):
-            return None
-        logits, weights, ids = made
-        for normalised in (True, False):
-            form = RouterForm(ids.shape[1], normalised, weights.dtype)
-            if _acts_like(form, x, weight, logits, weights, ids):
-                return form
+            made = _parts(type(module).forward(module, x, **biases))
+            for router in _candidates(module, made):
+                if _agree(made, _parts(router(module, x, **biases))):
+                    return router
+        except ERRORS:
+            pass
     return None
 
 
-def _is_routing(made: Any, weight: torch.Tensor) -> bool:
-    if not isinstance(made, tuple) or len(made) != 3 or not all(isinstance(part, torch.Tensor) for part in made):
+def _candidates(module: nn.Module, made: list[torch.Tensor]) -> Iterator[Router]:
+    own: Any = type(module).forward
+    alone = len(module._parameters) == 1 and not module._buffers and len(inspect.signature(own).parameters) == 2
+    if alone and len(made) == 3:
+        _, weights, ids = made
+        if weights.dtype in rows.NUMBER_OF and weights.shape == ids.shape and 0 < ids.shape[-1] <= made[0].shape[-1]:
+            for normalised in (True, False):
+                yield partial(_largest_softmax, ids.shape[-1], normalised, weights.dtype)
+    if isinstance(own, types.FunctionType):
+        names = own.__globals__.items()
+        stand_ins = {name: stand_in for name, value in names for real, stand_in in STAND_INS if value is real}
+        yield partial(_own_code, with_names(own, stand_ins))
+
+
+def _parts(made: Any) -> list[torch.Tensor]:
+    parts = list(made) if isinstance(made, tuple) else [made]
+    if not all(isinstance(part, torch.Tensor) and len(part) == PROBE_ROWS for part in parts):
+        raise TypeError("a router returns a tensor of each row")
+    return parts
+
+
+def _agree(theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
+    """Whether these are the same numbers, but for rows (fewer than half) whose ids differ: rounding moves a tie."""
+    if [(part.shape, part.dtype) for part in theirs] != [(part.shape, part.dtype) for part in ours]:
         return False
-    logits, weights, ids = made
-    chosen = weights.shape == ids.shape and ids.ndim == 2 and len(ids) == PROBE_ROWS and ids.dtype is torch.int64
-    return (
-        chosen and weights.dtype in rows.NUMBER_OF and logits.dtype is weight.dtype and logits.shape == (PROBE_ROWS, len(weight))
-    )
+    same = torch.ones(PROBE_ROWS, dtype=torch.bool)
+    for their, our in zip(theirs, ours):
+        if not their.is_floating_point():
+            same &= (their == our).reshape(PROBE_ROWS, -1).all(-1)
+    floats = [(their[same].float(), our[same].float()) for their, our in zip(theirs, ours) if their.is_floating_point()]
+    near = all(torch.allclose(their, our, rtol=TOLERANCE, atol=TOLERANCE * float(their.abs().max())) for their, our in floats)
+    return bool(same.sum() > PROBE_ROWS / 2) and near
 
 
-def _acts_like(
-    form: RouterForm, x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> bool:
-    """Whether the form makes these of x: the logits, and of the router's own logits the weights and, but for ties, the ids."""
-    exact = x.double() @ weight.double().T
-    near = (logits.double() - exact).abs().max() <= TOLERANCES[weight.dtype] * max(float(exact.abs().max()), 1e-6)
-    ours, chosen = rows.choose(logits.contiguous(), *form)
-    same = torch.equal(logits.gather(1, chosen), logits.gather(1, ids))
-    return bool(near) and same and torch.allclose(ours.float(), weights.float(), rtol=TOLERANCES[form.dtype], atol=0)
-
-
-def _forward(reference: Any, form: RouterForm, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+# ------------------------------------------------------------------ the two ways
+def _largest_softmax(top_k: int, normalised: bool, dtype: torch.dtype, module: Any, hidden_states: torch.Tensor) -> Any:
     """(logits `[T, E]`, weights `[T, K]`, ids `[T, K]`)."""
+    logits = cpu.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
+    return (logits, *rows.choose(logits, top_k, normalised, dtype))
+
+
+def _own_code(own: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    return own(_StandIn(module), *args, **kwargs)
+
+
+class _Weight:
+    """Stands for a router's weight; its casts are not needed, since the kernels read it in its type."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.dtype = weight, weight.dtype
+
+    def to(self, dtype: torch.dtype) -> "_Weight":
+        return self
+
+    type = to
+
+    def float(self) -> "_Weight":
+        return self
+
+
+class _StandIn:
+    """Stands for a router in its own code."""
+
+    def __init__(self, module: Any):
+        self._module, self.weight = module, _Weight(module.weight)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(weight, _Weight):
+        return functional.linear(x, weight, bias)
+    return cpu.linear(x.reshape(-1, x.shape[-1]), weight.weight, bias).view(*x.shape[:-1], -1)
+
+
+_FUNCTIONAL = types.SimpleNamespace(**vars(functional) | {"linear": _linear})
+STAND_INS = ((functional, _FUNCTIONAL), (nn, types.SimpleNamespace(**vars(nn) | {"functional": _FUNCTIONAL})))
+
+
+def _forward(reference: Any, router: Router, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
     module = reference()
     weight = module.weight
     count = hidden_states.numel() // weight.shape[1]
     fits = 0 < count <= MOST_ROWS and hidden_states.dtype is weight.dtype and hidden_states.is_cpu and weight.is_cpu
     if not fits or torch.is_grad_enabled():
-        return type(module).forward(module, hidden_states)
-    logits = cpu.linear(hidden_states.reshape(count, -1), weight)
-    return (logits, *rows.choose(logits, *form))
+        return type(module).forward(module, hidden_states, *more, **named)
+    return router(module, hidden_states, *more, **named)

@@ -132,6 +132,20 @@ def test_a_guess_that_is_used_is_demanded(checkpoint):
     assert out.shape == hidden.shape and count == 2 and layer.demanded(2) == [1, 3] and table.uses.sum() == uses.sum() + 2
 
 
+def test_an_interrupt_in_the_call_is_repaired(checkpoint, monkeypatch):
+    twin, prompts = Twin(checkpoint, True), torch.arange(3, 60)[None]
+    before = twin.passes(prompts, [1, 1])
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(twin.context._short._layers[1], "run", interrupted)
+        twin.passes(prompts, [1, 1])
+    twin.pager.check_integrity()
+    assert all(map(torch.equal, twin.passes(prompts, [1, 1]), before))
+
+
 @pytest.mark.parametrize("settings", [dict(kernels="torch"), dict(emulated_link_bytes_per_s=1e9)], ids=str)
 def test_other_arithmetic_and_other_tiers_demand(checkpoint, settings):
     assert vismoe.runtime_of(load(checkpoint, **settings)).context._short is None

@@ -177,6 +177,17 @@ def test_rotations_are_known_by_their_bits():
     assert is_known(apply_rotary_pos_emb) and is_known(turn_a_part) and not is_known(interleaved)
 
 
+def test_a_rotation_that_is_called_otherwise_stays_torchs():
+    class Attention(nn.Module):
+        def forward(self, x, cos, sin):
+            return apply_rotary_pos_emb(x, k=x, cos=cos, sin=sin, unsqueeze_dim=2)[0]
+
+    module, x, angles = Attention(), torch.randn(2, 3, 4, 16), torch.randn(2, 3, 16)
+    with torch.no_grad():
+        before = module(x, angles, angles)
+        assert serve_rotations(module) == 1 and torch.equal(module(x, angles, angles), before)
+
+
 # ------------------------------------------------------------------ in models
 def build(family: str) -> nn.Module:
     return tiny_models.build(family).to(torch.bfloat16).eval()

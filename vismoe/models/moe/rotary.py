@@ -64,12 +64,11 @@ def _equals(turn: Callable[..., Any], turned: int) -> bool | None:
     return True
 
 
-def _turned(
-    turn: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
-) -> Any:
-    if more or named or torch.is_grad_enabled() or not _fits(q, k, cos, sin):
-        return turn(q, k, cos, sin, *more, **named)
-    return rows.rotate(q, k, cos, sin)
+def _turned(turn: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """The known form takes queries, keys, cosines and sines; some families call theirs otherwise, too."""
+    if named or len(given) != 4 or torch.is_grad_enabled() or not _fits(*given):
+        return turn(*given, **named)
+    return rows.rotate(*given)
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -22,11 +22,11 @@ from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, row_shape, rows_of
 from vismoe.models.load.gguf_tensors import GgufTensors, expert_rows
 from vismoe.store.checkpoint import CheckpointStore, Locator
+from vismoe.store.gguf_header import GGUF
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
 from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors, tensors_of
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
-GGUF = ".gguf"
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # whatever else lies in a file means something by a scale
 PER_EXPERT = re.compile(  # names of one expert's matrix, where a family's own checkpoints have stacked ones only
     r"(?P<module>.*\bexperts)\.(?:(?P<expert>\d+)\.(?P<matrix>\w+)|(?P<matrix_first>\w+)\.(?P<expert_last>\d+))\.weight"

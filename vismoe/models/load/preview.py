@@ -183,23 +183,28 @@ def torch_dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dty
     return found
 
 
-def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
-    """A checkpoint's experts in place, and which of their matrices the model keeps as [in, out]. Raises CheckpointError."""
-    described, files = _here(model, revision)
+def experts_in_place(
+    model: str | Path | None, revision: str | None = None, gguf: str | None = None
+) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
+    """The experts of a checkpoint (None: of the demo model) or of a GGUF file in place, and which of their matrices the model
+    keeps as [in, out]. Raises CheckpointError."""
+    described, files = _here(model, revision, gguf)
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
 
 
-def linears_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, dict[str, TensorPart]]:
+def linears_in_place(model: str | Path | None, revision: str | None = None) -> tuple[CheckpointStore, dict[str, TensorPart]]:
     """A checkpoint, and the weights of its linear layers that a store can hold. Raises CheckpointError."""
     described, files = _here(model, revision)
     source, others = locate(described, files, described.dtype)
     return source, linears_of(described, others)
 
 
-def _here(model: str | Path, revision: str | None) -> tuple[PreTrainedModel, list[Path]]:
-    """As `describe`, for a model whose weights must be on this machine."""
-    described, files = describe(model, revision=revision)
+def _here(model: str | Path | None, revision: str | None, gguf: str | None = None) -> tuple[PreTrainedModel, list[Path]]:
+    """As `describe`, for a model whose weights must be on this machine; None: the demo model."""
+    model, settings = with_gguf(model, Settings(gguf=gguf))
+    model = model if model is not None else demo_model()
+    described, files = describe(model, revision=revision, gguf=settings.gguf)
     if not files:
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
     return described, files

@@ -295,6 +295,17 @@ def plain_int8(tensors):
     tensors[QUERY], tensors[QUERY.replace("weight", "SCB")] = torch.zeros(256, 256, dtype=torch.int8), torch.ones(256)
 
 
+def other_order(tensors):
+    tensors[QUERY.replace("weight", "g_idx")] = tensors[QUERY.replace("weight", "g_idx")].flip(0)
+
+
+def test_inputs_of_a_linear_layer_in_another_order_are_refused(tmp_path):
+    quantised.write(tmp_path / "gptq", "gptq", backbone=True)
+    for kernels in ("torch", "auto"):
+        with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.g_idx: input 0 is in group 3, not in 0"):
+            load(changed(tmp_path / "gptq", tmp_path / kernels, other_order), kernels=kernels)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [

@@ -22,7 +22,7 @@ from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_ty
 from vismoe.models.moe.linears import EncodedLinear
 from vismoe.store.files import OpenFiles
 from vismoe.store.packed_linears import PackedLinears, remedy
-from vismoe.store.tensor_reads import read_part, read_restored
+from vismoe.store.tensor_reads import read_encoded, read_restored
 from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors
 
 FEWEST_OUTPUTS = 64  # of a layer that is packed: narrower ones are gates
@@ -71,7 +71,7 @@ class Backbone:
     def fill(self, model: Any, files: OpenFiles, device: torch.device) -> None:
         """After the other weights are loaded. Raises CheckpointError."""
         for path, key in self.linears.items():
-            model.get_submodule(path).fill({name: read_part(files, part) for name, part in self._encoded(key).parts.items()})
+            model.get_submodule(path).fill(read_encoded(files, self._encoded(key)))
         if self.packed is not None:
             parts_of = self.packed.reader()
             for path in self.lossy:

@@ -4,6 +4,7 @@ No code per family: the renamings that transformers would apply while loading sa
 its operations (conversion.py) how. Linear in the number of keys: 48 layers x 128 experts x 3 take about a second.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +22,11 @@ from vismoe.models.family.families import expert_modules, expert_parameters, top
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, row_shape, rows_of
 from vismoe.models.load.gguf_tensors import GgufTensors, expert_rows
+from vismoe.store.arrangement import NaturalOrder
 from vismoe.store.checkpoint import CheckpointStore, Locator
 from vismoe.store.gguf_header import GGUF
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
+from vismoe.store.tensor_reads import read_part
 from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors, tensors_of
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
@@ -98,7 +101,13 @@ def locate(
     of_experts = {key for parameter in parameters.values() for keys in parameter.keys.values() for key in keys}
     of_others = {key for source in sources.values() for key, _ in source.keys}
     others = Others(tensors, sources, _passed_over(headers, tensors, of_experts, of_others, names))
-    return CheckpointStore(headers, inventory, locators, config_json), others
+    store = CheckpointStore(headers, inventory, locators, config_json)
+    try:
+        _refuse_other_orders(store)
+    except CheckpointError:
+        store.close()
+        raise
+    return store, others
 
 
 def _others_in_gguf(model: Any, gguf: GgufTensors) -> Others:
@@ -198,7 +207,7 @@ def _encoded(parameter: str, name: str, column: list[Row], wanted: tuple[int, ..
         )
     (encoding, *names), sections = kinds.pop(), []
     for part in names:
-        rows = [tuple(tensor.parts[part] for tensor in row if isinstance(tensor, EncodedTensor)) for row in column]
+        rows = [tuple(p for tensor in row if isinstance(tensor, EncodedTensor) for p in tensor.read_for(part)) for row in column]
         shapes = {(sum(p.result[0] for p in row), *each.result[1:]) for row in rows for each in row}
         dtypes = {p.arrangement.dtype(p.dtype) for row in rows for p in row}
         if len(shapes) > 1:
@@ -209,6 +218,14 @@ def _encoded(parameter: str, name: str, column: list[Row], wanted: tuple[int, ..
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         sections.append(_Stored(f"{name}.{encoding if part == 'codes' else part}", shapes.pop(), dtype, rows))
     return sections
+
+
+def _refuse_other_orders(store: CheckpointStore) -> None:
+    """Of inputs, for the first expert of each layer; other experts are looked at when they are read. Raises CheckpointError."""
+    for layer in store.locators:
+        for part in itertools.chain(*layer[0]):
+            if isinstance(part.arrangement, NaturalOrder):
+                read_part(store.hold(), part)
 
 
 def config_of(headers: Sequence[SafetensorsHeader]) -> bytes:

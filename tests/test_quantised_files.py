@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError, VisMoEError
 from vismoe.formats.encoded import Encoded
-from vismoe.models.load.locate import _as_stored
+from vismoe.models.load.locate import as_stored
 from vismoe.models.load.preview import preview
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.files import OpenFiles
@@ -375,7 +375,7 @@ def test_a_record_means_what_the_formula_says_and_nothing_beside_it_is_written(k
     column = [(tensors[f"experts.{e}.gate.weight"], tensors[f"experts.{e}.up.weight"]) for e in range(2)]
     raw = RecordLayout.of({"w": (2 * rows, inputs)}, {"w": torch.bfloat16})
     inventory = ExpertInventory((MoELayer(0, "x", 2, 1, 0),), (raw,))
-    inventory, locators = _as_stored(inventory, {"x.w": column}, (frozenset(),))
+    inventory, locators = as_stored(inventory, {"x.w": column}, (frozenset(),))
     store = CheckpointStore([header], inventory, locators)
     (own,) = inventory.own_layouts
     for expert in every_expert(store):

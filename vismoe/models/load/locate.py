@@ -78,7 +78,7 @@ def locate(
     paths = [Path(file) for file in checkpoint_files or ()]
     if paths and paths[0].suffix == GGUF:
         gguf, raw = GgufTensors.open(paths[0]), inventory_of(model, dtype)
-        inventory, locators = _as_stored(raw, expert_rows(model, gguf, raw), transposed_sections(model, raw))
+        inventory, locators = as_stored(raw, expert_rows(model, gguf, raw), transposed_sections(model, raw))
         return CheckpointStore(gguf.headers, inventory, locators), _others_in_gguf(model, gguf)
     headers = [read_header(path) for path in _safetensors_only(model, paths)]
     config_json = config_of(headers)
@@ -94,7 +94,7 @@ def locate(
     readable = {key: t for key, t in tensors.items() if isinstance(t, EncodedTensor) or t.dtype in PLAIN}
     rows = {name: rows_of(parameter, readable) for name, parameter in parameters.items()}
     raw = inventory_of(model, dtype)
-    inventory, locators = _as_stored(raw, rows, transposed_sections(model, raw))
+    inventory, locators = as_stored(raw, rows, transposed_sections(model, raw))
     for key in (key for header in headers for key, entry in header.tensors.items() if entry.dtype is None):
         if names.of(key)[0] in names:
             raise UnsupportedModelError(f"{key} is stored in a type of less than a byte, which VisMoE does not read. {ORIGINAL}")
@@ -146,7 +146,7 @@ def _numbered(key: str) -> str:
     return re.sub(r"\d+", r"\\d+", re.escape(key))
 
 
-def _as_stored(
+def as_stored(
     raw: ExpertInventory, rows: dict[str, list[Row]], transposed: tuple[frozenset[str], ...]
 ) -> tuple[ExpertInventory, list[list[Locator]]]:
     """(the experts with records as the checkpoint encodes them, where each lies); `raw` itself where no matrix is encoded.

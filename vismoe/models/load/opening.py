@@ -294,7 +294,9 @@ def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, 
     codecs = tuple(codecs_of(format, inventory, transposed) for format in formats)
     if formats != (Format.RAW,):
         inventory = paired(inventory, settings.pair or FormatPair(formats[0], None), transposed)
-    return _arrange(model, inventory, transposed, codecs, f"{' and '.join(formats)}, not packed yet", settings, device)
+    own = " and ".join(encodings_of(inventory)) or "raw"
+    sayings = [f"{own}, in place from the checkpoint" if f is Format.RAW else f"{f}, not packed yet" for f in formats]
+    return _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
 
 
 def with_experts(plan: Plan, experts: Experts, backbone: Backbone | None = None) -> Plan:

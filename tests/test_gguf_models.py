@@ -26,12 +26,14 @@ from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.formats.encodings import GGML
 from vismoe.models.family.checkpoint_files import demo_model
+from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.gguf_names import ARCHITECTURES
 from vismoe.models.load import gguf as loading
 from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, preview, read_config
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
+from vismoe.models.moe.linears import EncodedEmbedding
 
 gguf = pytest.importorskip("gguf")
 MIXED = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
@@ -72,7 +74,11 @@ def test_logits_with_torch_are_those_of_restored_weights(family, memory, tmp_pat
     expected.set_experts_implementation("eager")
     paged = opened(tmp_path, memory=memory)
     assert torch.equal(logits(paged), logits(expected))
-    assert len(set(paged.state_dict()) ^ {name for name in expected.state_dict() if ".experts." not in name}) == 0
+    apart = (".experts.", "embed_tokens.")
+    assert set(paged.state_dict()) == {name for name in expected.state_dict() if not any(part in name for part in apart)}
+    embeddings = paged.get_input_embeddings()
+    assert isinstance(embeddings, EncodedEmbedding) and embeddings.codes.nbytes == 210 * 512, "Q6_K"
+    assert torch.equal(embeddings.restored(), expected.get_input_embeddings().weight)
     for name, parameter in paged.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name)) and parameter.dtype == torch.bfloat16, name
 
@@ -135,6 +141,23 @@ def test_the_kernels_compute_with_the_blocks_as_they_lie(tmp_path):
     assert plan.experts == "q4_k and q6_k, in place from the checkpoint" and plan.kernels.startswith("fast")
     assert "linear layers in q4_k as the checkpoint has them" in plan.rest
     assert torch.cosine_similarity(logits(fast).float(), logits(exact).float(), dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
+def test_a_tied_head_has_the_bytes_of_the_embeddings(kind, tmp_path):
+    expected = gguf_files.write(tmp_path, "qwen3_moe", lambda name: kind, tie_word_embeddings=True)
+    expected.set_experts_implementation("eager")
+    exact, fast = opened(tmp_path), opened(tmp_path, kernels="fast")
+    assert exact.lm_head.weight is exact.model.embed_tokens.weight
+    assert torch.equal(logits(exact), logits(expected))
+    assert fast.lm_head.codes.data_ptr() == fast.model.embed_tokens.codes.data_ptr()
+    assert torch.cosine_similarity(logits(fast).float(), logits(expected).float(), dim=-1).min() > 0.999
+    plan = runtime_of(fast).plan
+    assert f"token embeddings and the head in {kind.lower()}, restored by row" in plan.rest
+    held = {t.data_ptr(): t.untyped_storage().nbytes() for t in (*fast.parameters(), *fast.buffers())}
+    components = dict(backbone_bytes(fast))
+    assert sum(held.values()) == sum(components.values()) == sum(part.bytes for part in plan.parts if part.name in components)
+    assert plan.bytes_of("embeddings") == fast.lm_head.codes.nbytes < runtime_of(exact).plan.bytes_of("embeddings") / 1.8
 
 
 # ------------------------------------------------------------------ vision towers

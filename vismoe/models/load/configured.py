@@ -25,7 +25,7 @@ from vismoe.store.tensors import BLOCK_ROWS, GROUP, ORIGINAL, tensors_of
 from vismoe.types import ExpertInventory
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
-Encoder = Callable[[int, int], dict[str, Shaped]]  # (outputs, inputs) -> the tensors of a weight, by what follows its module
+Encoder = Callable[[int, int], Mapping[str, Shaped]]  # (outputs, inputs) -> the tensors of a weight, by what follows its module
 LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")  # settings with names of modules
 IN_LAYERS = re.compile(r"(?:^|\.)layers\.\d+\.")
 
@@ -185,8 +185,11 @@ def _words(group: int, zeros: bool) -> Encoder:
 
     def tensors(outputs: int, inputs: int) -> dict[str, Shaped]:
         groups = -(-inputs // (group or inputs))
-        packed = {".weight_packed": ((outputs, inputs // 8), torch.int32), ".weight_scale": ((outputs, groups), torch.bfloat16)}
-        return packed | ({".weight_zero_point": ((-(-outputs // 8), groups), torch.int32)} if zeros else {})
+        packed: dict[str, Shaped] = {".weight_packed": ((outputs, inputs // 8), torch.int32)}
+        packed[".weight_scale"] = (outputs, groups), torch.bfloat16
+        if zeros:
+            packed[".weight_zero_point"] = (-(-outputs // 8), groups), torch.int32
+        return packed
 
     return tensors
 

@@ -220,7 +220,7 @@ def decode_size(name: str, model: Any) -> ModelSize:
     `model` is on the meta device with its experts' parameters still there (`describe`).
     """
     stated = as_stated(model)
-    settle_backbone(model, stated.others, Settings(**ENGINE_DEFAULTS), torch.device("cpu"))
+    settle_backbone(model, stated.others, Settings.of(**ENGINE_DEFAULTS), torch.device("cpu"))
     inventory = stated.inventory
     return ModelSize(
         name=name,

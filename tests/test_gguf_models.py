@@ -483,8 +483,8 @@ def test_files_that_do_not_fit_are_refused_with_the_fix(tmp_path):
 
 @pytest.mark.parametrize("name", ["blk.1.ffn_down_exps.weight", "blk.1.attn_v.weight"])
 def test_a_type_that_is_not_read_is_refused_by_tensor_and_type(name, tmp_path):
-    gguf_files.write(tmp_path, "qwen3_moe", lambda tensor: "Q3_K" if tensor == name else "Q8_0")
-    with pytest.raises(UnsupportedModelError, match=rf"{name} is in Q3_K, which VisMoE does not read.*Q4_K_M"):
+    gguf_files.write(tmp_path, "qwen3_moe", lambda tensor: "IQ3_S" if tensor == name else "Q8_0")
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is in IQ3_S, which VisMoE does not read.*Q4_K_M"):
         opened(tmp_path)
 
 

@@ -127,7 +127,7 @@ def settle_backbone(
         elif device.type == "cpu" and _put_embeddings(model, settled, encoded[0], by_kernels):
             held[path] = sources.keys[0][0]
             heads |= {tied_name.removesuffix(".weight"): path for tied_name in settled.tied}
-            embeddings = f"token embeddings{' and the head' if settled.tied else ''} in {name}, restored by row"
+            embeddings = f"token embeddings in {name}, restored by row{', the head on the same bytes' if heads else ''}"
         else:
             restored.append(settled)
             counts[f"restored from {name} to {str(settled.dtype).removeprefix('torch.')}"] += len(sources.names)

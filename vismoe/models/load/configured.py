@@ -6,7 +6,7 @@ decide here as well (`vismoe/store/tensors.py`), and a plan made before a downlo
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from vismoe.types import ExpertInventory
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 Encoder = Callable[[int, int], Mapping[str, Shaped]]  # (outputs, inputs) -> the tensors of a weight, by what follows its module
+Names = Callable[[str], bool]  # of modules, by path
 LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")  # settings with names of modules
 IN_LAYERS = re.compile(r"(?:^|\.)layers\.\d+\.")
 
@@ -49,12 +50,13 @@ def as_stated(model: Any) -> Stated:
     if not quantization:
         return Stated(raw, Others({}, {}, frozenset()))
     transposed, stacked = transposed_sections(model, raw), _method(quantization) == "mxfp4"
+    left_out = _left_out(quantization)
     shapes: dict[str, Shaped] = {}
     stems: dict[str, list[str]] = {}  # of the encoded matrices of an expert, by parameter
     for layer, (path, _) in zip(raw.layers, expert_modules(model), strict=True):
         for section in raw.layout(layer.index).sections:
             name, parameter = section.name, f"{path}.{section.name}"
-            encode = _encoder(quantization, f"{path}.0.{name}") if len(section.shape) == 2 else None
+            encode = _encoder(quantization, left_out, f"{path}.0.{name}") if len(section.shape) == 2 else None
             if encode is None:
                 shapes[parameter] = (layer.num_experts, *section.shape), section.dtype
                 continue
@@ -64,7 +66,7 @@ def as_stated(model: Any) -> Stated:
             for stem in stems[parameter]:
                 for suffix, (shape, dtype) in encode(outputs // len(halves), inputs).items():
                     shapes[stem + suffix] = (layer.num_experts, *shape) if stacked else shape, dtype
-    linears = list(_encoded_linears(model, quantization))
+    linears = list(_encoded_linears(model, quantization, left_out))
     for path, encode, module in linears:
         shapes |= {path + suffix: shaped for suffix, shaped in encode(module.out_features, module.in_features).items()}
     tensors = tensors_of([_header(shapes)], quantization)
@@ -96,12 +98,12 @@ def _header(shapes: Mapping[str, Shaped]) -> SafetensorsHeader:
     return SafetensorsHeader(Path("model.safetensors"), end, 0, entries, "")
 
 
-def _encoded_linears(model: Any, quantization: Mapping[str, Any]) -> Iterator[tuple[str, Encoder, nn.Linear]]:
+def _encoded_linears(model: Any, quantization: Mapping[str, Any], left_out: Names) -> Iterator[tuple[str, Encoder, nn.Linear]]:
     """The linear layers that are encoded; of routers, which would be restored, it does not matter."""
     for path, module in model.named_modules():
         if type(module) is not nn.Linear or component_of(f"{path}.weight") == "norms and routers":
             continue
-        encode = None if _method(quantization) == "mxfp4" else _encoder(quantization, path)
+        encode = None if _method(quantization) == "mxfp4" else _encoder(quantization, left_out, path)
         if encode is not None and module.in_features % 32 == 0 and module.out_features % 8 == 0:
             yield path, encode, module
 
@@ -110,13 +112,18 @@ def _method(quantization: Mapping[str, Any]) -> str:
     return str(quantization.get("quant_method", quantization.get("quant_algo")))
 
 
-def _encoder(quantization: Mapping[str, Any], path: str) -> Encoder | None:
+def _left_out(quantization: Mapping[str, Any]) -> Names:
+    """Whether a module stays in 16 bits."""
+    outside = ["lm_head"] if _method(quantization) in ("fp8", "mxfp4") and quantization.get(LEFT_OUT[0]) is None else []
+    stated = [str(pattern) for setting in LEFT_OUT for pattern in quantization.get(setting) or ()]
+    modules = [f"re:{key[2:]}" for key in quantization.get("dynamic") or () if key.startswith("-:")]
+    return _named([*outside, *stated, *modules])
+
+
+def _encoder(quantization: Mapping[str, Any], left_out: Names, path: str) -> Encoder | None:
     """How a linear layer is encoded; None for one that stays in 16 bits. Raises UnsupportedModelError."""
     method, bits, group = _method(quantization), quantization.get("bits"), max(0, quantization.get("group_size") or 0)
-    outside = ["lm_head"] if method in ("fp8", "mxfp4") and quantization.get(LEFT_OUT[0]) is None else []
-    stated = [pattern for setting in LEFT_OUT for pattern in quantization.get(setting) or ()]
-    modules = [key.removeprefix("-:") for key in quantization.get("dynamic") or () if key.startswith("-:")]
-    if any(_names(str(pattern), path) for pattern in (*outside, *stated, *(f"re:{module}" for module in modules))):
+    if left_out(path):
         return None
     if method == "fp8":
         return _fp8_blocks if quantization.get("weight_block_size") else _by_output(torch.float8_e4m3fn)
@@ -134,17 +141,17 @@ def _encoder(quantization: Mapping[str, Any], path: str) -> Encoder | None:
     raise UnsupportedModelError(f"the checkpoint is quantised with {method}{f', {bits} bits' if bits else ''}. {ORIGINAL}")
 
 
-def _names(pattern: str, path: str) -> bool:
-    """Whether a pattern (an expression after `re:`, or names of modules with `*` for anything) names the module or one around
-    it."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], path) is not None
-    glob = ".*".join(map(re.escape, pattern.split("*")))
-    return re.search(rf"(?:^|\.){glob}(?:\.|$)", path) is not None
+def _named(patterns: Sequence[str]) -> Names:
+    """Whether one of the patterns names a module or one around it: an expression after `re:`, or names of modules, of which some
+    checkpoints list hundreds, with `*` for anything."""
+    expressions = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
+    globs = [".*".join(map(re.escape, pattern.split("*"))) for pattern in patterns if not pattern.startswith("re:")]
+    names = re.compile(rf"(?:^|\.)(?:{'|'.join(globs)})(?:\.|$)" if globs else "(?!)")
+    return lambda path: bool(names.search(path)) or any(expression.match(path) for expression in expressions)
 
 
 def _is_target(targets: Any, path: str) -> bool:
-    return any(target == "Linear" or _names(str(target), path) for target in targets)
+    return "Linear" in targets or _named(list(map(str, targets)))(path)
 
 
 def _compressed(weights: Mapping[str, Any]) -> Encoder | None:

@@ -151,7 +151,8 @@ def test_a_tied_head_has_the_bytes_of_the_embeddings(kind, tmp_path):
     assert exact.lm_head.weight is exact.model.embed_tokens.weight
     assert torch.equal(logits(exact), logits(expected))
     assert fast.lm_head.codes.data_ptr() == fast.model.embed_tokens.codes.data_ptr()
-    assert torch.cosine_similarity(logits(fast).float(), logits(expected).float(), dim=-1).min() > 0.999
+    in_float64 = logits(expected.double()).float()  # eager's bfloat16 takes another expert for one token
+    assert torch.cosine_similarity(logits(fast).float(), in_float64, dim=-1).min() > 0.999
     plan = runtime_of(fast).plan
     assert f"token embeddings in {kind.lower()}, restored by row, the head on the same bytes" in plan.rest
     held = {t.data_ptr(): t.untyped_storage().nbytes() for t in (*fast.parameters(), *fast.buffers())}

@@ -72,6 +72,7 @@ class TokenLoop:
         self._model, self._generator = model, generator
         self._prepared = Prepared.of(model, inputs, options)
         self._prefilled = False
+        self.watched: list[torch.Tensor] | None = None  # gets each pass's logits float32 [1, V]; None: they are not kept
 
     @property
     def ids(self) -> torch.Tensor:
@@ -105,17 +106,28 @@ class TokenLoop:
         """The next token, and whether it is the last one. The first pass takes the whole prompt. said: the token, if known."""
         at, model = self._prepared, self._model
         if self._prefilled:
-            new = 1 if at.kwargs["use_cache"] else None
-            inputs = model.prepare_inputs_for_generation(at.ids, next_sequence_length=new, **at.kwargs)
-            outputs = model(**inputs, return_dict=True)
-        else:
-            outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
-        if not self._prefilled:  # as large as the prompt's images, and not used again
-            at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
+            return self.take(model(**self.inputs(), return_dict=True), said)
+        outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
+        # as large as the prompt's images, and not used again
+        at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
         self._prefilled = True
+        return self.take(outputs, said)
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model gets in a pass after the first: the latest token, its position, the cache."""
+        at = self._prepared
+        new = 1 if at.kwargs["use_cache"] else None
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(at.ids, next_sequence_length=new, **at.kwargs)
+        return inputs
+
+    def take(self, outputs: Any, said: int | None = None) -> tuple[int, bool]:
+        """The token that a pass of this sequence leads to, and whether it is the last one. said: the token, if known."""
+        at, model = self._prepared, self._model
         at.kwargs = model._update_model_kwargs_for_generation(outputs, at.kwargs, is_encoder_decoder=False)
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=at.ids.device)
-        scores = at.logits_processor(at.ids, logits)
+        if self.watched is not None:
+            self.watched.append(logits)
+        scores = at.logits_processor(at.ids, logits.clone() if self.watched is not None else logits)
         token = self._drawn(scores) if at.generation_config.do_sample else torch.argmax(scores, dim=-1)
         if said is not None:
             token = torch.full_like(token, said)

@@ -1,5 +1,7 @@
 """One request on its way from a prompt to an answer and its figures, a forward pass at a time, on the model's thread.
 
+Requests that decode can take their steps together, as rows of one pass (`Request.step_with`, shared_pass.py).
+
 What several requests share is `SharedModel`: the model with all that lives on it and belongs to one of them at a time (rotary
 offsets, the lookahead's memory, how visual tokens are dropped), and what earlier requests left (keys and values, encoded images).
 """
@@ -9,8 +11,9 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from transformers import BatchFeature
 
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
+from vismoe.engine.shared_pass import SharedPasses
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
@@ -46,18 +50,39 @@ class Belongings:
     memory: Any = None  # of the lookahead
 
 
+@dataclass
+class Company:
+    """Requests that decode together hold the model as one. The lookahead's memory is theirs together."""
+
+    precision: PrecisionInfo | None = None
+    belongings: Belongings = field(default_factory=Belongings)
+    clock: Clock | None = None
+
+    @staticmethod
+    def cancelled() -> bool:
+        """A row that is cancelled ends before the next pass; the others go on."""
+        return False
+
+
 class SharedModel:
     """The model, lent to one request at a time. `retention`: of importance, of requests that ask for none."""
 
     def __init__(
-        self, model: Any, runtime: Runtime, prompts: PromptBuilder, images: ImageCache | None, retention: Callable[[], float]
+        self,
+        model: Any,
+        runtime: Runtime,
+        prompts: PromptBuilder,
+        images: ImageCache | None,
+        retention: Callable[[], float],
+        passes: SharedPasses,
     ):
         self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
+        self.passes, self.company = passes, Company()
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
         self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
-        self._holder: Request | None = None
+        self._holder: Request | Company | None = None
         self._numbers = itertools.count()
 
     @property
@@ -69,21 +94,34 @@ class SharedModel:
         """Of the request that holds the model."""
         return self._holder.clock if self._holder is not None else None
 
-    def lend(self, request: "Request | None") -> None:
-        """From now on the model is this request's; None: no request's."""
-        before, self._holder = self._holder, request
-        if before is request:
+    def lend(self, holder: "Request | Company | None") -> None:
+        """From now on the model is this request's, or several requests'; None: no request's."""
+        before, self._holder = self._holder, holder
+        if before is holder:
             return
         left = Belongings([module.rope_deltas for module in self._rotating])
-        belongings, precision, cancelled = Belongings(), None, lambda: False
-        if request is not None:
-            belongings, precision, cancelled = request.belongings, request.precision, request.reply.flag.is_set
-        for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
-            module.rope_deltas = deltas
+        belongings, precision, cancelled = Belongings(), None, Company.cancelled
+        if holder is not None:
+            belongings, precision, cancelled = holder.belongings, holder.precision, holder.cancelled
+        self._rotate(belongings)
         retention = precision.retention if precision is not None else self._retention()
         left.memory = self.runtime.context.switch(belongings.memory, retention, cancelled)
         if before is not None:
             before.belongings = left
+
+    def _rotate(self, belongings: Belongings) -> None:
+        for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
+            module.rope_deltas = deltas
+
+    def lend_together(self, requests: "Sequence[Request]") -> list[dict[str, Any]]:
+        """From now on the model is theirs together -> what it would get of each in a pass of its own."""
+        self.company.precision = requests[0].precision
+        self.lend(self.company)
+        inputs = []
+        for request in requests:
+            self._rotate(request.belongings)
+            inputs.append(request.loop.inputs())
+        return inputs
 
     def forget(self, request: "Request") -> None:
         """It has left in the middle of its answer."""
@@ -155,7 +193,23 @@ class Request:
     @property
     def unwanted(self) -> bool:
         """Whether its reader has cancelled it."""
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
         return self.reply.flag.is_set()
+
+    @property
+    def loop(self) -> TokenLoop:
+        """Of its tokens, once its prompt was read."""
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def company(self) -> Hashable:
+        """Requests that decode can share a pass where the experts' formats are chosen alike."""
+        if self._loop is None or not self._shared.passes.takes(self._loop):
+            return None
+        return "decode", self.precision
 
     @property
     def left(self) -> int:
@@ -199,18 +253,85 @@ class Request:
             self._shared.refuse_other(self.precision)
             self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = self.clock.began_s or began_s
-        if self.may_give_up:  # what waits for others gives way
-            self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
+        self._make_room()
         going_on = False
         try:
             with torch.inference_mode(), contextlib.suppress(Interrupted):
                 going_on = self._answer(*(self._prefill() if self._loop is None else self._loop.step(self._repeated)))
         finally:
-            happened = self._shared.count()
-            self._counters = happened if self._counters is None else self._counters + happened
             tokens = self.prompt.tokens - self._reused_tokens if prefilling else 1
-            self.clock.passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, happened)
+            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, self._shared.count())
         return going_on
+
+    def step_with(self, others: "Sequence[Request]") -> list[bool | BaseException]:
+        """One forward pass for the next token of this request and of others of its company."""
+        results = dict[Request, bool | BaseException]()
+        wanted = [request for request in (self, *others) if not request.unwanted]
+        shared = self._shared
+        if len(wanted) > 1 and shared.passes.wants_trial(len(wanted)):
+            results = dict(zip(wanted, self._tried(wanted), strict=True))
+        elif len(wanted) > 1:
+            results = dict(zip(wanted, self._together(wanted), strict=True))
+        else:
+            results = {request: _attempt(request.step) for request in wanted}
+        return [results.get(request, False) for request in (self, *others)]
+
+    def _together(self, requests: "Sequence[Request]") -> "list[bool | BaseException]":
+        shared, began_s, rows = self._shared, time.perf_counter(), len(requests)
+        for request in requests:
+            request._make_room()
+        try:
+            with torch.inference_mode():
+                inputs, loops = shared.lend_together(requests), [request.loop for request in requests]
+                outputs = shared.passes.run(loops, inputs, self._of_images(requests))
+        except BaseException as error:  # it leaves each row's keys and values incomplete
+            shared.count()
+            return [error] * rows
+        results = []
+        for request, output in zip(requests, outputs, strict=True):
+            results.append(_attempt(partial(request._taken, output)))
+        for request, happened in zip(requests, shared.count().split(rows), strict=True):
+            request._passed(Phase.DECODE, 1, began_s, happened, rows)
+        return results
+
+    @torch.inference_mode()
+    def _taken(self, output: Any) -> bool:
+        """The row of a shared pass leads to a token; whether another one is wanted."""
+        return self._answer(*self.loop.take(output, self._repeated))
+
+    def _tried(self, requests: "Sequence[Request]") -> "list[bool | BaseException]":
+        """Each takes its step alone; what a shared pass would have computed is compared with that."""
+        shared = self._shared
+        with torch.inference_mode():
+            inputs, loops = shared.lend_together(requests), [request.loop for request in requests]
+            tried = shared.passes.tried(loops, inputs, self._of_images(requests))
+        for request, happened in zip(requests, shared.count().split(len(requests)), strict=True):
+            request._count(happened)
+        for loop in loops:
+            loop.watched = []
+        results = [_attempt(request.step) for request in requests]
+        alone = [logits for loop in loops for logits in loop.watched or ()]
+        for loop in loops:
+            loop.watched = None
+        if tried is not None and len(alone) == len(tried):
+            shared.passes.judge(tried, torch.cat(alone))
+        return results
+
+    @staticmethod
+    def _of_images(requests: "Sequence[Request]") -> frozenset[str]:
+        return frozenset(name for request in requests for name in request.prompt.image_input_names)
+
+    def _make_room(self) -> None:
+        """What waits for others in the planned context gives way to an answer that grows."""
+        if self.may_give_up:
+            self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
+
+    def _count(self, happened: Snapshot) -> None:
+        self._counters = happened if self._counters is None else self._counters + happened
+
+    def _passed(self, phase: Phase, tokens: int, began_s: float, happened: Snapshot, rows: int = 1) -> None:
+        self._count(happened)
+        self.clock.passed(phase, tokens, began_s, happened, rows)
 
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""
@@ -370,3 +491,11 @@ class Request:
             queue_seconds=clock.began_s - clock.asked_s,
             passes=tuple(clock.passes),
         )
+
+
+def _attempt(step: Callable[[], bool]) -> bool | BaseException:
+    """What a step returns, or raises."""
+    try:
+        return step()
+    except BaseException as error:  # of one request; the others go on
+        return error

@@ -30,6 +30,7 @@ class PassFigures:
     misses: int
     bytes_read: int
     bytes_copied: int
+    rows: int = 1  # requests that shared it; counters are this one's share
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class Clock:
         self.tokens += 1
         self.first_token_s = self.first_token_s or self.last_token_s
 
-    def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot) -> None:
-        """A forward pass is over; `counters` of what happened in it."""
+    def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot, rows: int = 1) -> None:
+        """A forward pass is over; `counters` of what happened in it, of this request's share where it was one of several `rows`."""
         self.passes.append(
             PassFigures(
                 phase,
@@ -164,5 +165,6 @@ class Clock:
                 tokens,
                 counters.total("stall_seconds"),
                 *(int(counters.total(name)) for name in ("hits", "misses", "bytes_read", "bytes_copied")),
+                rows=rows,
             )
         )

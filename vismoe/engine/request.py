@@ -344,7 +344,7 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """It has ended by this error, and left."""
         self._loop = None  # a pass that failed leaves keys and values of some layers only
-        traceback.clear_frames(error.__traceback__)  # which hold them, and all tensors of the pass
+        _clear_frames(error)  # which hold them, and all tensors of the pass
         self._leave()
         self._shared.ended["failed"] += 1
         self.reply.end(error=error)
@@ -499,3 +499,13 @@ def _attempt(step: Callable[[], bool]) -> bool | BaseException:
         return step()
     except BaseException as error:  # of one request; the others go on
         return error
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of its traceback hold, and those that have called them and ended since."""
+    traceback.clear_frames(error.__traceback__)
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ is not None else None
+    with contextlib.suppress(RuntimeError):  # of the first one that still runs
+        while frame is not None:
+            frame.clear()
+            frame = frame.f_back

@@ -229,15 +229,20 @@ class Scheduler:
     def _step(self, together: list[Steps]) -> None:
         able = [request for request in together if request.unwanted or self._has_room(request)]
         able = [request for request in able if request in self._running]  # one may have been put back for another
+        del together
         results = able[0].step_with(able[1:]) if len(able) > 1 else [_stepped(request) for request in able]
-        for request, result in zip(able, results, strict=True):
-            if result is True:
-                continue
-            with self._changed:
-                self._running.remove(request)
-                self._changed.notify_all()
-            self._note_short(request, False)
-            self._end(request, None if result is False else result)
+        while able:  # an error's traceback leads to this frame, which is to hold neither it nor its request
+            self._settle(able.pop(0), results.pop(0))
+
+    def _settle(self, request: Steps, result: bool | BaseException) -> None:
+        """Its step is done; unless another one follows, it leaves."""
+        if result is True:
+            return
+        with self._changed:
+            self._running.remove(request)
+            self._changed.notify_all()
+        self._note_short(request, False)
+        self._end(request, None if result is False else result)
 
     def _has_room(self, request: Steps) -> bool:
         """Whether it has what its next step needs, if need be from requests that came later."""

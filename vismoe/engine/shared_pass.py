@@ -1,7 +1,8 @@
 """Which requests decode in one pass, and whether what they compute there is what they would compute alone.
 
 Nothing is taken for granted about a family: before so many rows share a pass for the first time, one is tried on caches that
-stay as they are, each request computes its token alone, and the logits are compared.
+stay as they are, each request computes its token alone, and the logits are compared. Where attention by row does not do (a family
+that changes keys behind its cache), mixers are called row by row as a whole.
 """
 
 import logging
@@ -24,6 +25,7 @@ class SharedPasses:
 
     def __init__(self, model: Any, most_rows: int, exactly: bool):
         self.most_rows, self._model, self._exactly = most_rows, model, exactly
+        # Mixers by row as a whole, and not only what they call attention.
         self._whole = model.config.get_text_config()._attn_implementation != IMPLEMENTATION
         self._judged: dict[int, str] = {}  # trials by their rows, rounded up to a power of two: what was found
         self.refused = "one row per pass was asked for" if most_rows < 2 else ""
@@ -60,7 +62,7 @@ class SharedPasses:
             return self._pass(rows, inputs, of_images).logits[:, -1].float()
         except Exception as error:  # of the family's code, about a cache that is a view
             self._refuse(f"a shared pass fails ({type(error).__name__}: {error})")
-            return None
+            return None if self.refused else self.tried(loops, inputs, of_images)
 
     def judge(self, tried: torch.Tensor, alone: torch.Tensor) -> None:
         """Compare a trial's logits `[B, V]` with those of each row alone."""
@@ -76,7 +78,10 @@ class SharedPasses:
         logger.info("shared passes: %s", self.about)
 
     def _refuse(self, why: str) -> None:
-        self.refused = why
+        """Call each mixer row by row from now on, as a whole; where that is done already, share no passes."""
+        if self._whole:
+            self.refused = why
+        self._whole = True
         logger.info("shared passes: %s", self.about)
 
     def _pass(self, rows: RowsCache, inputs: Sequence[dict[str, Any]], of_images: frozenset[str]) -> Any:

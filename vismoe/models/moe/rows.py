@@ -18,6 +18,7 @@ from torch import nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.visual.pruned_cache import PrunedLayer
@@ -170,11 +171,10 @@ def _serve_mixers(model: nn.Module) -> None:
 
 
 def _mixers(model: nn.Module) -> Iterator[Any]:
-    """Modules that take a cache and know their layer, without those inside them, and without decoder layers."""
+    """Modules that take a cache and know their layer, without those inside them, and without the decoder layers around them."""
     found: list[str] = []
-    layers = {id(layer) for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part}
     for path, module in model.named_modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and id(module) not in layers:
+        if isinstance(getattr(module, "layer_idx", None), int) and not isinstance(module, GradientCheckpointingLayer):
             inside = any(path.startswith(f"{outer}.") for outer in found)
             if not inside and set(CACHE_NAMES) & set(inspect.signature(module.forward).parameters):
                 found.append(path)
@@ -189,17 +189,18 @@ def _mixed(index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -
     for b, cache in enumerate(rows.caches):
         own = partial(_row_of, b, rows)
         kwargs_of = {name: own(value, name) for name, value in kwargs.items()}
-        if "attention_mask" in kwargs_of:
-            kwargs_of["attention_mask"] = _mask_of_mixer(cache.layers[index])
+        if (mask := kwargs.get("attention_mask")) is not None and hasattr(cache.layers[index], "get_mask_sizes"):
+            kwargs_of["attention_mask"] = _mask_of_mixer(mask, cache.layers[index])
         results.append(forward(*(own(value, "") for value in args), **kwargs_of))
     return _joined(results)
 
 
-def _mask_of_mixer(layer: Any) -> torch.Tensor | None:
-    if not getattr(layer, "is_sliding", False) or getattr(layer, "keys", None) is None:
+def _mask_of_mixer(given: torch.Tensor, layer: Any) -> torch.Tensor | None:
+    """The mask of one row, as transformers makes it for a sequence alone, where the pass of all rows has the mask `given`."""
+    length = layer.get_mask_sizes(1)[0]
+    if getattr(layer, "is_sliding", False) and length < layer.sliding_window:
         return None
-    length, _ = layer.get_mask_sizes(1)
-    return mask_alone(layer, layer.keys.new_empty(1, 1, length, 0))
+    return given.new_full((1, 1, 1, length), given.dtype == torch.bool)  # all are visible: True, or nothing to add
 
 
 def _row_of(b: int, rows: RowsCache, value: Any, name: str) -> Any:
@@ -208,6 +209,8 @@ def _row_of(b: int, rows: RowsCache, value: Any, name: str) -> Any:
         return rows.caches[b]
     if isinstance(value, tuple | list):
         return type(value)(_row_of(b, rows, one, name) for one in value)
+    if isinstance(value, dict):
+        return {key: _row_of(b, rows, one, name) for key, one in value.items()}
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     axis = 1 if name == "position_ids" and value.ndim == 3 or name == "position_embeddings" and value.ndim == 4 else 0
@@ -215,12 +218,14 @@ def _row_of(b: int, rows: RowsCache, value: Any, name: str) -> Any:
 
 
 def _joined(results: Sequence[Any]) -> Any:
+    """What the mixer returns for all rows, from what it returned for each."""
     first = results[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(list(results))
     if isinstance(first, tuple):
         return tuple(_joined(each) for each in zip(*results, strict=True))
-    return first
+    if not isinstance(first, torch.Tensor):
+        return first
+    # What differs in length are the weights of attention, which the model does not use.
+    return torch.cat(list(results)) if all(one.shape == first.shape for one in results) else None
 
 
 # -- the model's inputs

@@ -17,6 +17,7 @@ from transformers.generation.streamers import TextStreamer
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
+from vismoe.models.visual.growing_cache import grow_in_place
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
 
@@ -71,7 +72,7 @@ class TokenLoop:
     def __init__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any], generator: torch.Generator | None = None):
         self._model, self._generator = model, generator
         self._prepared = Prepared.of(model, inputs, options)
-        self._prefilled = False
+        self._prefilled, self._reserved = False, 0
         self.watched: list[torch.Tensor] | None = None  # gets each pass's logits float32 [1, V]; None: they are not kept
 
     @property
@@ -96,6 +97,12 @@ class TokenLoop:
             if name in self._prepared.kwargs:  # older releases hand some of them on at full length
                 self._prepared.kwargs[name] = self._prepared.kwargs[name][..., past:]
         self._prepared.kwargs["past_key_values"] = cache
+
+    def reserve(self, tokens: int) -> None:
+        """The sequence may have so many tokens; its cache grows in place up to there. After the first pass."""
+        if tokens != self._reserved:
+            self._reserved = tokens
+            grow_in_place(self.cache, tokens)
 
     def ends_with(self, token: int) -> bool:
         """Whether it is one with which the model ends an answer."""

@@ -322,7 +322,9 @@ class Request:
         return frozenset(name for request in requests for name in request.prompt.image_input_names)
 
     def _make_room(self) -> None:
-        """What waits for others in the planned context gives way to an answer that grows."""
+        """Its keys and values get room for the tokens that it holds; what waits for others in the planned context gives way."""
+        if self._loop is not None:
+            self._loop.reserve(self.tokens)
         if self.may_give_up:
             self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
 

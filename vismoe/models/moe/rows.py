@@ -21,9 +21,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vismoe.errors import UnsupportedModelError
+from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
-PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, PrunedLayer)  # layers that hold keys and values, and nothing else
+PLAIN = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer, PrunedLayer)  # layers that hold keys and values, and nothing else
 CACHE_NAMES = ("past_key_values", "past_key_value", "cache_params")  # what mixers call their cache
 _running = threading.local()
 
@@ -195,8 +196,10 @@ def _mixed(index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -
     return _joined(results)
 
 
-def _mask_of_mixer(given: torch.Tensor, layer: Any) -> torch.Tensor | None:
+def _mask_of_mixer(given: Any, layer: Any) -> Any:
     """The mask of one row, as transformers makes it for a sequence alone, where the pass of all rows has the mask `given`."""
+    if isinstance(given, dict):
+        return {name: one if one is None else _mask_of_mixer(one, layer) for name, one in given.items()}
     length = layer.get_mask_sizes(1)[0]
     if getattr(layer, "is_sliding", False) and length < layer.sliding_window:
         return None

@@ -135,8 +135,8 @@ class Settings:
     context: Tokens = option(4096, "prompt and answer together; memory is planned for it, and it is enforced", "TOKENS")
     parallel: Rows | Auto = option(  # auto: one per TOKENS_PER_ROW of the context, up to AUTO_ROWS
         "auto",
-        "requests that decode in one pass; auto: one per 256 tokens of the context, up to 16, where a trial finds the bits of being "
-        "alone; with a number rounding may differ",
+        "requests that decode in one pass; auto: one per 256 tokens of the context, up to 16, and on a CPU only where each gets "
+        "the bits of being alone",
         "REQUESTS",
     )
     image_cache: Cache = option(0, "encoded images that are kept: an image sent again is not encoded again; 0 for none", "SIZE")

@@ -12,11 +12,21 @@ from typing import Any
 import torch
 
 from vismoe.engine.generate import TokenLoop
+from vismoe.errors import UnsupportedModelError
 from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.rows import RowsCache, joined_inputs, shared_pass, why_not_rows
 
 logger = logging.getLogger(__name__)
 
+FAILURES = (  # of a family's code, where it meets several caches as one
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    UnsupportedModelError,
+)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}  # of the logits' standard deviation: rounding
 
 
@@ -26,7 +36,7 @@ class SharedPasses:
     def __init__(self, model: Any, most_rows: int, exactly: bool):
         self.most_rows, self._model, self._exactly = most_rows, model, exactly
         # Mixers by row as a whole, and not only what they call attention.
-        self._whole = model.config.get_text_config()._attn_implementation != IMPLEMENTATION
+        self.by_mixer = model.config.get_text_config()._attn_implementation != IMPLEMENTATION
         self._judged: dict[int, str] = {}  # trials by their rows, rounded up to a power of two: what was found
         self.refused = "one row per pass was asked for" if most_rows < 2 else ""
 
@@ -40,8 +50,8 @@ class SharedPasses:
 
     def takes(self, loop: TokenLoop) -> bool:
         """Whether this sequence can share a pass; for a reason of the family none can from now on."""
-        if not self.refused and (why := why_not_rows(self._model, loop.cache)):
-            self._refuse(why)
+        if not self.refused:
+            self.refused = why_not_rows(self._model, loop.cache) or ""
         return not self.refused
 
     def wants_trial(self, rows: int) -> bool:
@@ -50,19 +60,22 @@ class SharedPasses:
     def run(self, loops: Sequence[TokenLoop], inputs: Sequence[dict[str, Any]], of_images: frozenset[str]) -> list[Any]:
         """The outputs of one shared pass, as each sequence would have them of its own pass."""
         caches = [loop.cache for loop in loops]
-        outputs = self._pass(RowsCache(caches, whole=self._whole), inputs, of_images)
+        outputs = self._pass(RowsCache(caches, whole=self.by_mixer), inputs, of_images)
         return [type(outputs)(logits=outputs.logits[b : b + 1], past_key_values=cache) for b, cache in enumerate(caches)]
 
     def tried(
         self, loops: Sequence[TokenLoop], inputs: Sequence[dict[str, Any]], of_images: frozenset[str]
     ) -> torch.Tensor | None:
-        """The logits `[B, V]` of a trial, which leaves the sequences as they are; None where such a pass fails."""
-        rows = RowsCache([loop.cache for loop in loops], kept=False, whole=self._whole)
+        """The logits `[B, V]` of a trial, which leaves the sequences as they are; None where it fails."""
+        rows = RowsCache([loop.cache for loop in loops], kept=False, whole=self.by_mixer)
         try:
             return self._pass(rows, inputs, of_images).logits[:, -1].float()
-        except Exception as error:  # of the family's code, about a cache that is a view
+        except FAILURES as error:
             self._refuse(f"a shared pass fails ({type(error).__name__}: {error})")
             return None if self.refused else self.tried(loops, inputs, of_images)
+        except Exception as error:  # of a disk, perhaps: each request meets it alone, or it has passed
+            logger.warning("a trial of a shared pass came to no end: %s", error)
+            return None
 
     def judge(self, tried: torch.Tensor, alone: torch.Tensor) -> None:
         """Compare a trial's logits `[B, V]` with those of each row alone."""
@@ -78,10 +91,10 @@ class SharedPasses:
         logger.info("shared passes: %s", self.about)
 
     def _refuse(self, why: str) -> None:
-        """Call each mixer row by row from now on, as a whole; where that is done already, share no passes."""
-        if self._whole:
+        """Run mixers row by row from now on, as wholes; where that is done already, share no passes."""
+        if self.by_mixer:
             self.refused = why
-        self._whole = True
+        self.by_mixer = True
         logger.info("shared passes: %s", self.about)
 
     def _pass(self, rows: RowsCache, inputs: Sequence[dict[str, Any]], of_images: frozenset[str]) -> Any:

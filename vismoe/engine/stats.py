@@ -156,7 +156,7 @@ class Clock:
         self.first_token_s = self.first_token_s or self.last_token_s
 
     def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot, rows: int = 1) -> None:
-        """A forward pass is over; `counters` of what happened in it, of this request's share where it was one of several `rows`."""
+        """A forward pass is over; `counters` of what happened in it, this request's share where it was one of several `rows`."""
         self.passes.append(
             PassFigures(
                 phase,

@@ -2,7 +2,8 @@
 
 The batch is a view (`RowsCache`): norms, projections, routers, experts and the head compute all rows at once, and what mixes
 tokens goes row by row, over the row's own keys and values, as if it were alone. So no cache is padded or copied when a sequence
-comes or goes. A layer whose cache is more than keys and values (linear attention, a sparse index) is called row by row as a whole.
+comes or goes. Where a layer's cache is more than keys and values (linear attention, a sparse index), its mixer is called row by
+row as a whole.
 """
 
 import contextlib
@@ -47,11 +48,9 @@ class RowsLayer(DynamicLayer):
         self._now: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Each row takes its own token `[1, heads, 1, D]`; what is returned are the new ones, `[B, heads, 1, D]`: `taken` has all."""
+        """Each row takes its own token `[1, heads, 1, D]`; returned are the new tokens `[B, heads, 1, D]`, `taken` has all."""
         rows = self.rows if self._kept else [copy.copy(row) for row in self.rows]
-        self._now = [
-            row.update(key_states[b : b + 1], value_states[b : b + 1], *args, **kwargs) for b, row in enumerate(rows)
-        ]
+        self._now = [row.update(key_states[b : b + 1], value_states[b : b + 1], *args, **kwargs) for b, row in enumerate(rows)]
         return key_states, value_states
 
     def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -148,7 +147,7 @@ def by_row(alone: Attention) -> Attention:
 
 
 def mask_alone(layer: Any, keys: torch.Tensor) -> torch.Tensor | None:
-    """The mask of one new token, as transformers makes it for a sequence alone: all visible, and left out but at a full window."""
+    """The mask of one new token, as transformers makes it for a sequence alone: none, or at a full window one that shows all."""
     window = getattr(layer, "sliding_window", None)
     if not getattr(layer, "is_sliding", False) or window is None or keys.shape[-2] < window:
         return None
@@ -216,7 +215,8 @@ def _row_of(b: int, rows: RowsCache, value: Any, name: str) -> Any:
         return {key: _row_of(b, rows, one, name) for key, one in value.items()}
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    axis = 1 if name == "position_ids" and value.ndim == 3 or name == "position_embeddings" and value.ndim == 4 else 0
+    of_each_axis = (name, value.ndim) in (("position_ids", 3), ("position_embeddings", 4))  # of time, height and width
+    axis = 1 if of_each_axis else 0
     return value.narrow(axis, b, 1) if value.shape[axis] == len(rows.caches) else value
 
 
@@ -233,7 +233,7 @@ def _joined(results: Sequence[Any]) -> Any:
 
 # -- the model's inputs
 def joined_inputs(inputs: Sequence[Mapping[str, Any]], rows: RowsCache, of_images: frozenset[str]) -> dict[str, Any]:
-    """The inputs of one shared pass from those that each row would have alone; `of_images`: names that a text token needs none of.
+    """The inputs of one shared pass from those that each row would have alone; `of_images`: names of what no text token needs.
 
     Raises UnsupportedModelError for inputs that cannot be joined.
     """
@@ -255,4 +255,3 @@ def joined_inputs(inputs: Sequence[Mapping[str, Any]], rows: RowsCache, of_image
     if any(not bool(mask.all()) for one in inputs if isinstance(mask := one.get("attention_mask"), torch.Tensor)):
         raise UnsupportedModelError("a sequence is padded")
     return joined
-

@@ -47,7 +47,9 @@ def _grown(
     """(`now` and then `new`, the memory with room that they are in)."""
     before = now.shape[-2] if now.numel() else 0
     tokens = before + new.shape[-2]
-    fits = held is not None and now.data_ptr() == held.data_ptr() and now.shape[:-2] == held.shape[:-2] and tokens <= held.shape[-2]
+    fits = (
+        held is not None and now.data_ptr() == held.data_ptr() and now.shape[:-2] == held.shape[:-2] and tokens <= held.shape[-2]
+    )
     if not fits:
         if room is None or room < tokens:
             return torch.cat([now, new], dim=-2), None

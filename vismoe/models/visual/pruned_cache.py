@@ -142,7 +142,11 @@ def _gather(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 # -- the first tokens of a cache, for a request that begins like an earlier one
 GOING_ON = (DynamicLayer, GrowingLayer, PrunedLayer, DynamicSlidingWindowLayer)  # and layers with a running state
-DIVISIBLE = (DynamicLayer, GrowingLayer, PrunedLayer)  # one slot per token; sliding windows and running states have dropped earlier tokens
+DIVISIBLE = (
+    DynamicLayer,
+    GrowingLayer,
+    PrunedLayer,
+)  # one slot per token; sliding windows and running states have dropped earlier tokens
 
 
 def can_go_on(cache: Any) -> bool:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
+from test_serving_engine import DEMO, FIRST, REQUESTS, ask, said
 from transformers.cache_utils import DynamicLayer
 
 import vismoe
-from test_serving_engine import DEMO, FIRST, REQUESTS, ask, said
 from vismoe.engine.generate import TokenLoop
 from vismoe.engine.request import Request
 from vismoe.engine.scheduler import Scheduler
@@ -27,7 +27,7 @@ LOADED = dict(memory="25%", device="cpu", image_cache="1MiB", context=2048)
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Logits of every decode pass, by the sequence that they follow and how its beginning was read: lists of what must be equal."""
+    """Logits of every decode pass, by the sequence that they follow and how its beginning was read: lists of equal ones."""
     found: dict[tuple, list[torch.Tensor]] = {}
     take, answer = TokenLoop.take, Request._answer
 

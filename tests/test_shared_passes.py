@@ -1,6 +1,7 @@
 """Requests that decode in one pass: each gets the bits of being alone, whatever comes and goes beside it."""
 
 import gc
+import itertools
 import random
 import threading
 
@@ -19,6 +20,7 @@ from vismoe.engine.request import Request
 from vismoe.engine.scheduler import Scheduler
 from vismoe.engine.shared_pass import SharedPasses
 from vismoe.metrics import COUNTERS, PHASES, Snapshot
+from vismoe.models.inputs.prompts import Prompt
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.types import Phase
 
@@ -260,3 +262,61 @@ def test_a_growing_layer_copies_what_it_holds_once_in_many_tokens():
         places.add(layer.keys.data_ptr())
     assert len(places) == 2 and layer.keys.shape[-2] == 510
     assert layer._held is not None and layer._held[0].shape[-2] <= layer.room
+
+
+# -- prompts in pieces
+LONG = ask("What differs between these pictures, and which of them has more objects? " * 3, DEMO, FIRST, DEMO)
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_pieces_of_a_prompt_are_cut_at_multiples_and_never_inside_an_image(data):
+    tokens, chunk, at, places = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 40)), 0, []
+    while (begin := at + data.draw(st.integers(1, 30))) < tokens and len(places) < 3:
+        places.append((begin, at := min(tokens, begin + data.draw(st.integers(1, 50)))))
+    prompt = Prompt({}, tokens, 0, pictures=(None,) * len(places), places=tuple(places))
+    first = data.draw(st.sampled_from([0, *(end for _, end in places if end < tokens)]))
+    cuts = prompt.cuts(first, chunk)
+    assert cuts == sorted(set(cuts)) and cuts[-1] == tokens and cuts[0] > first
+    assert not any(begin < cut < end for cut in cuts for begin, end in places)
+    edges = {edge for place in places for edge in place}
+    assert all(cut % chunk == 0 or cut in edges for cut in cuts[:-1])
+    assert all(end - begin <= chunk or {begin, end} & edges for begin, end in itertools.pairwise(cuts))
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+def test_a_prompt_in_pieces_has_the_bits_of_the_same_pieces_alone_and_nearly_those_of_the_whole(engine, seen, keep):
+    options = dict(max_tokens=4, keep=keep, reuse=False)
+    whole_text, whole = said(engine, LONG, **options)
+    expected = {len(key[0]): logits[0] for key, logits in seen.items()}
+    seen.clear()
+    with vismoe.load(**LOADED, prefill_chunk=48) as other:
+        text, figures = said(other, LONG, **options)
+        pieces = [one.tokens for one in figures.passes if one.phase is Phase.PREFILL]
+        assert len(pieces) > 2 and sum(pieces) == figures.prompt_tokens and figures.encoded_images >= 2
+        assert text == whole_text and len(figures.kept) == len(whole.kept)
+        for key, logits in seen.items():
+            cosine = torch.nn.functional.cosine_similarity(logits[0].float(), expected[len(key[0])].float(), dim=0)
+            assert cosine > (0.999 if keep == 1 else 0.995)
+        replies = [other.chat(LONG, **options), other.chat(ask("What is this?"), max_tokens=12, reuse=False)]
+        replies.append(other.chat(LONG, **options))
+        assert [text, text] == ["".join(reply) for reply in replies if reply is not replies[1]]
+        assert equal(seen, 3)
+        reply = other.chat(LONG, max_tokens=50)
+        reply.cancel()
+        list(reply)
+        assert said(other, LONG, max_tokens=4, keep=keep)[0] == text, "what a cancelled one has left is whole"
+        other.check_integrity()
+
+
+def test_running_answers_go_on_while_a_long_prompt_is_read():
+    with vismoe.load(**LOADED, prefill_chunk=32) as engine:
+        said(engine, ask("What is this?"), max_tokens=3)
+        first = engine.chat(ask("Describe the image.", DEMO), max_tokens=60, reuse=False)
+        next(iter(first))
+        long = engine.chat(LONG, max_tokens=2, reuse=False)
+        list(long), list(first)
+        reading = [one for one in long.figures.passes if one.phase is Phase.PREFILL]
+        pauses = np.diff([one.began_s for one in first.figures.passes])
+        assert len(reading) > 3
+        assert sorted(pauses)[-1] < sum(one.seconds for one in reading), "no pause is as long as the whole prompt takes"

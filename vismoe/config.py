@@ -139,6 +139,12 @@ class Settings:
         "the bits of being alone",
         "REQUESTS",
     )
+    prefill_chunk: Tokens | None = option(
+        None,
+        "read prompts in pieces of so many tokens, between which running answers go on; each piece needs nearly all experts "
+        "anew; without it prompts are read whole",
+        "TOKENS",
+    )
     image_cache: Cache = option(0, "encoded images that are kept: an image sent again is not encoded again; 0 for none", "SIZE")
     mask_memory: Size = option(
         "16MiB", "for attention masks of padded batches, and of long new parts of prompts whose beginning is known", "SIZE"

@@ -4,6 +4,7 @@ The loop over tokens is transformers' own, cut into single passes, so that one t
 itself prepares everything before the first pass (cache, logits processors, stopping criteria, positions).
 """
 
+import copy
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -85,18 +86,33 @@ class TokenLoop:
         """Keys and values of the sequence so far but for the last token; None where the model keeps none."""
         return self._prepared.kwargs.get("past_key_values")
 
-    def take_over(self, cache: Any, images: dict[str, Any], of_images: Sequence[str]) -> None:
-        """Before the first pass: go on from the keys and values of the first tokens.
+    def read(self, until: int, images: dict[str, Any], of_images: Sequence[str]) -> None:
+        """A pass of the prompt's next tokens up to `until`, which is not its end; `images` as in `take_over`, of these tokens."""
+        at, model = self._prepared, self._model
+        config = copy.copy(at.generation_config)
+        config._mask_length = until  # newer releases leave out a mask that hides nothing
+        kwargs = {name: value for name, value in at.kwargs.items() if name not in (*of_images, ENCODED)} | images
+        past = self.cache.get_seq_length()
+        for name in (*TOKEN_KINDS, "position_ids", "attention_mask"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., 0 if name == "attention_mask" else past : until]
+        model._prefill(at.ids[:, :until], config, kwargs, is_first_iteration=True)
 
-        `images`: the image inputs of the tokens that follow, in place of those named `of_images`, which are about all of them.
+    def begin_with(self, cache: Any) -> None:
+        """Go on from the keys and values of the first tokens."""
+        self._prepared.kwargs["past_key_values"] = cache
+
+    def take_over(self, images: dict[str, Any], of_images: Sequence[str]) -> None:
+        """Before the pass of the prompt's last tokens, behind others that are in the cache.
+
+        `images`: the image inputs of these tokens, in place of those named `of_images`, which are about all of the prompt.
         """
         kept = {name: value for name, value in self._prepared.kwargs.items() if name not in (*of_images, ENCODED)}
         self._prepared.kwargs = kept | images
-        past = cache.get_seq_length()
+        past = self.cache.get_seq_length()
         for name in TOKEN_KINDS:
             if name in self._prepared.kwargs:  # older releases hand some of them on at full length
                 self._prepared.kwargs[name] = self._prepared.kwargs[name][..., past:]
-        self._prepared.kwargs["past_key_values"] = cache
 
     def reserve(self, tokens: int) -> None:
         """The sequence may have so many tokens; its cache grows in place up to there. After the first pass."""

@@ -184,6 +184,7 @@ class Request:
         self.clock, self.belongings = Clock(), Belongings()
         self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
         self._loop: TokenLoop | None = None
+        self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
         self._numbers: np.ndarray | None = None
         self._counters: Snapshot | None = None
         self._kept: tuple[KeptImage, ...] = ()
@@ -207,7 +208,7 @@ class Request:
     @property
     def company(self) -> Hashable:
         """Requests that decode can share a pass where the experts' formats are chosen alike."""
-        if self._loop is None or not self._shared.passes.takes(self._loop):
+        if self._loop is None or self._cuts or not self._shared.passes.takes(self._loop):
             return None
         return "decode", self.precision
 
@@ -239,17 +240,17 @@ class Request:
         """Leave the model and its places. It will begin anew, and say nothing until it is where it was: each token is computed
         in a pass of its own as before, so the bits are the same."""
         self._shared.forget(self)
-        self._loop, self.belongings = None, Belongings()
+        self._loop, self._cuts, self.belongings = None, [], Belongings()
         self._again = len(self._said)
         self._kept = ()
 
     def step(self) -> bool:
-        """One forward pass, of the whole prompt or of one token; whether there is a next one."""
+        """One forward pass, of the prompt, of a piece of it or of one token; whether there is a next one."""
         if self.unwanted:
             return False
         self._shared.lend(self)
-        began_s, prefilling = time.perf_counter(), self._loop is None
-        if prefilling:
+        began_s, prefilling, read = time.perf_counter(), self._loop is None or bool(self._cuts), self._read_tokens
+        if self._loop is None:
             self._shared.refuse_other(self.precision)
             self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = self.clock.began_s or began_s
@@ -257,9 +258,9 @@ class Request:
         going_on = False
         try:
             with torch.inference_mode(), contextlib.suppress(Interrupted):
-                going_on = self._answer(*(self._prefill() if self._loop is None else self._loop.step(self._repeated)))
+                going_on = self._read_on() if prefilling else self._answer(*self.loop.step(self._repeated))
         finally:
-            tokens = self.prompt.tokens - self._reused_tokens if prefilling else 1
+            tokens = self._read_tokens - max(read, self._reused_tokens) if prefilling else 1
             self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, self._shared.count())
         return going_on
 
@@ -357,36 +358,90 @@ class Request:
         """The token that the next pass comes to, where that was said before it had to give up its place."""
         return self._said[self._computed] if self._again else None
 
-    def _prefill(self) -> tuple[int, bool]:
-        """The first token, and whether it is the last one."""
-        model, prompt, seed = self._shared.model, self.prompt, self.options.seed
-        prefix, images, behind = self._beginning()
-        inputs = (prompt.whole() if prefix is None else without_pixels(prompt.inputs)).to(model.device)
-        generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
+    @property
+    def _read_tokens(self) -> int:
+        """Of the prompt, with those that an earlier request had read."""
+        return self.loop.cache.get_seq_length() if self._cuts else self.prompt.tokens if self._loop is not None else 0
+
+    def _read_on(self) -> bool:
+        """Read the prompt, or its next piece; whether there is a next pass."""
+        try:
+            if self._loop is None:
+                prefix, cuts = self._beginning()
+                loop = self._token_loop(prefix, cuts)
+                if loop is None:
+                    with self._images_prepared(list(range(self.prompt.images))):
+                        self._loop = self._new_loop(self.prompt.whole())
+                        first = self._loop.step(self._repeated)
+                    self.prompt = self.prompt.light()
+                    return self._answer(*first)
+                self._loop, self._cuts, self.prompt = loop, cuts, self.prompt.light()
+            first = self._read_piece()
+        except Interrupted:
+            self._loop = None  # some layers have keys and values of this piece, and others do not
+            raise
+        return first is None or self._answer(*first)
+
+    def _read_piece(self) -> tuple[int, bool] | None:
+        """Read the next piece of the prompt -> after the last one the first token, and whether it is the last one."""
+        loop, prompt, end = self.loop, self.prompt, self._cuts[0]
+        images = [n for n, (begin, _) in enumerate(prompt.places) if loop.cache.get_seq_length() <= begin < end]
+        of_piece = dict(prompt.image_inputs(images).to(self._shared.model.device)) if images else {}
+        first = None
         with self._images_prepared(images):
-            loop = TokenLoop(model, inputs, self.options.for_generate(self.most_tokens), generator)
-            if prefix is not None:  # generate() had the sizes of all images, for the positions of their tokens, and no pixels
-                loop.take_over(prefix.cache, dict(behind.to(model.device)), prompt.image_input_names)
-                self._kept, self._reused_tokens = prefix.kept, prefix.tokens
-            first = loop.step(self._repeated)
-        self._loop = loop
-        self.prompt = prompt.light()
+            if len(self._cuts) > 1:
+                loop.read(end, of_piece, prompt.image_input_names)
+            else:
+                loop.take_over(of_piece, prompt.image_input_names)
+                first = loop.step(self._repeated)
+        self._cuts = self._cuts[1:]
         return first
 
-    def _beginning(self) -> tuple[Prefix | None, list[int], BatchFeature]:
-        """(what an earlier request has left of this prompt, the numbers of the images behind that, what the model gets of them).
+    def _token_loop(self, prefix: Prefix | None, cuts: list[int]) -> TokenLoop | None:
+        """Of a prompt that is not read in one piece from its start; None for one that is.
 
-        Nothing, where not all that the model gets of some images can be told from what it gets of the others.
+        generate() gets the sizes of all images, for the positions of their tokens, and no pixels.
+        """
+        if prefix is None and len(cuts) == 1:
+            return None
+        loop = self._new_loop(without_pixels(self.prompt.inputs))
+        if prefix is not None:
+            loop.begin_with(prefix.cache)
+            self._kept, self._reused_tokens = prefix.kept, prefix.tokens
+        return loop if can_go_on(loop.cache) else None
+
+    def _new_loop(self, inputs: BatchFeature) -> TokenLoop:
+        model, seed = self._shared.model, self.options.seed
+        generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
+        return TokenLoop(model, inputs.to(model.device), self.options.for_generate(self.most_tokens), generator)
+
+    def _beginning(self) -> tuple[Prefix | None, list[int]]:
+        """(what an earlier request has left of this prompt, the ends of the pieces in which the rest is read).
+
+        Nothing and one piece, where not all that the model gets of some images can be told from what it gets of the others.
         """
         prompt, prefix = self.prompt, self._prefix()
         if self._again and not self._reused_tokens:  # it had none the first time
             prefix = None
-        images = prompt.images_behind(prefix.tokens) if prefix is not None else None
-        if images is not None:
-            behind = prompt.image_inputs(images) if images else BatchFeature()
-            if not images or set(without_pixels(behind)) == set(prompt.image_input_names):
-                return prefix, images, behind
-        return None, list(range(prompt.images)), BatchFeature()
+        first = prefix.tokens if prefix is not None else 0
+        cuts, images = self._cuts_behind(first), prompt.images_behind(first)
+        whole = prefix is None and (len(cuts) == 1 or not self._masks_fit(first, cuts))
+        told_apart = images == [] or (
+            images is not None and set(without_pixels(prompt.image_inputs(images))) == set(prompt.image_input_names)
+        )
+        return (None, [prompt.tokens]) if whole or not told_apart else (prefix, cuts)
+
+    def _cuts_behind(self, first: int) -> list[int]:
+        runtime, prompt = self._shared.runtime, self.prompt
+        chunk = runtime.configuration.settings.prefill_chunk
+        whole = chunk is None or runtime.context.recorder is not None  # a trace is of whole prompts
+        return prompt.cuts(first, prompt.tokens if whole or chunk is None else chunk)
+
+    def _masks_fit(self, first: int, cuts: list[int]) -> bool:
+        """Whether the masks of these pieces, of which a prompt's own beginning needs none, are in the plan."""
+        plan, begins = self._shared.plan, (first, *cuts)
+        pieces = [(end - begin, end) for begin, end in zip(begins, cuts) if begin]
+        return all(mask_bytes(1, new, together, plan.dtype) <= plan.mask_bytes for new, together in pieces)
 
     def _prefix(self) -> Prefix | None:
         """The longest beginning of the prompt that an earlier request has left, and room in the planned context for this one."""
@@ -401,8 +456,7 @@ class Request:
         prefix = shared.prefix_cache.take(self._numbers, room_tokens)
         if prefix is None:
             return None
-        mask = mask_bytes(1, prompt.tokens - prefix.tokens, prompt.tokens, shared.plan.dtype)  # a whole prompt needs none
-        return prefix if mask <= shared.plan.mask_bytes else None
+        return prefix if self._masks_fit(prefix.tokens, self._cuts_behind(prefix.tokens)) else None
 
     @contextlib.contextmanager
     def _images_prepared(self, images: list[int]) -> Iterator[None]:
@@ -419,7 +473,7 @@ class Request:
         try:
             with self._shared.runtime.context.reading_prompt():
                 yield
-            self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
+            self._encoded_images += cache.encoded - encoded if cache is not None else len(images)
             if pruner is not None and self.pruning is not None:
                 self._kept += tuple(pruner.kept)
         finally:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.options import ServeOptions
+from vismoe.config import SETTINGS, Settings
 from vismoe.errors import ClosedError, ConfigError
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def application(loading: Mapping[str, Any], options: ServeOptions, on: RayOption
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name=NAME,
-        **({"num_replicas": least} if least == most else {"autoscaling_config": autoscaling(on)}),
+        **({"num_replicas": least} if least == most else {"autoscaling_config": autoscaling(on, rows_of(loading))}),
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         max_ongoing_requests=options.max_waiting,
         max_queued_requests=options.max_waiting,
@@ -149,14 +150,19 @@ def application(loading: Mapping[str, Any], options: ServeOptions, on: RayOption
     return deployment.bind(loading, options, log_level)
 
 
-def autoscaling(on: RayOptions) -> dict[str, Any]:
-    """Ray Serve's autoscaling settings. Raises ConfigError for unknown ones."""
+def rows_of(loading: Mapping[str, Any]) -> int:
+    """Requests that one replica decodes in one pass."""
+    return Settings.of(**{name: value for name, value in loading.items() if name in SETTINGS}).rows
+
+
+def autoscaling(on: RayOptions, rows: int) -> dict[str, Any]:
+    """Ray Serve's autoscaling settings: a replica is busy with `rows` requests. Raises ConfigError for unknown ones."""
     from ray.serve.config import AutoscalingConfig
 
     known = AutoscalingConfig.model_fields
     if unknown := on.autoscaling.keys() - known.keys():
         raise ConfigError(f"Ray Serve has no autoscaling setting {', '.join(sorted(unknown))}. Fix: one of {', '.join(known)}")
-    chosen = {"min_replicas": on.replicas[0], "max_replicas": on.replicas[1], **on.autoscaling}
+    chosen = {"min_replicas": on.replicas[0], "max_replicas": on.replicas[1], "target_ongoing_requests": rows, **on.autoscaling}
     try:
         AutoscalingConfig(**chosen)
     except ValueError as error:

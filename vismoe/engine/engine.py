@@ -152,7 +152,7 @@ class Engine:
     @property
     def backends(self) -> dict[str, str]:
         """What was chosen at start, and why."""
-        return self._runtime.backends
+        return self._runtime.backends | {"passes": self._shared.passes.about}
 
     @property
     def can_prune(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from vismoe.engine.generate import TokenLoop
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.moe.attention import IMPLEMENTATION
-from vismoe.models.moe.rows import RowsCache, joined_inputs, shared_pass, why_not_rows
+from vismoe.models.moe.rows import RowsCache, joined_inputs, rows_that_differ, shared_pass, why_not_rows
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,9 @@ class SharedPasses:
         self, loops: Sequence[TokenLoop], inputs: Sequence[dict[str, Any]], of_images: frozenset[str]
     ) -> torch.Tensor | None:
         """The logits `[B, V]` of a trial, which leaves the sequences as they are; None where it fails."""
+        if self._exactly and (why := rows_that_differ(self._model, _bucket(len(loops)))):
+            self.refused = why
+            return None
         rows = RowsCache([loop.cache for loop in loops], kept=False, whole=self.by_mixer)
         try:
             return self._pass(rows, inputs, of_images).logits[:, -1].float()

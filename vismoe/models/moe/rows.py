@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vismoe.errors import UnsupportedModelError
+from vismoe.models.family.components import is_vision
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
@@ -120,6 +121,29 @@ def shared_pass(model: nn.Module, rows: RowsCache) -> Iterator[None]:
         yield
     finally:
         _running.rows = None
+
+
+@torch.inference_mode()
+def rows_that_differ(model: Any, rows: int) -> str | None:
+    """A product that torch computes for this model with so many rows otherwise than with each alone; None: random numbers show
+    none. Each shape of a weight beside the experts is tried, and one for the experts, unless our kernels compute it."""
+    config = model.config.get_text_config()
+    ours = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear) and "forward" in vars(module)}
+    held = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - ours
+    weights = {
+        (tuple(weight.shape), weight.dtype, weight.device): weight
+        for path, weight in model.named_parameters()
+        if weight.ndim == 2 and weight.is_floating_point() and id(weight) not in ours | held and not is_vision(path)
+    }
+    if not ours:
+        some = torch.randn(config.hidden_size, config.hidden_size, dtype=model.dtype, device=model.device)
+        weights[tuple(some.shape), some.dtype, some.device] = some
+    for (shape, dtype, device), weight in weights.items():
+        x = torch.randn(rows, shape[1], dtype=dtype, device=device)
+        together, alone = nn.functional.linear(x, weight), [nn.functional.linear(row[None], weight) for row in x]
+        if not torch.equal(together, torch.cat(alone)):
+            return f"torch's product of {rows} rows with {shape[0]} x {shape[1]} {dtype} weights has other bits than that of one"
+    return None
 
 
 # -- attention by row

@@ -38,12 +38,20 @@ def pytest_sessionstart():
 
 def pytest_collection_finish():
     gc.freeze()
+    gc.set_threshold(20_000, *gc.get_threshold()[1:])
     gc.enable()
 
 
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_the_past_alone():
+    """What earlier files imported and keep is not looked through again, whenever loading a model collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

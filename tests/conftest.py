@@ -24,10 +24,10 @@ os.environ["VISMOE_CACHE"] = CACHE.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files that take longest, of those with few tests too: they start first, so that no worker is left alone with one at the end.
 LONGEST = (
-    "families", "memory_agreement", "browser", "examples", "pager", "transitions", "precision_engine", "calibrate",
-    "serve_demo", "lmms", "bench_cli", "request_memory", "bench_process", "serving_engine", "answer_length", "ui_serving",
-    "precision_quality", "bench_checkpoint", "store", "kernels", "cli_demo", "suite", "packaging", "formats_quality",
-    "family_fuzz", "interrupts", "engine", "ui", "generate_fuzz",
+    "families", "gpu_kernels", "browser", "memory_agreement", "examples", "precision_engine", "precision_quality", "cli_demo",
+    "bench_checkpoint", "request_memory", "lmms", "transitions", "deepseek_vl2", "answer_length", "serving_engine", "suite",
+    "formats_quality", "ui_serving", "bench_cli", "kernels", "serve_hostile", "serve_demo", "calibrate", "published_models",
+    "image_cache", "engine", "store", "qwen_images", "gguf_models", "pack_kills", "cli", "packaging", "bench_process", "replay",
 )  # fmt: skip
 
 

@@ -48,10 +48,10 @@ CLEAR = Path("/proc/self/clear_refs")
 
 def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: str) -> dict[str, Any]:
     """What answers belong to, and the conditions of the measurement."""
-    source, _ = experts_in_place(model or demo_model(), options.get("revision"))
+    source, _ = experts_in_place(model, options.get("revision"))
     machine = facts()
     with closing(source):
-        beside = find_store(source.paths[0].parent)
+        beside = find_store(source.paths[0])
         return {
             "model": model or "the bundled demo model",
             "store": str(beside) if beside else None,
@@ -66,7 +66,7 @@ def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: st
 
 def pack_format(tell: Tell, model: str | None, options: Mapping[str, str], format: str, folder: str) -> dict[str, Any]:
     """Packs the experts, unless they are packed; parts are shares of the work."""
-    source, transposed = experts_in_place(model or demo_model(), options.get("revision"))
+    source, transposed = experts_in_place(model, options.get("revision"))
     with closing(source):
         contents = contents_of(source, Format(format), transposed)
         refuse_small_disk(source, Path(folder), [contents])

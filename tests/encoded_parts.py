@@ -13,14 +13,22 @@ WHOLE = {
     "q4_k": 256,
     "q5_k": 256,
     "q6_k": 256,
+    "q2_k": 256,
+    "q3_k": 256,
+    "iq4_xs": 256,
     "fp8": 1,
     "w8": 1,
     "nvfp4": 16,
     "nvfp4_divided": 16,
 }  # inputs of rows are multiples; of others 32
-BLOCK_SCALES = {"q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}  # float16 in a block; others: 0
+BLOCK_SCALES = {  # float16 in a block; others: 0
+    "q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q2_k": (80, 82), "q3_k": (108,),
+}  # fmt: skip
 RAW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-CODE = {"fp8": 128, "w8": 74, "q4_k": 320, "q5_k": 650, "q6_k": 1300, "q8_0": 74, "iq4_nl": 70, "q5_0": 9, "q5_1": 18, "q4_1": 9}
+CODE = {
+    "fp8": 128, "w8": 74, "q4_k": 320, "q5_k": 650, "q6_k": 1300, "q8_0": 74, "iq4_nl": 70, "q5_0": 9, "q5_1": 18, "q4_1": 9,
+    "q2_k": 50, "q3_k": 40, "iq4_xs": 1300,
+}  # fmt: skip
 
 
 def random_parts(encoding: Encoding, rows: int, inputs: int) -> dict[str, Tensor]:

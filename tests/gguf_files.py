@@ -19,11 +19,11 @@ from vismoe.bench.llama_cpp import ARCHITECTURES
 
 SCALES = {  # where a block has float16 scales
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "MXFP4": (), "Q4_K": (0, 2),
-    "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,),
+    "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_XS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
 MOST = {  # of a code times what is beside the float16
     "Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "IQ4_NL": 127, "Q4_K": 945, "Q5_K": 1953, "Q6_K": 4096,
-    "Q3_K": 128,
+    "Q2_K": 45, "Q3_K": 128, "IQ4_XS": 4064, "IQ3_S": 465,
 }  # fmt: skip
 PLAIN = ("F32", "F16", "BF16")
 EDGES = (0.0, -0.0, 1.0, -2.5, 6e-8, 65504.0)  # scales: zeros, the smallest subnormal number, the largest number

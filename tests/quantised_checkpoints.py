@@ -160,27 +160,39 @@ def fp8_by_powers_of_two(w: Tensor, scale_name: str = ".scale", as_bytes: bool =
     return tensors, (codes.float() * each).bfloat16()
 
 
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return dict(quant_method="compressed-tensors", format=format, config_groups=groups, ignore=["lm_head"])
+
+
 KINDS: dict[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
     "fp8": (fp8, dict(quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=["lm_head"])),
     "fp8 float32 scales": (lambda w: fp8(w, dtype=torch.float32), dict(quant_method="fp8", weight_block_size=[128, 128])),
-    "fp8 per channel": (fp8_channel, dict(quant_method="compressed-tensors", format="float-quantized")),
-    "fp8 per tensor": (fp8_tensor, dict(quant_method="modelopt", quant_algo="FP8")),
-    "int8 per channel": (int8_channel, dict(quant_method="compressed-tensors", format="int-quantized")),
-    "w4": (w4, dict(quant_method="compressed-tensors", format="pack-quantized")),
-    "w4 with zero points": (lambda w: w4(w, 64, False), dict(quant_method="compressed-tensors", format="pack-quantized")),
+    "fp8 per channel": (fp8_channel, compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
+    "fp8 per tensor": (fp8_tensor, dict(quant_method="modelopt", quant_algo="FP8", exclude_modules=["lm_head"])),
+    "int8 per channel": (int8_channel, compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "w4": (w4, compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)),
+    "w4 with zero points": (
+        lambda w: w4(w, 64, False),
+        compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, symmetric=False),
+    ),
     "awq": (awq, dict(quant_method="awq", bits=4, group_size=64, zero_point=True, version="gemm")),
     "gptq": (gptq, dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, sym=False)),
     "gptq v2": (
         lambda w: gptq(w, 2),
         dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, checkpoint_format="gptq_v2"),
     ),
-    "nvfp4": (nvfp4, dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized")),
-    "mxfp4 of compressed-tensors": (mxfp4_per_expert, dict(quant_method="compressed-tensors", format="mxfp4-pack-quantized")),
+    "nvfp4": (nvfp4, compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)),
+    "mxfp4 of compressed-tensors": (
+        mxfp4_per_expert,
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    ),
     "mxfp4 of deepseek": (lambda w: mxfp4_per_expert(w, True), dict(quant_method="fp8", scale_fmt="ue8m0")),
     "fp8 per half": (fp8_halves, dict(quant_method="fp8")),
     "mxfp4": (mxfp4, dict(quant_method="mxfp4")),
     "fp8 ue8m0": (fp8_by_powers_of_two, dict(quant_method="fp8", weight_block_size=[128, 128], scale_fmt="ue8m0")),
-    "nvfp4 of modelopt": (lambda w: nvfp4(w, False), dict(quant_method="modelopt", quant_algo="NVFP4")),
+    "nvfp4 of modelopt": (lambda w: nvfp4(w, False), dict(quant_method="modelopt", quant_algo="NVFP4", exclude_modules=["lm*"])),
 }
 PER_EXPERT = [kind for kind in KINDS if kind not in ("mxfp4", "fp8 per half")]  # the others are stacked
 BASE = dict(

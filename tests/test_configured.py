@@ -1,5 +1,6 @@
 """What config.json says about a quantised checkpoint that is not here: the fields of published ones, and what an expert takes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,10 +8,11 @@ import quantised_checkpoints as quantised
 import torch
 import transformers as T
 
+from vismoe.cli.main import main
+from vismoe.config import Settings
 from vismoe.errors import UnsupportedModelError
-from vismoe.models.load.configured import as_configured
-from vismoe.models.load.locate import inventory_of, locate_experts
-from vismoe.models.load.preview import describe
+from vismoe.models.load.configured import as_stated
+from vismoe.models.load.preview import preview
 
 
 def groups(**weights) -> dict:
@@ -52,8 +54,14 @@ PUBLISHED = {  # repository -> (its quantization_config, without what is not rea
 }
 
 
-def on_meta():
-    config = T.Qwen3MoeConfig(num_hidden_layers=1, hidden_size=2048, moe_intermediate_size=2048, num_experts=2, vocab_size=64)
+WRITTEN = ("fp8", "fp8 per channel", "fp8 per tensor", "w4", "w4 with zero points", "awq", "gptq", "nvfp4", "nvfp4 of modelopt",
+           "mxfp4 of compressed-tensors")  # fmt: skip
+
+
+def on_meta(quantization: dict, **changes):
+    sizes = dict(num_hidden_layers=1, hidden_size=2048, moe_intermediate_size=2048, num_experts=2, vocab_size=64) | changes
+    config = T.Qwen3MoeConfig(**sizes)
+    config.quantization_config = quantization
     with torch.device("meta"):
         return T.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
 
@@ -61,18 +69,63 @@ def on_meta():
 @pytest.mark.parametrize("repository", PUBLISHED)
 def test_an_expert_takes_the_bits_of_the_published_format(repository):
     quantization, bits = PUBLISHED[repository]
-    inventory = as_configured(inventory_of(on_meta(), torch.bfloat16), [frozenset()], quantization)
+    inventory = as_stated(on_meta(quantization)).inventory
     assert inventory.total_bytes * 8 / (2 * 3 * 2048 * 2048) == pytest.approx(bits, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "awq", "gptq"])
-def test_the_files_agree_with_what_config_json_says(kind, tmp_path):
-    quantised.write(tmp_path, kind)
-    model, files = describe(tmp_path)
-    stated = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    there = locate_experts(model, files, torch.bfloat16)
-    there.close()
-    assert as_configured(inventory_of(model, torch.bfloat16), [frozenset()], stated) == there.inventory
+@pytest.mark.parametrize(("kind", "kernels"), [*((kind, "auto") for kind in (*WRITTEN, "mxfp4")), ("fp8", "torch")])
+def test_a_plan_before_the_download_is_the_one_after_it(kind, kernels, tmp_path):
+    """Parts, bounce buffers among them, experts that fit, and what is said about the rest."""
+    family, names = ("gpt_oss", "stacked") if kind == "mxfp4" else ("qwen3_moe", "expert first")
+    quantised.write(tmp_path, kind, family, backbone=kind != "mxfp4", names=names)
+    before, after = before_and_after(tmp_path, kernels=kernels)
+    assert before == after
+    assert ("linear layers" in before.rest) == (kind != "mxfp4" and kernels == "auto")
+
+
+@pytest.mark.parametrize("policy", [dict(policy="importance", formats="own/4"), dict(policy="hotness", formats="own/2")])
+def test_so_is_that_of_a_vision_language_model_under_a_policy(policy, tmp_path):
+    """But for the name of the store."""
+    quantised.write(tmp_path, "fp8", "qwen3_vl_moe", backbone=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [
+        "lm_head",
+        "model.visual",
+        "model.language_model.layers.0.mlp.gate",
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["pack", str(tmp_path), "--formats", "int4,int2"]) == 0
+    before, after = before_and_after(tmp_path, kernels="auto", **policy)
+    assert before == dataclasses.replace(after, experts=before.experts) and "8 linear layers in fp8" in before.rest
+    assert before.experts == f"fp8, in place from the checkpoint and int{policy['formats'][-1]}, not packed yet"
+
+
+def before_and_after(folder, **settings):
+    """The plans before and after the download, but for what is said about the disk."""
+    chosen = Settings(**dict(context=64, memory="60%") | settings)
+    after = preview(folder, chosen, device="cpu")
+    (folder / "model.safetensors").unlink()
+    before = preview(folder, chosen, device="cpu")
+    return before, dataclasses.replace(after, reading=before.reading)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "encoded"),
+    [
+        (dict(quant_method="fp8", weight_block_size=[128, 128]), "k_proj o_proj q_proj v_proj"),
+        (dict(quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=["model.layers.0.self_attn.q_proj"]),
+         "k_proj lm_head o_proj v_proj"),
+        (dict(quant_method="awq", bits=4, group_size=64, modules_to_not_convert=["self_attn"]), ""),
+        (dict(quant_method="gptq", bits=4, group_size=64, dynamic={"-:.*k_proj": {}}), "o_proj q_proj v_proj"),
+        (groups(num_bits=4, type="int", group_size=128) | {"ignore": ["re:.*self_attn.*"]}, "lm_head"),
+        (dict(quant_method="modelopt", quant_algo="FP8", exclude_modules=["lm_head", "*.v_proj"]),
+         "k_proj o_proj q_proj"),
+        (dict(quant_method="mxfp4"), ""),
+    ],
+)  # fmt: skip
+def test_modules_that_are_left_in_16_bits_are_respected(quantization, encoded):
+    model = on_meta(quantization, hidden_size=256, moe_intermediate_size=256)
+    assert " ".join(sorted(name.split(".")[-2] for name in as_stated(model).others.sources)) == encoded
 
 
 @pytest.mark.parametrize(
@@ -87,4 +140,4 @@ def test_the_files_agree_with_what_config_json_says(kind, tmp_path):
 )
 def test_other_methods_are_refused_by_name(quantization):
     with pytest.raises(UnsupportedModelError, match=f"quantised with {quantization['quant_method']}.*Instead: "):
-        as_configured(inventory_of(on_meta(), torch.bfloat16), [frozenset()], quantization)
+        as_stated(on_meta(quantization))

@@ -1,4 +1,4 @@
-"""Token embeddings left on disk: the same rows, the same logits, less memory, and a refusal where it cannot be."""
+"""Token embeddings left on disk, or encoded: the same rows, the same logits, less memory, and a refusal where it cannot be."""
 
 import pytest
 import tiny_models
@@ -11,8 +11,10 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError
+from vismoe.formats.encodings import W8
 from vismoe.models.load.embeddings import EmbeddingOnDisk, Table, table_bytes
 from vismoe.models.load.preview import preview
+from vismoe.models.moe.linears import EncodedEmbedding
 from vismoe.store.checkpoint import TensorPart
 from vismoe.store.safetensors_header import read_header
 
@@ -90,9 +92,16 @@ def test_a_table_that_another_weight_is_tied_to_is_held_and_asking_for_the_disk_
         load(tmp_path, embeddings="disk")
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
+@pytest.fixture(scope="module", params=["on disk", "encoded"])
+def table(request, tmp_path_factory):
     """(module, the table it reads)."""
+    if request.param == "encoded":
+        torch.manual_seed(0)
+        parts = {"codes": torch.randint(0, 256, (512, 64), dtype=torch.uint8), "scale": torch.rand(512, 1).bfloat16()}
+        empty = {name: part.to("meta") for name, part in parts.items()}
+        module = EncodedEmbedding(W8, empty, torch.nn.Embedding(512, 64, device="meta"), torch.float32)
+        module.fill(parts)
+        return module, W8.values(parts, 64)
     folder = tiny_models.save("qwen3_moe", tmp_path_factory.mktemp("rows"))
     (file,) = folder.glob("*.safetensors")
     header = read_header(file)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from encoded_parts import RAW, WHOLE, encoded_experts, random_parts
+from encoded_parts import BLOCK_SCALES, RAW, WHOLE, encoded_experts, random_parts
 from expert_records import DTYPES, FORMATS, FORMS, Batch, Experts, dequantised, on_every_set, rms
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from vismoe.kernels.restore import restore
 from vismoe.types import Format
 
 ONCE = [name for name in ENCODINGS if name not in ("awq", "gptq")]  # these lie as w4 does
-MINIMA = ("w4", "awq", "gptq", "q4_1", "q5_1", "q4_k", "q5_k")  # values are differences
+MINIMA = ("w4", "awq", "gptq", "q4_1", "q5_1", "q4_k", "q5_k", "q2_k")  # values are differences
 each_encoding = pytest.mark.parametrize("encoding", ONCE)
 
 
@@ -90,7 +90,7 @@ def test_extreme_codes_and_scales_mean_what_the_encoding_says(isa, encoding):
         parts["codes"][:2] = torch.arange(256, dtype=torch.uint8).repeat(2)
     if isinstance(kind, Ggml):
         blocks = parts["codes"].view(rows, -1, kind.block_bytes)
-        at = 208 if encoding == "q6_k" else 0
+        at = BLOCK_SCALES.get(encoding, (0,))[0]
         for row, value in enumerate((torch.inf, torch.nan, 0.0, 6e-8)):
             blocks[row + 2, 0, at : at + 2] = torch.tensor([value]).half().view(torch.uint8)
         if encoding == "mxfp4_block":

@@ -278,10 +278,10 @@ def test_blocks_are_what_gguf_py_makes_of_them(name):
     blocks = codes.reshape(-1, encoding.block_bytes)
     edges = np.array([0, -0.0, 6e-8, 6e-5, 1, -65504, np.inf, -np.inf, np.nan], np.float16)
     pairs = np.array(list(itertools.product(edges, edges)))
-    at = encoding.block_bytes - 2 if name == "Q6_K" else 0
+    at = {"Q6_K": 208, "Q3_K": 108, "Q2_K": 80}.get(name, 0)
     blocks[: len(pairs), at : at + 2] = pairs[:, :1].view(np.uint8)
-    if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
-        blocks[: len(pairs), 2:4] = pairs[:, 1:].view(np.uint8)
+    if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K"):
+        blocks[: len(pairs), at + 2 : at + 4] = pairs[:, 1:].view(np.uint8)
     with np.errstate(all="ignore"):
         public = torch.from_numpy(dequantize(codes, kind))
     values, restored = values_and_restored(encoding, {"codes": torch.from_numpy(codes)}, (1024, inputs))

@@ -2,11 +2,13 @@
 
 import ctypes
 import json
+import shutil
 from pathlib import Path
 
 import gguf_files
 import numpy as np
 import pytest
+import quantised_checkpoints as quantised
 import test_gguf_header as header_files
 import torch
 import transformers as T
@@ -19,16 +21,19 @@ from test_quantised import logits
 import vismoe
 from vismoe.bench.gguf import write_gguf
 from vismoe.bench.llama_cpp import ARCHITECTURES as written_as
+from vismoe.cli.main import main as run
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.formats.encodings import GGML
 from vismoe.models.family.checkpoint_files import demo_model
+from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.gguf_names import ARCHITECTURES
 from vismoe.models.load import gguf as loading
 from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, preview, read_config
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
+from vismoe.models.moe.linears import EncodedEmbedding
 
 gguf = pytest.importorskip("gguf")
 MIXED = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
@@ -69,7 +74,11 @@ def test_logits_with_torch_are_those_of_restored_weights(family, memory, tmp_pat
     expected.set_experts_implementation("eager")
     paged = opened(tmp_path, memory=memory)
     assert torch.equal(logits(paged), logits(expected))
-    assert len(set(paged.state_dict()) ^ {name for name in expected.state_dict() if ".experts." not in name}) == 0
+    apart = (".experts.", "embed_tokens.")
+    assert set(paged.state_dict()) == {name for name in expected.state_dict() if not any(part in name for part in apart)}
+    embeddings = paged.get_input_embeddings()
+    assert isinstance(embeddings, EncodedEmbedding) and embeddings.codes.nbytes == 210 * 512, "Q6_K"
+    assert torch.equal(embeddings.restored(), expected.get_input_embeddings().weight)
     for name, parameter in paged.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name)) and parameter.dtype == torch.bfloat16, name
 
@@ -132,6 +141,23 @@ def test_the_kernels_compute_with_the_blocks_as_they_lie(tmp_path):
     assert plan.experts == "q4_k and q6_k, in place from the checkpoint" and plan.kernels.startswith("fast")
     assert "linear layers in q4_k as the checkpoint has them" in plan.rest
     assert torch.cosine_similarity(logits(fast).float(), logits(exact).float(), dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
+def test_a_tied_head_has_the_bytes_of_the_embeddings(kind, tmp_path):
+    expected = gguf_files.write(tmp_path, "qwen3_moe", lambda name: kind, tie_word_embeddings=True)
+    expected.set_experts_implementation("eager")
+    exact, fast = opened(tmp_path), opened(tmp_path, kernels="fast")
+    assert exact.lm_head.weight is exact.model.embed_tokens.weight
+    assert torch.equal(logits(exact), logits(expected))
+    assert fast.lm_head.codes.data_ptr() == fast.model.embed_tokens.codes.data_ptr()
+    assert torch.cosine_similarity(logits(fast).float(), logits(expected).float(), dim=-1).min() > 0.999
+    plan = runtime_of(fast).plan
+    assert f"token embeddings in {kind.lower()}, restored by row, the head on the same bytes" in plan.rest
+    held = {t.data_ptr(): t.untyped_storage().nbytes() for t in (*fast.parameters(), *fast.buffers())}
+    components = dict(backbone_bytes(fast))
+    assert sum(held.values()) == sum(components.values()) == sum(part.bytes for part in plan.parts if part.name in components)
+    assert plan.bytes_of("embeddings") == fast.lm_head.codes.nbytes < runtime_of(exact).plan.bytes_of("embeddings") / 1.8
 
 
 # ------------------------------------------------------------------ vision towers
@@ -217,13 +243,97 @@ def test_a_file_that_names_no_model_needs_one(tmp_path):
     [
         ("a.gguf", dict(gguf="b.gguf"), "two GGUF files"),
         ("model", dict(mmproj="b.gguf"), "vision tower belongs to a language model"),
-        ("model", dict(gguf="b.gguf", policy="hotness"), "used as they lie"),
-        ("model", dict(gguf="b.gguf", format="int4"), "used as they lie"),
+        ("model", dict(gguf="b.gguf", backbone="int8"), "in the types that they have there"),
     ],
 )
 def test_settings_that_contradict_a_gguf_file_are_refused(model, settings, message):
     with pytest.raises(ConfigError, match=rf"{message}.*Fix: "):
         with_gguf(model, Settings(**settings))
+
+
+# ------------------------------------------------------------------ packed formats beside a file
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """(folder of a model in Q8_0 with int4 packed beside it and two that are not its file, the model with restored weights)."""
+    folder = tmp_path_factory.mktemp("packed")
+    model = gguf_files.write(folder, "qwen3_moe", lambda name: "Q8_0")
+    model.set_experts_implementation("eager")
+    for name in ("model-Q8_0.gguf", "other.gguf"):
+        shutil.copy(folder / "model.gguf", folder / name)
+    (folder / "model.gguf").unlink()
+    assert run(["pack", str(folder), "--gguf", str(folder / "model-Q8_0.gguf"), "--formats", "int4"]) == 0
+    return folder, model
+
+
+def test_a_store_beside_a_gguf_file_holds_its_restored_weights(packed, tmp_path, capsys):
+    """The same integers as those packed from a 16-bit checkpoint with the restored weights."""
+    folder, model = packed
+    model.save_pretrained(tmp_path)
+    assert run(["pack", str(tmp_path), "--formats", "int4"]) == 0
+    found = sorted(folder.glob("model-Q8_0.vismoe-store/experts.int4.*.bin"))
+    expected = sorted(tmp_path.glob("vismoe-store/experts.int4.*.bin"))
+    assert found and [path.read_bytes() for path in found] == [path.read_bytes() for path in expected]
+    assert run(["pack", str(folder / "model-Q8_0.gguf"), "--formats", "int4"]) == 0
+    assert "int4: was complete" in capsys.readouterr().out
+    assert run(["pack", "--verify", str(folder / "model-Q8_0.gguf")]) == 0
+    assert "all 12 records are intact" in capsys.readouterr().out
+    plain = model_class(read_config(tmp_path)).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=VisMoEConfig(memory="50%", format="int4", kernels="torch")
+    )
+    low = opened(folder, folder / "model-Q8_0.gguf", memory="50%", format="int4")
+    assert torch.equal(logits(low), logits(plain)) and not torch.equal(logits(low), logits(model))
+    assert runtime_of(low).format_names == ("int4",)
+
+
+@pytest.mark.parametrize("policy", ["importance", "hotness"])
+def test_a_policy_takes_the_types_of_the_file_for_the_better_format(policy, packed):
+    folder, model = packed
+    file = folder / "model-Q8_0.gguf"
+    every_high = dict(retention=1.0) if policy == "importance" else {}
+    paged = opened(folder, file, memory="100%", policy=policy, formats="own/4", **every_high)
+    assert runtime_of(paged).format_names == ("q8_0", "int4")
+    assert "q8_0, in place" in runtime_of(paged).plan.experts and "int4, packed" in runtime_of(paged).plan.experts
+    assert torch.equal(logits(paged), logits(model))
+    low = opened(folder, file, memory="70%", policy=policy, formats="own/4", kernels="auto")
+    assert runtime_of(low).plan.total_experts == quantised.EXPERTS * quantised.LAYERS
+    found = logits(low)
+    assert not torch.equal(found, logits(model)) and torch.cosine_similarity(found, logits(model), dim=-1).min() > 0.9
+
+
+def test_blocks_of_256_are_the_better_format_of_own_2(tmp_path):
+    """Two geometries, gate and up in Q4_K, down in Q6_K and Q4_K."""
+    model = gguf_files.write(tmp_path, "qwen3_moe", mixed)
+    model.set_experts_implementation("eager")
+    assert run(["pack", str(tmp_path / "model.gguf"), "--formats", "int2"]) == 0
+    paged = opened(tmp_path, memory="100%", policy="importance", formats="own/2", retention=1.0)
+    assert runtime_of(paged).format_names == ("q4_k+q6_k", "int2")
+    assert torch.equal(logits(paged), logits(model))
+    half = preview(tmp_path, Settings(gguf=tmp_path / "model.gguf", memory="50%", store="none"), device="cpu")
+    assert half.resident_experts == half.total_experts // 2
+    with pytest.raises(ConfigError, match=r"formats='raw/int8'.*own/2"):
+        opened(tmp_path, policy="importance", formats="own/8")
+
+
+def test_a_store_serves_only_the_file_that_it_was_made_of(packed, tmp_path):
+    folder, _ = packed
+    with pytest.raises(ConfigError, match=r"beside .*other.gguf.*vismoe pack MODEL --gguf .*other.gguf --formats int4"):
+        opened(folder, folder / "other.gguf", format="int4")
+    with pytest.raises(CheckpointError, match="was packed from another checkpoint"):
+        opened(folder, folder / "other.gguf", format="int4", store=str(folder / "model-Q8_0.vismoe-store"))
+    values = json.loads((folder / "config.json").read_text()) | {"num_experts_per_tok": 3}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="with another MODEL"):
+        opened(tmp_path, folder / "model-Q8_0.gguf", format="int4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [([], "in q8_0 already"), (["--formats", "lossless"], "in q8_0 already"), (["--backbone", "int8"], "leave out --backbone")],
+)
+def test_packing_what_the_file_has_already_is_refused(arguments, says, packed, capsys):
+    folder, _ = packed
+    assert run(["pack", str(folder), "--gguf", str(folder / "other.gguf"), *arguments]) != 0
+    assert says in capsys.readouterr().err and not (folder / "other.vismoe-store").exists()
 
 
 def test_a_plan_says_what_the_file_encodes_before_it_is_loaded(tmp_path):
@@ -373,8 +483,8 @@ def test_files_that_do_not_fit_are_refused_with_the_fix(tmp_path):
 
 @pytest.mark.parametrize("name", ["blk.1.ffn_down_exps.weight", "blk.1.attn_v.weight"])
 def test_a_type_that_is_not_read_is_refused_by_tensor_and_type(name, tmp_path):
-    gguf_files.write(tmp_path, "qwen3_moe", lambda tensor: "Q3_K" if tensor == name else "Q8_0")
-    with pytest.raises(UnsupportedModelError, match=rf"{name} is in Q3_K, which VisMoE does not read.*Q4_K_M"):
+    gguf_files.write(tmp_path, "qwen3_moe", lambda tensor: "IQ3_S" if tensor == name else "Q8_0")
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is in IQ3_S, which VisMoE does not read.*Q4_K_M"):
         opened(tmp_path)
 
 

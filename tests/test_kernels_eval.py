@@ -41,6 +41,7 @@ def test_contests_in_an_encoding_read_its_bytes(monkeypatch, encoding):
     shape, working_set = kernels.KernelShape(hidden=256, intermediate=256), torch.zeros(4 * 2**20, dtype=torch.uint8)
     (contest,) = kernels.expert_contests(shape, Format.RAW, torch.bfloat16, working_set, encoding)
     bits = {"fp8": 8.125, "w8": 8.125, "w4": 4.125, "mxfp4": 4.25, "q8_0": 8.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625}
+    bits |= {"q2_k": 2.625, "q3_k": 3.4375, "iq4_xs": 4.25}
     weights, factors = 8 * 3 * 256 * 256, 8 * 4 * 3 * 256
     assert contest.our_bytes == (weights * 4.5 / 8 + factors if encoding == "nvfp4" else weights * bits[encoding] / 8)
     speed = kernels.measure(contest, working_set, threads=1, rounds=1)

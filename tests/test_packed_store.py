@@ -390,11 +390,11 @@ def test_other_names_or_orientations_are_refused(checkpoint, packed):
 
 
 def test_stores_are_found_beside_a_checkpoint_once_a_format_is_complete(checkpoint, packed, tmp_path):
-    assert find_store(tmp_path) is None
+    assert find_store(file := tmp_path / "model.safetensors") is None
     shutil.copytree(packed, tmp_path / STORE_FOLDER, ignore=shutil.ignore_patterns("*.json"))
-    assert find_store(tmp_path) is None and formats_in(tmp_path / STORE_FOLDER) == ()
+    assert find_store(file) is None and formats_in(tmp_path / STORE_FOLDER) == ()
     shutil.copytree(packed, tmp_path / STORE_FOLDER, dirs_exist_ok=True)
-    assert find_store(tmp_path) == tmp_path / STORE_FOLDER
+    assert find_store(file) == tmp_path / STORE_FOLDER
     assert formats_in(tmp_path / STORE_FOLDER) == (Format.RAW, Format.LOSSLESS, Format.INT4)
     with pytest.raises(CheckpointError, match=rf"no experts\.int8\.json\. Fix: vismoe pack MODEL --formats int8 --out {packed}"):
         checkpoint.open(packed, Format.INT8)

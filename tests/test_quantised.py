@@ -1,5 +1,6 @@
 """Quantised checkpoints: their experts, paged as they lie, compute what transformers computes with restored ones."""
 
+import json
 import re
 
 import pytest
@@ -123,6 +124,14 @@ def test_a_percentage_is_of_the_bytes_that_the_checkpoint_has(fp8):
 def test_what_makes_no_sense_is_refused_with_what_does(fp8, arguments, says, capsys):
     assert run([argument.format(fp8[0]) for argument in arguments]) != 0
     assert re.search(says, capsys.readouterr().err)
+
+
+def test_gptq_that_was_made_by_activations_and_has_its_inputs_in_order_is_served(tmp_path):
+    expected = quantised.write(tmp_path, "gptq", backbone=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expects(opened(tmp_path), expected)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("fp8", None), ("w4", "fp8 per channel"), ("nvfp4", "awq")])

@@ -20,7 +20,7 @@ from vismoe.models.family.components import backbone_bytes
 from vismoe.models.load.preview import linears_in_place, preview
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
-from vismoe.models.moe.linears import EncodedLinear
+from vismoe.models.moe.linears import EncodedLinear, EncodedModule
 from vismoe.store import packed_linears, tensor_reads
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -162,7 +162,7 @@ def test_gradients_flow_through_encoded_layers(fp8):
     ("family", "names", "linears"),
     [
         ("minimax_m3_vl", r"(shared_experts|mlp)\.(gate|up|down)_proj", {"down_proj"}),  # gate and up are one parameter
-        ("qwen2_moe", r"embed_tokens|(q|o)_proj", {"q_proj", "o_proj"}),  # a tied head, layers with a bias
+        ("qwen2_moe", r"embed_tokens|(q|o)_proj", {"embed_tokens", "lm_head", "q_proj", "o_proj"}),  # a tied head, biases
         ("qwen3_vl_moe", r"visual\.blocks.*(qkv|linear_fc)", set()),
     ],
 )
@@ -179,8 +179,10 @@ def test_other_weights_are_restored_as_transformers_would_load_them(family, name
         state = expected.state_dict()
         same = {name: torch.equal(value, state[name]) for name, value in loaded.state_dict().items()}
         assert all(same.values()), same
-        assert family != "qwen2_moe" or loaded.lm_head.weight is loaded.model.embed_tokens.weight
-        kept = {path.rpartition(".")[2] for path, module in loaded.named_modules() if isinstance(module, EncodedLinear)}
+        if family == "qwen2_moe":
+            head, table = loaded.lm_head, loaded.model.embed_tokens
+            assert head.weight is table.weight if kernels == "torch" else head.scale is table.scale
+        kept = {path.rpartition(".")[2] for path, module in loaded.named_modules() if isinstance(module, EncodedModule)}
         assert kept == (linears if kernels == "auto" else set())
         if kernels == "torch":
             inputs = tiny_models.prompt(family, dtype=torch.bfloat16)
@@ -293,6 +295,17 @@ def bitsandbytes(tensors):
 def plain_int8(tensors):
     without_scale(tensors)
     tensors[QUERY], tensors[QUERY.replace("weight", "SCB")] = torch.zeros(256, 256, dtype=torch.int8), torch.ones(256)
+
+
+def other_order(tensors):
+    tensors[QUERY.replace("weight", "g_idx")] = tensors[QUERY.replace("weight", "g_idx")].flip(0)
+
+
+def test_inputs_of_a_linear_layer_in_another_order_are_refused(tmp_path):
+    quantised.write(tmp_path / "gptq", "gptq", backbone=True)
+    for kernels in ("torch", "auto"):
+        with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.g_idx: input 0 is in group 3, not in 0"):
+            load(changed(tmp_path / "gptq", tmp_path / kernels, other_order), kernels=kernels)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from vismoe.config import Settings
 from vismoe.errors import CheckpointError, UnsupportedModelError, VisMoEError
 from vismoe.formats.encoded import Encoded
-from vismoe.models.load.locate import _as_stored
+from vismoe.models.load.locate import as_stored
 from vismoe.models.load.preview import preview
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.files import OpenFiles
@@ -156,7 +156,27 @@ FAULTS: dict[str, tuple[str, Any, dict[str, Any], type[VisMoEError], str]] = {
         UnsupportedModelError,
         FIRST + "weight: .*frobnicate" + DOCS,
     ),
-    "GPTQ by activations": ("gptq", nothing, dict(desc_act=True), UnsupportedModelError, FIRST + "qweight: .*desc_act" + DOCS),
+    "GPTQ by activations": (
+        "gptq",
+        every(".g_idx", lambda state, name: state.update({name: state[name].flip(0)})),
+        dict(desc_act=True),
+        CheckpointError,
+        FIRST + "g_idx: input 0 is in group 3, not in 0.*desc_act" + DOCS,
+    ),
+    "GPTQ by activations without their order": (
+        "gptq",
+        every(".g_idx", lambda state, name: state.pop(name)),
+        dict(desc_act=True),
+        UnsupportedModelError,
+        FIRST + "qweight: .*desc_act, and no g_idx" + DOCS,
+    ),
+    "GPTQ with an order of other inputs": (
+        "gptq",
+        put(".g_idx", lambda order: order[:64]),
+        {},
+        CheckpointError,
+        HERE + r"qweight .*g_idx is torch.int32 of \(64,\)" + DOCS,
+    ),
     "GPTQ of 8 bits": ("gptq", nothing, dict(bits=8), UnsupportedModelError, FIRST + "qweight: .*8 bits" + DOCS),
     "GPTQ of 3 bits": ("gptq", nothing, dict(bits=3), UnsupportedModelError, FIRST + "qweight: .*3 bits" + DOCS),
     "GPTQ of 3 bits that does not say so": (
@@ -286,16 +306,32 @@ def test_codes_that_lie_as_in_out_are_refused(tmp_path):
         store_of(tmp_path, torch.bfloat16)
 
 
+def test_inputs_in_another_order_are_refused_when_their_expert_is_read(originals, tmp_path):
+    """What config.json says of the order does not count: `g_idx` is there. The first expert of a layer is looked at before."""
+    state = load_file(originals["gptq"] / "model.safetensors")
+    state[f"{UP}.g_idx"] = state[f"{UP}.g_idx"].flip(0)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((originals["gptq"] / "config.json").read_bytes())
+    store = store_of(tmp_path, torch.bfloat16)
+    for expert in every_expert(store):
+        if (expert.layer, expert.expert) != (1, 2):
+            store.read(expert, record_for(store, expert))
+            continue
+        with pytest.raises(CheckpointError, match=r"expert 2 of MoE layer 1: .*" + HERE + "g_idx: input 0 is in group 3"):
+            store.read(expert, record_for(store, expert))
+    store.close()
+
+
 # ------------------------------------------------------------------ reads
 READS = {
-    "fp8": 2, "w4": 2, "nvfp4": 3, "nvfp4 of modelopt": 5, "awq": 2, "gptq": 4, "fp8 per channel": 2, "mxfp4": 6, "fp8 ue8m0": 2,
+    "fp8": 2, "w4": 2, "nvfp4": 3, "nvfp4 of modelopt": 5, "awq": 2, "gptq": 2, "fp8 per channel": 2, "mxfp4": 6, "fp8 ue8m0": 2,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", READS)
 def test_an_expert_takes_a_read_for_each_stretch_of_its_file(kind, tmp_path, monkeypatch):
-    """safetensors sorts tensors by the width of their types, then by name. modelopt has `input_scale` between its factors, GPTQ
-    `g_idx` between its words, which no expert needs."""
+    """safetensors sorts tensors by the width of their types, then by name. modelopt has `input_scale` between its factors,
+    which no expert needs."""
     family, names = ("gpt_oss", "stacked") if kind == "mxfp4" else ("qwen3_moe", "expert first")
     quantised.write(tmp_path, kind, family, names=names)
     store = store_of(tmp_path, torch.bfloat16)
@@ -339,7 +375,7 @@ def test_a_record_means_what_the_formula_says_and_nothing_beside_it_is_written(k
     column = [(tensors[f"experts.{e}.gate.weight"], tensors[f"experts.{e}.up.weight"]) for e in range(2)]
     raw = RecordLayout.of({"w": (2 * rows, inputs)}, {"w": torch.bfloat16})
     inventory = ExpertInventory((MoELayer(0, "x", 2, 1, 0),), (raw,))
-    inventory, locators = _as_stored(inventory, {"x.w": column}, (frozenset(),))
+    inventory, locators = as_stored(inventory, {"x.w": column}, (frozenset(),))
     store = CheckpointStore([header], inventory, locators)
     (own,) = inventory.own_layouts
     for expert in every_expert(store):

@@ -49,7 +49,7 @@ WEIGHTS = {
     "linear": (Format.RAW, torch.bfloat16),
 }
 
-ENCODED = ("fp8", "w8", "w4", "mxfp4", "nvfp4", "q8_0", "q4_k", "q5_k", "q6_k")
+ENCODED = ("fp8", "w8", "w4", "mxfp4", "nvfp4", "q8_0", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq4_xs")
 
 Call = Callable[[], None]
 

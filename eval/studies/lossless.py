@@ -89,10 +89,9 @@ def exponent_counts(words: Tensor) -> Counts:
 
 def experts_of(model: str | None) -> tuple[RecordLayout, list[Tensor]]:
     """(layout of the model's first geometry, records of all experts of that geometry)."""
-    from vismoe.engine.engine import demo_model
     from vismoe.models.load.preview import experts_in_place
 
-    store, _ = experts_in_place(model or demo_model())
+    store, _ = experts_in_place(model)
     with closing(store):
         raw, records = store.inventory.raw_layouts[0], []
         for layer in store.inventory.layers_of(0):

@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 
 from vismoe.bench.turns import KeptTurns
 from vismoe.config import format_bytes, parse_bytes, parse_formats
-from vismoe.engine.engine import demo_model, load
+from vismoe.engine.engine import load
 from vismoe.eval.accuracy import messages
 from vismoe.eval.answer_file import questions
 from vismoe.eval.plots import Panel, Series, grid_figure
@@ -199,7 +199,7 @@ def judged(place: SpeedSetup, budgets: Sequence[float], per_kind: int, kept: Kep
 # -- the setups
 def pack_experts(model: str | None, folder: Path, formats: Sequence[Format]) -> None:
     """A store of these formats in `folder`; formats that it has are kept."""
-    source, transposed = experts_in_place(model or demo_model())
+    source, transposed = experts_in_place(model)
     with closing(source):
         for each in formats:
             pack(source, folder, contents_of(source, each, transposed))
@@ -217,7 +217,7 @@ class ExpertSizes(TypedDict):
 
 def sizes(model: str | None, formats: str) -> ExpertSizes:
     """Sizes of the model's experts in 16 bits, and in the two formats of a pair."""
-    source, transposed = experts_in_place(model or demo_model())
+    source, transposed = experts_in_place(model)
     with closing(source):
         inventory = paired(source.inventory, parse_formats(formats), transposed)
         return ExpertSizes(

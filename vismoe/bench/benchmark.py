@@ -286,14 +286,13 @@ def _job_of(one: Contestant, job: Job, order: BenchOptions, subject: Subject) ->
         offload = str(order.folder / f"offload-{os.getpid()}") if one.package == "accelerate" else None
         return replace(job, way=one.way, settings={}, offload_folder=offload)
     settings = _settings(one, job.settings, order, subject)
-    if "gguf" in settings:
-        return replace(job, settings=settings, files=(settings["gguf"],))
-    return replace(job, settings=settings, files=(*job.files, *_store_files(subject, settings)))
+    files = (settings["gguf"],) if "gguf" in settings else job.files
+    return replace(job, settings=settings, files=(*files, *_store_files(files[0], settings)))
 
 
-def _store_files(subject: Subject, settings: dict[str, Any]) -> list[str]:
-    """Files of packed experts that VisMoE may read with these settings."""
-    folder = Path(settings["store"]) if "store" in settings else find_store(subject.files[0].parent)
+def _store_files(file: str, settings: dict[str, Any]) -> list[str]:
+    """Files of packed experts that VisMoE may read with these settings, of the checkpoint that has this file."""
+    folder = Path(settings["store"]) if "store" in settings else find_store(Path(file))
     if folder is None:
         return []
     return [

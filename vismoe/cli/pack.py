@@ -27,11 +27,13 @@ def pack_arguments(parser: ArgumentParser) -> None:
     flags.add_one_model(parser)
     flags.add(parser, "--model MODEL", "the model, given as a flag")
     flags.add(parser, "--revision REV", "branch, tag or commit of a hub model")
+    flags.add(parser, "--gguf FILE", "pack the experts of this GGUF file of the model; a .gguf file may stand for MODEL as well")
     flags.add(
         parser,
         "--formats NAMES",
         "formats, separated by commas: raw and lossless keep every bit; int8, int4 and int2 are smaller; "
-        "a policy with --formats 4/2 needs int4,int2 (default: lossless for bfloat16 experts, raw for others)",
+        "a policy with --formats 4/2 needs int4,int2 (default: lossless for bfloat16 experts, raw for others, none for "
+        "quantised ones)",
         format_names,
     )
     flags.add(
@@ -41,7 +43,11 @@ def pack_arguments(parser: ArgumentParser) -> None:
         "used with --backbone int8 only",
         linear_format,
     )
-    flags.add(parser, "--out DIR", "folder of the store (default: vismoe-store beside the checkpoint's files)")
+    flags.add(
+        parser,
+        "--out DIR",
+        "folder of the store (default: vismoe-store beside the checkpoint, NAME.vismoe-store beside NAME.gguf)",
+    )
     flags.add(
         parser, "--verify", "verify every record of a store instead; MODEL is the store's folder, or the model of the store"
     )
@@ -78,14 +84,16 @@ def run_pack(arguments: Namespace) -> int:
 def pack_formats(arguments: Namespace) -> int:
     """Packs one format after another, with a line about each."""
     with flags.ctrl_c_exits(arguments), flags.quick_imports():
-        from vismoe.models.family.checkpoint_files import demo_model
+        from vismoe.models.load.gguf import with_gguf
         from vismoe.models.load.preview import experts_in_place
         from vismoe.store.pack import memory_bound_bytes, pack, refuse_small_disk, workers_for
-        from vismoe.store.packed import STORE_FOLDER, contents_of
+        from vismoe.store.packed import contents_of, store_beside
 
-        source, transposed = experts_in_place(flags.one_model(arguments) or demo_model(), arguments.revision)
+        if arguments.backbone:
+            with_gguf(flags.one_model(arguments), Settings(gguf=arguments.gguf, backbone="int8"))  # refuses them together
+        source, transposed = experts_in_place(flags.one_model(arguments), arguments.revision, arguments.gguf)
     formats = wanted_formats(source, arguments.formats)
-    folder = Path(arguments.out).expanduser() if arguments.out else source.paths[0].parent / STORE_FOLDER
+    folder = Path(arguments.out).expanduser() if arguments.out else store_beside(source.paths[0])
     wanted = [contents_of(source, format, transposed) for format in formats]
     refuse_small_disk(source, folder, wanted)
     total_bytes, report = source.inventory.total_bytes, []
@@ -112,11 +120,10 @@ def pack_formats(arguments: Namespace) -> int:
 
 def pack_backbone(arguments: Namespace, folder: Path) -> dict[str, Any]:
     """Packs the linear layers beside the experts, with a line about it."""
-    from vismoe.models.family.checkpoint_files import demo_model
     from vismoe.models.load.preview import linears_in_place
     from vismoe.store.packed_linears import pack_linears
 
-    source, linears = linears_in_place(flags.one_model(arguments) or demo_model(), arguments.revision)
+    source, linears = linears_in_place(flags.one_model(arguments), arguments.revision)
     before_bytes = sum(part.nbytes for part in linears.values())
     with contextlib.closing(source), progress("linears", before_bytes, arguments.json) as on_bytes:
         packed, was_there = pack_linears(source, folder, linears, on_bytes)
@@ -155,8 +162,9 @@ def run_verify(arguments: Namespace) -> int:
         from vismoe.store.packed import contents_of, formats_in
         from vismoe.types import Format
 
-        folder, model = store_folder(arguments)
-        source, transposed = experts_in_place(model, arguments.revision) if model else (None, ())
+        folder, belongs = store_folder(arguments)
+        named = flags.one_model(arguments)
+        source, transposed = experts_in_place(named, arguments.revision, arguments.gguf) if belongs else (None, ())
     formats = tuple(map(Format, arguments.formats)) if arguments.formats else formats_in(folder)
     report: list[dict[str, Any]] = []
     bad: list[str] = []
@@ -215,27 +223,33 @@ def verify_format(folder: Path, format: "Format", wanted: "Contents | None", qui
     return {"format": format, "records": records, "stored_bytes": store.stored_bytes}
 
 
-def store_folder(arguments: Namespace) -> tuple[Path, str | None]:
-    """(folder of the store, model that it must belong to): the folder of any store, or the store of a model."""
+def store_folder(arguments: Namespace) -> tuple[Path, bool]:
+    """(folder of the store, whether it must belong to the model that was named): the folder of any store, or that of a model."""
+    from transformers.utils import SAFE_WEIGHTS_NAME
+
     from vismoe.models.family.checkpoint_files import demo_model
     from vismoe.models.load.preview import checkpoint_files, read_config
+    from vismoe.store.gguf_header import GGUF
     from vismoe.store.packed import find_store, formats_in
 
     named, out = flags.one_model(arguments), arguments.out
-    name = str(out or named or demo_model())
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+    name = str(out or arguments.gguf or named or demo_model())
+    folder = file = Path(name).expanduser()
+    if folder.is_dir():
+        file = folder / SAFE_WEIGHTS_NAME
+    elif file.suffix != GGUF:
         read_config(name, revision=arguments.revision)
         files = checkpoint_files(name, revision=arguments.revision)
-        folder = files[0].parent if files else folder
+        file = files[0] if files else file
+        folder = file.parent
     if formats_in(folder):
-        return folder, named if out else None
-    found = find_store(folder)
+        return folder, bool(out and (named or arguments.gguf))
+    found = find_store(file)
     if found is None:
         raise CheckpointError(
             f"{name} has no complete store. Fix: vismoe pack MODEL (--out DIR for a store elsewhere) begins or continues one"
         )
-    return found, named if out else name
+    return found, bool(not out or named or arguments.gguf)
 
 
 @contextlib.contextmanager
@@ -266,6 +280,7 @@ PACK = flags.Command(
   vismoe pack Qwen/Qwen3-VL-30B-A3B-Instruct                     keeps every bit in about 0.7 of the bytes; used from then on
   vismoe pack ./my-model --formats lossless,int4 --out /mnt/nvme/my-model
   vismoe pack ./my-model --formats int4,int2                     both formats of vismoe chat ./my-model --policy importance
+  vismoe pack MODEL --gguf model-Q8_0.gguf --formats int4        for --policy hotness --formats own/4, or --format int4
   vismoe pack ./my-model --backbone int8                         also attention, shared experts and head, for --backbone int8
   vismoe pack --verify /mnt/nvme/my-model                        check every record against its checksum
 

@@ -248,12 +248,39 @@ def _q5_k(blocks: Tensor) -> Tensor:
     return _affine_k(blocks, torch.cat((quarters & 15, quarters >> 4), 2).flatten(1, 2) | fifth)
 
 
+def _two_bits(blocks: Tensor, at: int) -> Tensor:
+    """64 bytes as 256 codes: of 32 bytes the lowest two bits first, uint8 `[n, 8, 32]`."""
+    shifts = torch.tensor([0, 2, 4, 6], device=blocks.device, dtype=torch.uint8)[:, None]
+    return ((blocks[:, at : at + 64].unflatten(1, (2, 1, 32)) >> shifts) & 3).flatten(1, 2)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales, codes = blocks[:, :16], _two_bits(blocks, 16).flatten(1).unflatten(1, (16, 16)).float()
+    scale, minimum = _f16(blocks, 80) * (scales & 15).float(), _f16(blocks, 82) * (scales >> 4).float()
+    return (scale[..., None] * codes - minimum[..., None]).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    bits = torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]
+    third = ((blocks[:, None, :32] >> bits) & 1) << 2
+    codes = (_two_bits(blocks, 32) | third).flatten(1).unflatten(1, (16, 16)).float() - 4
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    fours = torch.cat((low & 15, low >> 4), 1) | torch.cat([((high >> shift) & 3) << 4 for shift in (0, 2, 4, 6)], 1)
+    return ((_f16(blocks, 108) * (fours.float() - 32))[..., None] * codes).flatten(1)
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    shifts = torch.tensor([0, 2, 4, 6], device=blocks.device, dtype=torch.uint8)
+    high = ((blocks[:, 2:4, None] >> shifts) & 3).flatten(1) << 4
+    scales = _f16(blocks, 0) * ((nibbles(blocks[:, 4:8]) | high).float() - 32)
+    codes = blocks[:, 8:].unflatten(1, (8, 16))
+    return (scales[..., None] * _table(IQ4_NL, torch.cat((codes & 15, codes >> 4), 2))).flatten(1)
+
+
 def _q6_k(blocks: Tensor) -> Tensor:
     low = blocks[:, :128].unflatten(1, (2, 1, 64))
     low = torch.cat((low & 15, low >> 4), 2).unflatten(3, (2, 32)).flatten(1, 3)  # [n, 8, 32]
-    shifts = torch.tensor([0, 2, 4, 6], device=blocks.device, dtype=torch.uint8)[:, None]
-    high = ((blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3).flatten(1, 2)
-    codes = (low | (high << 4)).flatten(1).float() - 32
+    codes = (low | (_two_bits(blocks, 128) << 4)).flatten(1).float() - 32
     scales = _f16(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return (scales[..., None] * codes.unflatten(1, (16, 16))).flatten(1)
 
@@ -272,5 +299,8 @@ GGML = {  # by ggml's names of types
     "Q4_K": Ggml("q4_k", 256, 144, _q4_k),
     "Q5_K": Ggml("q5_k", 256, 176, _q5_k),
     "Q6_K": Ggml("q6_k", 256, 210, _q6_k),
+    "Q2_K": Ggml("q2_k", 256, 84, _q2_k),
+    "Q3_K": Ggml("q3_k", 256, 110, _q3_k),
+    "IQ4_XS": Ggml("iq4_xs", 256, 136, _iq4_xs),
 }
 ENCODINGS: dict[str, Encoding] = {e.name: e for e in (FP8, W8, W4, AWQ, GPTQ, MXFP4, NVFP4, NVFP4_DIVIDED, *GGML.values())}

@@ -40,6 +40,7 @@ ENCODINGS: tuple[torch.dtype | str, ...] = (
     *(Format.INT8, Format.INT4, Format.INT2),
     *("fp8", "w8", "w4", "w4 of narrow groups", "mxfp4", "nvfp4"),
     *("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4_block", "q4_k", "q5_k", "q6_k"),
+    *("q2_k", "q3_k", "iq4_xs"),
 )
 GATES = (Gate.NONE, Gate.CONCATENATED, Gate.INTERLEAVED)
 ACTIVATIONS = (

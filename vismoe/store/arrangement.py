@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from vismoe.errors import CheckpointError
 from vismoe.kernels.relay import relay_awq, relay_gptq
 
 GPTQ_ONES = 0x11111111  # one in each half byte of a word
@@ -153,6 +155,41 @@ class GptqWords(Arrangement):
 
     def filled(self, into: Tensor, first: int, last: int) -> Tensor | None:
         return into[:, 4 * first : 4 * last]
+
+
+@dataclass(frozen=True)
+class NaturalOrder(Whole):
+    """Fills nothing: int32 `[i]`, the group that each input belongs to, which must be that of its place (GPTQ's `g_idx`).
+
+    name: of the tensor; group: inputs of a group; row_bytes: of the codes, beside which it is read.
+    """
+
+    name: str
+    group: int
+    row_bytes: int
+
+    def shape(self, on_disk: tuple[int, ...]) -> tuple[int, ...]:
+        return (0, self.row_bytes)
+
+    def dtype(self, on_disk: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def copy(self, on_disk: Tensor, into: Tensor) -> None:
+        """Raises CheckpointError for another order."""
+        natural = _natural(len(on_disk), self.group)
+        if not torch.equal(on_disk, natural):
+            first = int((on_disk != natural).nonzero()[0])
+            raise CheckpointError(
+                f"{self.name}: input {first} is in group {int(on_disk[first])}, not in {int(natural[first])}: the inputs are in "
+                "the order of their activations (desc_act), in which VisMoE does not read them. Instead: a checkpoint that was "
+                "quantised with desc_act: false, or one in another format of docs/formats.md"
+            )
+
+
+@cache
+def _natural(inputs: int, group: int) -> Tensor:
+    """int32 `[i]`: the group of each input, in the order of the inputs."""
+    return (torch.arange(inputs) // group).int()
 
 
 def _relaid(relay: Callable[[Tensor, Tensor], None], on_disk: Tensor, into: Tensor) -> None:

@@ -67,9 +67,7 @@ class CheckpointStore(StoreOnDisk):
         self.inventory = inventory
         self.locators = locators
         self.headers = tuple(headers)
-        self._reads = [
-            [_compile(inventory.layout(layer.index), locator) for locator in locators[layer.index]] for layer in inventory.layers
-        ]
+        self._reads = stretches_of(inventory, locators)
         every = [stretch for layer in self._reads for stretches in layer for stretch in stretches]
         self.scratch_bytes = max((stretch.scratch_bytes for stretch in every), default=0)
         self.stretch_bytes = max((stretch.nbytes for stretch in every), default=0)
@@ -106,6 +104,11 @@ def _rearrange(bounce: _Bounce, record: torch.Tensor, scratch: torch.Tensor) -> 
     on_disk = scratch[bounce.at : bounce.at + part.nbytes].view(part.dtype).view(part.shape)
     into = record[bounce.start : bounce.stop].view(bounce.dtype).view(bounce.shape)
     part.arrangement.copy(on_disk, into)
+
+
+def stretches_of(inventory: ExpertInventory, locators: Sequence[Sequence[Locator]]) -> list[list[tuple[_Stretch, ...]]]:
+    """The reads of each layer's experts."""
+    return [[_compile(inventory.layout(layer.index), locator) for locator in locators[layer.index]] for layer in inventory.layers]
 
 
 def _compile(layout: RecordLayout, locator: Locator) -> tuple[_Stretch, ...]:

@@ -21,6 +21,7 @@ from vismoe.store.file_state import FileState
 from vismoe.store.safetensors_header import SafetensorsHeader, TensorEntry, opened
 from vismoe.types import aligned
 
+GGUF = ".gguf"
 AGAIN = "download or copy the file again"
 MAX_HEADER_BYTES = 2**28  # vocabularies of published models take up to 20 MB
 MOST_DIMENSIONS = 4

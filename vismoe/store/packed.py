@@ -20,15 +20,25 @@ from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import StoreOnDisk, naming_expert
 from vismoe.store.file_state import FileState
 from vismoe.store.files import OpenFiles, ThreadBuffer, block_buffer
+from vismoe.store.gguf_header import GGUF, PART
 from vismoe.store.index import Contents, Index, StoredRecord, index_path, read_index, remedy, shard_path
 from vismoe.types import ExpertId, ExpertInventory, Format, RecordLayout
 
 STORE_FOLDER = "vismoe-store"  # inside the checkpoint's folder
 
 
-def find_store(checkpoint_folder: Path) -> Path | None:
-    """The store beside a checkpoint's files, if there is one."""
-    folder = checkpoint_folder / STORE_FOLDER
+def store_beside(file: Path) -> Path:
+    """The store of a checkpoint, by any of its files. Every GGUF file has its own, `NAME.vismoe-store`: a folder may hold several
+    that were made of one model."""
+    if file.suffix != GGUF:
+        return file.parent / STORE_FOLDER
+    part = PART.fullmatch(file.name)
+    return file.with_name(f"{part['stem'] if part else file.stem}.{STORE_FOLDER}")
+
+
+def find_store(file: Path) -> Path | None:
+    """The same if a format is completely packed there."""
+    folder = store_beside(file)
     return folder if formats_in(folder) else None
 
 
@@ -162,8 +172,8 @@ def refuse_other(folder: Path, found: Contents, wanted: Contents) -> None:
             "Fix: load the model without dtype= (--dtype), or read the checkpoint in place (--store none)"
         )
     raise CheckpointError(
-        f"{path} names or lays out the experts of this checkpoint differently: another version of vismoe or transformers "
-        f"packed it. Fix: {remedy(folder, found.format)}"
+        f"{path} names or lays out the experts of this checkpoint differently: another version of vismoe or transformers packed "
+        f"it, or it was packed from a GGUF file with another MODEL. Fix: {remedy(folder, found.format)}"
     )
 
 

@@ -27,7 +27,7 @@ from vismoe.store.files import OpenFiles
 from vismoe.store.index import sync_folder
 from vismoe.store.pack import SPARE_DISK_BYTES, alone, naming_changes, refuse_foreign_folder
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
-from vismoe.store.tensor_reads import read_part
+from vismoe.store.tensor_reads import read_encoded, read_part
 from vismoe.store.tensors import EncodedTensor, TensorPart
 from vismoe.types import Format, RecordLayout
 
@@ -81,7 +81,7 @@ class PackedLinears:
         files = OpenFiles([self.header], os.O_RDONLY, again=remedy(self.header.path.parent))
 
         def parts_of(name: str) -> dict[str, Tensor]:
-            parts = {part: read_part(files, place) for part, place in self.tensors[name].parts.items()}
+            parts = read_encoded(files, self.tensors[name])
             if _joined([crc32c(part) for part in parts.values()]) != self.checksums[name]:
                 path = self.header.path
                 raise CheckpointError(f"{path}: {name} is not as it was packed (checksum). Fix: {remedy(path.parent)}")

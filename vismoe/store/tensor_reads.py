@@ -41,6 +41,14 @@ def _fill(files: OpenFiles, part: TensorPart, into: Tensor) -> None:
         files.fill(part.file, part.offset_bytes, [into.view(-1).view(torch.uint8).numpy()])
 
 
+def read_encoded(files: OpenFiles, tensor: EncodedTensor) -> dict[str, Tensor]:
+    """The parts of an encoded matrix. Raises CheckpointError, also where its inputs are in another order."""
+    parts = {}
+    for name in tensor.parts:
+        parts[name], *_ = (read_part(files, part) for part in tensor.read_for(name))
+    return parts
+
+
 def read_restored(files: OpenFiles, tensor: TensorPart | EncodedTensor, dtype: torch.dtype) -> Tensor:
     """A tensor in `dtype`, encoded or not. Raises CheckpointError."""
     if not isinstance(tensor, EncodedTensor):
@@ -56,5 +64,4 @@ def restore(files: OpenFiles, tensor: EncodedTensor, into: Tensor) -> None:
         for index in range(tensor.shape[0]):
             restore(files, tensor.row(index), into[index])
         return
-    parts = {name: read_part(files, part) for name, part in tensor.parts.items()}
-    restore_matrix(tensor.encoding, parts, into)
+    restore_matrix(tensor.encoding, read_encoded(files, tensor), into)

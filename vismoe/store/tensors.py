@@ -21,6 +21,7 @@ from vismoe.store.arrangement import (
     SAME,
     TRANSPOSED,
     Arrangement,
+    NaturalOrder,
     RowsRepeated,
     ZeroPoints,
 )
@@ -70,15 +71,23 @@ class TensorPart(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedTensor:
-    """A matrix `[o, i]`, or `[E, o, i]` stacked, that the checkpoint holds in an encoding; parts as `Encoding` has them."""
+    """A matrix `[o, i]`, or `[E, o, i]` stacked, that the checkpoint holds in an encoding; parts as `Encoding` has them.
+
+    order: of its inputs, read with the parts to see that it is the natural one.
+    """
 
     encoding: Encoding
     shape: tuple[int, ...]
     parts: Mapping[str, TensorPart]
+    order: TensorPart | None = None
 
     @property
     def result(self) -> tuple[int, ...]:
         return self.shape
+
+    def read_for(self, part: str) -> tuple[TensorPart, ...]:
+        """What is read to have a part: the order of the inputs with the codes."""
+        return (self.parts[part],) if part != "codes" or self.order is None else (self.parts[part], self.order)
 
     def row(self, index: int) -> "EncodedTensor":
         return EncodedTensor(self.encoding, self.shape[1:], {name: part.row(index) for name, part in self.parts.items()})
@@ -258,10 +267,8 @@ class _Group:
         if len(codes.shape) != 2 or len(scale.shape) != 2 or codes.dtype != torch.int32:
             raise self._unsupported(f"qweight is {codes.dtype} of shape {codes.shape}")
         rows = scale.shape[1]
-        if order is not None and self._quantization.get("desc_act") is not False:
-            raise self._unsupported(
-                "config.json does not say desc_act: false, so that its inputs may be in the order of their activations"
-            )
+        if order is None and self._quantization.get("desc_act"):
+            raise self._unsupported("config.json says desc_act, and no g_idx is there that tells the order of its inputs")
         if codes.shape[1] == rows:
             inputs, encoding = 8 * codes.shape[0], GPTQ
             plus = 0 if self._stated("checkpoint_format", GPTQ_LAYOUTS) == "gptq_v2" else GPTQ_ONES
@@ -278,7 +285,11 @@ class _Group:
             "scale": scale._replace(arrangement=TRANSPOSED),
             "zero": zero._replace(arrangement=zeros),
         }
-        return EncodedTensor(encoding, (rows, inputs), parts)
+        if order is not None:
+            self._fitting(codes, order, order.dtype == torch.int32 and order.shape == (inputs,))
+            natural = NaturalOrder(f"{self.stem}g_idx", inputs // scale.shape[0], encoding.row_bytes(inputs))
+            order = order._replace(arrangement=natural)
+        return EncodedTensor(encoding, (rows, inputs), parts, order)
 
     def _mxfp4(self, codes: TensorPart) -> EncodedTensor:
         """gpt-oss: blocks `[.., o, i / 32, 16]`, scales `[.., o, i / 32]`."""

@@ -1,6 +1,6 @@
 // The encodings of published checkpoints (vismoe/formats/encodings.py): where their codes lie, and their scales in float32.
 //
-// A row is units of 128 inputs (256 for K-quants) and has one scale for every kStep inputs. Kernels sum the products of inputs
+// A row is units of 128 inputs (256 for K-quants and IQ4_XS) and has one scale for every kStep inputs. Kernels sum the products of inputs
 // and codes over a step, and multiply the sum by the scale. Some encodings also have a minimum for every step: a number that all
 // its weights have in common, which is multiplied by the sum of the inputs. Like kernel.h, in an anonymous namespace.
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr bool is_scaled(Encoding e) { return e >= kFp8; }
 
-constexpr std::size_t unit_inputs(Encoding e) { return e == kQ4K || e == kQ5K || e == kQ6K ? 256 : kUnit; }
+constexpr std::size_t unit_inputs(Encoding e) { return e >= kQ4K ? 256 : kUnit; }
 
 constexpr std::size_t unit_bytes(Encoding e) {
   switch (e) {
@@ -33,17 +33,20 @@ constexpr std::size_t unit_bytes(Encoding e) {
     case kMxFp4Block: return 4 * 17;
     case kQ4K: return 144;
     case kQ5K: return 176;
-    default: return 210;  // kQ6K
+    case kQ6K: return 210;
+    case kQ2K: return 84;
+    case kQ3K: return 110;
+    default: return 136;  // kIq4Xs
   }
 }
 
 constexpr std::size_t step_of(Encoding e) {
-  return e == kFp8 || e == kW8 || e == kW4 ? 128 : e == kNvFp4 || e == kQ6K ? 16 : 32;
+  return e == kFp8 || e == kW8 || e == kW4 ? 128 : e == kNvFp4 || e == kQ6K || e == kQ2K || e == kQ3K ? 16 : 32;
 }
 
 inline bool has_minima(const Matrix& m) {
   const std::int32_t e = m.encoding;
-  return e == kQ4_1 || e == kQ5_1 || e == kQ4K || e == kQ5K || ((e == kW4 || e == kW4Narrow) && m.offset >= 0);
+  return e == kQ4_1 || e == kQ5_1 || e == kQ4K || e == kQ5K || e == kQ2K || ((e == kW4 || e == kW4Narrow) && m.offset >= 0);
 }
 
 // ------------------------------------------------------------------ scales
@@ -106,6 +109,37 @@ inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   eight_times<std::uint8_t>(bytes + 8, -fp16_at(block + 2), minima);
 }
 
+// The 16 scales of a block of Q3_K, of 6 bits less 32.
+inline void q3_scales(const std::uint8_t* block, float* scales) {
+  std::uint32_t words[3], six[4];
+  std::memcpy(words, block + 96, 12);
+  for (int i = 0; i < 4; i++) six[i] = (words[i % 2] >> i / 2 * 4 & 0x0f0f0f0fu) | (words[2] >> 2 * i & 0x03030303u) << 4;
+  std::uint8_t bytes[16];
+  std::memcpy(bytes, six, 16);
+  for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(byte - 32);
+  for (int i = 0; i < 16; i += 8) eight_times<std::int8_t>(bytes + i, fp16_at(block + 108), scales + i);
+}
+
+// The 16 scales and 16 minima of 4 bits of a block of Q2_K.
+inline void q2_scales(const std::uint8_t* block, float* scales, float* minima) {
+  std::uint8_t low[16], high[16];
+  for (int i = 0; i < 16; i++) low[i] = block[i] & 15, high[i] = block[i] >> 4;
+  for (int i = 0; i < 16; i += 8) {
+    eight_times<std::uint8_t>(low + i, fp16_at(block + 80), scales + i);
+    eight_times<std::uint8_t>(high + i, -fp16_at(block + 82), minima + i);
+  }
+}
+
+// The 8 scales of a block of IQ4_XS, of 6 bits less 32.
+inline void iq4_scales(const std::uint8_t* block, float* scales) {
+  std::uint8_t bytes[8];
+  for (int i = 0; i < 8; i++) {
+    const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
+    bytes[i] = static_cast<std::uint8_t>((low | high << 4) - 32);
+  }
+  eight_times<std::int8_t>(bytes, fp16_at(block), scales);
+}
+
 // The scales of one row, and its minima if there are any; zeros after them, up to a multiple of 16.
 template <Encoding E>
 inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t row, float* scales, float* minima) {
@@ -140,6 +174,12 @@ inline void read_scales(const Matrix& m, const std::uint8_t* record, std::size_t
       const float d = fp16_at(codes + 208);
       for (int i = 0; i < 16; i += 8) eight_times<std::int8_t>(codes + 192 + i, d, scales + s + i);
     }
+  } else if constexpr (E == kQ2K) {
+    for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) q2_scales(codes, scales + s, minima + s);
+  } else if constexpr (E == kQ3K) {
+    for (std::size_t s = 0; s < steps; s += 16, codes += unit_bytes(E)) q3_scales(codes, scales + s);
+  } else if constexpr (E == kIq4Xs) {
+    for (std::size_t s = 0; s < steps; s += 8, codes += unit_bytes(E)) iq4_scales(codes, scales + s);
   } else {  // blocks of 32 that begin with float16: the scale, and the minimum if there is one
     for (std::size_t s = 0; s < steps; s++) {
       const std::uint8_t* block = codes + s * (unit_bytes(E) / 4);
@@ -178,7 +218,10 @@ inline Codes bits_of(const std::uint8_t* p) {  // 32 bits, from the lowest on
   const __m256i bit_of = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201u));
   return _mm256_min_epu8(_mm256_and_si256(bytes, bit_of), _mm256_set1_epi8(1));
 }
-inline Codes with_high(Codes low, Codes high) { return _mm256_or_si256(low, _mm256_slli_epi16(high, 4)); }  // low + 16 high
+template <int kBits = 4>
+inline Codes with_high(Codes low, Codes high) {  // low + 2^kBits high
+  return _mm256_or_si256(low, _mm256_slli_epi16(high, kBits));
+}
 inline Codes less(Codes codes, int centre) { return _mm256_sub_epi8(codes, _mm256_set1_epi8(static_cast<char>(centre))); }
 inline Codes in_table(const std::int8_t (&table)[16], Codes codes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), codes);
@@ -207,8 +250,9 @@ inline Codes low_and_high(const std::uint8_t* p) {  // the two halves of each of
 inline Codes bits_of(const std::uint8_t* p) {  // 32 bits, from the lowest on
   return each([=](int i) { return p[i / 8] >> i % 8 & 1; });
 }
-inline Codes with_high(Codes low, Codes high) {  // low + 16 high
-  return each([&](int i) { return low.of[i] | high.of[i] << 4; });
+template <int kBits = 4>
+inline Codes with_high(Codes low, Codes high) {  // low + 2^kBits high
+  return each([&](int i) { return low.of[i] | high.of[i] << kBits; });
 }
 inline Codes less(Codes codes, int centre) {
   return each([&](int i) { return codes.of[i] - centre; });
@@ -240,6 +284,9 @@ inline Codes codes_of(const std::uint8_t* unit, std::size_t c) {
     const Codes high = shifted(unit + 128 + c / 4 * 32, part % 4 * 2, 3);
     return less(with_high(shifted(unit + c / 4 * 64 + c % 2 * 32, part % 4 / 2 * 4, 15), high), 32);
   }
+  if constexpr (E == kQ2K) return shifted(unit + 16 + c / 4 * 32, part % 4 * 2, 3);
+  if constexpr (E == kQ3K) return less(with_high<2>(shifted(unit + 32 + c / 4 * 32, part % 4 * 2, 3), shifted(unit, part, 1)), 4);
+  if constexpr (E == kIq4Xs) return in_table(kIq4Values, low_then_high(unit + 8 + 16 * c));
 }
 
 // One unit for the sets that compute in float32: signed bytes. FP8 (E4M3) becomes float16, divided by 256: normal and denormal

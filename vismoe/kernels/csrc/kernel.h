@@ -420,7 +420,12 @@ void sum_inputs(const Inputs<typename S::X>& in, std::size_t inputs, std::size_t
       for (std::size_t k = 0; k < 4; k++) {
         four[k] = S::zero();
         const typename S::X* x = in.x + t * in.stride + (s + k) * kStep;
-        for (std::size_t i = 0; s + k < steps && i < kStep; i += S::kLanes) four[k] = S::dot(four[k], S::ones(), S::load(x + i));
+        if (s + k >= steps) continue;
+        if constexpr (kStep < S::kLanes) {
+          four[k] = S::dot(four[k], S::ones(), S::template load_first<kStep>(x));
+        } else {
+          for (std::size_t i = 0; i < kStep; i += S::kLanes) four[k] = S::dot(four[k], S::ones(), S::load(x + i));
+        }
       }
       float totals[4];
       S::sum4(four, totals);

@@ -25,6 +25,7 @@ enum Encoding : std::int32_t {
   kRawBf16, kRawFp16, kInt8, kInt4, kInt2,
   // Those of published checkpoints. kW4 has groups of whole units, kW4Narrow of other multiples of 32 inputs.
   kFp8, kW8, kW4, kW4Narrow, kMxFp4, kNvFp4, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIq4Nl, kMxFp4Block, kQ4K, kQ5K, kQ6K,
+  kQ2K, kQ3K, kIq4Xs,
   kEncodings
 };
 enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };

@@ -15,6 +15,8 @@ struct Avx512Bf16 {
 
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512bh load(const X* x) { return (__m512bh)_mm512_loadu_si512(x); }
+  template <int kCount>
+  static __m512bh load_first(const X* x) { return (__m512bh)_mm512_maskz_loadu_epi16((1u << kCount) - 1, x); }
   static void store(X* x, __m512bh values) { _mm512_storeu_si512(x, (__m512i)values); }
   static __m512 dot(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
   static void sum4(const __m512 (&sums)[4], float (&totals)[4]) { sum4_avx512(sums, totals); }
@@ -115,6 +117,8 @@ constexpr auto kFour = table<32>([](int i) { return i & 15; });
 constexpr auto kFourCentred = table<32>([](int i) { return (i & 15) - 8; });
 constexpr auto kFourE2m1 = table<32>([](int i) { return kE2m1[i & 15]; });
 constexpr auto kFourIq4 = table<32>([](int i) { return kIq4Values[i & 15]; });
+constexpr auto kTwo = table<32>([](int i) { return i & 3; });
+constexpr auto kThreeCentred = table<32>([](int i) { return (i & 7) - 4; });
 constexpr auto kFive = table<32>([](int i) { return i; });
 constexpr auto kFiveCentred = table<32>([](int i) { return i - 16; });
 constexpr auto kSixCentred = table<64>([](int i) { return i - 32; });
@@ -197,6 +201,13 @@ struct Avx512Bf16::Decoder {
       return values_in(kFive, with_fifth(half_of(unit + 48, j), fifth));
     }
     if constexpr (E == kQ6K) return six_bits_of(unit, j);
+    if constexpr (E == kQ2K) return values_in(kTwo, quarter_of(unit + 16, j));
+    if constexpr (E == kQ3K) {
+      const __mmask32 third = _mm256_test_epi8_mask(load32(unit), _mm256_set1_epi8(static_cast<char>(1 << j)));
+      const __m512i two = _mm512_and_si512(quarter_of(unit + 32, j), _mm512_set1_epi16(3));
+      return values_in(kThreeCentred, _mm512_mask_add_epi16(two, third, two, _mm512_set1_epi16(4)));
+    }
+    if constexpr (E == kIq4Xs) return values_in(kFourIq4, halves_of(unit + 8 + 16 * j));
   }
 
  private:
@@ -207,6 +218,9 @@ struct Avx512Bf16::Decoder {
   }
   static __m512i half_of(const std::uint8_t* p, int j) {  // 32 bytes hold the codes of 64 inputs, the low halves first
     return _mm512_srli_epi16(words_of_bytes(p + j / 2 * 32), static_cast<unsigned>(j % 2 * 4));
+  }
+  static __m512i quarter_of(const std::uint8_t* p, int j) {  // 32 bytes hold the codes of 128 inputs, the lowest bits first
+    return _mm512_srli_epi16(words_of_bytes(p + j / 4 * 32), static_cast<unsigned>(j % 4 * 2));
   }
 };
 

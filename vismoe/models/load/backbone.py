@@ -1,8 +1,9 @@
-"""What a quantised checkpoint encodes beside the routed experts: attention, dense and shared MLPs, the head.
+"""What a quantised checkpoint encodes beside the routed experts: attention, dense and shared MLPs, the head, token embeddings.
 
-Linear layers of the decoder that the CPU kernels can compute stay encoded (`EncodedLinear`); every other encoded weight is
-restored once, in the model's type. transformers' loader sees neither: both are taken out of the model before it runs, and filled
-from the files afterwards, tensor by tensor. On request the same layers of a 16-bit checkpoint come in int8 from a store.
+Linear layers of the decoder that the CPU kernels can compute stay encoded (`EncodedLinear`), and so do token embeddings, of
+which rows are restored (`EncodedEmbedding`); every other encoded weight is restored once, in the model's type. transformers'
+loader sees none of them: they are taken out of the model before it runs, and filled from the files afterwards, tensor by tensor.
+On request the same layers of a 16-bit checkpoint come in int8 from a store.
 """
 
 import copy
@@ -19,10 +20,10 @@ from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from vismoe.kernels import cpu
 from vismoe.models.family.components import backbone_bytes, component_of, is_vision
 from vismoe.models.load.locate import PLAIN, Others, WeightSources, parameter_types
-from vismoe.models.moe.linears import EncodedLinear
+from vismoe.models.moe.linears import EncodedEmbedding, EncodedLinear
 from vismoe.store.files import OpenFiles
 from vismoe.store.packed_linears import PackedLinears, remedy
-from vismoe.store.tensor_reads import read_part, read_restored
+from vismoe.store.tensor_reads import read_encoded, read_restored
 from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors
 
 FEWEST_OUTPUTS = 64  # of a layer that is packed: narrower ones are gates
@@ -46,7 +47,8 @@ class Backbone:
     """How the encoded weights beside the experts get into their model, which this object does not hold."""
 
     tensors: Tensors  # that are read
-    linears: dict[str, str]  # path of an EncodedLinear -> its tensor
+    held: dict[str, str]  # path of an EncodedModule -> its tensor
+    heads: dict[str, str]  # path of an EncodedLinear -> the EncodedEmbedding to which it is tied
     restored: tuple[Restored, ...]
     passed_over: frozenset[str]  # patterns of names
     about: str  # for people; empty where nothing is encoded
@@ -57,8 +59,9 @@ class Backbone:
         """Before weights are loaded: take out what `fill` fills, and let the loader pass it over."""
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []) | self.passed_over
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        for path in (*self.linears, *self.lossy):
+        for path in (*self.held, *self.heads, *self.lossy):
             model.get_submodule(path).release()
+            tied.pop(f"{path}.weight", None)
             ignored.add(f"^{re.escape(path)}\\.weight$")
         for name in (name for one in self.restored for name in one.names):
             module, own = _owner(model, name)
@@ -70,8 +73,10 @@ class Backbone:
 
     def fill(self, model: Any, files: OpenFiles, device: torch.device) -> None:
         """After the other weights are loaded. Raises CheckpointError."""
-        for path, key in self.linears.items():
-            model.get_submodule(path).fill({name: read_part(files, part) for name, part in self._encoded(key).parts.items()})
+        for path, key in self.held.items():
+            model.get_submodule(path).fill(read_encoded(files, self._encoded(key)))
+        for path, embedding in self.heads.items():
+            model.get_submodule(path).share(model.get_submodule(embedding))
         if self.packed is not None:
             parts_of = self.packed.reader()
             for path in self.lossy:
@@ -93,15 +98,16 @@ class Backbone:
 def settle_backbone(
     model: Any, others: Others, settings: Settings, device: torch.device, packed: PackedLinears | None = None
 ) -> Backbone:
-    """Put an EncodedLinear for each linear layer of `model` (on meta) that is encoded and that our kernels compute.
+    """Put an EncodedModule for each linear layer of `model` (on meta) that is encoded and that our kernels compute, and for
+    encoded token embeddings.
 
     Raises UnsupportedModelError for weights in types that mean nothing by themselves, CheckpointError for another shape.
     """
     _refuse_unreadable(model, others)
     tensors, types = others.tensors, parameter_types(model, model.dtype)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    linears, restored, counts = dict[str, str](), list[Restored](), Counter[str]()
-    before_bytes = sum(nbytes for _, nbytes in backbone_bytes(model))
+    held, heads, restored, counts = dict[str, str](), dict[str, str](), list[Restored](), Counter[str]()
+    before_bytes, embeddings = sum(nbytes for _, nbytes in backbone_bytes(model)), ""
     lossy = _take_packed(model, linears_of(model, others), packed) if packed is not None else ()
     counts["in int8, packed (lossy)"] += len(lossy)
     for first, sources in others.sources.items():
@@ -114,21 +120,26 @@ def settle_backbone(
         settled = Restored(sources, types(first), _tied_to(first, tied))
         _refuse_unfit(model, settled, tensors)
         name, path = encoded[0].encoding.name, first.removesuffix(".weight")
-        fast = settings.kernels != "torch" and device.type == "cpu" and _is_plain_linear(model, sources)
-        if fast and _put_encoded(model, path, encoded[0], settled.dtype):
-            linears[path] = sources.keys[0][0]
+        by_kernels = settings.kernels != "torch" and device.type == "cpu"
+        if by_kernels and _is_plain_linear(model, sources) and _put_encoded(model, path, encoded[0], settled.dtype):
+            held[path] = sources.keys[0][0]
             counts[f"in {name} as the checkpoint has them"] += 1
+        elif device.type == "cpu" and _put_embeddings(model, settled, encoded[0], by_kernels):
+            held[path] = sources.keys[0][0]
+            heads |= {tied_name.removesuffix(".weight"): path for tied_name in settled.tied}
+            embeddings = f"token embeddings in {name}, restored by row{', the head on the same bytes' if heads else ''}"
         else:
             restored.append(settled)
             counts[f"restored from {name} to {str(settled.dtype).removeprefix('torch.')}"] += len(sources.names)
     said = [
         f"{count} {'weights' if how.startswith('restored') else 'linear layers'} {how}" for how, count in counts.items() if count
     ]
-    if linears or lossy:
+    said += [embeddings] if embeddings else []
+    if held or lossy:
         saved_bytes = before_bytes - sum(nbytes for _, nbytes in backbone_bytes(model))
         said[-1] += f"; {format_bytes(saved_bytes)} less than in {model.dtype.itemsize * 8} bits"
-    read = {key: tensors[key] for key in (*linears.values(), *(key for one in restored for key, _ in one.sources.keys))}
-    return Backbone(read, linears, tuple(restored), others.passed_over, ", ".join(said), packed, lossy)
+    read = {key: tensors[key] for key in (*held.values(), *(key for one in restored for key, _ in one.sources.keys))}
+    return Backbone(read, held, heads, tuple(restored), others.passed_over, ", ".join(said), packed, lossy)
 
 
 def linears_of(model: Any, others: Others) -> dict[str, TensorPart]:
@@ -158,20 +169,43 @@ def _take_packed(model: Any, wanted: dict[str, TensorPart], packed: PackedLinear
 
 def _put_encoded(model: Any, path: str, tensor: EncodedTensor, dtype: torch.dtype) -> bool:
     """Replace a linear layer by one that computes with its weight as it is stored; False where the kernels cannot."""
-    module = model.get_submodule(path)
-    parts = {
-        name: torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype), device="meta")
-        for name, part in tensor.parts.items()
-    }
+    module, parts = model.get_submodule(path), _empty_parts(tensor)
     if dtype not in cpu.DTYPES or cpu.why_no_linear(tensor.encoding, parts, module.in_features) is not None:
         return False
     model.set_submodule(path, EncodedLinear(tensor.encoding, parts, module, dtype))
     return True
 
 
+def _put_embeddings(model: Any, settled: Restored, tensor: EncodedTensor, by_kernels: bool) -> bool:
+    """Replace plain token embeddings, and a head that is tied to them; False for what is another kind of weight, or a head that
+    the kernels do not compute."""
+    (path, own), table = _path_of(settled.names[0]), model.get_input_embeddings()
+    heads = [_path_of(name)[0] for name in settled.tied]
+    plain = type(table) is nn.Embedding and model.get_submodule(path) is table and table.max_norm is None and own == "weight"
+    if not plain or settled.sources.converter is not None or (heads and not by_kernels):
+        return False
+    if not all(type(model.get_submodule(head)) is nn.Linear for head in heads):
+        return False
+    if not all(_put_encoded(model, head, tensor, settled.dtype) for head in heads):
+        return False  # the kernels have none of them
+    embedding = EncodedEmbedding(tensor.encoding, _empty_parts(tensor), table, settled.dtype)
+    model.set_submodule(path, embedding)
+    for head in heads:
+        model.get_submodule(head).share(embedding)
+    return True
+
+
+def _empty_parts(tensor: EncodedTensor) -> dict[str, Tensor]:
+    """The parts on meta."""
+    return {
+        name: torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype), device="meta")
+        for name, part in tensor.parts.items()
+    }
+
+
 def _is_plain_linear(model: Any, sources: WeightSources) -> bool:
     """Whether this is the weight of a linear layer of the decoder, and of nothing else; a router is read by others."""
-    path, _, own = sources.names[0].rpartition(".")
+    path, own = _path_of(sources.names[0])
     if own != "weight" or type(model.get_submodule(path)) is not nn.Linear or sources.converter is not None:
         return False
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -232,6 +266,12 @@ def _tied_to(name: str, tied: dict[str, str]) -> tuple[str, ...]:
     return tuple(sorted(same - {name}))
 
 
-def _owner(model: Any, name: str) -> tuple[nn.Module, str]:
+def _path_of(name: str) -> tuple[str, str]:
+    """(the path of a parameter's module, its name there)."""
     path, _, own = name.rpartition(".")
+    return path, own
+
+
+def _owner(model: Any, name: str) -> tuple[nn.Module, str]:
+    path, own = _path_of(name)
     return model.get_submodule(path), own

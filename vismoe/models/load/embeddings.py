@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vismoe.models.load.locate import locate_tensor
+from vismoe.models.moe.linears import distinct_tokens
 from vismoe.store.checkpoint import TensorPart
 from vismoe.store.files import CheckpointFiles
 from vismoe.store.safetensors_header import SafetensorsHeader
@@ -42,14 +43,10 @@ class EmbeddingOnDisk(nn.Module):
         self._files = CheckpointFiles([table.header])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"token ids are int64 or int32, not {ids.dtype}")
-        distinct, position = np.unique(ids.cpu().numpy(), return_inverse=True)
-        if distinct.size and not 0 <= distinct[0] <= distinct[-1] < self.num_embeddings:
-            raise IndexError(f"token ids lie between {distinct[0]} and {distinct[-1]}, the vocabulary has {self.num_embeddings}")
+        distinct, position = distinct_tokens(ids, self.num_embeddings)
         rows = torch.empty(len(distinct), self.embedding_dim, dtype=self._part.dtype)
         self._read(distinct.tolist(), rows.view(torch.uint8).numpy())
-        return rows.to(self.dtype)[torch.from_numpy(position).view(ids.shape)].to(ids.device)
+        return rows.to(self.dtype)[position].to(ids.device)
 
     def _read(self, ids: Sequence[int], rows: np.ndarray) -> None:
         """Row `i` of `rows` uint8 `[n, H * itemsize]` becomes that of token `ids[i]`."""

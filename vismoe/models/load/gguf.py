@@ -22,8 +22,9 @@ from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError, V
 from vismoe.models.family.checkpoint_files import config_file, read_json
 from vismoe.models.family.gguf_names import ARCHITECTURES, TOWERS, is_vision, source_of
 from vismoe.models.load.gguf_tensors import GgufTensors, refuse_other_architecture
-from vismoe.models.load.locate import GGUF, parameter_types
+from vismoe.models.load.locate import parameter_types
 from vismoe.store.files import CheckpointFiles
+from vismoe.store.gguf_header import GGUF
 from vismoe.store.safetensors_header import refuse_changed
 from vismoe.store.tensor_reads import read_restored
 from vismoe.store.tensors import EncodedTensor, TensorPart
@@ -196,10 +197,10 @@ def with_gguf(model: str | Path | None, settings: Settings) -> tuple[str | Path 
         if mmproj is not None:
             raise ConfigError(f"mmproj={mmproj!r}: a vision tower belongs to a language model in GGUF. Fix: {FIX} --mmproj FILE")
         return model, settings
-    if settings.format not in ("auto", "raw") or settings.policy != "exact" or settings.backbone != "own":
+    if settings.backbone != "own":
         raise ConfigError(
-            f"format={settings.format!r}, policy={settings.policy!r}, backbone={settings.backbone!r}: packed weights are made of "
-            "safetensors files; those of a GGUF file are used as they lie there. Fix: leave out --format, --policy and --backbone"
+            f"backbone={settings.backbone!r}: the linear layers of a GGUF file are computed in the types that they have there. "
+            "Fix: leave out --backbone, or take a file with other types, e.g. Q8_0"
         )
     return model if model is not None else _named_in(Path(gguf)), dataclasses.replace(settings, gguf=gguf, mmproj=mmproj)
 

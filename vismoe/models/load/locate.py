@@ -4,6 +4,7 @@ No code per family: the renamings that transformers would apply while loading sa
 its operations (conversion.py) how. Linear in the number of keys: 48 layers x 128 experts x 3 take about a second.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +22,14 @@ from vismoe.models.family.families import expert_modules, expert_parameters, top
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.conversion import LISTED, MERGING, ExpertParameter, Row, row_shape, rows_of
 from vismoe.models.load.gguf_tensors import GgufTensors, expert_rows
+from vismoe.store.arrangement import NaturalOrder
 from vismoe.store.checkpoint import CheckpointStore, Locator
+from vismoe.store.gguf_header import GGUF
 from vismoe.store.safetensors_header import SafetensorsHeader, read_header
+from vismoe.store.tensor_reads import read_part
 from vismoe.store.tensors import ORIGINAL, EncodedTensor, TensorPart, Tensors, tensors_of
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 
-GGUF = ".gguf"
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # whatever else lies in a file means something by a scale
 PER_EXPERT = re.compile(  # names of one expert's matrix, where a family's own checkpoints have stacked ones only
     r"(?P<module>.*\bexperts)\.(?:(?P<expert>\d+)\.(?P<matrix>\w+)|(?P<matrix_first>\w+)\.(?P<expert_last>\d+))\.weight"
@@ -75,7 +78,7 @@ def locate(
     paths = [Path(file) for file in checkpoint_files or ()]
     if paths and paths[0].suffix == GGUF:
         gguf, raw = GgufTensors.open(paths[0]), inventory_of(model, dtype)
-        inventory, locators = _as_stored(raw, expert_rows(model, gguf, raw), transposed_sections(model, raw))
+        inventory, locators = as_stored(raw, expert_rows(model, gguf, raw), transposed_sections(model, raw))
         return CheckpointStore(gguf.headers, inventory, locators), _others_in_gguf(model, gguf)
     headers = [read_header(path) for path in _safetensors_only(model, paths)]
     config_json = config_of(headers)
@@ -91,14 +94,20 @@ def locate(
     readable = {key: t for key, t in tensors.items() if isinstance(t, EncodedTensor) or t.dtype in PLAIN}
     rows = {name: rows_of(parameter, readable) for name, parameter in parameters.items()}
     raw = inventory_of(model, dtype)
-    inventory, locators = _as_stored(raw, rows, transposed_sections(model, raw))
+    inventory, locators = as_stored(raw, rows, transposed_sections(model, raw))
     for key in (key for header in headers for key, entry in header.tensors.items() if entry.dtype is None):
         if names.of(key)[0] in names:
             raise UnsupportedModelError(f"{key} is stored in a type of less than a byte, which VisMoE does not read. {ORIGINAL}")
     of_experts = {key for parameter in parameters.values() for keys in parameter.keys.values() for key in keys}
     of_others = {key for source in sources.values() for key, _ in source.keys}
     others = Others(tensors, sources, _passed_over(headers, tensors, of_experts, of_others, names))
-    return CheckpointStore(headers, inventory, locators, config_json), others
+    store = CheckpointStore(headers, inventory, locators, config_json)
+    try:
+        _refuse_other_orders(store)
+    except CheckpointError:
+        store.close()
+        raise
+    return store, others
 
 
 def _others_in_gguf(model: Any, gguf: GgufTensors) -> Others:
@@ -137,7 +146,7 @@ def _numbered(key: str) -> str:
     return re.sub(r"\d+", r"\\d+", re.escape(key))
 
 
-def _as_stored(
+def as_stored(
     raw: ExpertInventory, rows: dict[str, list[Row]], transposed: tuple[frozenset[str], ...]
 ) -> tuple[ExpertInventory, list[list[Locator]]]:
     """(the experts with records as the checkpoint encodes them, where each lies); `raw` itself where no matrix is encoded.
@@ -198,7 +207,7 @@ def _encoded(parameter: str, name: str, column: list[Row], wanted: tuple[int, ..
         )
     (encoding, *names), sections = kinds.pop(), []
     for part in names:
-        rows = [tuple(tensor.parts[part] for tensor in row if isinstance(tensor, EncodedTensor)) for row in column]
+        rows = [tuple(p for tensor in row if isinstance(tensor, EncodedTensor) for p in tensor.read_for(part)) for row in column]
         shapes = {(sum(p.result[0] for p in row), *each.result[1:]) for row in rows for each in row}
         dtypes = {p.arrangement.dtype(p.dtype) for row in rows for p in row}
         if len(shapes) > 1:
@@ -209,6 +218,14 @@ def _encoded(parameter: str, name: str, column: list[Row], wanted: tuple[int, ..
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         sections.append(_Stored(f"{name}.{encoding if part == 'codes' else part}", shapes.pop(), dtype, rows))
     return sections
+
+
+def _refuse_other_orders(store: CheckpointStore) -> None:
+    """Of inputs, for the first expert of each layer; other experts are looked at when they are read. Raises CheckpointError."""
+    for layer in store.locators:
+        for part in itertools.chain(*layer[0]):
+            if isinstance(part.arrangement, NaturalOrder):
+                read_part(store.hold(), part)
 
 
 def config_of(headers: Sequence[SafetensorsHeader]) -> bytes:

@@ -10,6 +10,7 @@ where they exist for every geometry, and torch's otherwise; the choice and its r
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ from vismoe.precision.hotness import profile_bytes, refuse_unwritable
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
-from vismoe.store.packed import STORE_FOLDER, PackedStore, find_store, formats_in
+from vismoe.store.packed import PackedStore, find_store, formats_in, store_beside
 from vismoe.store.packed_linears import PackedLinears
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
@@ -242,7 +243,7 @@ def _packed_linears(source: CheckpointStore, settings: Settings, device: torch.d
             "backbone='own' (--backbone own)"
         )
     beside = settings.store in (None, NO_STORE)
-    return PackedLinears.open(source.paths[0].parent / STORE_FOLDER if beside else Path(str(settings.store)).expanduser(), source)
+    return PackedLinears.open(store_beside(source.paths[0]) if beside else Path(str(settings.store)).expanduser(), source)
 
 
 def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device: torch.device) -> tuple[Stores, Experts]:
@@ -293,7 +294,9 @@ def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, 
     codecs = tuple(codecs_of(format, inventory, transposed) for format in formats)
     if formats != (Format.RAW,):
         inventory = paired(inventory, settings.pair or FormatPair(formats[0], None), transposed)
-    return _arrange(model, inventory, transposed, codecs, f"{' and '.join(formats)}, not packed yet", settings, device)
+    own = " and ".join(encodings_of(inventory)) or "raw"
+    sayings = [f"{own}, in place from the checkpoint" if f is Format.RAW else f"{f}, not packed yet" for f in formats]
+    return _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
 
 
 def with_experts(plan: Plan, experts: Experts, backbone: Backbone | None = None) -> Plan:
@@ -309,21 +312,23 @@ def _open_store(
     formats = (
         asked if settings.pair is None else ",".join(format for format in settings.pair.resident if format is not Format.RAW)
     )
+    pack = "vismoe pack MODEL" + (f" --gguf {shlex.quote(str(settings.gguf))}" if settings.gguf is not None else "")
     in_place = f"{' and '.join(encodings_of(source.inventory)) or 'raw'}, in place from the checkpoint"
-    folder = find_store(source.paths[0].parent) if settings.store is None and settings.gguf is None else None
+    folder = find_store(source.paths[0]) if settings.store is None else None
     if settings.store not in (None, NO_STORE):
         folder = Path(settings.store).expanduser()
         if not formats_in(folder):
             raise ConfigError(
-                f"store={settings.store!r}: no packed format is there. Fix: vismoe pack MODEL --out {settings.store}, "
+                f"store={settings.store!r}: no packed format is there. Fix: {pack} --out {settings.store}, "
                 f"another folder, or --store {NO_STORE} to read in place"
             )
     if folder is None:
         if asked in (None, Format.RAW):
             return source, in_place
         raise ConfigError(
-            f"format='{asked}' needs packed experts, and there is no store beside {source.paths[0].parent}. "
-            f"Fix: vismoe pack MODEL --formats {formats}, or name the store (--store FOLDER)"
+            f"format='{asked}' needs packed experts, and there is no store beside "
+            f"{source.paths[0].parent if settings.gguf is None else settings.gguf}. "
+            f"Fix: {pack} --formats {formats}, or name the store (--store FOLDER)"
         )
     there = formats_in(folder)
     chosen = asked or next((format for format in BEST_FIRST if format in there), None)

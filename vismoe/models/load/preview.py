@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from vismoe.config import Settings
+from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.errors import CheckpointError, ConfigError, UnsupportedModelError, VisMoEError
 from vismoe.lookahead.calibration import Calibration
 from vismoe.machine.ceilings import ModelSize
@@ -29,14 +29,14 @@ from vismoe.models.family.checkpoint_files import (
     weight_files,
 )
 from vismoe.models.family.components import backbone_bytes, decode_read_bytes
-from vismoe.models.family.families import configs, refuse_unsupported
+from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
-from vismoe.models.load.backbone import linears_of
-from vismoe.models.load.configured import as_configured
+from vismoe.models.load.backbone import linears_of, settle_backbone
+from vismoe.models.load.configured import Stated, as_stated
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.gguf import with_gguf
-from vismoe.models.load.locate import inventory_of, locate, locate_experts
-from vismoe.models.load.opening import arrange_experts, needs_of, open_experts, with_experts
+from vismoe.models.load.locate import locate, locate_experts
+from vismoe.models.load.opening import Experts, arrange_experts, needs_of, open_experts, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
 from vismoe.planning.plan import Plan
@@ -45,7 +45,7 @@ from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads
 from vismoe.store.files import bounce_bytes
 from vismoe.store.tensors import TensorPart
-from vismoe.types import ExpertInventory
+from vismoe.types import Format
 
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -79,22 +79,26 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
         reads, table = stores.reads, table_bytes(described) if table_of(described, source.headers) else 0
         stores.close()
         source.close()
-    else:  # not downloaded: an expert's largest tensor may have to be rearranged on its way
-        experts = arrange_experts(described, configured_inventory(described), settings, place)
-        layouts = (*experts.inventory.layouts, *experts.inventory.low_layouts)
-        scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
-        bounce = bounce_bytes(max(layout.record_bytes for layout in layouts))
-        reads, table = Reads(scratch_bytes, bounce, experts.inventory.slab_bytes, []), table_bytes(described)
+    else:
+        stated = as_stated(described)
+        backbone = settle_backbone(described, stated.others, settings, place)
+        experts = arrange_experts(described, stated.inventory, settings, place)
+        reads, table = _reads_of(experts, stated), table_bytes(described)
     needs = needs_of(described, experts, reads, calibration, settings, place)
     return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts, backbone)
 
 
-def configured_inventory(described: PreTrainedModel) -> ExpertInventory:
-    """The experts of a model on the meta device whose files are not here, as its configuration says that they are stored."""
-    inventory = inventory_of(described, described.dtype)
-    stated = (getattr(part, "quantization_config", None) for part in configs(described.config))
-    quantization = next((found if isinstance(found, dict) else found.to_dict() for found in stated if found), {})
-    return as_configured(inventory, transposed_sections(described, inventory), quantization)
+def _reads_of(experts: Experts, stated: Stated) -> Reads:
+    """Of a model that is not downloaded. Unless its encoding says more, an expert's largest tensor may have to be rearranged on
+    its way."""
+    layouts = (*experts.inventory.layouts, *experts.inventory.low_layouts)
+    scratch_bytes = max(section.nbytes for layout in layouts for section in layout.sections)
+    if stated.stored_bytes and experts.formats[0] is Format.RAW:
+        low_bytes = max((layout.record_bytes for layout in experts.inventory.low_layouts), default=0)
+        bounce = bounce_bytes(max(stated.stretch_bytes, low_bytes))
+        return Reads(stated.scratch_bytes, bounce, stated.stored_bytes, [])
+    bounce = bounce_bytes(max(layout.record_bytes for layout in layouts))
+    return Reads(scratch_bytes, bounce, experts.inventory.slab_bytes, [])
 
 
 def describe(
@@ -183,23 +187,28 @@ def torch_dtype(config: PreTrainedConfig, dtype: str | torch.dtype) -> torch.dty
     return found
 
 
-def experts_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
-    """A checkpoint's experts in place, and which of their matrices the model keeps as [in, out]. Raises CheckpointError."""
-    described, files = _here(model, revision)
+def experts_in_place(
+    model: str | Path | None, revision: str | None = None, gguf: str | None = None
+) -> tuple[CheckpointStore, tuple[frozenset[str], ...]]:
+    """The experts of a checkpoint (None: of the demo model) or of a GGUF file in place, and which of their matrices the model
+    keeps as [in, out]. Raises CheckpointError."""
+    described, files = _here(model, revision, gguf)
     source = locate_experts(described, files, described.dtype)
     return source, transposed_sections(described, source.inventory)
 
 
-def linears_in_place(model: str | Path, revision: str | None = None) -> tuple[CheckpointStore, dict[str, TensorPart]]:
+def linears_in_place(model: str | Path | None, revision: str | None = None) -> tuple[CheckpointStore, dict[str, TensorPart]]:
     """A checkpoint, and the weights of its linear layers that a store can hold. Raises CheckpointError."""
     described, files = _here(model, revision)
     source, others = locate(described, files, described.dtype)
     return source, linears_of(described, others)
 
 
-def _here(model: str | Path, revision: str | None) -> tuple[PreTrainedModel, list[Path]]:
-    """As `describe`, for a model whose weights must be on this machine."""
-    described, files = describe(model, revision=revision)
+def _here(model: str | Path | None, revision: str | None, gguf: str | None = None) -> tuple[PreTrainedModel, list[Path]]:
+    """As `describe`, for a model whose weights must be on this machine; None: the demo model."""
+    model, settings = with_gguf(model, Settings(gguf=gguf))
+    model = model if model is not None else demo_model()
+    described, files = describe(model, revision=revision, gguf=settings.gguf)
     if not files:
         raise CheckpointError(f"the weights of {model} are not on this machine. Fix: hf download {model}")
     return described, files
@@ -210,7 +219,9 @@ def decode_size(name: str, model: Any) -> ModelSize:
 
     `model` is on the meta device with its experts' parameters still there (`describe`).
     """
-    inventory = configured_inventory(model)
+    stated = as_stated(model)
+    settle_backbone(model, stated.others, Settings.of(**ENGINE_DEFAULTS), torch.device("cpu"))
+    inventory = stated.inventory
     return ModelSize(
         name=name,
         expert_bytes=max(layout.record_bytes for layout in inventory.layouts),

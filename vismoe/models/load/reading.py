@@ -59,8 +59,8 @@ def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table
     asked = settings.embeddings
     if asked == "disk" and not table_bytes:
         raise ConfigError(
-            "embeddings='disk': the embeddings of this model are tied to another weight, or not one plain table in a checkpoint. "
-            "Fix: embeddings='auto' (--embeddings auto)"
+            "embeddings='disk': the embeddings of this model are tied to another weight, encoded, or not one plain table in a "
+            "checkpoint. Fix: embeddings='auto' (--embeddings auto)"
         )
     if asked == "memory" or (asked == "auto" and table_bytes < WORTHWHILE_TABLE_BYTES):
         return plan(needs, settings, hardware), False

@@ -4,7 +4,8 @@ A product with a handful of rows reads every weight once and computes little, so
 closer to that speed than torch's. The change is a `forward` on the module object.
 
 Layers that a quantised checkpoint encodes stay encoded, as modules of their own. For more rows their weights are restored, piece
-by piece, and torch computes: its products of many rows use what the processor has for matrices (AMX), and ours do not.
+by piece, and torch computes: its products of many rows use what the processor has for matrices (AMX), and ours do not. Of encoded
+token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
 """
 
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -50,8 +52,8 @@ def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:
     return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
 
 
-class EncodedLinear(nn.Module):
-    """Stands in for an `nn.Linear` whose weight `[out, in]` stays as the checkpoint encodes it.
+class EncodedModule(nn.Module):
+    """A module whose weight `[rows, inputs]` stays as the checkpoint encodes it.
 
     The parts of the encoding are buffers of bytes, so that no cast of the model touches them; on meta until `fill`. `weight` is
     the restored weight in the model's type, for model code that asks for its type, shape or device: only computing with it
@@ -59,17 +61,14 @@ class EncodedLinear(nn.Module):
     """
 
     codes: torch.Tensor
-    bias: torch.Tensor | None
 
-    def __init__(self, encoding: Encoding, parts: Mapping[str, torch.Tensor], replaced: nn.Linear, dtype: torch.dtype):
-        """parts: empty tensors on meta. dtype: the model's."""
+    def __init__(self, encoding: Encoding, parts: Mapping[str, torch.Tensor], replaced: nn.Module, dtype: torch.dtype):
+        """parts: empty tensors on meta. replaced: the module whose `weight` it is. dtype: the model's."""
         super().__init__()
-        self.encoding, self.dtype = encoding, dtype
-        self.in_features, self.out_features = replaced.in_features, replaced.out_features
+        self.encoding, self.dtype, self.shape = encoding, dtype, torch.Size(replaced.weight.shape)  # type: ignore[arg-type]
         self._types = {name: part.dtype for name, part in parts.items()}
         for name, part in parts.items():
             self.register_buffer(name, part.view(torch.uint8), persistent=False)
-        self.register_parameter("bias", replaced.bias)
 
     def release(self) -> None:
         """Have no parts until `fill`: whatever loads the other weights passes over them."""
@@ -82,13 +81,18 @@ class EncodedLinear(nn.Module):
             assert parts[name].dtype == dtype, (name, parts[name].dtype, dtype)
             setattr(self, name, parts[name].view(torch.uint8))
 
+    def share(self, other: "EncodedModule") -> None:
+        """Have the parts of another module, of the same weight."""
+        for name in self._types:
+            setattr(self, name, getattr(other, name))
+
     @property
     def parts(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name).view(dtype) for name, dtype in self._types.items()}
 
     def restored(self) -> torch.Tensor:
         """The weight in the model's type, made anew."""
-        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.codes.device)
+        weight = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
         if weight.device.type != "meta":
             restore(self.encoding, self.parts, weight)
         return weight
@@ -96,6 +100,20 @@ class EncodedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         return EncodedWeight(self)
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(map(str, self.shape))}, {self.encoding.name}"
+
+
+class EncodedLinear(EncodedModule):
+    """Stands in for an `nn.Linear`; the weight is `[out, in]`."""
+
+    bias: torch.Tensor | None
+
+    def __init__(self, encoding: Encoding, parts: Mapping[str, torch.Tensor], replaced: nn.Linear, dtype: torch.dtype):
+        super().__init__(encoding, parts, replaced, dtype)
+        self.out_features, self.in_features = self.shape
+        self.register_parameter("bias", replaced.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count = x.numel() // self.in_features
@@ -121,20 +139,43 @@ class EncodedLinear(nn.Module):
         """Outputs whose weights are restored at once: a bound of memory that costs torch no speed."""
         return max(1, min(self.out_features, PIECE_WEIGHTS // self.in_features))
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.encoding.name}"
+
+class EncodedEmbedding(EncodedModule):
+    """Stands in for an `nn.Embedding`: ids `[...]` int64 or int32 -> rows `[..., H]` in the model's type, bit for bit those of
+    the restored weight `[tokens, H]`. Raises IndexError for ids outside the vocabulary."""
+
+    def __init__(self, encoding: Encoding, parts: Mapping[str, torch.Tensor], replaced: nn.Embedding, dtype: torch.dtype):
+        super().__init__(encoding, parts, replaced, dtype)
+        self.num_embeddings, self.embedding_dim = self.shape
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if ids.device.type == "meta":
+            return torch.empty(*ids.shape, self.embedding_dim, dtype=self.dtype, device="meta")
+        distinct, position = distinct_tokens(ids, self.num_embeddings)
+        rows, chosen = torch.empty(len(distinct), self.embedding_dim, dtype=self.dtype), torch.from_numpy(distinct)
+        restore(self.encoding, {name: part[chosen] for name, part in self.parts.items()}, rows)
+        return rows[position]
+
+
+def distinct_tokens(ids: torch.Tensor, vocabulary: int) -> tuple[np.ndarray, torch.Tensor]:
+    """(the different ids in ascending order, the place of each of `ids` among them). Raises TypeError, IndexError."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"token ids are int64 or int32, not {ids.dtype}")
+    distinct, position = np.unique(ids.cpu().numpy(), return_inverse=True)
+    if distinct.size and not 0 <= distinct[0] <= distinct[-1] < vocabulary:
+        raise IndexError(f"token ids lie between {distinct[0]} and {distinct[-1]}, the vocabulary has {vocabulary}")
+    return distinct, torch.from_numpy(position).view(ids.shape)
 
 
 class EncodedWeight(torch.Tensor):
-    """The weight of an EncodedLinear: its type, shape and device cost nothing, any operation restores it."""
+    """The weight of an EncodedModule: its type, shape and device cost nothing, any operation restores it."""
 
-    layer: EncodedLinear
+    layer: EncodedModule
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, layer: EncodedLinear) -> "EncodedWeight":
-        shape = (layer.out_features, layer.in_features)
-        weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.codes.device)
+    def __new__(cls, layer: EncodedModule) -> "EncodedWeight":
+        weight = torch.Tensor._make_wrapper_subclass(cls, layer.shape, dtype=layer.dtype, device=layer.codes.device)
         weight.layer = layer
         return weight
 

@@ -243,7 +243,7 @@ def quick_imports() -> Iterator[None]:
 
 def _remember_all_folders() -> None:
     utils: Any = sys.modules[IMPORT_UTILS]
-    read = getattr(utils, "create_import_structure_from_path", None)
+    read: Any = getattr(utils, "create_import_structure_from_path", None)
     if hasattr(read, "__wrapped__"):
         utils.create_import_structure_from_path = functools.cache(read.__wrapped__)
 

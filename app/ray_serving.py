@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vismoe.app.options import ServeOptions
 from vismoe.config import SETTINGS, Settings
 from vismoe.errors import ClosedError, ConfigError
+from vismoe.flags import quick_imports
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -99,9 +100,10 @@ class Replica:
     _ended = _failed = 0
 
     def __init__(self, loading: Mapping[str, Any], options: ServeOptions, log_level: str):
-        import torch
+        with quick_imports():
+            import torch
 
-        from vismoe.engine.engine import load
+            from vismoe.engine.engine import load
 
         logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
         log.setLevel(log_level)

@@ -376,11 +376,11 @@ class Request:
                     self.prompt = self.prompt.light()
                     return self._answer(*first)
                 self._loop, self._cuts, self.prompt = loop, cuts, self.prompt.light()
-            first = self._read_piece()
+            read = self._read_piece()
         except Interrupted:
             self._loop = None  # some layers have keys and values of this piece, and others do not
             raise
-        return first is None or self._answer(*first)
+        return read is None or self._answer(*read)
 
     def _read_piece(self) -> tuple[int, bool] | None:
         """Read the next piece of the prompt -> after the last one the first token, and whether it is the last one."""

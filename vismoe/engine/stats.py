@@ -157,14 +157,10 @@ class Clock:
 
     def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot, rows: int = 1) -> None:
         """A forward pass is over; `counters` of what happened in it, this request's share where it was one of several `rows`."""
-        self.passes.append(
-            PassFigures(
-                phase,
-                pass_began_s - self.began_s,
-                time.perf_counter() - pass_began_s,
-                tokens,
-                counters.total("stall_seconds"),
-                *(int(counters.total(name)) for name in ("hits", "misses", "bytes_read", "bytes_copied")),
-                rows=rows,
-            )
+        began_s, seconds, stall_s = (
+            pass_began_s - self.began_s,
+            time.perf_counter() - pass_began_s,
+            counters.total("stall_seconds"),
         )
+        counted = {name: int(counters.total(name)) for name in ("hits", "misses", "bytes_read", "bytes_copied")}
+        self.passes.append(PassFigures(phase, began_s, seconds, tokens, stall_s, rows=rows, **counted))

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -189,8 +190,7 @@ def _serve_mixers(model: nn.Module) -> None:
     if model.__dict__.get("_vismoe_mixers"):
         return
     for mixer in _mixers(model):
-        forward = mixer.forward
-        mixer.forward = partial(_mixed, mixer.layer_idx, forward)  # type: ignore[method-assign]
+        mixer.forward = partial(_mixed, weakref.ref(mixer), vars(mixer).get("forward"))  # no reference cycle
     model.__dict__["_vismoe_mixers"] = True
 
 
@@ -205,8 +205,10 @@ def _mixers(model: nn.Module) -> Iterator[Any]:
                 yield module
 
 
-def _mixed(index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    rows = running_rows()
+def _mixed(reference: Any, replaced: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """`replaced`: the forward that the module had of its own, None: that of its class."""
+    mixer, rows = reference(), running_rows()
+    forward, index = replaced or partial(type(mixer).forward, mixer), mixer.layer_idx
     if rows is None or rows.by_attention(index):
         return forward(*args, **kwargs)
     results = []
@@ -264,7 +266,7 @@ def joined_inputs(inputs: Sequence[Mapping[str, Any]], rows: RowsCache, of_image
     names = {name for one in inputs for name, value in one.items() if value is not None} - of_images
     joined: dict[str, Any] = {"past_key_values": rows}
     for name in sorted(names - {"past_key_values", "attention_mask"}):
-        values = [one.get(name) for one in inputs]
+        values: list[Any] = [one.get(name) for one in inputs]
         if all(isinstance(value, torch.Tensor) and value.ndim for value in values):
             axis = 1 if name == "position_ids" and values[0].ndim == 3 else 0
             if any(value.shape[axis] != 1 for value in values):

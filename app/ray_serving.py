@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vismoe.app.options import ServeOptions
+from vismoe.config import SETTINGS, Settings
 from vismoe.errors import ClosedError, ConfigError
+from vismoe.flags import quick_imports
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -98,9 +100,10 @@ class Replica:
     _ended = _failed = 0
 
     def __init__(self, loading: Mapping[str, Any], options: ServeOptions, log_level: str):
-        import torch
+        with quick_imports():
+            import torch
 
-        from vismoe.engine.engine import load
+            from vismoe.engine.engine import load
 
         logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
         log.setLevel(log_level)
@@ -137,7 +140,7 @@ def application(loading: Mapping[str, Any], options: ServeOptions, on: RayOption
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name=NAME,
-        **({"num_replicas": least} if least == most else {"autoscaling_config": autoscaling(on)}),
+        **({"num_replicas": least} if least == most else {"autoscaling_config": autoscaling(on, rows_of(loading))}),
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         max_ongoing_requests=options.max_waiting,
         max_queued_requests=options.max_waiting,
@@ -149,14 +152,19 @@ def application(loading: Mapping[str, Any], options: ServeOptions, on: RayOption
     return deployment.bind(loading, options, log_level)
 
 
-def autoscaling(on: RayOptions) -> dict[str, Any]:
-    """Ray Serve's autoscaling settings. Raises ConfigError for unknown ones."""
+def rows_of(loading: Mapping[str, Any]) -> int:
+    """Requests that one replica decodes in one pass."""
+    return Settings.of(**{name: value for name, value in loading.items() if name in SETTINGS}).rows
+
+
+def autoscaling(on: RayOptions, rows: int) -> dict[str, Any]:
+    """Ray Serve's autoscaling settings: a replica is busy with `rows` requests. Raises ConfigError for unknown ones."""
     from ray.serve.config import AutoscalingConfig
 
     known = AutoscalingConfig.model_fields
     if unknown := on.autoscaling.keys() - known.keys():
         raise ConfigError(f"Ray Serve has no autoscaling setting {', '.join(sorted(unknown))}. Fix: one of {', '.join(known)}")
-    chosen = {"min_replicas": on.replicas[0], "max_replicas": on.replicas[1], **on.autoscaling}
+    chosen = {"min_replicas": on.replicas[0], "max_replicas": on.replicas[1], "target_ongoing_requests": rows, **on.autoscaling}
     try:
         AutoscalingConfig(**chosen)
     except ValueError as error:

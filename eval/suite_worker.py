@@ -20,23 +20,26 @@ from statistics import median
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from vismoe.bench.process import die_with_parent, peak_rss_bytes
-from vismoe.engine.engine import Engine, demo_model, load
-from vismoe.engine.generate import Figures
 from vismoe.errors import InputError, UnsupportedModelError, VisMoEError
-from vismoe.eval.accuracy import answers, figures_of, messages
-from vismoe.eval.answer_file import Key, program_digest, questions
-from vismoe.eval.pruned_answers import FEWER_EXPERTS, PROGRAM, draw_of
-from vismoe.eval.scoring import score
-from vismoe.eval.suite_rows import Answered, SpeedTurn
-from vismoe.machine.facts import facts
-from vismoe.models.load.preview import experts_in_place, model_class, read_config
-from vismoe.models.load.runtime import runtime_of
-from vismoe.store.pack import pack, refuse_small_disk
-from vismoe.store.packed import contents_of, find_store, formats_in
-from vismoe.types import Format, Phase
+from vismoe.flags import quick_imports
+
+with quick_imports():
+    import torch
+
+    from vismoe.engine.engine import Engine, demo_model, load
+    from vismoe.engine.generate import Figures
+    from vismoe.eval.accuracy import answers, figures_of, messages
+    from vismoe.eval.answer_file import Key, program_digest, questions
+    from vismoe.eval.pruned_answers import FEWER_EXPERTS, PROGRAM, draw_of
+    from vismoe.eval.scoring import score
+    from vismoe.eval.suite_rows import Answered, SpeedTurn
+    from vismoe.machine.facts import facts
+    from vismoe.models.load.preview import experts_in_place, model_class, read_config
+    from vismoe.models.load.runtime import runtime_of
+    from vismoe.store.pack import pack, refuse_small_disk
+    from vismoe.store.packed import contents_of, find_store, formats_in
+    from vismoe.types import Format, Phase
 
 Tell = Callable[[Any], None]
 SPEED_KIND, SPEED_SEED = "describe", 7  # one picture each, and the longest answers

@@ -24,10 +24,10 @@ os.environ["VISMOE_CACHE"] = CACHE.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files that take longest, of those with few tests too: they start first, so that no worker is left alone with one at the end.
 LONGEST = (
-    "families", "memory_agreement", "browser", "examples", "pager", "transitions", "precision_engine", "calibrate",
-    "serve_demo", "lmms", "bench_cli", "request_memory", "bench_process", "serving_engine", "answer_length", "ui_serving",
-    "precision_quality", "bench_checkpoint", "store", "kernels", "cli_demo", "suite", "packaging", "formats_quality",
-    "family_fuzz", "interrupts", "engine", "ui", "generate_fuzz",
+    "families", "gpu_kernels", "browser", "memory_agreement", "examples", "precision_engine", "precision_quality", "cli_demo",
+    "bench_checkpoint", "request_memory", "lmms", "transitions", "deepseek_vl2", "answer_length", "serving_engine", "suite",
+    "formats_quality", "ui_serving", "bench_cli", "kernels", "serve_hostile", "serve_demo", "calibrate", "published_models",
+    "image_cache", "engine", "store", "qwen_images", "gguf_models", "pack_kills", "cli", "packaging", "bench_process", "replay",
 )  # fmt: skip
 
 
@@ -38,12 +38,20 @@ def pytest_sessionstart():
 
 def pytest_collection_finish():
     gc.freeze()
+    gc.set_threshold(20_000, *gc.get_threshold()[1:])
     gc.enable()
 
 
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_the_past_alone():
+    """What earlier files imported and keep is not looked through again, whenever loading a model collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -31,6 +31,25 @@ KEEPS_ALL = {  # families whose visual tokens cannot be dropped: (a part of the 
     "qwen4_exp": INDEXED,
     "unlimited_ocr": ("ReferenceSlidingWindowLayer", "a sliding window beside the images, which all layers see whole"),
 }
+ALONE = {  # families whose requests cannot decode in one pass: (a part of what is said, the reason in plain words)
+    "glm5_next": ("number of dimensions", "a layer hands more to the next one than a row of tokens"),
+    "hy_v4": ("Shared DSA layers", "layers share what an earlier one has chosen"),
+    "llama4": ("attend to chunks", "its layers attend to chunks"),
+    "minimax": ("MiniMaxCache", "it has a cache of its own kind"),
+    "qwen4_exp": ("Sizes of tensors", "its layers keep more than a row each"),
+}
+BY_MIXER = {  # families whose attention, or what takes its place, runs row by row with its projections
+    *(
+        "aria axk1 axk2 bailing_hybrid dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note flint gemma4 "
+        "glm4_moe_lite glm_moe_dsa gpt_oss granitemoe_swa inkling2 kimi_linear longcat_flash mimo_v2_flash minimax_m3_vl "
+        "mistral4 mistral_large4 muse_spark"
+    ).split(),
+    "internvl + gpt_oss",
+    "mistral3 + mistral4",
+    "kimi_k25 + deepseek_v3",
+    "deepseek_vl_v2 + deepseek_v2",
+    "deepseek_vl_v2 + deepseek_v3",
+}
 UNTRIED = {  # classes that take their text model from the configuration and are in no list: the reason
     "aya_vision": "the sizes of its tower that transformers has by default fit no model",
     "blip-2": "it runs with an image only",
@@ -56,13 +75,16 @@ real checkpoint of the family, which may never have been tried. *Since*: {OLDEST
 float32, what an independent reference computes that hides the dropped ones. With sliding attention that holds up to the window,
 and longer sequences are refused; with linear attention it begins at a layer that has keys and values, one sequence at a time.
 
+*Batches* means: the next tokens of several requests are computed in one pass, and their logits are, in bfloat16 with the CPU
+kernels, bit for bit those of a pass each. By layer: what mixes tokens runs request by request, and everything else together.
+
 A name with a plus is a composite: a class that takes its text model from its configuration, together with a text model that has
 experts. The table has those that publishers combine, and two more (with lfm2_vl and llava_onevision). transformers has no class
 for DeepSeek-VL2 (`deepseek_vl_v2`); the one of VisMoE ([families.md](families.md)) has the language model deepseek_ocr2_text in
 DeepSeek-VL2-Tiny, deepseek_v2 in Small, and deepseek_v3 in the largest.
 
-| family | class | since | input | drops tokens | result |
-|---|---|---|---|---|---|
+| family | class | since | input | drops tokens | batches | result |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -106,7 +128,7 @@ def result_of(family: str) -> str:
 def page(of_oldest: Collection[str]) -> str:
     """The page for the installed transformers, with the families that the oldest supported one has."""
     parts = sorted(REFUSED.keys() - zoo().keys())  # classes that combine a family with others
-    rest = "".join(f"| `{name}` | - | - | - | - | {result_of(name)} |\n" for name in parts)
+    rest = "".join(f"| `{name}` | - | - | - | - | - | {result_of(name)} |\n" for name in parts)
     planned = ", ".join(f"`{name}`" for name in possible())
     return HEAD + "".join(_row(family, of_oldest) for _, family in sorted(zoo().items())) + rest + PLANNED + planned + ".\n"
 
@@ -114,7 +136,8 @@ def page(of_oldest: Collection[str]) -> str:
 def _row(family: Family, of_oldest: Collection[str]) -> str:
     since = OLDEST if family.name in of_oldest else "newer"
     kind = "text, images" if family.with_images else "text"
-    return f"| `{family.name}` | {family.class_name} | {since} | {kind} | {_drops(family)} | {result_of(family.name)} |\n"
+    cells = family.class_name, since, kind, _drops(family), _batches(family.name), result_of(family.name)
+    return f"| `{family.name}` | {' | '.join(cells)} |\n"
 
 
 def _drops(family: Family) -> str:
@@ -122,6 +145,13 @@ def _drops(family: Family) -> str:
     if not family.with_images or family.name in REFUSED:
         return "-"
     return f"no: {KEEPS_ALL[family.name][1]}" if family.name in KEEPS_ALL else "yes"
+
+
+def _batches(family: str) -> str:
+    """Whether requests can decode in one pass."""
+    if family in REFUSED or family in PREFILL_ONLY:
+        return "-"
+    return f"no: {ALONE[family][1]}" if family in ALONE else "by layer" if family in BY_MIXER else "yes"
 
 
 def rows(text: str) -> dict[str, list[str]]:

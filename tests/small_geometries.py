@@ -1,4 +1,4 @@
-"""Every published geometry made small: the same family, routing and positions, a few layers of a few hundred columns."""
+"""Every published geometry made small: the same family and positions, a few layers of a few hundred columns and few experts."""
 
 import copy
 from typing import Any
@@ -7,8 +7,9 @@ import transformers as T
 
 from vismoe.bench.geometry import GEOMETRIES, text_of
 from vismoe.models.family import class_named
+from vismoe.models.family.families import EXPERT_COUNTS
 
-VOCABULARY = 2048
+VOCABULARY, EXPERTS = 2048, 32
 ALL: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     hidden_size=256,
@@ -37,6 +38,7 @@ def small_config(name: str) -> T.PreTrainedConfig:
     if text["num_key_value_heads"] == text["num_attention_heads"]:
         small |= dict(num_key_value_heads=ALL["num_attention_heads"])
     text.update({key: value for key, value in small.items() if key in text or key in ALL})
+    text |= {name: min(EXPERTS, text[name]) for name in EXPERT_COUNTS if name in text}
     text["num_hidden_layers"] = max(3, geometry.least_layers)
     config_class = class_named(geometry.config_class)
     if config_class.model_type in SECTIONS:

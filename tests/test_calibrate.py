@@ -333,7 +333,8 @@ def test_a_collection_goes_on_only_where_the_settings_are_the_same(tmp_path, mon
 def test_a_killed_collection_goes_on_where_it_was(prompts, tmp_path, short_answers):
     """Killed after a shard was written; then the same command, and every request is there once and whole."""
     script = (
-        "import sys, os; from vismoe.predictor_training import collect as c; from vismoe.trace.files import TraceWriter as W\n"
+        "import gc, sys, os; gc.disable()\n"
+        "from vismoe.predictor_training import collect as c; from vismoe.trace.files import TraceWriter as W\n"
         "real, left = W.request, [int(sys.argv[1])]\n"
         "def request(self, name):\n    self._flush_bytes = 1; real(self, name); left[0] -= 1\n"
         "    if left[0] == 0: os.kill(os.getpid(), 9)\n"

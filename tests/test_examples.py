@@ -85,7 +85,7 @@ NOT_HERE = (  # what cannot be run here, and why; commands of ours among them mu
         "takes minutes to hours: a study, or lmms-eval in a process of its own (test_lmms.py)",
     ),
     (r"lmms-eval", "downloads data sets, or a process of its own (test_lmms.py)"),
-    (r"vismoe chat MODEL --gguf", "needs GGUF files; test_gguf_models.py writes them"),
+    (r"vismoe (chat|pack) MODEL --gguf", "needs GGUF files; test_gguf_models.py writes them"),
     (r"vismoe serve .*--ray", "needs a Ray cluster; test_serve_ray.py has one"),
     (r"vismoe COMMAND --help", "COMMAND stands for each; all are read by this test"),
 )

@@ -20,8 +20,9 @@ import pytest
 import tiny_models
 import torch
 from family_zoo import families, zoo
-from models_page import FAILS_IN_OLDEST, PREFILL_ONLY, is_oldest, refusal_of
+from models_page import ALONE, BY_MIXER, FAILS_IN_OLDEST, PREFILL_ONLY, is_oldest, refusal_of
 from searching import SEARCHING
+from shared_rows import Sequences
 from transformers import AutoConfig, GenerationMixin
 
 import vismoe
@@ -78,7 +79,7 @@ class Specimen:
         self.needs: Footprint | None = None
         self._measure = opening.footprint
         longest = self._prompt(tokens=MANY), self._prompt(batch=2)
-        self.context = max(inputs["input_ids"].numel() for inputs in longest) + 2 * STEPS
+        self.context = max(inputs["input_ids"].numel() for inputs in longest) + 2 * MANY  # for three prompts that decode together
 
     def prompt(self, dtype: torch.dtype, **how: int) -> dict[str, Any]:
         return {name: as_type(value, dtype) for name, value in deepcopy(self._prompt(**how)).items()}
@@ -248,9 +249,25 @@ def test_with_kernels_of_ours_logits_are_as_near_to_float32_as_eagers(specimen):
     assert ours.isfinite().all()
     assert (ours - exact).abs().median() <= 2 * (eager - exact).abs().median() + 1e-6
     if family not in PREFILL_ONLY:
-        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=3, min_new_tokens=3)
-        assert tokens.shape[1] >= 3
+        check_shared_passes(specimen, model)
     runtime.pager.check_integrity()
+
+
+def check_shared_passes(specimen: Specimen, model: Any) -> None:
+    """Sequences of different lengths that decode in one pass have the bits of being alone; those that cannot say why."""
+    prompts = [specimen.prompt(torch.bfloat16, tokens=tokens) for tokens in (5, 34, 11)]  # one beyond a window
+    sequences = Sequences(model, prompts)
+    if why := ALONE.get(specimen.family):
+        assert not all(map(sequences.passes.takes, sequences.loops)) or sequences.tried() is None
+        assert why[0] in sequences.passes.refused, sequences.passes.refused
+        return
+    assert all(map(sequences.passes.takes, sequences.loops)), sequences.passes.refused
+    expected, before = sequences.alone(), [loop.cache.get_seq_length() for loop in sequences.loops]
+    assert torch.equal(sequences.tried(), expected) and [loop.cache.get_seq_length() for loop in sequences.loops] == before
+    for _ in range(2):
+        assert torch.equal(sequences.together(), expected), (sequences.together() - expected).abs().max()
+        expected = sequences.alone()
+    assert is_oldest() or (specimen.family in BY_MIXER) == sequences.passes.by_mixer
 
 
 @pytest.mark.parametrize("family", [family for family in families() if refusal_of(family)])

@@ -77,7 +77,8 @@ def test_going_on_from_an_earlier_prompt_says_what_beginning_anew_does(family):
     loop = TokenLoop(
         model, {name: value for name, value in longer.items() if "pixel_values" not in name}, {**GREEDY, "max_new_tokens": 5}
     )
-    loop.take_over(cache, {}, images)
+    loop.begin_with(cache)
+    loop.take_over({}, images)
     anew = TokenLoop(model, longer, {**GREEDY, "max_new_tokens": 5})
     assert tokens_of(loop, 5) == tokens_of(anew, 5)
     assert loop.cache.get_seq_length() == anew.cache.get_seq_length() == more.shape[1] + 4

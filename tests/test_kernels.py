@@ -131,13 +131,12 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, format):
         assert torch.equal(alone[0], together[pair])
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("formats", PAIRS, ids="/".join)
-def test_experts_of_two_formats_in_one_call_are_those_of_calls_by_format(isa, formats, threads):
-    """To the bit, and added in the experts' order, whichever format comes next."""
+def test_experts_of_two_formats_in_one_call_are_those_of_calls_by_format(isa, formats):
+    """To the bit, and added in the experts' order, whichever format comes next; by one thread or three, in turn."""
     torch.manual_seed(5)
     np.random.seed(5)
-    cpu.start(threads, isa)
+    cpu.start(3 if (PAIRS.index(formats) + cpu.available().index(isa)) % 2 else 1, isa)
     precisions = [0, 1, 1, 0, 1, 0]
     kinds = [Experts.of(format, hidden=330, intermediate=190, count=6, form="gpt-oss") for format in formats]
     experts, batch = Experts.mixed(kinds, precisions), Batch.of([5, 3, 0, 0, 70, 2], 330, tokens=80)

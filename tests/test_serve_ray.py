@@ -328,8 +328,9 @@ def assert_it_ends_gently(client: openai.OpenAI, command: Command) -> None:
 
 
 def test_autoscaling_is_passed_through_and_checked(ray_serve):
-    chosen = autoscaling(RayOptions(replicas=(1, 3), autoscaling={"target_ongoing_requests": 4}))
+    chosen = autoscaling(RayOptions(replicas=(1, 3), autoscaling={"target_ongoing_requests": 4}), 16)
     assert chosen == {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 4}
+    assert autoscaling(RayOptions(replicas=(1, 3)), 16)["target_ongoing_requests"] == 16
     for wrong in ({"upscale_delay": 3}, {"upscale_delay_s": -1}):
         with pytest.raises(ConfigError):
-            autoscaling(RayOptions(replicas=(1, 3), autoscaling=wrong))
+            autoscaling(RayOptions(replicas=(1, 3), autoscaling=wrong), 16)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tiny_models
 import torch
+from searching import SEARCHING
 
 from vismoe.errors import CheckpointError, ClosedError
 from vismoe.models.load.locate import locate_experts
@@ -80,7 +81,8 @@ def own_copy(qwen, tmp_path):
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_every_expert_equals_the_row_of_the_eager_parameter(family, tmp_path):
     tiny_models.save(family, tmp_path)
-    for dtype in (torch.float32, torch.bfloat16):  # as stored, and cast once on load
+    cast = SEARCHING or "inkling" in family or tiny_models.FAMILIES.index(family) % 3 == 0
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + cast]:  # as stored, and cast once on load
         store = store_of(tmp_path, dtype)
         assert_equal_to(tiny_models.reference(tmp_path, dtype), store)
         assert (store.scratch_bytes == 0) == (dtype is torch.float32 and "inkling" not in family)  # which stores interleaved rows

@@ -31,6 +31,8 @@ SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)?\s*$", re.I)
 MOST_BYTES = 2**60  # of any size: more than any machine has
 MOST_TOKENS = 2**24  # of a context: more than any model is made for
 MOST_LAYERS = 2**12
+MOST_ROWS = 128  # of a decode pass: its logits are held at once
+AUTO_ROWS, TOKENS_PER_ROW = 16, 256  # of a pass with parallel="auto"
 MOST_IO_THREADS = 64  # more than any disk wants
 
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
@@ -117,6 +119,7 @@ Tokens = Annotated[int, Range(1, MOST_TOKENS, "tokens")]
 Layers = Annotated[int, Range(0, MOST_LAYERS, "layers")]
 Threads = Annotated[int, Range(1, MOST_IO_THREADS, "threads")]
 Rate = Annotated[float, Range(1, MOST_BYTES, "bytes per second")]
+Rows = Annotated[int, Range(1, MOST_ROWS, "requests")]
 OneLayer = Annotated[int, Range(1, MOST_LAYERS)]
 
 
@@ -130,6 +133,18 @@ class Settings:
     )
     host_memory: Size | None = option(None, "with a GPU: bound of the page-locked host memory between disk and GPU", "SIZE")
     context: Tokens = option(4096, "prompt and answer together; memory is planned for it, and it is enforced", "TOKENS")
+    parallel: Rows | Auto = option(  # auto: one per TOKENS_PER_ROW of the context, up to AUTO_ROWS
+        "auto",
+        "requests that decode in one pass; auto: one per 256 tokens of the context, up to 16, and on a CPU only where each gets "
+        "the bits of being alone",
+        "REQUESTS",
+    )
+    prefill_chunk: Tokens | None = option(
+        None,
+        "read prompts in pieces of so many tokens, between which running answers go on; each piece needs nearly all experts "
+        "anew; without it prompts are read whole",
+        "TOKENS",
+    )
     image_cache: Cache = option(0, "encoded images that are kept: an image sent again is not encoded again; 0 for none", "SIZE")
     mask_memory: Size = option(
         "16MiB", "for attention masks of padded batches, and of long new parts of prompts whose beginning is known", "SIZE"
@@ -236,6 +251,11 @@ class Settings:
     def pair(self) -> FormatPair | None:
         """The formats that the policy chooses from; None for exact. Raises ConfigError."""
         return parse_formats(self.formats) if self.policy != "exact" else None
+
+    @property
+    def rows(self) -> int:
+        """The most requests that decode in one pass."""
+        return max(1, min(AUTO_ROWS, self.context // TOKENS_PER_ROW)) if self.parallel == "auto" else self.parallel
 
     @property
     def image_cache_bytes(self) -> int:

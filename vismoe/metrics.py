@@ -54,6 +54,15 @@ class Snapshot:
     def __add__(self, other: "Snapshot") -> "Snapshot":
         return Snapshot(self.values + other.values)
 
+    def split(self, shares: int) -> list["Snapshot"]:
+        """Equal shares that add up to this; of a count that does not divide, the first ones have one more."""
+        whole, left = np.divmod(self.values, shares)
+        seconds = [index for index, name in enumerate(COUNTERS) if name.endswith("seconds")]
+        parts = [Snapshot(whole + (number < left)) for number in range(shares)]
+        for part in parts:
+            part.values[..., seconds] = self.values[..., seconds] / shares
+        return parts
+
     def total(self, counter: str, phase: Phase | None = None) -> float:
         values = self.values[:, :, COUNTERS.index(counter)]
         return float(values.sum() if phase is None else values[PHASES.index(phase)].sum())

@@ -65,6 +65,7 @@ class BenchOptions:
     repeats: int
     warm: int
     baselines: tuple[str, ...]
+    parallel: tuple[int, ...]  # numbers of requests that are also decoded at once
     formats: tuple[str, ...]  # VisMoE's formats, each a contestant; empty: the engine's default
     kernels: tuple[str, ...]  # VisMoE's kernels, each a contestant; empty: the engine's default
     limit: int | None
@@ -206,9 +207,13 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
         fewer += ["a smaller --image"] if order.picture else []
         message = f"prompt and answer have {longest} tokens, but the model has {positions} positions. Fix: {', or '.join(fewer)}"
         raise ConfigError(message)
-    settings = {"context": longest, **order.settings}
-    if settings["context"] < longest:
-        raise ConfigError(f"--context {settings['context']}: prompt and answer have {longest} tokens. Fix: --context {longest}")
+    rows = max(order.parallel, default=1)
+    together = rows * (longest + order.new_tokens) if rows > 1 else longest  # they are decoded at once, and then by turns
+    settings = {"context": together, "parallel": rows, **order.settings}
+    if settings["context"] < together:
+        raise ConfigError(
+            f"--context {settings['context']}: prompts and answers have {together} tokens. Fix: --context {together}"
+        )
     device = str(torch_device(order.device))
     if settings.get("memory", "auto") == "auto" and order.limit is not None and device == "cpu":
         settings["memory"] = max(1, order.limit - imports_bytes())
@@ -228,6 +233,7 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
         picture=order.picture,
         files=tuple(map(str, subject.files)),
         moe_time=order.moe_time,
+        parallel=order.parallel,
     )
     return job, plans
 

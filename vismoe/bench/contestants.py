@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from vismoe.bench.job import LOGITS, OURS, WARM, BenchRequest, Job
+from vismoe.bench.job import LOGITS, OURS, WARM, BenchRequest, Job, ParallelAnswers
 from vismoe.bench.process import difference, disk_bytes
 from vismoe.bench.prompt import model_inputs
 from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.engine.generate import TokenLoop
+from vismoe.engine.shared_pass import SharedPasses
 from vismoe.machine.hardware import host_memory
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
@@ -98,6 +100,14 @@ class TransformersRunner:
             token_s=tuple(later - earlier for earlier, later in itertools.pairwise(stamps.arrived_s)),
         )
 
+    def parallel(self, rows: int) -> ParallelAnswers:
+        """So many prompts in a batch of generate()."""
+        stamps, ids = Stamps(), torch.tensor(self._job.prompts(rows), device=self._job.device)
+        with torch.inference_mode():
+            self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stamps)
+        read = difference(disk_bytes(), stamps.first_disk_bytes)
+        return ParallelAnswers(rows, len(stamps.token_ids) - rows, stamps.arrived_s[-1] - stamps.arrived_s[0], read)
+
     def _look(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Keep some of the first logits `[1, vocabulary]`; a logits processor that changes nothing."""
         self.logits = self.logits or tuple(logits[0, :: -(-logits.shape[1] // LOGITS)].float().tolist())
@@ -132,6 +142,33 @@ class VisMoERunner(TransformersRunner):
         request = super().request(state, tokens)
         pager.end_request()
         return dataclasses.replace(request, counters=(pager.metrics.snapshot() - before).to_json()["per_phase"])
+
+    @torch.inference_mode()
+    def parallel(self, rows: int) -> ParallelAnswers:
+        """So many sequences in shared passes, and after that by turns."""
+        steps, context = self._job.new_tokens - 1, runtime_of(self.model).context
+        longest = 2 * self._job.new_tokens
+        loops = []
+        for prompt in self._job.prompts(rows):
+            ids = torch.tensor([prompt], device=self._job.device)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            loops.append(TokenLoop(self.model, inputs, {"max_new_tokens": longest, "min_new_tokens": longest}))
+            with context.reading_prompt():
+                loops[-1].step()
+            loops[-1].reserve(len(prompt) + longest)
+        passes = SharedPasses(self.model, max(2, rows), exactly=False)
+        passes.tried(loops, [loop.inputs() for loop in loops], frozenset())
+        disk, began_s = disk_bytes(), time.perf_counter()
+        for _ in range(steps):
+            outputs = passes.run(loops, [loop.inputs() for loop in loops], frozenset())
+            for loop, output in zip(loops, outputs, strict=True):
+                loop.take(output)
+        turned_s, read = time.perf_counter(), difference(disk_bytes(), disk)
+        for _ in range(steps):
+            for loop in loops:
+                loop.step()
+        by_turns_s = time.perf_counter() - turned_s
+        return ParallelAnswers(rows, steps * rows, turned_s - began_s, read, steps * rows, by_turns_s, passes.about)
 
     def trace(self, path: str) -> None:
         """Write the timeline of a further request."""

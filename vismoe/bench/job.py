@@ -140,6 +140,12 @@ class Job:
     trace: str | None = None  # file for VisMoE's timeline of a further request, which is not counted
     moe_time: bool = False  # time the routed experts alone in a further request, which is not counted
     first_tokens: tuple[int, ...] = ()  # further warm requests, each with so many of the first tokens of the prompt
+    parallel: tuple[int, ...] = ()  # further measurements, each with so many prompts that decode at once
+
+    def prompts(self, rows: int) -> list[tuple[int, ...]]:
+        """So many prompts of equal length, each another one."""
+        ids = self.token_ids
+        return [ids[row % len(ids) :] + ids[: row % len(ids)] for row in range(rows)]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -147,7 +153,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> "Job":
         values = json.loads(text)
-        for name in ("token_ids", "files", "picture", "first_tokens"):
+        for name in ("token_ids", "files", "picture", "first_tokens", "parallel"):
             values[name] = None if values[name] is None else tuple(values[name])
         return cls(**values)
 
@@ -171,6 +177,19 @@ class BenchRequest:
 
 
 @dataclass(frozen=True)
+class ParallelAnswers:
+    """Several prompts that decode at once, after each was read."""
+
+    rows: int
+    tokens: int  # decoded, of all rows
+    seconds: float
+    disk_bytes: int | None  # read from storage meanwhile
+    by_turns_tokens: int = 0  # of VisMoE: decoded after that, a pass for each row
+    by_turns_s: float = 0.0
+    notes: str = ""
+
+
+@dataclass(frozen=True)
 class Answer:
     """The results of a worker."""
 
@@ -181,4 +200,5 @@ class Answer:
     files_bytes: int  # of the weight files
     notes: dict[str, Any]  # choices with reasons, e.g. the experts' implementation
     logits: tuple[float, ...] = ()  # of the first new token, at most LOGITS of them
+    parallel: tuple[ParallelAnswers, ...] = ()
     moe_s: dict[str, float] | None = None  # seconds in the routed experts of all MoE layers in a further request, by phase

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from vismoe.bench.job import LOGITS, BenchRequest, Job
+from vismoe.bench.job import LOGITS, BenchRequest, Job, ParallelAnswers
 from vismoe.bench.process import difference, disk_bytes
 
+CONTEXT_STEP = 256  # tokens of a sequence's context are a multiple of this
 BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 512  # llama.cpp's own defaults
 
 
@@ -59,6 +60,46 @@ class LlamaRunner:
             prefill_disk_bytes=difference(first_disk, disk),
             decode_disk_bytes=difference(disk_bytes(), first_disk),
         )
+
+    def parallel(self, rows: int) -> ParallelAnswers:
+        """So many sequences in a context of their own, with the rows of each step in one batch."""
+        llama, job, options = self._llama, self._job, self._model.context_params
+        prompts, steps = job.prompts(rows), job.new_tokens - 1
+        before = options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch
+        each = -(-(len(job.token_ids) + job.new_tokens) // CONTEXT_STEP) * CONTEXT_STEP
+        options.n_ctx, options.n_seq_max = rows * each, rows
+        options.n_batch, options.n_ubatch = max(options.n_batch, rows), max(options.n_ubatch, rows)
+        context = llama.llama_init_from_model(self._model.model, options)
+        options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch = before
+        batch = llama.llama_batch_init(max(options.n_batch, rows), 0, 1)
+
+        def decode(entries: Sequence[tuple[int, int, int, bool]]) -> None:
+            """(token, its place, its sequence, whether its logits are wanted) of each entry."""
+            batch.n_tokens = len(entries)
+            for at, (token, place, row, wanted) in enumerate(entries):
+                batch.token[at], batch.pos[at], batch.logits[at] = token, place, wanted
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+            if llama.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode failed with {rows} sequences")
+
+        def greedy(at: int) -> int:
+            logits = llama.llama_get_logits_ith(context, at)
+            return int(np.ctypeslib.as_array(logits, shape=(self._model.n_vocab(),)).argmax())
+
+        newest = []
+        for row, prompt in enumerate(prompts):
+            for start in range(0, len(prompt), options.n_batch):
+                piece = range(start, min(start + options.n_batch, len(prompt)))
+                decode([(prompt[place], place, row, place == len(prompt) - 1) for place in piece])
+            newest.append(greedy(batch.n_tokens - 1))
+        disk, began_s = disk_bytes(), time.perf_counter()
+        for step in range(steps):
+            decode([(token, len(prompts[0]) + step, row, True) for row, token in enumerate(newest)])
+            newest = [greedy(row) for row in range(rows)]
+        seconds, read = time.perf_counter() - began_s, difference(disk_bytes(), disk)
+        llama.llama_batch_free(batch)
+        llama.llama_free(context)
+        return ParallelAnswers(rows, rows * steps, seconds, read)
 
     def _next(self, token_ids: Sequence[int]) -> int:
         """The greedy token after `token_ids`."""

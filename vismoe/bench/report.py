@@ -199,6 +199,7 @@ def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings, m
         "cached_bytes": max((run["cached_bytes"] for run in done), default=None),
         "not_cold": next((reason for run in done if (reason := _not_cold(run, work))), None),
         "moe_us": _moe_us(done, moe_layers),
+        "parallel": _parallel(done),
         "notes": done[-1]["notes"] if done else {},
         "failed": next((run["failed"] for run in runs if "failed" in run), None),
     }
@@ -243,6 +244,27 @@ def _moe_us(runs: Sequence[Mapping[str, Any]], moe_layers: int) -> dict[str, dic
         return None
     tokens = {phase: timed[0]["requests"][0][count] for phase, count in zip(PHASES, ("prompt_tokens", "decode_tokens"))}
     return {phase: spread(1e6 * run["moe_s"][phase] / moe_layers / tokens[phase] for run in timed) for phase in PHASES}
+
+
+def _parallel(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each number of requests that decode at once: tokens per second of all together, and by turns; bytes read per token."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        for one in run.get("parallel", ()):
+            found.setdefault(str(one["rows"]), []).append(one)
+    return {
+        rows: {
+            "tokens_per_s": spread(one["tokens"] / one["seconds"] for one in several),
+            "by_turns_tokens_per_s": spread(
+                one["by_turns_tokens"] / one["by_turns_s"] if one["by_turns_tokens"] else None for one in several
+            ),
+            "disk_bytes_per_token": spread(
+                None if one["disk_bytes"] is None else one["disk_bytes"] / one["tokens"] for one in several
+            ),
+            "notes": several[-1]["notes"],
+        }
+        for rows, several in found.items()
+    }
 
 
 def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

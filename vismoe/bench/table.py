@@ -16,6 +16,8 @@ medians, in brackets the extremes over processes.
 first answer: loading and the cold prefill; files are dropped in between, so pages cached by loading are read again"""
 SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill tokens/s", "decode tokens/s", "experts/layer")
 EXPERTS_LEGEND = "experts/layer: the routed experts alone, per MoE layer and token, in prefill, decode; without the router"
+PARALLEL_LEGEND = "\nrequests that decode at once: tokens/s of all together"
+PARALLEL_COLUMNS = ("contestant", "requests", "tokens/s", "by turns", "times", "storage/token")
 RATIO_LEGEND = "\nhow many times as fast VisMoE is in prefill, decode; in brackets: only the other keeps every bit"
 RATIO_COLUMNS = ("ours", "against", "cold", "warm", "experts alone")
 TRAFFIC_COLUMNS = tuple("contestant phase memory disk storage/token fetched/token hits stalled wasted control/layer".split())
@@ -30,6 +32,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     if timed:
         console.print(EXPERTS_LEGEND, soft_wrap=True)
     console.print(_speeds(report, timed))
+    if any(row["parallel"] for row in report["contestants"].values()):
+        console.print(PARALLEL_LEGEND, soft_wrap=True)
+        console.print(_parallel(report))
     if any(row.get("times_as_fast_as") for row in report["contestants"].values()):
         console.print(RATIO_LEGEND, soft_wrap=True)
         console.print(_ratios(report, timed))
@@ -97,6 +102,17 @@ def _speeds(report: dict[str, Any], timed: bool) -> Table:
 
 def _experts(moe_us: dict[str, Any] | None) -> str:
     return ", ".join(_value(one, lambda us: f"{_number(us)} us") for one in moe_us.values()) if moe_us else NOTHING
+
+
+def _parallel(report: dict[str, Any]) -> Table:
+    table = _table(PARALLEL_COLUMNS)
+    for name, row in report["contestants"].items():
+        for rows, found in row["parallel"].items():
+            both, turns = found["tokens_per_s"], found["by_turns_tokens_per_s"]
+            times = f"{both['median'] / turns['median']:.2f}x" if turns else NOTHING
+            stored = _value(found["disk_bytes_per_token"], format_bytes)
+            table.add_row(name, rows, _range(both), _range(turns) if turns else NOTHING, times, stored)
+    return table
 
 
 def _ratios(report: dict[str, Any], timed: bool) -> Table:

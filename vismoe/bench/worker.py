@@ -30,10 +30,12 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     cached_bytes = drop_caches(files)
     requests = [runner.request(COLD), *(runner.request(WARM) for _ in range(job.warm_requests))]
     requests += [runner.request(WARM, tokens) for tokens in job.first_tokens]
+    parallel = tuple(runner.parallel(rows) for rows in job.parallel)
     files_bytes = sum(file.stat().st_size for file in files)
     peak_bytes = peak_rss_bytes()
     moe_s = runner.moe_s() if job.moe_time else None
-    return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, files_bytes, runner.notes, runner.logits, moe_s), runner
+    found = Answer(load_s, tuple(requests), peak_bytes, cached_bytes, files_bytes, runner.notes, runner.logits, parallel, moe_s)
+    return found, runner
 
 
 def _loader_of(job: Job) -> Callable[[Job], Any]:

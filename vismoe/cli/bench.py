@@ -47,11 +47,12 @@ def bench_arguments(parser: ArgumentParser) -> None:
     flags.add(group, "--gguf FILE", "the same weights for llama.cpp (default: converted)")
     flags.add(group, "--threads N", "threads of each process (default: the cores of this process)", flags.at_least_one)
     flags.add(group, "--trace FILE", "write a timeline of one further request, for chrome://tracing or Perfetto")
+    flags.add(group, "--parallel LIST", "also decode so many prompts at once, e.g. 4,16", counts, (), dest="parallel_list")
     flags.add(group, "--control", "also time the Python code that controls this model's layers")
     flags.add(group, "--moe-time", "also time the routed experts alone, in further requests")
     flags.add(group, "--json", "print only one JSON line")
     flags.add_model_flags(parser)
-    flags.add_settings(parser, without=("gguf", "mmproj"))
+    flags.add_settings(parser, without=("gguf", "mmproj", "parallel"))
     parser.conflict_handler = "resolve"  # replaces the settings of these names by lists
     group = parser.add_argument_group("VisMoE, measured with each value")
     group.add_argument(
@@ -77,6 +78,11 @@ def bench_arguments(parser: ArgumentParser) -> None:
 def comma_list(text: str) -> list[str]:
     """`"a, b"` -> ["a", "b"]."""
     return [word for word in (part.strip() for part in text.split(",")) if word]
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """`"4,16"` -> (4, 16)."""
+    return tuple(flags.at_least_one(word) for word in comma_list(text))
 
 
 def words_of(*known: str) -> Callable[[str], list[str]]:
@@ -172,6 +178,7 @@ def order_of(arguments: Namespace, model: str | None, settings: dict[str, Any], 
 
     given = {name: getattr(arguments, name) for name in BenchOptions.__dataclass_fields__ if name in arguments}
     lists = {"baselines": arguments.baseline, "formats": arguments.format_list, "kernels": arguments.kernels_list}
+    lists["parallel"] = arguments.parallel_list
     given |= {name: tuple(words) for name, words in lists.items()}
     given |= {"model": model, "folder": folder, "picture": arguments.image, "settings": settings, "quiet": arguments.json}
     return BenchOptions(**given, command=tuple(sys.argv))

@@ -53,10 +53,12 @@ def ui_arguments(parser: ArgumentParser) -> None:
 
 def run_ui(arguments: Namespace) -> int:
     """Serves the chat page until Ctrl-C."""
-    from vismoe.app.ui import require_gradio
-
-    require_gradio()  # checked before minutes of loading
     with flags.quick_imports():
+        from vismoe.app.ui import require_gradio
+
+        require_gradio()  # checked before minutes of loading
+        import gradio  # noqa: F401  # which `serve` needs
+
         from vismoe.app.ui_serving import free_port, serve
 
     port = free_port(arguments.port)

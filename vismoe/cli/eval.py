@@ -82,7 +82,8 @@ def run_eval(arguments: Namespace) -> int:
 
         return run_compare(arguments)
     if asked == "suite":
-        from vismoe.eval.suite import run_suite
+        with flags.quick_imports():
+            from vismoe.eval.suite import run_suite
 
         return run_suite(arguments)
     return run_lmms(arguments) if asked == "lmms" else run_scenes(arguments)
@@ -133,7 +134,8 @@ def run_lmms(arguments: Namespace) -> int:
         raise InputError("--lmms names no task. Fix: e.g. --lmms scenes_pope,scenes_ocr")
     if find_spec("lmms_eval") is None:
         raise InputError('--lmms needs lmms-eval, which is not installed. Fix: pip install "vismoe[eval]"')
-    from vismoe.eval.lmms_run import run_tasks
+    with flags.quick_imports():
+        from vismoe.eval.lmms_run import run_tasks
 
     given = (tasks, arguments.limit, arguments.offset, arguments.batch, arguments.max_tokens)
     return reported(arguments, model, lambda engine: run_tasks(engine, *given), print_scores)

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from vismoe.errors import ConfigError
+from vismoe.flags import quick_imports
 
 STUDIES = {  # name: (module of vismoe with a main(arguments), what it shows)
     "same-bits": ("eval.same_bits", "what changes bits of logits: batching, threads, cached prefixes, chunks"),
@@ -41,5 +42,7 @@ def run_study(name: str, arguments: Sequence[str]) -> int:
             f"the study {name} is not installed: studies are part of the repository, not of the package. "
             "Fix: run vismoe eval in a clone of the repository after `make demo`"
         )
-    code: int = importlib.import_module(module).main(arguments)
+    with quick_imports():
+        study = importlib.import_module(module)
+    code: int = study.main(arguments)
     return code

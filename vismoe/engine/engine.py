@@ -26,6 +26,7 @@ from vismoe.engine.generate import Reply, refuse_own_loop
 from vismoe.engine.reconfigure import PlanChanges
 from vismoe.engine.request import Request, SharedModel
 from vismoe.engine.scheduler import Scheduler
+from vismoe.engine.shared_pass import SharedPasses
 from vismoe.engine.stats import PrecisionInfo
 from vismoe.errors import ClosedError, ConfigError, ContextError, InputError
 from vismoe.machine.hardware import torch_device
@@ -116,8 +117,12 @@ class Engine:
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self._runtime.plan.context
         listening = self._runtime.pruner.images if self._runtime.pruner is not None else None
         images = ImageCache.of(model, settings.image_cache_bytes, listening)
-        self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention)
-        self._scheduler = Scheduler(self._runtime.plan.context, alone=lambda: self._runtime.context.recorder is not None)
+        rows = self._runtime.plan.rows
+        on_cpu = self._runtime.plan.device == "cpu"  # a GPU's products always depend on their rows
+        passes = SharedPasses(model, rows, settings.deterministic or (settings.parallel == "auto" and on_cpu))
+        self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention, passes)
+        recording = lambda: self._runtime.context.recorder is not None  # noqa: E731
+        self._scheduler = Scheduler(self._runtime.plan.context, recording, rows)
         self._changes = PlanChanges(self._shared, self._scheduler, settings)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
@@ -147,7 +152,7 @@ class Engine:
     @property
     def backends(self) -> dict[str, str]:
         """What was chosen at start, and why."""
-        return self._runtime.backends
+        return self._runtime.backends | {"passes": self._shared.passes.about}
 
     @property
     def can_prune(self) -> bool:

@@ -4,6 +4,7 @@ The loop over tokens is transformers' own, cut into single passes, so that one t
 itself prepares everything before the first pass (cache, logits processors, stopping criteria, positions).
 """
 
+import copy
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from transformers.generation.streamers import TextStreamer
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
+from vismoe.models.visual.growing_cache import grow_in_place
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
 
@@ -71,7 +73,8 @@ class TokenLoop:
     def __init__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any], generator: torch.Generator | None = None):
         self._model, self._generator = model, generator
         self._prepared = Prepared.of(model, inputs, options)
-        self._prefilled = False
+        self._prefilled, self._reserved = False, 0
+        self.watched: list[torch.Tensor] | None = None  # gets each pass's logits float32 [1, V]; None: they are not kept
 
     @property
     def ids(self) -> torch.Tensor:
@@ -83,18 +86,39 @@ class TokenLoop:
         """Keys and values of the sequence so far but for the last token; None where the model keeps none."""
         return self._prepared.kwargs.get("past_key_values")
 
-    def take_over(self, cache: Any, images: dict[str, Any], of_images: Sequence[str]) -> None:
-        """Before the first pass: go on from the keys and values of the first tokens.
+    def read(self, until: int, images: dict[str, Any], of_images: Sequence[str]) -> None:
+        """A pass of the prompt's next tokens up to `until`, which is not its end; `images` as in `take_over`, of these tokens."""
+        at, model = self._prepared, self._model
+        config = copy.copy(at.generation_config)
+        config._mask_length = until  # newer releases leave out a mask that hides nothing
+        kwargs = {name: value for name, value in at.kwargs.items() if name not in (*of_images, ENCODED)} | images
+        past = self.cache.get_seq_length()
+        for name in (*TOKEN_KINDS, "position_ids", "attention_mask"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., 0 if name == "attention_mask" else past : until]
+        model._prefill(at.ids[:, :until], config, kwargs, is_first_iteration=True)
 
-        `images`: the image inputs of the tokens that follow, in place of those named `of_images`, which are about all of them.
+    def begin_with(self, cache: Any) -> None:
+        """Go on from the keys and values of the first tokens."""
+        self._prepared.kwargs["past_key_values"] = cache
+
+    def take_over(self, images: dict[str, Any], of_images: Sequence[str]) -> None:
+        """Before the pass of the prompt's last tokens, behind others that are in the cache.
+
+        `images`: the image inputs of these tokens, in place of those named `of_images`, which are about all of the prompt.
         """
         kept = {name: value for name, value in self._prepared.kwargs.items() if name not in (*of_images, ENCODED)}
         self._prepared.kwargs = kept | images
-        past = cache.get_seq_length()
+        past = self.cache.get_seq_length()
         for name in TOKEN_KINDS:
             if name in self._prepared.kwargs:  # older releases hand some of them on at full length
                 self._prepared.kwargs[name] = self._prepared.kwargs[name][..., past:]
-        self._prepared.kwargs["past_key_values"] = cache
+
+    def reserve(self, tokens: int) -> None:
+        """The sequence may have so many tokens; its cache grows in place up to there. After the first pass."""
+        if tokens != self._reserved:
+            self._reserved = tokens
+            grow_in_place(self.cache, tokens)
 
     def ends_with(self, token: int) -> bool:
         """Whether it is one with which the model ends an answer."""
@@ -105,17 +129,28 @@ class TokenLoop:
         """The next token, and whether it is the last one. The first pass takes the whole prompt. said: the token, if known."""
         at, model = self._prepared, self._model
         if self._prefilled:
-            new = 1 if at.kwargs["use_cache"] else None
-            inputs = model.prepare_inputs_for_generation(at.ids, next_sequence_length=new, **at.kwargs)
-            outputs = model(**inputs, return_dict=True)
-        else:
-            outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
-        if not self._prefilled:  # as large as the prompt's images, and not used again
-            at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
+            return self.take(model(**self.inputs(), return_dict=True), said)
+        outputs = model._prefill(at.ids, at.generation_config, at.kwargs, is_first_iteration=True)
+        # as large as the prompt's images, and not used again
+        at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
         self._prefilled = True
+        return self.take(outputs, said)
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model gets in a pass after the first: the latest token, its position, the cache."""
+        at = self._prepared
+        new = 1 if at.kwargs["use_cache"] else None
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(at.ids, next_sequence_length=new, **at.kwargs)
+        return inputs
+
+    def take(self, outputs: Any, said: int | None = None) -> tuple[int, bool]:
+        """The token that a pass of this sequence leads to, and whether it is the last one. said: the token, if known."""
+        at, model = self._prepared, self._model
         at.kwargs = model._update_model_kwargs_for_generation(outputs, at.kwargs, is_encoder_decoder=False)
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=at.ids.device)
-        scores = at.logits_processor(at.ids, logits)
+        if self.watched is not None:
+            self.watched.append(logits)
+        scores = at.logits_processor(at.ids, logits.clone() if self.watched is not None else logits)
         token = self._drawn(scores) if at.generation_config.do_sample else torch.argmax(scores, dim=-1)
         if said is not None:
             token = torch.full_like(token, said)

@@ -1,5 +1,7 @@
 """One request on its way from a prompt to an answer and its figures, a forward pass at a time, on the model's thread.
 
+Requests that decode can take their steps together, as rows of one pass (`Request.step_with`, shared_pass.py).
+
 What several requests share is `SharedModel`: the model with all that lives on it and belongs to one of them at a time (rotary
 offsets, the lookahead's memory, how visual tokens are dropped), and what earlier requests left (keys and values, encoded images).
 """
@@ -9,8 +11,9 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from transformers import BatchFeature
 
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
+from vismoe.engine.shared_pass import SharedPasses
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
@@ -46,18 +50,39 @@ class Belongings:
     memory: Any = None  # of the lookahead
 
 
+@dataclass
+class Company:
+    """Requests that decode together hold the model as one. The lookahead's memory is theirs together."""
+
+    precision: PrecisionInfo | None = None
+    belongings: Belongings = field(default_factory=Belongings)
+    clock: Clock | None = None
+
+    @staticmethod
+    def cancelled() -> bool:
+        """A row that is cancelled ends before the next pass; the others go on."""
+        return False
+
+
 class SharedModel:
     """The model, lent to one request at a time. `retention`: of importance, of requests that ask for none."""
 
     def __init__(
-        self, model: Any, runtime: Runtime, prompts: PromptBuilder, images: ImageCache | None, retention: Callable[[], float]
+        self,
+        model: Any,
+        runtime: Runtime,
+        prompts: PromptBuilder,
+        images: ImageCache | None,
+        retention: Callable[[], float],
+        passes: SharedPasses,
     ):
         self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
+        self.passes, self.company = passes, Company()
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
         self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
-        self._holder: Request | None = None
+        self._holder: Request | Company | None = None
         self._numbers = itertools.count()
 
     @property
@@ -69,21 +94,34 @@ class SharedModel:
         """Of the request that holds the model."""
         return self._holder.clock if self._holder is not None else None
 
-    def lend(self, request: "Request | None") -> None:
-        """From now on the model is this request's; None: no request's."""
-        before, self._holder = self._holder, request
-        if before is request:
+    def lend(self, holder: "Request | Company | None") -> None:
+        """From now on the model is this request's, or several requests'; None: no request's."""
+        before, self._holder = self._holder, holder
+        if before is holder:
             return
         left = Belongings([module.rope_deltas for module in self._rotating])
-        belongings, precision, cancelled = Belongings(), None, lambda: False
-        if request is not None:
-            belongings, precision, cancelled = request.belongings, request.precision, request.reply.flag.is_set
-        for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
-            module.rope_deltas = deltas
+        belongings, precision, cancelled = Belongings(), None, Company.cancelled
+        if holder is not None:
+            belongings, precision, cancelled = holder.belongings, holder.precision, holder.cancelled
+        self._rotate(belongings)
         retention = precision.retention if precision is not None else self._retention()
         left.memory = self.runtime.context.switch(belongings.memory, retention, cancelled)
         if before is not None:
             before.belongings = left
+
+    def _rotate(self, belongings: Belongings) -> None:
+        for module, deltas in zip(self._rotating, belongings.rope_deltas or [None] * len(self._rotating), strict=True):
+            module.rope_deltas = deltas
+
+    def lend_together(self, requests: "Sequence[Request]") -> list[dict[str, Any]]:
+        """From now on the model is theirs together -> what it would get of each in a pass of its own."""
+        self.company.precision = requests[0].precision
+        self.lend(self.company)
+        inputs = []
+        for request in requests:
+            self._rotate(request.belongings)
+            inputs.append(request.loop.inputs())
+        return inputs
 
     def forget(self, request: "Request") -> None:
         """It has left in the middle of its answer."""
@@ -146,6 +184,7 @@ class Request:
         self.clock, self.belongings = Clock(), Belongings()
         self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
         self._loop: TokenLoop | None = None
+        self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
         self._numbers: np.ndarray | None = None
         self._counters: Snapshot | None = None
         self._kept: tuple[KeptImage, ...] = ()
@@ -155,7 +194,23 @@ class Request:
     @property
     def unwanted(self) -> bool:
         """Whether its reader has cancelled it."""
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
         return self.reply.flag.is_set()
+
+    @property
+    def loop(self) -> TokenLoop:
+        """Of its tokens, once its prompt was read."""
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def company(self) -> Hashable:
+        """Requests that decode can share a pass where the experts' formats are chosen alike."""
+        if self._loop is None or self._cuts or not self._shared.passes.takes(self._loop):
+            return None
+        return "decode", self.precision
 
     @property
     def left(self) -> int:
@@ -185,32 +240,101 @@ class Request:
         """Leave the model and its places. It will begin anew, and say nothing until it is where it was: each token is computed
         in a pass of its own as before, so the bits are the same."""
         self._shared.forget(self)
-        self._loop, self.belongings = None, Belongings()
+        self._loop, self._cuts, self.belongings = None, [], Belongings()
         self._again = len(self._said)
         self._kept = ()
 
     def step(self) -> bool:
-        """One forward pass, of the whole prompt or of one token; whether there is a next one."""
+        """One forward pass, of the prompt, of a piece of it or of one token; whether there is a next one."""
         if self.unwanted:
             return False
         self._shared.lend(self)
-        began_s, prefilling = time.perf_counter(), self._loop is None
-        if prefilling:
+        began_s, prefilling, read = time.perf_counter(), self._loop is None or bool(self._cuts), self._read_tokens
+        if self._loop is None:
             self._shared.refuse_other(self.precision)
             self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = self.clock.began_s or began_s
-        if self.may_give_up:  # what waits for others gives way
-            self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
+        self._make_room()
         going_on = False
         try:
             with torch.inference_mode(), contextlib.suppress(Interrupted):
-                going_on = self._answer(*(self._prefill() if self._loop is None else self._loop.step(self._repeated)))
+                going_on = self._read_on() if prefilling else self._answer(*self.loop.step(self._repeated))
         finally:
-            happened = self._shared.count()
-            self._counters = happened if self._counters is None else self._counters + happened
-            tokens = self.prompt.tokens - self._reused_tokens if prefilling else 1
-            self.clock.passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, happened)
+            tokens = self._read_tokens - max(read, self._reused_tokens) if prefilling else 1
+            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, self._shared.count())
         return going_on
+
+    def step_with(self, others: "Sequence[Request]") -> list[bool | BaseException]:
+        """One forward pass for the next token of this request and of others of its company."""
+        results = dict[Request, bool | BaseException]()
+        wanted = [request for request in (self, *others) if not request.unwanted]
+        shared = self._shared
+        if len(wanted) > 1 and shared.passes.wants_trial(len(wanted)):
+            results = dict(zip(wanted, self._tried(wanted), strict=True))
+        elif len(wanted) > 1:
+            results = dict(zip(wanted, self._together(wanted), strict=True))
+        else:
+            results = {request: _attempt(request.step) for request in wanted}
+        return [results.get(request, False) for request in (self, *others)]
+
+    def _together(self, requests: "Sequence[Request]") -> "list[bool | BaseException]":
+        shared, began_s, rows = self._shared, time.perf_counter(), len(requests)
+        for request in requests:
+            request._make_room()
+        try:
+            with torch.inference_mode():
+                inputs, loops = shared.lend_together(requests), [request.loop for request in requests]
+                outputs = shared.passes.run(loops, inputs, self._of_images(requests))
+        except BaseException as error:  # it leaves each row's keys and values incomplete
+            shared.count()
+            return [error] * rows
+        results = []
+        for request, output in zip(requests, outputs, strict=True):
+            results.append(_attempt(partial(request._taken, output)))
+        for request, happened in zip(requests, shared.count().split(rows), strict=True):
+            request._passed(Phase.DECODE, 1, began_s, happened, rows)
+        return results
+
+    @torch.inference_mode()
+    def _taken(self, output: Any) -> bool:
+        """The row of a shared pass leads to a token; whether another one is wanted."""
+        return self._answer(*self.loop.take(output, self._repeated))
+
+    def _tried(self, requests: "Sequence[Request]") -> "list[bool | BaseException]":
+        """Each takes its step alone; what a shared pass would have computed is compared with that."""
+        shared = self._shared
+        with torch.inference_mode():
+            inputs, loops = shared.lend_together(requests), [request.loop for request in requests]
+            tried = shared.passes.tried(loops, inputs, self._of_images(requests))
+        for request, happened in zip(requests, shared.count().split(len(requests)), strict=True):
+            request._count(happened)
+        for loop in loops:
+            loop.watched = []
+        results = [_attempt(request.step) for request in requests]
+        alone = [logits for loop in loops for logits in loop.watched or ()]
+        for loop in loops:
+            loop.watched = None
+        if tried is not None and len(alone) == len(tried):
+            shared.passes.judge(tried, torch.cat(alone))
+        return results
+
+    @staticmethod
+    def _of_images(requests: "Sequence[Request]") -> frozenset[str]:
+        return frozenset(name for request in requests for name in request.prompt.image_input_names)
+
+    def _make_room(self) -> None:
+        """Its keys and values get room for the tokens that it holds; what waits for others in the planned context gives way."""
+        if self._loop is not None:
+            self._loop.reserve(self.tokens)
+        if self.may_give_up:
+            self._shared.prefix_cache.shrink(self._shared.plan.context - self.tokens - self._others(self))
+
+    def _count(self, happened: Snapshot) -> None:
+        self._counters = happened if self._counters is None else self._counters + happened
+
+    def _passed(self, phase: Phase, tokens: int, began_s: float, happened: Snapshot, rows: int = 1) -> None:
+        self._count(happened)
+        self.clock.passed(phase, tokens, began_s, happened, rows)
 
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""
@@ -223,7 +347,7 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """It has ended by this error, and left."""
         self._loop = None  # a pass that failed leaves keys and values of some layers only
-        traceback.clear_frames(error.__traceback__)  # which hold them, and all tensors of the pass
+        _clear_frames(error)  # which hold them, and all tensors of the pass
         self._leave()
         self._shared.ended["failed"] += 1
         self.reply.end(error=error)
@@ -234,36 +358,90 @@ class Request:
         """The token that the next pass comes to, where that was said before it had to give up its place."""
         return self._said[self._computed] if self._again else None
 
-    def _prefill(self) -> tuple[int, bool]:
-        """The first token, and whether it is the last one."""
-        model, prompt, seed = self._shared.model, self.prompt, self.options.seed
-        prefix, images, behind = self._beginning()
-        inputs = (prompt.whole() if prefix is None else without_pixels(prompt.inputs)).to(model.device)
-        generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
+    @property
+    def _read_tokens(self) -> int:
+        """Of the prompt, with those that an earlier request had read."""
+        return self.loop.cache.get_seq_length() if self._cuts else self.prompt.tokens if self._loop is not None else 0
+
+    def _read_on(self) -> bool:
+        """Read the prompt, or its next piece; whether there is a next pass."""
+        try:
+            if self._loop is None:
+                prefix, cuts = self._beginning()
+                loop = self._token_loop(prefix, cuts)
+                if loop is None:
+                    with self._images_prepared(list(range(self.prompt.images))):
+                        self._loop = self._new_loop(self.prompt.whole())
+                        first = self._loop.step(self._repeated)
+                    self.prompt = self.prompt.light()
+                    return self._answer(*first)
+                self._loop, self._cuts, self.prompt = loop, cuts, self.prompt.light()
+            read = self._read_piece()
+        except Interrupted:
+            self._loop = None  # some layers have keys and values of this piece, and others do not
+            raise
+        return read is None or self._answer(*read)
+
+    def _read_piece(self) -> tuple[int, bool] | None:
+        """Read the next piece of the prompt -> after the last one the first token, and whether it is the last one."""
+        loop, prompt, end = self.loop, self.prompt, self._cuts[0]
+        images = [n for n, (begin, _) in enumerate(prompt.places) if loop.cache.get_seq_length() <= begin < end]
+        of_piece = dict(prompt.image_inputs(images).to(self._shared.model.device)) if images else {}
+        first = None
         with self._images_prepared(images):
-            loop = TokenLoop(model, inputs, self.options.for_generate(self.most_tokens), generator)
-            if prefix is not None:  # generate() had the sizes of all images, for the positions of their tokens, and no pixels
-                loop.take_over(prefix.cache, dict(behind.to(model.device)), prompt.image_input_names)
-                self._kept, self._reused_tokens = prefix.kept, prefix.tokens
-            first = loop.step(self._repeated)
-        self._loop = loop
-        self.prompt = prompt.light()
+            if len(self._cuts) > 1:
+                loop.read(end, of_piece, prompt.image_input_names)
+            else:
+                loop.take_over(of_piece, prompt.image_input_names)
+                first = loop.step(self._repeated)
+        self._cuts = self._cuts[1:]
         return first
 
-    def _beginning(self) -> tuple[Prefix | None, list[int], BatchFeature]:
-        """(what an earlier request has left of this prompt, the numbers of the images behind that, what the model gets of them).
+    def _token_loop(self, prefix: Prefix | None, cuts: list[int]) -> TokenLoop | None:
+        """Of a prompt that is not read in one piece from its start; None for one that is.
 
-        Nothing, where not all that the model gets of some images can be told from what it gets of the others.
+        generate() gets the sizes of all images, for the positions of their tokens, and no pixels.
+        """
+        if prefix is None and len(cuts) == 1:
+            return None
+        loop = self._new_loop(without_pixels(self.prompt.inputs))
+        if prefix is not None:
+            loop.begin_with(prefix.cache)
+            self._kept, self._reused_tokens = prefix.kept, prefix.tokens
+        return loop if can_go_on(loop.cache) else None
+
+    def _new_loop(self, inputs: BatchFeature) -> TokenLoop:
+        model, seed = self._shared.model, self.options.seed
+        generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
+        return TokenLoop(model, inputs.to(model.device), self.options.for_generate(self.most_tokens), generator)
+
+    def _beginning(self) -> tuple[Prefix | None, list[int]]:
+        """(what an earlier request has left of this prompt, the ends of the pieces in which the rest is read).
+
+        Nothing and one piece, where not all that the model gets of some images can be told from what it gets of the others.
         """
         prompt, prefix = self.prompt, self._prefix()
         if self._again and not self._reused_tokens:  # it had none the first time
             prefix = None
-        images = prompt.images_behind(prefix.tokens) if prefix is not None else None
-        if images is not None:
-            behind = prompt.image_inputs(images) if images else BatchFeature()
-            if not images or set(without_pixels(behind)) == set(prompt.image_input_names):
-                return prefix, images, behind
-        return None, list(range(prompt.images)), BatchFeature()
+        first = prefix.tokens if prefix is not None else 0
+        cuts, images = self._cuts_behind(first), prompt.images_behind(first)
+        whole = prefix is None and (len(cuts) == 1 or not self._masks_fit(first, cuts))
+        told_apart = images == [] or (
+            images is not None and set(without_pixels(prompt.image_inputs(images))) == set(prompt.image_input_names)
+        )
+        return (None, [prompt.tokens]) if whole or not told_apart else (prefix, cuts)
+
+    def _cuts_behind(self, first: int) -> list[int]:
+        runtime, prompt = self._shared.runtime, self.prompt
+        chunk = runtime.configuration.settings.prefill_chunk
+        whole = chunk is None or runtime.context.recorder is not None  # a trace is of whole prompts
+        return prompt.cuts(first, prompt.tokens if whole or chunk is None else chunk)
+
+    def _masks_fit(self, first: int, cuts: list[int]) -> bool:
+        """Whether the masks of these pieces, of which a prompt's own beginning needs none, are in the plan."""
+        plan, begins = self._shared.plan, (first, *cuts)
+        pieces = [(end - begin, end) for begin, end in zip(begins, cuts) if begin]
+        return all(mask_bytes(1, new, together, plan.dtype) <= plan.mask_bytes for new, together in pieces)
 
     def _prefix(self) -> Prefix | None:
         """The longest beginning of the prompt that an earlier request has left, and room in the planned context for this one."""
@@ -278,8 +456,7 @@ class Request:
         prefix = shared.prefix_cache.take(self._numbers, room_tokens)
         if prefix is None:
             return None
-        mask = mask_bytes(1, prompt.tokens - prefix.tokens, prompt.tokens, shared.plan.dtype)  # a whole prompt needs none
-        return prefix if mask <= shared.plan.mask_bytes else None
+        return prefix if self._masks_fit(prefix.tokens, self._cuts_behind(prefix.tokens)) else None
 
     @contextlib.contextmanager
     def _images_prepared(self, images: list[int]) -> Iterator[None]:
@@ -296,7 +473,7 @@ class Request:
         try:
             with self._shared.runtime.context.reading_prompt():
                 yield
-            self._encoded_images = cache.encoded - encoded if cache is not None else len(images)
+            self._encoded_images += cache.encoded - encoded if cache is not None else len(images)
             if pruner is not None and self.pruning is not None:
                 self._kept += tuple(pruner.kept)
         finally:
@@ -370,3 +547,21 @@ class Request:
             queue_seconds=clock.began_s - clock.asked_s,
             passes=tuple(clock.passes),
         )
+
+
+def _attempt(step: Callable[[], bool]) -> bool | BaseException:
+    """What a step returns, or raises."""
+    try:
+        return step()
+    except BaseException as error:  # of one request; the others go on
+        return error
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of its traceback hold, and those that have called them and ended since."""
+    traceback.clear_frames(error.__traceback__)
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ is not None else None
+    with contextlib.suppress(RuntimeError):  # of the first one that still runs
+        while frame is not None:
+            frame.clear()
+            frame = frame.f_back

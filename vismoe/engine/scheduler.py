@@ -1,5 +1,7 @@
 """One thread runs many requests, a step of each in turn, and tasks that want the model for themselves.
 
+Requests of an equal `company` take their steps together, as rows of one pass; they enter and leave it with every round.
+
 A request enters when its tokens fit beside those of the requests that run. Requests enter in the order of arrival and none is
 overtaken, so none starves. One request enters per round: its first step is a whole prompt, and the others wait for it.
 
@@ -13,7 +15,7 @@ In a hurry (`hurry`) only the request that is nearest to its end takes steps, so
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,8 +49,15 @@ class Steps(Protocol):
     def unwanted(self) -> bool:
         """Whether its answer was cancelled."""
 
+    @property
+    def company(self) -> Hashable:
+        """Requests with an equal one may take the next step together; None: it takes it alone."""
+
     def step(self) -> bool:
         """Does the next step; False when there is none left."""
+
+    def step_with(self, others: Sequence[Any]) -> list[bool | BaseException]:
+        """Does the next step of this one and of others of its company; what each step would return, or raise."""
 
     def finish(self) -> None:
         """It has done its last step, and left."""
@@ -66,13 +75,14 @@ class Task:
 
 
 class Scheduler:
-    """`context_tokens` bounds the tokens of all requests that run; `alone` says whether only one may, at this moment.
+    """`context_tokens` bounds the tokens of all requests that run, `most_rows` those that take a step together; `alone` says
+    whether only one may run, at this moment.
 
     The thread lives while there is work; the next request or task starts another one.
     """
 
-    def __init__(self, context_tokens: int, alone: Callable[[], bool] = lambda: False):
-        self.context_tokens, self._alone = context_tokens, alone
+    def __init__(self, context_tokens: int, alone: Callable[[], bool] = lambda: False, most_rows: int = 1):
+        self.context_tokens, self._alone, self._most_rows = context_tokens, alone, most_rows
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None  # None: there is no work
         self._waiting: deque[Steps | Task] = deque()
@@ -138,9 +148,9 @@ class Scheduler:
         """The loop: one request enters, then every request that runs takes a step."""
         while self._has_work():
             self._admit()
-            for request in self._round():
-                self._step(request)
-                del request  # the traceback of an error holds this frame
+            for together in self._round():
+                self._step(together)
+                del together  # the traceback of an error holds this frame
 
     def _has_work(self) -> bool:
         """Whether the thread goes on. It does not when the program ends around it."""
@@ -191,33 +201,48 @@ class Scheduler:
             self._task = None
             self._changed.notify_all()
 
-    def _round(self) -> Iterator[Steps]:
-        """The requests that take a step before the next one enters: all that run, or in a hurry the one nearest to its end."""
+    def _round(self) -> Iterator[list[Steps]]:
+        """The requests that take a step before the next one enters, those together that can: all that run, or in a hurry the one
+        nearest to its end."""
+        done: list[Steps] = []
         for request in tuple(self._running):
             self._drop_unwanted()
             if self._hurried:
                 break
-            if request in self._running:  # and was not put back since
-                yield request
+            if request in self._running and request not in done:  # and was not put back since
+                together = self._company(request, done)
+                done += together
+                yield together
         if self._hurried and self._running:
             able = [request for request in self._running if request not in self._short] or self._running
-            yield min(able, key=lambda request: 0 if request.unwanted else request.left)  # the first of equal ones
+            yield [min(able, key=lambda request: 0 if request.unwanted else request.left)]  # the first of equal ones
 
-    def _step(self, request: Steps) -> None:
-        failed = None
-        try:
-            if not request.unwanted and not self._has_room(request):
-                return
-            if request.step():
-                return
-        except BaseException as error:  # the request's boundary: the reader of its reply gets it
-            failed = error
+    def _company(self, request: Steps, done: Sequence[Steps]) -> list[Steps]:
+        """This request, and those behind it that take their step with it."""
+        company = request.company
+        if company is None:
+            return [request]
+        behind = self._running[self._running.index(request) + 1 :]
+        others = [other for other in behind if other not in done and other.company == company]
+        return [request, *others[: self._most_rows - 1]]
+
+    def _step(self, together: list[Steps]) -> None:
+        able = [request for request in together if request.unwanted or self._has_room(request)]
+        able = [request for request in able if request in self._running]  # one may have been put back for another
+        del together
+        results = able[0].step_with(able[1:]) if len(able) > 1 else [_stepped(request) for request in able]
+        while able:  # an error's traceback leads to this frame, which is to hold neither it nor its request
+            self._settle(able.pop(0), results.pop(0))
+
+    def _settle(self, request: Steps, result: bool | BaseException) -> None:
+        """Its step is done; unless another one follows, it leaves."""
+        if result is True:
+            return
         with self._changed:
             self._running.remove(request)
             self._changed.notify_all()
         self._note_short(request, False)
-        self._end(request, failed)
-        del request, failed  # the error's traceback holds this frame
+        self._end(request, None if result is False else result)
 
     def _has_room(self, request: Steps) -> bool:
         """Whether it has what its next step needs, if need be from requests that came later."""
@@ -271,3 +296,11 @@ class Scheduler:
                 request.fail(failed)
         except BaseException:  # of a reader that is told the end; the other requests go on
             logger.exception("a request's end could not be told")
+
+
+def _stepped(request: Steps) -> bool | BaseException:
+    """What its step returns, or raises."""
+    try:
+        return request.step()
+    except BaseException as error:  # the request's boundary: the reader of its reply gets it
+        return error

@@ -30,6 +30,7 @@ class PassFigures:
     misses: int
     bytes_read: int
     bytes_copied: int
+    rows: int = 1  # requests that shared it; counters are this one's share
 
 
 @dataclass(frozen=True)
@@ -154,15 +155,12 @@ class Clock:
         self.tokens += 1
         self.first_token_s = self.first_token_s or self.last_token_s
 
-    def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot) -> None:
-        """A forward pass is over; `counters` of what happened in it."""
-        self.passes.append(
-            PassFigures(
-                phase,
-                pass_began_s - self.began_s,
-                time.perf_counter() - pass_began_s,
-                tokens,
-                counters.total("stall_seconds"),
-                *(int(counters.total(name)) for name in ("hits", "misses", "bytes_read", "bytes_copied")),
-            )
+    def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot, rows: int = 1) -> None:
+        """A forward pass is over; `counters` of what happened in it, this request's share where it was one of several `rows`."""
+        began_s, seconds, stall_s = (
+            pass_began_s - self.began_s,
+            time.perf_counter() - pass_began_s,
+            counters.total("stall_seconds"),
         )
+        counted = {name: int(counters.total(name)) for name in ("hits", "misses", "bytes_read", "bytes_copied")}
+        self.passes.append(PassFigures(phase, began_s, seconds, tokens, stall_s, rows=rows, **counted))

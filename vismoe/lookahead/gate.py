@@ -202,7 +202,7 @@ class PlainRouters:
 def biases_of(block: nn.Module, router: nn.Module) -> dict[str, torch.Tensor]:
     """A router's further arguments, which are attributes of its block under the same names."""
     owned = {**dict(block.named_buffers(recurse=False)), **dict(block.named_parameters(recurse=False))}
-    return {name: owned[name] for name in inspect.signature(router.forward).parameters if name in owned}
+    return {name: owned[name] for name in inspect.signature(type(router).forward).parameters if name in owned}
 
 
 def _predict(routed: RoutedLayer, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,8 +62,9 @@ class Case:
         staging = []
         if self.hardware.device == "cpu":
             staging = [*staging_part(self.need, self.io_threads), *request_part(self.settings.request_memory_bytes)]
-        images = image_cache_part(self.need, self.settings.image_cache_bytes)
-        return [*fixed_parts(self.need, self.settings.context, self.hardware.device, self.settings.mask_bytes), *staging, *images]
+        settings, images = self.settings, image_cache_part(self.need, self.settings.image_cache_bytes)
+        fixed = fixed_parts(self.need, settings.context, self.hardware.device, settings.mask_bytes, settings.rows)
+        return [*fixed, *staging, *images]
 
     @property
     def is_share(self) -> bool:

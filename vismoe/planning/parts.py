@@ -8,7 +8,7 @@ from vismoe.planning.apportion import Division, experts_of, prefix_bytes
 from vismoe.planning.needs import Footprint, mask_bytes
 from vismoe.types import ExpertInventory, RecordLayout
 
-DECODE_ROWS = 8  # sequences of a batch for which the combine buffer is planned
+DECODE_ROWS = 8  # sequences of a batch that a caller of the model itself can decode, whatever the settings
 COPY_STREAMS = 2  # to a GPU: of what was demanded, and of what was not
 HEAP_BYTES = 8 * 2**20
 RUNTIME_BYTES = {
@@ -38,16 +38,18 @@ def mask_room(need: Footprint, context: int, most_bytes: int) -> int:
     return min(most_bytes, mask_bytes(1, context, context, need.dtype))
 
 
-def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int) -> list[PlanPart]:
-    """Everything on the device except experts and staging, for `context` tokens and masks of `most_mask_bytes`.
+def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int, rows: int = 1) -> list[PlanPart]:
+    """Everything on the device except experts and staging, for `context` tokens, masks of `most_mask_bytes`, and decode passes of
+    `rows` sequences.
 
     On the CPU, freed tensors go back to the system (malloc.py), and the slack covers holes between small blocks. On a GPU a phase
     cannot use all memory that the previous phase freed, so the two largest phases are counted.
     """
     images = min(need.max_image_tokens, context)
     held = need.image_token_bytes * images
-    combine = need.combine_token_bytes * DECODE_ROWS
-    prefill, encode, decode = need.prompt_bytes(context) + held, need.encode(images), need.decode(context) + combine
+    combine = need.combine_token_bytes * max(rows, DECODE_ROWS)
+    tokens = need.decode(context) + (rows - 1) * need.decode(1)  # the caches of all rows hold the context together
+    prefill, encode, decode = need.prompt_bytes(context) + held, need.encode(images), tokens + combine
     largest, second, _ = sorted((prefill, encode, decode), reverse=True)
     masks = mask_room(need, context, most_mask_bytes)
     padding = max(0, prefill + need.padding(context) + masks - largest)
@@ -58,9 +60,9 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
         PlanPart(
             "prefill", prefill, f"{context} tokens in one forward, with {format_bytes(held)} of image features", "activations"
         ),
-        PlanPart("decode", decode, "one token per sequence", "activations"),
+        PlanPart("decode", decode, f"one token of each of up to {rows} sequences", "activations"),
         PlanPart("KV cache's copy while it grows", copied, "within decode", "activations"),
-        PlanPart("combine buffer", combine, f"within decode, up to {DECODE_ROWS} sequences", "activations"),
+        PlanPart("combine buffer", combine, f"within decode, up to {max(rows, DECODE_ROWS)} sequences", "activations"),
     ]
     return [
         *(PlanPart(name, nbytes) for name, nbytes in need.backbone if nbytes),
@@ -69,7 +71,7 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
         *(detail for detail in details if detail.bytes),
         PlanPart("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts after cached prompts"),
         PlanPart("allocator slack", slack, why),
-        PlanPart("logits", need.logits_bytes, "one row kept"),
+        PlanPart("logits", need.logits_bytes * rows, f"{rows} rows kept" if rows > 1 else "one row kept"),
         *workspace_part(need.workspace_bytes),
         *decoding_part(need),
         *(_of_a_cpu(need) if device == "cpu" else []),

@@ -51,6 +51,7 @@ class Plan:
     resident_experts: int  # pinned and slabs together
     total_experts: int
     io_threads: int
+    rows: int = 1  # the most requests that decode in one pass
     mask_bytes: int = 0  # the most that explicit attention masks may take
     low_slabs: tuple[int, ...] = ()  # slabs of a pair's second format, as in Division; `slabs` are those of the better one
     hot_quota: tuple[int, ...] = ()
@@ -137,6 +138,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
         resident_experts=resident_experts(inventory, division),
         total_experts=sum(layer.num_experts for layer in inventory.layers),
         io_threads=case.io_threads,
+        rows=settings.rows,
         mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,
         hot_quota=division.hot_quota,

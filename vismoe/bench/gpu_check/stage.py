@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vismoe.bench.process import die_with_parent
+from vismoe.flags import quick_imports
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +27,9 @@ def main(argv: list[str]) -> int:
         os.replace(unfinished, file)
 
     try:
-        keep(getattr(importlib.import_module(f"vismoe.bench.gpu_check.{module}"), function)(json.load(sys.stdin), keep))
+        with quick_imports():
+            stage = getattr(importlib.import_module(f"vismoe.bench.gpu_check.{module}"), function)
+        keep(stage(json.load(sys.stdin), keep))
     except Exception as error:  # the process boundary; the parent reports the error
         keep({"error": f"{type(error).__name__}: {error}"})
         return 1

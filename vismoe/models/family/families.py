@@ -135,16 +135,22 @@ def refuse_unsupported(model: nn.Module) -> None:
 def _foreign_experts(model: nn.Module, on_interface: list[str]) -> list[str]:
     """Paths of modules that hold several experts but are not on the experts interface."""
     found: list[str] = []
+    holders, around = set(on_interface), {above for path in on_interface for above in _paths_above(path)}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
-        inside = any(path == known or path.startswith(known + ".") for known in (*on_interface, *found))
-        around = any(known.startswith(path + ".") for known in on_interface)
-        if inside or around or "shared" in name:  # shared experts are dense
+        inside = path in holders or not holders.isdisjoint(_paths_above(path))
+        if inside or path in around or "shared" in name:  # shared experts are dense
             continue
         stacked = any(p.ndim == 3 and p.shape[0] > 1 for p in module.parameters(recurse=False))
         if name.endswith("experts") or (stacked and "expert" in type(module).__name__.lower()):
             found.append(path)
+            holders.add(path)
     return found
+
+
+def _paths_above(path: str) -> list[str]:
+    """`a.b.c` -> `a`, `a.b`."""
+    return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
 def _family(model: nn.Module) -> str:

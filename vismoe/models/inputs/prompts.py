@@ -62,6 +62,20 @@ class Prompt:
         """Small inputs that describe the images."""
         return [name for name in self.inputs if name not in TEXT_INPUTS and not is_pixels(name)]
 
+    def cuts(self, first: int, chunk: int) -> list[int]:
+        """Where the tokens behind the first ones are cut to be read piece by piece: at multiples of `chunk` from the prompt's
+        start, moved out of images. The last one is the end; it is the only one where an image's place is unknown."""
+        cuts, at = [], first
+        while self.pictures == () or self.places:
+            end = (at // chunk + 1) * chunk
+            for begin, behind in self.places:
+                if begin < end < behind:
+                    end = begin if begin > at else behind
+            if end >= self.tokens:
+                break
+            cuts.append(at := end)
+        return [*cuts, self.tokens]
+
     def images_behind(self, tokens: int) -> list[int] | None:
         """Numbers of the images whose tokens come after the first `tokens`; None if unknown."""
         if self.places or not self.pictures:

@@ -7,7 +7,7 @@ all tokens is the worst case), and tensors of constants that a model makes on th
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,23 +42,31 @@ class LiveMemory(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
         self._results: dict[Any, tuple[Any, ...]] = {}  # of an operation and all that its results' shapes depend on
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch wraps `__torch_dispatch__` against being compiled, which nobody does here, and each call takes a third longer."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        leaves = [*tensors_in(args), *tensors_in(kwargs)]
-        if len({leaf.device for leaf in leaves}) > 1:  # a constant of the CPU meets a meta tensor
-            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, kwargs))
-        known = {leaf.untyped_storage()._cdata for leaf in leaves}
-        signature = (func, described(args), described(kwargs)) if _makes_new_tensors(func) else None
-        if like := self._results.get(signature):
-            made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in like]
+        kwargs = kwargs or {}
+        leaves: list[torch.Tensor] = []
+        signature = (func, described(args, leaves), *kwargs, described(kwargs.values(), leaves))
+        on_meta = [leaf.is_meta for leaf in leaves]
+        if any(on_meta) and not all(on_meta):  # a constant of the CPU meets a meta tensor
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, dict(kwargs)))
+        repeatable = _makes_new_tensors(func) and (not leaves or any(on_meta))
+        if repeatable and (like := self._results.get(signature)):
+            with torch._C.DisableTorchFunction():
+                made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in like]
             for tensor in made:
                 self.count(tensor)
             return made[0] if len(made) == 1 else tuple(made)
         result = func(*args, **kwargs)
-        new = [tensor for tensor in tensors_in(result) if tensor.device == META and tensor.untyped_storage()._cdata not in known]
+        known = {leaf.untyped_storage()._cdata for leaf in leaves}
+        new = [tensor for tensor in tensors_in(result) if tensor.is_meta and tensor.untyped_storage()._cdata not in known]
         for tensor in new:
             self.count(tensor)
-        if signature is not None and len(new) == len(func._schema.returns):
+        if repeatable and len(new) == len(func._schema.returns):
             self._results[signature] = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in new)
         return result
 
@@ -87,25 +95,27 @@ def _makes_new_tensors(func: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or the results of an operation, which torch nests in nothing else."""
+    """The tensors among the results of an operation, which torch nests in nothing else."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
 
 
-def described(value: Any) -> Any:
-    """All that the shape of a result can depend on; equal numbers of other types are other values."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(described, value))
-    if isinstance(value, dict):
-        return tuple((name, described(each)) for name, each in value.items())
-    return type(value), value
+def described(values: Iterable[Any], leaves: list[torch.Tensor]) -> tuple[Any, ...]:
+    """All that the shapes of an operation's results can depend on; equal numbers of other types are other values. The tensors
+    among its arguments are added to `leaves`."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            leaves.append(value)
+            found.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, list | tuple):
+            found.append(described(value, leaves))
+        else:
+            found += (type(value), value)
+    return tuple(found)
 
 
 class FusedAttention(TorchFunctionMode):
@@ -119,11 +129,11 @@ class FusedAttention(TorchFunctionMode):
         self.memory, self.padded_peak_bytes = memory, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        bound = dict(zip(names, args, strict=False)) | kwargs
+        bound = {**dict(zip(names, args, strict=False)), **kwargs}
         query, key, value, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
         held = [torch.empty(query.shape[:-1], dtype=torch.float32, device=META)]
         if mask is not None and mask.dtype == torch.bool:

@@ -109,7 +109,8 @@ class VisMoEQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
-        own_memory(model)
+        if self._configuration.settings.gguf is None:  # of a GGUF file every tensor was read into memory of its own
+            own_memory(model)
         self._configuration.backbone.fill(model, self._configuration.source.hold(), self._configuration.device)
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
         build(model, self._configuration)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
+
+from vismoe.models.moe.rows import by_row, rows_mask
 
 IMPLEMENTATION = "vismoe_sdpa"
 ASKS_FOR_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|==\s*\S*_attn_implementation")
@@ -50,5 +52,5 @@ def group_queries(model: Any) -> str | None:
     return None
 
 
-AttentionInterface.register(IMPLEMENTATION, grouped_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionInterface.register(IMPLEMENTATION, by_row(grouped_attention))
+AttentionMaskInterface.register(IMPLEMENTATION, rows_mask)

@@ -25,6 +25,7 @@ from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.models.moe.resident import ResidentLayers
+from vismoe.models.moe.rows import RowsCache
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
@@ -241,10 +242,11 @@ class StepContext:
         cache = kwargs.get("past_key_values")
         past = int(cache.get_seq_length()) if cache is not None else 0
         serving = self.serving
-        if batch * (past + new) > serving.plan.context:
+        tokens_in_all = cache.tokens + batch if isinstance(cache, RowsCache) else batch * (past + new)
+        if tokens_in_all > serving.plan.context:
             raise ContextError(
                 f"{batch} x {past + new} tokens are more than the context of {serving.plan.context} that memory was planned for. "
-                f"Fix: load with context={batch * (past + new)} or more (--context), or shorten the input"
+                f"Fix: load with context={tokens_in_all} or more (--context), or shorten the input"
             )
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = not self._reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))

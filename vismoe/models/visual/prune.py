@@ -31,6 +31,7 @@ from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
 from vismoe.models.family.token_kinds import PLACEHOLDERS, token_kinds
 from vismoe.models.visual.encoded import EncodedImage, EncodedImages
+from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.kept_rows import KeptRows
 from vismoe.models.visual.pruned_cache import PrunedLayer, left_padded
 from vismoe.types import TokenKind
@@ -40,7 +41,7 @@ from vismoe.vision.selection import KeptImage, Pruning, select
 logger = logging.getLogger(__name__)
 
 PRUNED_BY = "_vismoe_pruner"  # attribute of a decoder that holds its pruner
-CACHES = (DynamicLayer, DynamicSlidingWindowLayer)  # layer kinds that a PrunedLayer can replace
+CACHES = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)  # layer kinds that a PrunedLayer can replace
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from vismoe.errors import InputError
+from vismoe.models.visual.growing_cache import GrowingLayer
 
 PAD = -1
 
@@ -26,7 +27,7 @@ def left_padded(keep: torch.Tensor) -> torch.Tensor:
     return order.masked_fill(pads, PAD)
 
 
-class PrunedLayer(DynamicLayer):
+class PrunedLayer(GrowingLayer):
     """Keys and values of kept tokens `[B, heads, slots, D]`; slots after those with known positions hold consecutive tokens.
 
     `window`: size of a sliding attention window, which a sequence cannot exceed, since the cache counts slots and not positions.
@@ -140,8 +141,12 @@ def _gather(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 # -- the first tokens of a cache, for a request that begins like an earlier one
-GOING_ON = (DynamicLayer, PrunedLayer, DynamicSlidingWindowLayer)  # and layers with a running state
-DIVISIBLE = (DynamicLayer, PrunedLayer)  # one slot per token; sliding windows and running states have dropped earlier tokens
+GOING_ON = (DynamicLayer, GrowingLayer, PrunedLayer, DynamicSlidingWindowLayer)  # and layers with a running state
+DIVISIBLE = (
+    DynamicLayer,
+    GrowingLayer,
+    PrunedLayer,
+)  # one slot per token; sliding windows and running states have dropped earlier tokens
 
 
 def can_go_on(cache: Any) -> bool:

@@ -1,0 +1,71 @@
+"""Keys and values that grow without copying what they hold.
+
+transformers' layers make both anew for every token. With 3,000 tokens that takes half as long as attention itself. Here they are
+views of memory with room for more tokens; what reads them sees the same numbers in the same order.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+GROWTH_TOKENS = 256  # for which room is made at once
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values `[B, heads, S, D]`, views of `[B, heads, room, D]`.
+
+    `room`: tokens that it may ever hold, None: no more than it has, and growing copies. A copy (`copy.copy`) shares what is there
+    and gets memory of its own when it grows.
+    """
+
+    keys: Any  # None before the first update
+    values: Any
+    room: int | None = None
+    _held: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values with room
+
+    def __copy__(self) -> "GrowingLayer":
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._held = None
+        return other
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self._held or (None, None)
+        keys, key_room = _grown(self.keys, key_states, held[0], self.room)
+        values, value_room = _grown(self.values, value_states, held[1], self.room)
+        self.keys, self.values = keys, values
+        self._held = None if key_room is None or value_room is None else (key_room, value_room)
+        return keys, values
+
+
+def _grown(
+    now: torch.Tensor, new: torch.Tensor, held: torch.Tensor | None, room: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(`now` and then `new`, the memory with room that they are in)."""
+    before = now.shape[-2] if now.numel() else 0
+    tokens = before + new.shape[-2]
+    fits = (
+        held is not None and now.data_ptr() == held.data_ptr() and now.shape[:-2] == held.shape[:-2] and tokens <= held.shape[-2]
+    )
+    if not fits:
+        if room is None or room < tokens:
+            return torch.cat([now, new], dim=-2), None
+        held = new.new_empty(*new.shape[:-2], min(room, tokens + GROWTH_TOKENS), new.shape[-1])
+        if before:
+            held[..., :before, :] = now
+    assert held is not None
+    held[..., before:tokens, :] = new
+    return held[..., :tokens, :], held
+
+
+def grow_in_place(cache: Any, room: int) -> None:
+    """Let the plain layers of a cache grow in place, up to `room` tokens."""
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[index] = GrowingLayer()
+            cache.layers[index].__dict__.update(layer.__dict__)
+        if isinstance(cache.layers[index], GrowingLayer):
+            cache.layers[index].room = room

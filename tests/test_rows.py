@@ -11,6 +11,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as turn_a_part
 
 from vismoe.kernels import cpu, rows
+from vismoe.lookahead.gate import biases_of
 from vismoe.models.moe.norms import NormForm, norm_form, serve_norms
 from vismoe.models.moe.rotary import is_known, serve_rotations
 from vismoe.models.moe.routers import router_of, serve_routers
@@ -143,6 +144,8 @@ def test_routers_are_known_by_their_numbers(monkeypatch):
         products.clear()
         gates[0](x, **biases)
         assert products == [torch.float32 if family == "deepseek_v3" else torch.bfloat16]
+    block = next(module for module in model.modules() if getattr(module, "gate", None) is gates[0])
+    assert biases_of(block, gates[0]).keys() == {"expert_bias"}, "a lookahead would not find it any more"
 
     class Doubled(Choosing):
         def forward(self, hidden_states):

@@ -79,7 +79,7 @@ class Specimen:
         self.needs: Footprint | None = None
         self._measure = opening.footprint
         longest = self._prompt(tokens=MANY), self._prompt(batch=2)
-        self.context = max(inputs["input_ids"].numel() for inputs in longest) + 2 * MANY  # for three prompts that decode together
+        self.context = 3 * max(inputs["input_ids"].numel() for inputs in longest)  # for three prompts that decode together
 
     def prompt(self, dtype: torch.dtype, **how: int) -> dict[str, Any]:
         return {name: as_type(value, dtype) for name, value in deepcopy(self._prompt(**how)).items()}

@@ -74,6 +74,8 @@ class TokenLoop:
         self._model, self._generator = model, generator
         self._prepared = Prepared.of(model, inputs, options)
         self._prefilled, self._reserved = False, 0
+        mask = inputs.get("attention_mask")
+        self.padded = mask is not None and not bool(mask.all())
         self.watched: list[torch.Tensor] | None = None  # gets each pass's logits float32 [1, V]; None: they are not kept
 
     @property

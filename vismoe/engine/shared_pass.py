@@ -52,7 +52,7 @@ class SharedPasses:
         """Whether this sequence can share a pass; for a reason of the family none can from now on."""
         if not self.refused:
             self.refused = why_not_rows(self._model, loop.cache) or ""
-        return not self.refused
+        return not self.refused and not loop.padded
 
     def wants_trial(self, rows: int) -> bool:
         return _bucket(rows) not in self._judged
@@ -97,7 +97,7 @@ class SharedPasses:
         """Run mixers row by row from now on, as wholes; where that is done already, share no passes."""
         if self.by_mixer:
             self.refused = why
-        self.by_mixer = True
+        self.by_mixer, self._judged = True, {}
         logger.info("shared passes: %s", self.about)
 
     def _pass(self, rows: RowsCache, inputs: Sequence[dict[str, Any]], of_images: frozenset[str]) -> Any:

@@ -74,7 +74,7 @@ class RowsCache(Cache):
     def __init__(self, caches: Sequence[Any], kept: bool = True, whole: bool = False):
         """whole: each mixer is called row by row, whatever its cache is."""
         rows = list(caches) if kept else [_for_trial(cache, whole) for cache in caches]
-        plain = [not whole and type(layer) in PLAIN for layer in rows[0].layers]
+        plain = [not whole and all(type(layer) in PLAIN for layer in layers) for layers in zip(*(cache.layers for cache in rows))]
         layers = [
             RowsLayer([cache.layers[index] for cache in rows], kept) if is_plain else layer
             for index, (layer, is_plain) in enumerate(zip(rows[0].layers, plain, strict=True))
@@ -139,8 +139,9 @@ def rows_that_differ(model: Any, rows: int) -> str | None:
     if not ours:
         some = torch.randn(config.hidden_size, config.hidden_size, dtype=model.dtype, device=model.device)
         weights[tuple(some.shape), some.dtype, some.device] = some
+    chance = torch.Generator().manual_seed(rows)
     for (shape, dtype, device), weight in weights.items():
-        x = torch.randn(rows, shape[1], dtype=dtype, device=device)
+        x = torch.randn(rows, shape[1], generator=chance).to(device, dtype)
         together, alone = nn.functional.linear(x, weight), [nn.functional.linear(row[None], weight) for row in x]
         if not torch.equal(together, torch.cat(alone)):
             return f"torch's product of {rows} rows with {shape[0]} x {shape[1]} {dtype} weights has other bits than that of one"
@@ -259,7 +260,9 @@ def _joined(results: Sequence[Any]) -> Any:
 
 # -- the model's inputs
 def joined_inputs(inputs: Sequence[Mapping[str, Any]], rows: RowsCache, of_images: frozenset[str]) -> dict[str, Any]:
-    """The inputs of one shared pass from those that each row would have alone; `of_images`: names of what no text token needs.
+    """The inputs of one shared pass from those that each row would have alone, none of which is padded.
+
+    of_images: names of what no text token needs.
 
     Raises UnsupportedModelError for inputs that cannot be joined.
     """
@@ -278,6 +281,4 @@ def joined_inputs(inputs: Sequence[Mapping[str, Any]], rows: RowsCache, of_image
             raise UnsupportedModelError(f"its input {name} differs from sequence to sequence")
     if "position_ids" not in joined:
         raise UnsupportedModelError("it counts positions by itself, one count for all sequences")
-    if any(not bool(mask.all()) for one in inputs if isinstance(mask := one.get("attention_mask"), torch.Tensor)):
-        raise UnsupportedModelError("a sequence is padded")
     return joined

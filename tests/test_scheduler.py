@@ -18,7 +18,7 @@ class Scripted:
     def __init__(self, name, tokens, steps, log, fails_at=None, gate=None):
         self.name, self.tokens, self.left, self.log, self.fails_at, self.gate = name, tokens, steps, log, fails_at, gate
         self.ended, self.unwanted = threading.Event(), False
-        self.grows, self.may_give_up = 0, False
+        self.grows, self.may_give_up, self.company = 0, False, None
 
     def step(self):
         if self.gate is not None:

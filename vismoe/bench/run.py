@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from vismoe.bench.job import OURS, Job
 from vismoe.bench.limits import Groups, drop_caches
 from vismoe.bench.turns import rotating
 from vismoe.config import format_bytes
+from vismoe.flags import signals_call
 from vismoe.threads import without_us
 
 WORKER = (sys.executable, "-m", "vismoe.bench.worker")
@@ -90,19 +92,31 @@ def _supervise(argv: Sequence[str], job: Job, folder: Path, limit_s: float | Non
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job.threads))
     usual = dict(os.environ) if job.way == OURS else without_us(os.environ)
     environment = {**usual, **threads, "GGML_NO_BACKTRACE": "1"}  # otherwise a backtrace would fill the end of the log
+    process, early = None, list[int]()
     with (folder / "job").open() as order, (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            argv, stdin=order, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
         try:
+            with _held_back(early):  # or Ctrl-C would leave a process that is not known yet
+                process = subprocess.Popen(
+                    argv, stdin=order, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+            if early:
+                raise KeyboardInterrupt
             code = process.wait(limit_s)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            if process is not None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             raise
     result = folder / "result"
     lines = (folder / "log").read_text(errors="replace").splitlines()
     return code, json.loads(result.read_text()) if result.exists() else {}, "\n".join(lines[-LOG_LINES:])
+
+
+def _held_back(arrived: list[int]) -> contextlib.AbstractContextManager[None]:
+    """Within, Ctrl-C and SIGTERM are noted in `arrived`, and nothing else. Only the main thread gets any."""
+    if threading.current_thread() is not threading.main_thread():
+        return contextlib.nullcontext()
+    return signals_call(lambda number, frame: arrived.append(number), signal.SIGINT, signal.SIGTERM)
 
 
 def _how_it_ended(code: int, kills: int | None, peak_bytes: int | None, limit_bytes: int | None, log: str) -> str:

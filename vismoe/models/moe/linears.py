@@ -48,12 +48,12 @@ def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:
     module = reference()
     weight, bias = module.weight, module.bias
     rows = x.numel() // weight.shape[1]
-    if not _few(rows) or x.dtype is not weight.dtype or x.device.type != "cpu" or torch.is_grad_enabled():
+    if not few(rows) or x.dtype is not weight.dtype or x.device.type != "cpu" or torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
     return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
 
 
-def _few(rows: int) -> bool:
+def few(rows: int) -> bool:
     """Whether the kernels compute so many rows: few, or those of a shared pass, which are to have the bits of being alone."""
     return 0 < rows <= MOST_ROWS or (rows > 0 and running_rows() is not None)
 
@@ -129,7 +129,7 @@ class EncodedLinear(EncodedModule):
         if torch.is_grad_enabled() and x.requires_grad:
             return nn.functional.linear(x, self.restored(), self.bias)
         rows, parts = x.reshape(count, self.in_features), self.parts
-        if _few(count):
+        if few(count):
             return cpu.encoded_linear(rows, self.encoding, parts, self.in_features, self.bias).view(*x.shape[:-1], -1)
         out = x.new_empty(count, self.out_features)
         weight = torch.empty(self._piece_outputs, self.in_features, dtype=x.dtype)

@@ -21,7 +21,7 @@ from vismoe.kernels import cpu, rows
 from vismoe.lookahead.gate import biases_of
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
-from vismoe.models.moe.linears import HALVES, MOST_ROWS
+from vismoe.models.moe.linears import HALVES, few
 from vismoe.models.moe.own_code import with_names
 
 Router = Callable[..., Any]  # (module, hidden_states, ...) -> what the module returns
@@ -31,7 +31,7 @@ ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def serve_routers(model: nn.Module) -> int:
-    """Make the kernels compute the routers of the decoder's experts for up to MOST_ROWS rows; returns how many these are."""
+    """Make the kernels compute the routers of the decoder's experts for few rows, as linears; returns how many these are."""
     found = list(_routers(model))
     for module, router in found:
         module.forward = partial(_forward, weakref.ref(module), router)  # as of linears
@@ -152,7 +152,7 @@ def _forward(reference: Any, router: Router, hidden_states: torch.Tensor, *more:
     module = reference()
     weight = module.weight
     count = hidden_states.numel() // weight.shape[1]
-    fits = 0 < count <= MOST_ROWS and hidden_states.dtype is weight.dtype and hidden_states.is_cpu and weight.is_cpu
+    fits = few(count) and hidden_states.dtype is weight.dtype and hidden_states.is_cpu and weight.is_cpu
     if not fits or torch.is_grad_enabled():
         return type(module).forward(module, hidden_states, *more, **named)
     return router(module, hidden_states, *more, **named)

@@ -222,6 +222,26 @@ def test_a_row_that_fails_leaves_alone():
     assert isinstance(rows[1].error, ValueError) and ["first", "last"] in log
 
 
+def test_steps_together_that_raise_end_their_requests_and_leave_the_thread_alive():
+    class Broken(Row):
+        def step_with(self, others):
+            if others:
+                raise ValueError("broken")
+            return super().step_with(others)
+
+    scheduler, opened = Scheduler(100, most_rows=3), threading.Event()
+    rows = [Broken(number, 4, "a", []) for number in range(2)]
+    scheduler.run_alone(opened.wait)
+    for row in rows:
+        scheduler.ask(row)
+    opened.set()
+    assert all(row.ended.wait(20) and isinstance(row.error, ValueError) for row in rows)
+    last = Row("last", 1, None, [])
+    scheduler.ask(last)
+    assert last.ended.wait(20)
+    scheduler.close()
+
+
 # -- caches that grow in place
 @given(st.data())
 @settings(max_examples=examples(60))

@@ -260,7 +260,7 @@ class Request:
             with torch.inference_mode(), contextlib.suppress(Interrupted):
                 going_on = self._read_on() if prefilling else self._answer(*self.loop.step(self._repeated))
         finally:
-            tokens = self._read_tokens - max(read, self._reused_tokens) if prefilling else 1
+            tokens = max(0, self._read_tokens - max(read, self._reused_tokens)) if prefilling else 1  # 0: interrupted
             self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, self._shared.count())
         return going_on
 

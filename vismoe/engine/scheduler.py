@@ -230,7 +230,7 @@ class Scheduler:
         able = [request for request in together if request.unwanted or self._has_room(request)]
         able = [request for request in able if request in self._running]  # one may have been put back for another
         del together
-        results = able[0].step_with(able[1:]) if len(able) > 1 else [_stepped(request) for request in able]
+        results = _stepped(able)
         while able:  # an error's traceback leads to this frame, which is to hold neither it nor its request
             self._settle(able.pop(0), results.pop(0))
 
@@ -298,9 +298,9 @@ class Scheduler:
             logger.exception("a request's end could not be told")
 
 
-def _stepped(request: Steps) -> bool | BaseException:
-    """What its step returns, or raises."""
+def _stepped(together: Sequence[Steps]) -> list[bool | BaseException]:
+    """What the steps of these requests return, or raise."""
     try:
-        return request.step()
-    except BaseException as error:  # the request's boundary: the reader of its reply gets it
-        return error
+        return together[0].step_with(together[1:]) if len(together) > 1 else [request.step() for request in together]
+    except BaseException as error:  # the requests' boundary: the readers of their replies get it
+        return [error] * len(together)

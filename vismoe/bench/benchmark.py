@@ -234,6 +234,7 @@ def _job(order: BenchOptions, subject: Subject, contestants: Sequence[Contestant
         files=tuple(map(str, subject.files)),
         moe_time=order.moe_time,
         parallel=order.parallel,
+        prompts=tuple(random_ids(subject.config, len(ids), order.seed + row) for row in range(max(order.parallel, default=0))),
     )
     return job, plans
 

@@ -102,7 +102,7 @@ class TransformersRunner:
 
     def parallel(self, rows: int) -> ParallelAnswers:
         """So many prompts in a batch of generate()."""
-        stamps, ids = Stamps(), torch.tensor(self._job.prompts(rows), device=self._job.device)
+        stamps, ids = Stamps(), torch.tensor(self._job.prompts[:rows], device=self._job.device)
         with torch.inference_mode():
             self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stamps)
         read = difference(disk_bytes(), stamps.first_disk_bytes)
@@ -149,7 +149,7 @@ class VisMoERunner(TransformersRunner):
         steps, context = self._job.new_tokens - 1, runtime_of(self.model).context
         longest = 2 * self._job.new_tokens
         loops = []
-        for prompt in self._job.prompts(rows):
+        for prompt in self._job.prompts[:rows]:
             ids = torch.tensor([prompt], device=self._job.device)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             loops.append(TokenLoop(self.model, inputs, {"max_new_tokens": longest, "min_new_tokens": longest}))

@@ -141,11 +141,7 @@ class Job:
     moe_time: bool = False  # time the routed experts alone in a further request, which is not counted
     first_tokens: tuple[int, ...] = ()  # further warm requests, each with so many of the first tokens of the prompt
     parallel: tuple[int, ...] = ()  # further measurements, each with so many prompts that decode at once
-
-    def prompts(self, rows: int) -> list[tuple[int, ...]]:
-        """So many prompts of equal length, each another one."""
-        ids = self.token_ids
-        return [ids[row % len(ids) :] + ids[: row % len(ids)] for row in range(rows)]
+    prompts: tuple[tuple[int, ...], ...] = ()  # for these: of equal length, each another one
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -155,6 +151,7 @@ class Job:
         values = json.loads(text)
         for name in ("token_ids", "files", "picture", "first_tokens", "parallel"):
             values[name] = None if values[name] is None else tuple(values[name])
+        values["prompts"] = tuple(map(tuple, values["prompts"]))
         return cls(**values)
 
 

@@ -64,7 +64,7 @@ class LlamaRunner:
     def parallel(self, rows: int) -> ParallelAnswers:
         """So many sequences in a context of their own, with the rows of each step in one batch."""
         llama, job, options = self._llama, self._job, self._model.context_params
-        prompts, steps = job.prompts(rows), job.new_tokens - 1
+        prompts, steps = job.prompts[:rows], job.new_tokens - 1
         before = options.n_ctx, options.n_seq_max, options.n_batch, options.n_ubatch
         each = -(-(len(job.token_ids) + job.new_tokens) // CONTEXT_STEP) * CONTEXT_STEP
         options.n_ctx, options.n_seq_max = rows * each, rows

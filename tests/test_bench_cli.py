@@ -66,7 +66,7 @@ def tiny(cache):
 def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, tmp_path):
     timeline = tmp_path / "timeline.json"
     flags = ["--baseline", "accelerate,transformers-eager", "--kernels", "torch", "--image", "64x64", "--trace", str(timeline)]
-    assert cli.main([*TINY, *flags]) == 0
+    assert cli.main([*TINY, *flags, "--parallel", "3"]) == 0
     *table, last = capsys.readouterr().out.strip().splitlines()
     report = json.loads(last)
     assert set(report) == REPORT and not report["interrupted"]
@@ -79,6 +79,10 @@ def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, 
             assert row[state]["encode_s"]["median"] > 0
         assert row["agreement"]["same_every_time"]
         assert any(line.startswith(name) and "cold" in line for line in table)
+    at_once = {name: row["parallel"]["3"] for name, row in rows.items()}
+    assert all(found["tokens_per_s"]["median"] > 0 for found in at_once.values())
+    assert [found["by_turns_tokens_per_s"] is None for found in at_once.values()] == [False, True, True]
+    assert any("by turns" in line for line in table)
     assert rows["vismoe"]["agreement"]["equal_tokens"] == 4  # eager's own arithmetic: not one bit differs
     ours = rows["vismoe"]["cold"]
     assert 0 <= ours["decode_hit_rate"]["median"] <= 1 and ours["decode_bytes_read_per_token"]["median"] > 0

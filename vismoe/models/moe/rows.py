@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.family.components import is_vision
+from vismoe.models.inputs.prompts import TOKEN_KINDS
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
@@ -270,6 +271,8 @@ def joined_inputs(inputs: Sequence[Mapping[str, Any]], rows: RowsCache, of_image
     joined: dict[str, Any] = {"past_key_values": rows}
     for name in sorted(names - {"past_key_values", "attention_mask"}):
         values: list[Any] = [one.get(name) for one in inputs]
+        if name in TOKEN_KINDS:  # older releases hand on those of all tokens
+            values = [value if value is None else value[..., -1:] for value in values]
         if all(isinstance(value, torch.Tensor) and value.ndim for value in values):
             axis = 1 if name == "position_ids" and values[0].ndim == 3 else 0
             if any(value.shape[axis] != 1 for value in values):

@@ -24,7 +24,7 @@ TEXT: dict[str, Any] = dict(
     vocab_size=4096,
     hidden_size=1024,
     intermediate_size=2048,
-    num_hidden_layers=7 if LESS else 12,
+    num_hidden_layers=8 if LESS else 12,
     num_attention_heads=16,
     num_key_value_heads=4,
     head_dim=64,
@@ -50,10 +50,7 @@ TOKENS = dict(image_token_id=4000, video_token_id=4001, vision_start_token_id=40
 
 SERVE = r"""
 import json, sys
-from vismoe.flags import quick_imports
-
-with quick_imports():
-    import torch, transformers, vismoe
+import torch, transformers, vismoe
 
 def status(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))
@@ -72,7 +69,7 @@ model = kind.from_pretrained(
 ).eval()
 plan = runtime_of(model).plan
 torch.manual_seed(0)
-new = 4
+new = 6
 for _ in range(2):
     ids = torch.randint(5, 3000, (rows, tokens - new - side * side))
     images = {}
@@ -95,7 +92,7 @@ print(json.dumps({"planned_bytes": plan.total_bytes, "grown_bytes": status("VmHW
 # 128 narrow experts, of which a token uses eight: 726 MiB of weights in 24 layers; 8 wide ones: 1.0 GiB in ten.
 NARROW = (
     T.Qwen3MoeConfig(
-        vocab_size=60_000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4 if LESS else 24, num_attention_heads=8,
+        vocab_size=60_000, hidden_size=512, intermediate_size=1024, num_hidden_layers=6 if LESS else 24, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, moe_intermediate_size=64, num_experts=128, num_experts_per_tok=8,
         max_position_embeddings=2**15, dtype="bfloat16",
     ),
@@ -172,12 +169,12 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("tokens, rows, kernels", [(2500, 1, "torch")] if LESS else EVERY)
+@pytest.mark.parametrize("tokens, rows, kernels", [(3000, 1, "torch")] if LESS else EVERY)
 def test_so_it_does_with_long_prompts_and_batches(folder_of, tokens, rows, kernels):
     assert 0.9 <= growth(folder_of(NARROW), tokens, rows, 0, {"memory": "25%", "kernels": kernels}) <= 1.05
 
 
-@pytest.mark.parametrize("tokens, rows, kernels", [(800, 1, "auto")] if LESS else EVERY)
+@pytest.mark.parametrize("tokens, rows, kernels", [(2000, 1, "auto")] if LESS else EVERY)
 def test_so_it_does_with_wide_experts(folder_of, tokens, rows, kernels):
     assert 0.9 <= growth(folder_of(WIDE), tokens, rows, 0, {"memory": "25%", "kernels": kernels}) <= 1.05
 

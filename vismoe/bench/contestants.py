@@ -168,7 +168,7 @@ class VisMoERunner(TransformersRunner):
             for loop in loops:
                 loop.step()
         by_turns_s = time.perf_counter() - turned_s
-        return ParallelAnswers(rows, steps * rows, turned_s - began_s, read, steps * rows, by_turns_s, passes.about)
+        return ParallelAnswers(rows, steps * rows, turned_s - began_s, read, by_turns_s)
 
     def trace(self, path: str) -> None:
         """Write the timeline of a further request."""

@@ -181,9 +181,7 @@ class ParallelAnswers:
     tokens: int  # decoded, of all rows
     seconds: float
     disk_bytes: int | None  # read from storage meanwhile
-    by_turns_tokens: int = 0  # of VisMoE: decoded after that, a pass for each row
-    by_turns_s: float = 0.0
-    notes: str = ""
+    by_turns_s: float | None = None  # of VisMoE: for as many tokens after that, a pass for each row
 
 
 @dataclass(frozen=True)

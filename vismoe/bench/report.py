@@ -256,12 +256,11 @@ def _parallel(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         rows: {
             "tokens_per_s": spread(one["tokens"] / one["seconds"] for one in several),
             "by_turns_tokens_per_s": spread(
-                one["by_turns_tokens"] / one["by_turns_s"] if one["by_turns_tokens"] else None for one in several
+                None if one["by_turns_s"] is None else one["tokens"] / one["by_turns_s"] for one in several
             ),
             "disk_bytes_per_token": spread(
                 None if one["disk_bytes"] is None else one["disk_bytes"] / one["tokens"] for one in several
             ),
-            "notes": several[-1]["notes"],
         }
         for rows, several in found.items()
     }

@@ -266,15 +266,14 @@ class Request:
 
     def step_with(self, others: "Sequence[Request]") -> list[bool | BaseException]:
         """One forward pass for the next token of this request and of others of its company."""
-        results = dict[Request, bool | BaseException]()
         wanted = [request for request in (self, *others) if not request.unwanted]
-        shared = self._shared
-        if len(wanted) > 1 and shared.passes.wants_trial(len(wanted)):
-            results = dict(zip(wanted, self._tried(wanted), strict=True))
-        elif len(wanted) > 1:
-            results = dict(zip(wanted, self._together(wanted), strict=True))
+        if len(wanted) < 2:
+            done = [_attempt(request.step) for request in wanted]
+        elif self._shared.passes.wants_trial(len(wanted)):
+            done = self._tried(wanted)
         else:
-            results = {request: _attempt(request.step) for request in wanted}
+            done = self._together(wanted)
+        results = dict(zip(wanted, done, strict=True))
         return [results.get(request, False) for request in (self, *others)]
 
     def _together(self, requests: "Sequence[Request]") -> "list[bool | BaseException]":
@@ -288,9 +287,7 @@ class Request:
         except BaseException as error:  # it leaves each row's keys and values incomplete
             shared.count()
             return [error] * rows
-        results = []
-        for request, output in zip(requests, outputs, strict=True):
-            results.append(_attempt(partial(request._taken, output)))
+        results = [_attempt(partial(request._taken, output)) for request, output in zip(requests, outputs, strict=True)]
         for request, happened in zip(requests, shared.count().split(rows), strict=True):
             request._passed(Phase.DECODE, 1, began_s, happened, rows)
         return results

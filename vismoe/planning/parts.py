@@ -38,7 +38,7 @@ def mask_room(need: Footprint, context: int, most_bytes: int) -> int:
     return min(most_bytes, mask_bytes(1, context, context, need.dtype))
 
 
-def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int, rows: int = 1) -> list[PlanPart]:
+def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int, rows: int) -> list[PlanPart]:
     """Everything on the device except experts and staging, for `context` tokens, masks of `most_mask_bytes`, and decode passes of
     `rows` sequences.
 

@@ -1,7 +1,7 @@
 // The encodings of published checkpoints (vismoe/formats/encodings.py): where their codes lie, and their scales in float32.
 //
-// A row is units of 128 inputs (256 for K-quants and IQ4_XS) and has one scale for every kStep inputs. Kernels sum the products of inputs
-// and codes over a step, and multiply the sum by the scale. Some encodings also have a minimum for every step: a number that all
+// A row is units of 128 inputs (256 for K-quants and IQ4_XS) and has one scale for every kStep inputs. Kernels sum the products of
+// inputs and codes over a step, and multiply the sum by the scale. Some encodings also have a minimum for every step: a number that all
 // its weights have in common, which is multiplied by the sum of the inputs. Like kernel.h, in an anonymous namespace.
 
 #pragma once

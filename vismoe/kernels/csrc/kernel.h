@@ -853,13 +853,11 @@ void restore(const Matrix& m, const std::uint8_t* record, std::size_t begin, std
 
 template <class S>
 const Kernels& kernels_of() {
-  if constexpr (sizeof(typename S::X) == 4) {
-    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restore<S>, combine, norm, rotate, choose};
-    return kernels;
-  } else {
-    static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, nullptr, combine, norm, rotate, choose};
-    return kernels;
-  }
+  decltype(Kernels::restore) restored = nullptr;
+  if constexpr (sizeof(typename S::X) == 4) restored = restore<S>;
+  static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restored,
+                                  combine, norm, rotate, choose};
+  return kernels;
 }
 
 template <class S, Encoding E>

@@ -77,7 +77,7 @@ def as_stated(model: Any) -> Stated:
             found = [tensors[stem if stem in tensors else f"{stem}.weight"] for stem in stems.get(parameter, [parameter])]
             rows[parameter] = [tuple(one.row(0) if len(one.shape) > len(section.shape) else one for one in found)]
     inventory, locators = as_stored(raw, rows, transposed)
-    stretches = [stretch for layer in stretches_of(inventory, locators) for (expert,) in [layer] for stretch in expert]
+    stretches = [stretch for (expert,) in stretches_of(inventory, locators) for stretch in expert]
     sources = {f"{path}.weight": WeightSources((f"{path}.weight",), [(f"{path}.weight", None)], None) for path, *_ in linears}
     return Stated(
         inventory,

@@ -8,9 +8,7 @@ by piece, and torch computes: its products of many rows use what the processor h
 token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
 """
 
-import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from vismoe.formats.encodings import Encoding
 from vismoe.kernels import cpu
 from vismoe.kernels.restore import restore
 from vismoe.models.family.components import is_vision
+from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.moe.rows import running_rows
 
 MOST_ROWS = 16
@@ -31,17 +30,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def serve_linears(model: nn.Module) -> int:
     """Make the kernels compute the decoder's linear layers for up to MOST_ROWS rows; returns the number of these layers."""
-    modules = list(_linears(model))
-    for module in modules:
-        module.forward = partial(_forward, weakref.ref(module))  # type: ignore[method-assign]  # avoids a reference cycle, so it is freed with the model
-    return len(modules)
+    return give_forward(_linears(model), _forward)
 
 
-def _linears(model: nn.Module) -> Iterator[nn.Linear]:
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Linear]]:
     for path, module in model.named_modules():
         plain = type(module) is nn.Linear and "forward" not in module.__dict__
         if plain and not is_vision(path) and module.weight.device.type == "cpu" and module.weight.dtype in HALVES:
-            yield module
+            yield (module,)
 
 
 def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,7 @@ on the other rows, so it is ours for any number of them; it is rounded once, whe
 
 import copy
 import inspect
-import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch import nn
 
 from vismoe.kernels import cpu, rows
 from vismoe.models.family.components import is_vision
+from vismoe.models.moe.own_forward import give_forward
 
 PROBE_SIZES = (1e-3, 1.0, 30.0)  # of rows: where eps weighs, and where it does not
 TOLERANCE = 1e-5  # of float32; the forms differ by far more on the probe
@@ -32,10 +31,7 @@ class NormForm(NamedTuple):
 
 def serve_norms(model: nn.Module) -> int:
     """Make the kernels compute the decoder's norms; returns how many these are."""
-    found = list(_norms(model))
-    for module, form in found:
-        module.forward = partial(_forward, weakref.ref(module), form)  # as of linears
-    return len(found)
+    return give_forward(_norms(model), _forward)
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, NormForm]]:

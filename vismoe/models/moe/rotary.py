@@ -6,7 +6,6 @@ code that calls ours instead.
 """
 
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 from vismoe.kernels import rows
 from vismoe.models.family.components import is_vision
-from vismoe.models.moe.own_code import with_names
+from vismoe.models.moe.own_forward import give_forward, with_names
 
 NAME = "apply_rotary_pos_emb"
 PROBE_TYPES = (torch.float32, torch.bfloat16)
@@ -24,10 +23,7 @@ PROBE_TYPES = (torch.float32, torch.bfloat16)
 
 def serve_rotations(model: nn.Module) -> int:
     """Make the kernels turn the queries and keys of the decoder; returns of how many attention modules."""
-    found = list(_attentions(model))
-    for module, forward in found:
-        module.forward = partial(_forward, weakref.ref(module), forward)  # as of linears
-    return len(found)
+    return give_forward(_attentions(model), _forward)
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:

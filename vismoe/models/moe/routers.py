@@ -8,7 +8,6 @@ token, do nothing. Either is compared with what the router makes of some vectors
 
 import inspect
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from vismoe.lookahead.gate import biases_of
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules
 from vismoe.models.moe.linears import HALVES, few
-from vismoe.models.moe.own_code import with_names
+from vismoe.models.moe.own_forward import give_forward, with_names
 
 Router = Callable[..., Any]  # (module, hidden_states, ...) -> what the module returns
 PROBE_ROWS, PROBE_LOGIT = 8, 4.0  # how many vectors, and their largest logit
@@ -32,10 +31,7 @@ ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 
 def serve_routers(model: nn.Module) -> int:
     """Make the kernels compute the routers of the decoder's experts for few rows, as linears; returns how many these are."""
-    found = list(_routers(model))
-    for module, router in found:
-        module.forward = partial(_forward, weakref.ref(module), router)  # as of linears
-    return len(found)
+    return give_forward(_routers(model), _forward)
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, Router]]:

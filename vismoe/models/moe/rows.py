@@ -10,7 +10,6 @@ import contextlib
 import copy
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.family.components import is_vision
 from vismoe.models.inputs.prompts import TOKEN_KINDS
+from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.visual.growing_cache import GrowingLayer
 from vismoe.models.visual.pruned_cache import PrunedLayer
 
@@ -94,11 +94,11 @@ class RowsCache(Cache):
 
 
 def _for_trial(cache: Any, whole: bool) -> Any:
-    """A cache that may change while `cache` stays. Plain layers are not copied: `RowsLayer` leaves them as they are."""
+    """A cache that may change while `cache` stays. Plain layers need no deep copy: a shallow one grows in memory of its own, and
+    `RowsLayer` makes that itself."""
     trial = copy.copy(cache)
     trial.layers = [
-        copy.copy(layer) if type(layer) in PLAIN and whole else layer if type(layer) in PLAIN else copy.deepcopy(layer)
-        for layer in cache.layers
+        copy.deepcopy(layer) if type(layer) not in PLAIN else copy.copy(layer) if whole else layer for layer in cache.layers
     ]
     return trial
 
@@ -191,8 +191,7 @@ def _serve_mixers(model: nn.Module) -> None:
     """Let every token mixer of the decoder run row by row when a shared pass says so; done once."""
     if model.__dict__.get("_vismoe_mixers"):
         return
-    for mixer in _mixers(model):
-        mixer.forward = partial(_mixed, weakref.ref(mixer), vars(mixer).get("forward"))  # no reference cycle
+    give_forward(((mixer, vars(mixer).get("forward")) for mixer in _mixers(model)), _mixed)
     model.__dict__["_vismoe_mixers"] = True
 
 

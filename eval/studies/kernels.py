@@ -187,7 +187,7 @@ def encoded_layout(shapes: dict[str, tuple[int, int]], encoding: str) -> RecordL
     return RecordLayout.of({n: shape for n, (shape, _) in sections.items()}, {n: dtype for n, (_, dtype) in sections.items()})
 
 
-def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor, prompt: bool) -> Iterator[Call]:
+def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor, prompt: bool = False) -> Iterator[Call]:
     """Calls that give all tokens to each expert of a group; of a prompt: that add the experts up."""
     tokens, addresses = len(x), slabs.data_ptr() + np.arange(len(slabs), dtype=np.uint64) * np.uint64(slabs.shape[1])
     starts = np.arange(EXPERTS_OF_A_CALL + 1, dtype=np.int32) * np.int32(tokens)

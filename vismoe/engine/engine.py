@@ -105,6 +105,17 @@ class Load:
     failed: int
 
 
+@dataclass(frozen=True)
+class PaceNow:
+    """Decode passes: what is expected of them, and what came."""
+
+    planned_rows: int  # the most requests of one pass
+    most_rows: int  # the same, as far as the latency allows by what passes took
+    rows: float  # of the latest passes, on average
+    tokens_per_s: float  # of all rows of these together
+    expected_tokens_per_s: float  # of so many rows, by what passes of any number took; before the first, by the plan
+
+
 class Engine:
     """A loaded model. Requests run by turns, a token of each at a time; those whose tokens do not fit beside others wait."""
 
@@ -122,7 +133,7 @@ class Engine:
         passes = SharedPasses(model, rows, settings.deterministic or (settings.parallel == "auto" and on_cpu))
         self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention, passes)
         recording = lambda: self._runtime.context.recorder is not None  # noqa: E731
-        self._scheduler = Scheduler(self._runtime.plan.context, recording, rows)
+        self._scheduler = Scheduler(self._runtime.plan.context, recording, rows, self._between)
         self._changes = PlanChanges(self._shared, self._scheduler, settings)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
@@ -162,6 +173,19 @@ class Engine:
     @property
     def metrics(self) -> Metrics:
         return self._runtime.metrics
+
+    @property
+    def pace(self) -> PaceNow:
+        """How fast decode passes are, and are expected to be."""
+        pace = self._shared.pace
+        rows = round(pace.achieved_rows) or 1
+        return PaceNow(
+            planned_rows=self.plan.rows,
+            most_rows=self._scheduler.most_rows,
+            rows=pace.achieved_rows,
+            tokens_per_s=pace.achieved_tokens_per_s,
+            expected_tokens_per_s=pace.expected(rows).tokens_per_s,
+        )
 
     @property
     def load(self) -> Load:
@@ -309,6 +333,14 @@ class Engine:
 
         result: Result = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
         return result
+
+    def _between(self, scheduler: Scheduler) -> None:
+        """Before a round, on the model's thread: what passes took says how many requests keep to the latency."""
+        latency, pace, passes = self.settings.latency, self._shared.pace, self._shared.passes
+        if latency is not None:
+            scheduler.most_rows = 1 if passes.refused else pace.most_rows(latency)
+            by_turns = int(latency / pace.expected(1).seconds)  # a token of each is a pass of its own
+            scheduler.most_running = max(1, by_turns) if passes.refused else scheduler.most_rows
 
     def _others(self, request: Request) -> int:
         """Tokens of the other requests that run."""

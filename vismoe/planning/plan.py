@@ -54,7 +54,7 @@ class Plan:
     io_threads: int
     rows: int = 1  # the most requests that decode in one pass
     passes: tuple[ExpectedPass, ...] = ()  # expected of one row, and of `rows`
-    assumed: tuple[str, ...] = ()  # the rates behind that which were not measured
+    rates: MachineRates = UNMEASURED  # behind that
     mask_bytes: int = 0  # the most that explicit attention masks may take
     low_slabs: tuple[int, ...] = ()  # slabs of a pair's second format, as in Division; `slabs` are those of the better one
     hot_quota: tuple[int, ...] = ()
@@ -108,8 +108,8 @@ class Plan:
             rows = "one request" if one.rows == 1 else f"{one.rows} requests in a pass"
             speed = f"{one.tokens_per_s:.3g} tokens/s of {rows}, {one.seconds:.3g} s a pass, bound by {one.bound}"
             yield f"{'  ' if number else 'expected: '}{speed}", "", ""
-        if self.assumed:
-            yield f"  assumed, for nothing was measured (vismoe doctor): {', '.join(self.assumed)}", "", ""
+        if self.rates.assumed:
+            yield f"  assumed, not measured (vismoe doctor): {', '.join(self.rates.assumed)}", "", ""
         if self.reading:
             yield "on disk", "", ""
             yield from (("  " + sentence, "", "") for sentence in self.reading)
@@ -156,7 +156,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
         io_threads=case.io_threads,
         rows=case.rows,
         passes=tuple(expected(rows, case.loads(), rates) for rows in dict.fromkeys((1, case.rows))),
-        assumed=rates.assumed,
+        rates=rates,
         mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,
         hot_quota=division.hot_quota,

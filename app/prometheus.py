@@ -60,6 +60,11 @@ PACE_GAUGES = {
     "most_rows": ("vismoe_decode_rows_limit", "Requests that may decode in one pass now, by --latency and what passes took"),
     "rows": ("vismoe_decode_rows", "Requests in the latest decode passes, on average"),
     "tokens_per_s": ("vismoe_decode_tokens_per_second", "Tokens that the latest decode passes gave in a second of them"),
+    "context_tokens": (
+        "vismoe_context_tokens_limit",
+        "Tokens of context for all requests together, with what experts have lent",
+    ),
+    "released_bytes": ("vismoe_expert_lent_bytes", "Bytes of experts' memory lent to keys and values of requests"),
     "expected_tokens_per_s": (
         "vismoe_decode_expected_tokens_per_second",
         "The same as fitted to passes of any number of requests; before the first pass as planned",

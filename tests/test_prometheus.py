@@ -43,7 +43,15 @@ def engine(metrics: Metrics) -> SimpleNamespace:
         metrics=metrics,
         backends={"kernels": 'fast "AVX2"\n(on /this/machine)'},
         load=load,
-        pace=PaceNow(planned_rows=16, most_rows=8, rows=7.5, tokens_per_s=15.5, expected_tokens_per_s=17.5),
+        pace=PaceNow(
+            planned_rows=16,
+            most_rows=8,
+            rows=7.5,
+            tokens_per_s=15.5,
+            context_tokens=2500,
+            released_bytes=9,
+            expected_tokens_per_s=17.5,
+        ),
         precision=PrecisionInfo("hotness", "int4/int2", 0.75),
         format_names=("int4", "int2"),
         formats=lambda: np.array([[0, 1, 2, 2], [2, 0, 1, 255]], np.uint8),
@@ -99,6 +107,7 @@ def test_what_the_plan_expects_of_passes_is_beside_what_came():
     assert (found["vismoe_plan_rows",], found["vismoe_decode_rows_limit",], found["vismoe_decode_rows",]) == (16, 8, 7.5)
     came, expected = found["vismoe_decode_tokens_per_second",], found["vismoe_decode_expected_tokens_per_second",]
     assert (came, expected) == (15.5, 17.5)
+    assert (found["vismoe_context_tokens_limit",], found["vismoe_expert_lent_bytes",]) == (2500, 9)
 
 
 def test_computations_keep_the_format_they_were_counted_in_when_formats_are_changed():

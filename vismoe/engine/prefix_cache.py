@@ -76,7 +76,7 @@ class PrefixCache:
 
     def shrink(self, most_tokens: int) -> None:
         """Give up what was used least recently until so many tokens are left."""
-        while self.tokens > most_tokens:
+        while self._kept and self.tokens > most_tokens:
             self._kept.pop(0)
 
     def clear(self) -> None:

@@ -195,10 +195,19 @@ class Scheduler:
         """Beside requests that run."""
         if isinstance(first, Task) or self._alone() or self._short or len(self._running) >= self.most_running:
             return False
-        return first.tokens <= self._free
+        return first.tokens <= self.free
 
     @property
-    def _free(self) -> int:
+    def waits_for_places(self) -> bool:
+        """Whether the next request would enter, or one that runs go on, if there were more places. On the model's thread."""
+        with self._changed:
+            first = self._waiting[0] if self._waiting and self._running else None
+        if first is None or isinstance(first, Task) or self._alone() or len(self._running) >= self.most_running:
+            return False
+        return bool(self._short) or first.tokens > self.free
+
+    @property
+    def free(self) -> int:
         """Tokens that no request holds."""
         return self.context_tokens - sum(request.tokens for request in self._running)
 
@@ -257,9 +266,9 @@ class Scheduler:
     def _has_room(self, request: Steps) -> bool:
         """Whether it has what its next step needs, if need be from requests that came later."""
         more = request.grows
-        while more > self._free and (later := self._latest_behind(request)) is not None:
+        while more > self.free and (later := self._latest_behind(request)) is not None:
             self._put_back(later)
-        enough = more <= self._free
+        enough = more <= self.free
         if enough:
             request.tokens += more
         self._note_short(request, not enough)

@@ -344,8 +344,8 @@ class Engine:
         """Before a round, on the model's thread: what passes took says how many requests keep to the latency, and whether experts
         lend memory to those that wait."""
         latency, pace, passes = self.settings.latency, self._shared.pace, self._shared.passes
+        scheduler.most_rows = 1 if passes.refused else min(pace.most_rows(latency), passes.most_rows)
         if latency is not None:
-            scheduler.most_rows = 1 if passes.refused else pace.most_rows(latency)
             by_turns = int(latency / pace.expected(1).seconds)  # a token of each is a pass of its own
             scheduler.most_running = max(1, by_turns) if passes.refused else scheduler.most_rows
         if not self.settings.deterministic:

@@ -84,8 +84,7 @@ def machine_rates(
     else:
         weights = rate(profile.dram_bytes_per_s if profile else None, NOMINAL_CPU_BYTES_PER_S, "memory")
     disk = disk_of(profile, reads.paths[0].parent if reads.paths else Path.cwd()) if profile else None
-    copies = fits_page_cache(reads.stored_bytes, spare_bytes) and not (direct or on_gpu)  # by the cores that compute
-    if copies:
+    if fits_page_cache(reads.stored_bytes, spare_bytes) and not (direct or on_gpu):
         stored = rate(disk.cached_bytes_per_s if disk else None, weights / 4, "the page cache")
     else:
         expert_bytes = max(layout.record_bytes for layout in inventory.layouts)
@@ -103,7 +102,9 @@ def machine_rates(
     if needs.by_kernels and not on_gpu:
         setup = cpu.setup()
         flop = FLOP_PER_S[setup.isa] * setup.threads
-    return MachineRates(weights, flop, missing, overlaps=not copies, assumed=tuple(assumed))
+    # On a CPU the cores that compute also read, and only a layer's hits are computed meanwhile: measured, it is the sum.
+    overlaps = on_gpu or settings.emulated_link_bytes_per_s is not None
+    return MachineRates(weights, flop, missing, overlaps=overlaps, assumed=tuple(assumed))
 
 
 def _profile(settings: Settings) -> Profile | None:

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +138,25 @@ def test_what_an_expert_shows_is_the_block_that_is_bound_to_it(steps, nbytes):
     walk(tensor, steps, write, check)
     tensor.close()
     tensor.close()
+
+
+def test_addresses_of_what_is_not_bound_stay_reserved_and_cannot_be_touched():
+    tensor = PagedTensor(1, 3, mmap.PAGESIZE, 2, HostMemory())
+    tensor.bind(0, 0, 0)
+    tensor.bind(0, 1, 1)
+    tensor.unbind(0, 1)
+    assert [access_at(tensor.address + expert * mmap.PAGESIZE) for expert in range(3)] == ["rw-s", "---p", "---p"]
+    tensor.close()
+    assert access_at(tensor.address) is None
+
+
+def access_at(address):
+    """What the kernel allows there, e.g. rw-s; None where nothing is mapped."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(text, 16) for text in line.split()[0].split("-"))
+        if start <= address < end:
+            return line.split()[1]
+    return None
 
 
 def test_stock_code_computes_over_a_window_whose_experts_lie_in_any_blocks():

@@ -81,7 +81,7 @@ class PageTable:
     @property
     def has_room_for_all(self) -> bool:
         """There is a slab of the one format for every expert."""
-        backed = np.count_nonzero(self.state != UNBACKED)
+        backed = int(np.count_nonzero(self.state != UNBACKED))
         return self.pool.precision is None and backed >= len(self.slab_of)
 
     @property

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_pager import NumberStore, make_pager, random_walk
 from test_plan import footprint, inventory
@@ -153,6 +153,7 @@ def test_released_bytes_pay_for_as_many_tokens_as_fit(context, rows, released, w
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 3), st.lists(st.integers(1, 60), max_size=3), st.integers(0, 3)), max_size=60))
+@example([(2.0, [50, 50], 0), (2.0, [20], 0), (0.5, [], 0), (0.5, [9], 1)])
 def test_slabs_and_keys_and_values_together_never_exceed_the_plan(rounds):
     """Requests of these tokens arrive, and so many of those that run end, round by round."""
     context, store = 100, LargeNumberStore([16] * 4)
@@ -189,10 +190,10 @@ def test_slabs_and_keys_and_values_together_never_exceed_the_plan(rounds):
 
 def test_requests_that_wait_get_the_memory_of_experts_and_the_bits_that_they_have_alone(monkeypatch):
     monkeypatch.setattr(boundary_module, "ROUNDS_A_MOVE", 2)
-    with vismoe.load(None, memory="100%", context=320, parallel=8) as engine:
+    with vismoe.load(None, memory="100%", context=100, parallel=8) as engine:
         messages = [{"role": "user", "content": "Describe a photograph of a cat."}]
-        alone = "".join(engine.chat(messages, max_tokens=100, reuse=False))
-        replies = [engine.chat(messages, max_tokens=100, reuse=False) for _ in range(6)]
+        alone = "".join(engine.chat(messages, max_tokens=70, reuse=False))
+        replies = [engine.chat(messages, max_tokens=70, reuse=False) for _ in range(6)]
         places, lent = engine.plan.context, 0
         for reply in replies:
             for _ in reply:
@@ -201,7 +202,7 @@ def test_requests_that_wait_get_the_memory_of_experts_and_the_bits_that_they_hav
         assert [reply.text for reply in replies] == [alone] * 6
         engine.check_integrity()
         assert max(one.rows for reply in replies for one in reply.figures.passes) > 2
-        list(engine.chat(messages, max_tokens=100))  # nobody waits: experts have their memory again
+        list(engine.chat(messages, max_tokens=70))  # nobody waits: experts have their memory again
         assert engine.pace.released_bytes < lent
         engine.check_integrity()
 

@@ -1,6 +1,7 @@
 """Memory that experts lend to keys and values while requests wait for admission, and take back. On the model's thread, between
 rounds; decisions are in planning/boundary.py."""
 
+from vismoe.errors import BusyError, ClosedError
 from vismoe.models.load.runtime import Runtime
 from vismoe.planning.boundary import Move, next_move, tokens_for
 from vismoe.planning.plan import Plan
@@ -46,6 +47,9 @@ class Boundary:
 
     def _move(self, more: bool) -> None:
         self._rounds = 0
-        self.released_bytes = self._runtime.pager.lend_memory(more)
+        try:
+            self.released_bytes = self._runtime.pager.lend_memory(more)
+        except (BusyError, ClosedError):  # a caller's own pass is under way, or nothing serves: the next move comes later
+            return
         self.released_tokens = self._tokens_for(self.released_bytes)
         self._runtime.context.more_tokens = self.released_tokens

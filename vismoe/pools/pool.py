@@ -86,7 +86,8 @@ class SlabPool:
         return -(-start // page) * page, (start + self.layout.record_bytes) // page * page
 
     def unback(self, slab: int) -> bool:
-        """Give the pages of a taken slab, and what is in them, back to the system; whether it took them."""
+        """Give the pages of a taken slab, and what is in them, back to the system; whether it took them. Where transparent huge
+        pages are always on, the kernel may give small slabs pages again by itself."""
         assert self.elastic and not self._is_free[slab], f"slab {slab} is free, or its memory is not ours to give"
         first, end = self._pages(slab)
         if end <= first:

@@ -30,7 +30,7 @@ from vismoe.store.expert_store import Reads
 from vismoe.types import RecordLayout
 
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
-FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9}
+FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9, "amx": 225e9}
 
 
 def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayout], why_no_kernels: str | None) -> Ways | None:

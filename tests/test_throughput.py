@@ -149,13 +149,13 @@ def test_auto_chooses_the_rows_that_memory_is_worth_and_the_plan_says_what_it_ex
 
 def test_the_experts_of_a_pass_have_what_the_rows_leave():
     need = footprint(QWEN)
-    case = Case(need, Settings(memory=GIB, context=4096, pinned_layers=2), AMPLE)
+    case = Case(need, Settings(memory=1200 * MIB, context=4096, pinned_layers=2), AMPLE)
     one, many = (case.changed(parallel=rows) for rows in (1, 64))
     for tried in (one, many):
         layer_bytes = 128 * QWEN.layouts[0].record_bytes
         share = (tried.expert_bytes - 2 * layer_bytes) / (6 * layer_bytes)
-        assert [load.resident for load in tried.loads()] == [1.0, 1.0, *[pytest.approx(min(1.0, share))] * 6]
-    smaller = case.changed(memory=600 * MIB, pinned_layers=0).loads()[0]
+        assert [load.resident for load in tried.loads()] == [1.0, 1.0, *[pytest.approx(share)] * 6]
+    smaller = case.changed(memory=1000 * MIB, pinned_layers=0).loads()[0]
     assert 0 < smaller.resident < 1 and smaller.other_bytes == 200 * MIB // 8  # no head of its own: the embeddings are it
     assert smaller.row_flop == smaller.other_bytes + 8 * QWEN.layouts[0].payload_bytes
 

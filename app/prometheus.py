@@ -55,6 +55,21 @@ MEMORY_GAUGES = {  # of RequestMemory
     "used_bytes": ("vismoe_request_memory_used_bytes", "Bytes reserved for requests and decoders"),
     "waiting": ("vismoe_requests_waiting_for_memory", "Requests that wait for request memory"),
 }
+PACE_GAUGES = {
+    "planned_rows": ("vismoe_plan_rows", "Requests that memory was planned for in one decode pass"),
+    "most_rows": ("vismoe_decode_rows_limit", "Requests that may decode in one pass now, by --latency and what passes took"),
+    "rows": ("vismoe_decode_rows", "Requests in the latest decode passes, on average"),
+    "tokens_per_s": ("vismoe_decode_tokens_per_second", "Tokens that the latest decode passes gave in a second of them"),
+    "context_tokens": (
+        "vismoe_context_tokens_limit",
+        "Tokens of context for all requests together, with what experts have lent",
+    ),
+    "released_bytes": ("vismoe_expert_lent_bytes", "Bytes of experts' memory lent to keys and values of requests"),
+    "expected_tokens_per_s": (
+        "vismoe_decode_expected_tokens_per_second",
+        "The same as fitted to passes of any number of requests; before the first pass as planned",
+    ),
+}
 PLAN_GAUGES = {
     "budget_bytes": ("vismoe_plan_budget_bytes", "The memory budget"),
     "context": ("vismoe_plan_context_tokens", "Tokens that memory was planned for"),
@@ -105,12 +120,19 @@ class _Families:
         yield InfoMetricFamily("vismoe_precision", "The policy that chooses formats now, and its pair of formats", value=chosen)
         for field, (name, text) in REQUEST_COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(load, field))
-        for source, table in ((load, LOAD_GAUGES), (self._memory, MEMORY_GAUGES), (engine.plan, PLAN_GAUGES)):
+        gauges = ((load, LOAD_GAUGES), (self._memory, MEMORY_GAUGES), (engine.pace, PACE_GAUGES), (engine.plan, PLAN_GAUGES))
+        for source, table in gauges:
             for field, (name, text) in table.items():
                 yield GaugeMetricFamily(name, text, value=getattr(source, field))
+        planned = GaugeMetricFamily(
+            "vismoe_plan_tokens_per_second", "Tokens per second that the plan expects, by requests in a pass", labels=["rows"]
+        )
+        for one in engine.plan.passes:
+            planned.add_metric([str(one.rows)], one.tokens_per_s)
+        yield planned
         parts = GaugeMetricFamily("vismoe_plan_bytes", "Planned bytes, by tier and part", labels=["tier", "part"])
-        for tier, planned in (("device", engine.plan.parts), ("host", engine.plan.host_parts)):
-            for part in planned:
+        for tier, of_tier in (("device", engine.plan.parts), ("host", engine.plan.host_parts)):
+            for part in of_tier:
                 if not part.inside:  # other parts include these bytes already
                     parts.add_metric([tier, part.name], part.bytes)
         yield parts

@@ -9,7 +9,7 @@ from vismoe.bench.fairness import Entry, FairConditions, does_not_fit, labels, r
 from vismoe.bench.job import Contestant
 from vismoe.bench.report import expert_read_bytes, share
 from vismoe.config import parse_bytes
-from vismoe.models.family.components import decode_read_bytes
+from vismoe.planning.needs import decode_read_bytes
 from vismoe.planning.sizes import size_up
 from vismoe.types import ExpertInventory, MoELayer, RecordLayout
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vismoe.engine.engine import Load
+from vismoe.engine.engine import Load, PaceNow
 from vismoe.engine.stats import PrecisionInfo
 from vismoe.metrics import COUNTERS, PHASES, Metrics
 from vismoe.planning.parts import PlanPart
+from vismoe.planning.throughput import ExpectedPass
 from vismoe.types import Phase
 
 pytest.importorskip("prometheus_client")  # an extra
@@ -34,6 +35,7 @@ def engine(metrics: Metrics) -> SimpleNamespace:
         total_experts=256,
         parts=(PlanPart("experts", 700), PlanPart("KV cache", 200), PlanPart("its copy", 20, inside="KV cache")),
         host_parts=(PlanPart("host tier", 5000),),
+        passes=(ExpectedPass(1, 0.1, 0.2, 0.2), ExpectedPass(16, 0.4, 0.8, 0.8)),
     )
     load = Load(**{field.name: 101 + place for place, field in enumerate(dataclasses.fields(Load))})
     return SimpleNamespace(
@@ -41,6 +43,15 @@ def engine(metrics: Metrics) -> SimpleNamespace:
         metrics=metrics,
         backends={"kernels": 'fast "AVX2"\n(on /this/machine)'},
         load=load,
+        pace=PaceNow(
+            planned_rows=16,
+            most_rows=8,
+            rows=7.5,
+            tokens_per_s=15.5,
+            context_tokens=2500,
+            released_bytes=9,
+            expected_tokens_per_s=17.5,
+        ),
         precision=PrecisionInfo("hotness", "int4/int2", 0.75),
         format_names=("int4", "int2"),
         formats=lambda: np.array([[0, 1, 2, 2], [2, 0, 1, 255]], np.uint8),
@@ -87,6 +98,16 @@ def test_every_field_of_the_load_and_every_part_of_the_plan_is_there():
     }
     assert found["vismoe_backend_info", ("backend", "kernels"), ("choice", 'fast "AVX2"')] == 1
     assert found["vismoe_model_info", ("device", "cpu"), ("dtype", "bfloat16"), ("family", "qwen3_vl_moe")] == 1
+
+
+def test_what_the_plan_expects_of_passes_is_beside_what_came():
+    found = samples(metrics_text(engine(Metrics(1)), MEMORY))
+    assert found["vismoe_plan_tokens_per_second", ("rows", "1")] == 5
+    assert found["vismoe_plan_tokens_per_second", ("rows", "16")] == 20
+    assert (found["vismoe_plan_rows",], found["vismoe_decode_rows_limit",], found["vismoe_decode_rows",]) == (16, 8, 7.5)
+    came, expected = found["vismoe_decode_tokens_per_second",], found["vismoe_decode_expected_tokens_per_second",]
+    assert (came, expected) == (15.5, 17.5)
+    assert (found["vismoe_context_tokens_limit",], found["vismoe_expert_lent_bytes",]) == (2500, 9)
 
 
 def test_computations_keep_the_format_they_were_counted_in_when_formats_are_changed():

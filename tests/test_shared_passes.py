@@ -15,6 +15,7 @@ from test_serving_engine import DEMO, FIRST, REQUESTS, ask, said
 from transformers.cache_utils import DynamicLayer
 
 import vismoe
+from vismoe.engine import shared_pass
 from vismoe.engine.generate import TokenLoop
 from vismoe.engine.request import Request
 from vismoe.engine.scheduler import Scheduler
@@ -166,6 +167,19 @@ def test_a_wrong_shared_pass_is_found_by_the_trial(engine, monkeypatch):
     assert passes.by_mixer and not passes.refused, "mixers as a whole are tried next"
     passes.judge(alone.flip(0), alone)
     assert "more than rounding explains" in passes.refused
+
+
+def test_where_only_many_rows_change_bits_fewer_go_on_sharing(monkeypatch):
+    why = "rows change a product"
+    monkeypatch.setattr(shared_pass, "rows_that_differ", lambda model, rows: why if rows > 2 else None)
+    with vismoe.load(**LOADED) as engine:
+        assert engine.pace.most_rows == 8
+        for number in (2, 5):
+            replies = [engine.chat(ask("Describe the image.", DEMO), max_tokens=12, reuse=False) for _ in range(number)]
+            for reply in replies:
+                list(reply)
+            assert max(max(rows_of(reply.figures)) for reply in replies) == 2
+        assert engine.pace.most_rows == 2 and not engine._shared.passes.refused
 
 
 # -- the scheduler

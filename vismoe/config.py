@@ -32,7 +32,7 @@ MOST_BYTES = 2**60  # of any size: more than any machine has
 MOST_TOKENS = 2**24  # of a context: more than any model is made for
 MOST_LAYERS = 2**12
 MOST_ROWS = 128  # of a decode pass: its logits are held at once
-AUTO_ROWS, TOKENS_PER_ROW = 16, 256  # of a pass with parallel="auto"
+AUTO_ROWS, TOKENS_PER_ROW = 64, 256  # bounds of a pass with parallel="auto"
 MOST_IO_THREADS = 64  # more than any disk wants
 
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
@@ -120,6 +120,7 @@ Layers = Annotated[int, Range(0, MOST_LAYERS, "layers")]
 Threads = Annotated[int, Range(1, MOST_IO_THREADS, "threads")]
 Rate = Annotated[float, Range(1, MOST_BYTES, "bytes per second")]
 Rows = Annotated[int, Range(1, MOST_ROWS, "requests")]
+Seconds = Annotated[float, Range(0, 10**6, "seconds", above=True)]
 OneLayer = Annotated[int, Range(1, MOST_LAYERS)]
 
 
@@ -133,11 +134,14 @@ class Settings:
     )
     host_memory: Size | None = option(None, "with a GPU: bound of the page-locked host memory between disk and GPU", "SIZE")
     context: Tokens = option(4096, "prompt and answer together; memory is planned for it, and it is enforced", "TOKENS")
-    parallel: Rows | Auto = option(  # auto: one per TOKENS_PER_ROW of the context, up to AUTO_ROWS
+    parallel: Rows | Auto = option(  # auto: planning/throughput.py, up to one per TOKENS_PER_ROW of the context and AUTO_ROWS
         "auto",
-        "requests that decode in one pass; auto: one per 256 tokens of the context, up to 16, and on a CPU only where each gets "
-        "the bits of being alone",
+        "most requests that decode in one pass; auto: as many as give the most tokens per second, up to one per 256 tokens of "
+        "the context and 64, and on a CPU only where each gets the bits of being alone",
         "REQUESTS",
+    )
+    latency: Seconds | None = option(
+        None, "seconds that a token of several requests may take: as many decode in one pass as keep to it", "SECONDS"
     )
     prefill_chunk: Tokens | None = option(
         None,
@@ -254,7 +258,7 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """The most requests that decode in one pass."""
+        """The most requests that decode in one pass; with parallel="auto" a bound, up to which the plan chooses."""
         return max(1, min(AUTO_ROWS, self.context // TOKENS_PER_ROW)) if self.parallel == "auto" else self.parallel
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from vismoe.bench.job import COLD, EXACT, OURS, WARM, Contestant
 from vismoe.config import format_bytes
-from vismoe.models.family.components import decode_read_bytes
+from vismoe.planning.needs import decode_read_bytes
 from vismoe.types import ExpertInventory
 
 STATES = (COLD, WARM)

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.engine.boundary import Boundary
 from vismoe.engine.generate import Reply, refuse_own_loop
 from vismoe.engine.reconfigure import PlanChanges
 from vismoe.engine.request import Request, SharedModel
@@ -105,6 +106,19 @@ class Load:
     failed: int
 
 
+@dataclass(frozen=True)
+class PaceNow:
+    """Decode passes: what is expected of them, and what came."""
+
+    planned_rows: int  # the most requests of one pass
+    most_rows: int  # the same, as far as the latency allows by what passes took
+    rows: float  # of the latest passes, on average
+    tokens_per_s: float  # of all rows of these together
+    context_tokens: int  # places for all requests, with those that experts have lent their memory
+    released_bytes: int  # that experts have lent
+    expected_tokens_per_s: float  # of so many rows, by what passes of any number took; before the first, by the plan
+
+
 class Engine:
     """A loaded model. Requests run by turns, a token of each at a time; those whose tokens do not fit beside others wait."""
 
@@ -122,7 +136,8 @@ class Engine:
         passes = SharedPasses(model, rows, settings.deterministic or (settings.parallel == "auto" and on_cpu))
         self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention, passes)
         recording = lambda: self._runtime.context.recorder is not None  # noqa: E731
-        self._scheduler = Scheduler(self._runtime.plan.context, recording, rows)
+        self._boundary = Boundary(self._runtime)
+        self._scheduler = Scheduler(self._runtime.plan.context, recording, rows, self._between)
         self._changes = PlanChanges(self._shared, self._scheduler, settings)
         self._hooks: tuple[RemovableHandle, ...] = ()
         for tower in self.prompts.vision_towers(model):
@@ -162,6 +177,21 @@ class Engine:
     @property
     def metrics(self) -> Metrics:
         return self._runtime.metrics
+
+    @property
+    def pace(self) -> PaceNow:
+        """How fast decode passes are, and are expected to be."""
+        pace = self._shared.pace
+        rows = round(pace.achieved_rows) or 1
+        return PaceNow(
+            planned_rows=self.plan.rows,
+            most_rows=self._scheduler.most_rows,
+            rows=pace.achieved_rows,
+            tokens_per_s=pace.achieved_tokens_per_s,
+            expected_tokens_per_s=pace.expected(rows).tokens_per_s,
+            context_tokens=self._boundary.context_tokens,
+            released_bytes=self._boundary.released_bytes,
+        )
 
     @property
     def load(self) -> Load:
@@ -310,6 +340,22 @@ class Engine:
         result: Result = self._changes.behind(self.settings, lambda: self._scheduler.run_alone(alone)).result()
         return result
 
+    def _between(self, scheduler: Scheduler) -> None:
+        """Before a round, on the model's thread: what passes took says how many requests keep to the latency, and whether experts
+        lend memory to those that wait."""
+        latency, pace, passes = self.settings.latency, self._shared.pace, self._shared.passes
+        scheduler.most_rows = 1 if passes.refused else min(pace.most_rows(latency), passes.most_rows)
+        if latency is not None:
+            by_turns = int(latency / pace.expected(1).seconds)  # a token of each is a pass of its own
+            scheduler.most_running = max(1, by_turns) if passes.refused else scheduler.most_rows
+        if not self.settings.deterministic:
+            running = scheduler.running
+            waits = scheduler.waits_for_places and len(running) < scheduler.most_rows
+            before, rho = scheduler.context_tokens, pace.rho(max(1, len(running)))
+            scheduler.context_tokens = self._boundary.between(rho, waits, scheduler.free)
+            if scheduler.context_tokens < before:
+                self._shared.prefix_cache.shrink(scheduler.free)
+
     def _others(self, request: Request) -> int:
         """Tokens of the other requests that run."""
         return sum(other.tokens for other in self._scheduler.running if other is not request)
@@ -341,7 +387,8 @@ class Engine:
         self._runtime.pager.check_integrity()
         load = self.load
         assert not load.running and not load.context_tokens, f"{load.running} requests hold {load.context_tokens} tokens"
-        assert load.reusable_tokens <= self.plan.context, f"{load.reusable_tokens} tokens are kept of {self.plan.context}"
+        places = self._boundary.context_tokens
+        assert load.reusable_tokens <= places, f"{load.reusable_tokens} tokens are kept of {places}"
         assert load.image_cache_bytes <= self.settings.image_cache_bytes, f"{load.image_cache_bytes} bytes of images are kept"
 
     def drain(self, timeout_s: float | None = None) -> bool:

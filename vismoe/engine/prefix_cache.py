@@ -85,7 +85,7 @@ class PrefixCache:
         for prefix in self._kept:
             if sum(kept.held_tokens for kept in self._kept) > most_tokens:
                 release_room(prefix.cache)
-        while self.tokens > most_tokens:
+        while self._kept and self.tokens > most_tokens:
             self._kept.pop(0)
 
     def clear(self) -> None:

@@ -21,12 +21,14 @@ import torch
 from transformers import BatchFeature
 
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
+from vismoe.engine.pace import Pace
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.shared_pass import SharedPasses
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
+from vismoe.models.load.opening import Configuration
 from vismoe.models.load.runtime import Runtime
 from vismoe.models.moe.step_context import Interrupted
 from vismoe.models.visual.image_cache import ImageCache
@@ -81,6 +83,7 @@ class SharedModel:
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
         self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
+        self._pace = self._pace_of(runtime.configuration)
         self._rotating = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._holder: Request | Company | None = None
         self._numbers = itertools.count()
@@ -88,6 +91,18 @@ class SharedModel:
     @property
     def plan(self) -> Plan:
         return self.runtime.plan
+
+    @property
+    def pace(self) -> Pace:
+        """Of passes under the plan that holds now."""
+        if self._pace.plan is not self.plan:
+            self._pace = self._pace_of(self.runtime.configuration)
+        return self._pace
+
+    @staticmethod
+    def _pace_of(configuration: Configuration) -> Pace:
+        plan = configuration.plan
+        return Pace(plan, configuration.experts.inventory.slab_bytes / plan.total_experts)
 
     @property
     def clock(self) -> Clock | None:
@@ -148,6 +163,11 @@ class SharedModel:
             self.count()
         if isinstance(self.runtime.context.recorder, TraceWriter):
             self.runtime.context.recorder.request(str(next(self._numbers)))
+
+    def decoded(self, rows: int, began_s: float, happened: Snapshot) -> None:
+        """A decode pass of `rows` is over."""
+        seconds, stall_s = time.perf_counter() - began_s, happened.total("stall_seconds", Phase.DECODE)
+        self.pace.passed(rows, seconds, stall_s, int(happened.total("misses", Phase.DECODE)))
 
     def count(self) -> Snapshot:
         """What happened since it was last asked."""
@@ -261,7 +281,10 @@ class Request:
                 going_on = self._read_on() if prefilling else self._answer(*self.loop.step(self._repeated))
         finally:
             tokens = max(0, self._read_tokens - max(read, self._reused_tokens)) if prefilling else 1  # 0: interrupted
-            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, self._shared.count())
+            happened = self._shared.count()
+            if not prefilling:
+                self._shared.decoded(1, began_s, happened)
+            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, happened)
         return going_on
 
     def step_with(self, others: "Sequence[Request]") -> list[bool | BaseException]:
@@ -288,8 +311,10 @@ class Request:
             shared.count()
             return [error] * rows
         results = [_attempt(partial(request._taken, output)) for request, output in zip(requests, outputs, strict=True)]
-        for request, happened in zip(requests, shared.count().split(rows), strict=True):
-            request._passed(Phase.DECODE, 1, began_s, happened, rows)
+        happened = shared.count()
+        shared.decoded(rows, began_s, happened)
+        for request, share in zip(requests, happened.split(rows), strict=True):
+            request._passed(Phase.DECODE, 1, began_s, share, rows)
         return results
 
     @torch.inference_mode()

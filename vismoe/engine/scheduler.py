@@ -13,6 +13,7 @@ In a hurry (`hurry`) only the request that is nearest to its end takes steps, so
 """
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -75,14 +76,22 @@ class Task:
 
 
 class Scheduler:
-    """`context_tokens` bounds the tokens of all requests that run, `most_rows` those that take a step together; `alone` says
-    whether only one may run, at this moment.
+    """`context_tokens` bounds the tokens of all requests that run, `most_rows` those that take a step together, `most_running`
+    all of them; `alone` says whether only one may run, at this moment. `between` is called before each round, on the model's
+    thread, with this, and may set the bounds anew.
 
     The thread lives while there is work; the next request or task starts another one.
     """
 
-    def __init__(self, context_tokens: int, alone: Callable[[], bool] = lambda: False, most_rows: int = 1):
-        self.context_tokens, self._alone, self._most_rows = context_tokens, alone, most_rows
+    def __init__(
+        self,
+        context_tokens: int,
+        alone: Callable[[], bool] = lambda: False,
+        most_rows: int = 1,
+        between: "Callable[[Scheduler], None]" = lambda _: None,
+    ):
+        self.context_tokens, self.most_rows, self.most_running = context_tokens, most_rows, sys.maxsize
+        self._alone, self._between = alone, between
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None  # None: there is no work
         self._waiting: deque[Steps | Task] = deque()
@@ -147,6 +156,7 @@ class Scheduler:
     def _run(self) -> None:
         """The loop: one request enters, then every request that runs takes a step."""
         while self._has_work():
+            self._between(self)
             self._admit()
             for together in self._round():
                 self._step(together)
@@ -183,12 +193,21 @@ class Scheduler:
 
     def _fits(self, first: Steps | Task) -> bool:
         """Beside requests that run."""
-        if isinstance(first, Task) or self._alone() or self._short:
+        if isinstance(first, Task) or self._alone() or self._short or len(self._running) >= self.most_running:
             return False
-        return first.tokens <= self._free
+        return first.tokens <= self.free
 
     @property
-    def _free(self) -> int:
+    def waits_for_places(self) -> bool:
+        """Whether the next request would enter, or one that runs go on, if there were more places. On the model's thread."""
+        with self._changed:
+            first = self._waiting[0] if self._waiting and self._running else None
+        if first is None or isinstance(first, Task) or self._alone() or len(self._running) >= self.most_running:
+            return False
+        return bool(self._short) or first.tokens > self.free
+
+    @property
+    def free(self) -> int:
         """Tokens that no request holds."""
         return self.context_tokens - sum(request.tokens for request in self._running)
 
@@ -224,7 +243,7 @@ class Scheduler:
             return [request]
         behind = self._running[self._running.index(request) + 1 :]
         others = [other for other in behind if other not in done and other.company == company]
-        return [request, *others[: self._most_rows - 1]]
+        return [request, *others[: self.most_rows - 1]]
 
     def _step(self, together: list[Steps]) -> None:
         able = [request for request in together if request.unwanted or self._has_room(request)]
@@ -247,9 +266,9 @@ class Scheduler:
     def _has_room(self, request: Steps) -> bool:
         """Whether it has what its next step needs, if need be from requests that came later."""
         more = request.grows
-        while more > self._free and (later := self._latest_behind(request)) is not None:
+        while more > self.free and (later := self._latest_behind(request)) is not None:
             self._put_back(later)
-        enough = more <= self._free
+        enough = more <= self.free
         if enough:
             request.tokens += more
         self._note_short(request, not enough)

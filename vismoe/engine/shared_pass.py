@@ -68,7 +68,8 @@ class SharedPasses:
     ) -> torch.Tensor | None:
         """The logits `[B, V]` of a trial, which leaves the sequences as they are; None where it fails."""
         if self._exactly and (why := rows_that_differ(self._model, _bucket(len(loops)))):
-            self.refused = why
+            if not self._keep_to_fewer(_bucket(len(loops)), why):
+                self.refused = why
             return None
         rows = RowsCache([loop.cache for loop in loops], kept=False, whole=self.by_mixer)
         try:
@@ -90,8 +91,18 @@ class SharedPasses:
             self._judged[bucket] = f"logits within {apart:.1e} of their standard deviation of those alone"
         else:
             why = "more than rounding explains" if not apart <= least else "and bits are to be those of being alone"
-            self._refuse(f"{len(tried)} rows change the logits by {apart:.1e} of their standard deviation, {why}")
+            why = f"{len(tried)} rows change the logits by {apart:.1e} of their standard deviation, {why}"
+            if not self._keep_to_fewer(bucket, why):
+                self._refuse(why)
         logger.info("shared passes: %s", self.about)
+
+    def _keep_to_fewer(self, bucket: int, why: str) -> bool:
+        """Whether passes of fewer rows were tried before and did; then none has more from now on."""
+        fewer = max((judged for judged in self._judged if judged < bucket), default=1)
+        if fewer > 1:
+            self.most_rows = fewer
+            logger.info("shared passes: %s; no more, since %s", self.about, why)
+        return fewer > 1
 
     def _refuse(self, why: str) -> None:
         """Run mixers row by row from now on, as wholes; where that is done already, share no passes."""

@@ -18,6 +18,7 @@ from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, ExpertId, MoELayer
 
 FREE, LOADING, RESIDENT, READY = 0, 1, 2, 3  # ready: complete, beside a resident copy in the other format
+UNBACKED = 4  # its memory was given back, for keys and values
 ABSENT, ON_DEVICE, PINNED, NO_EXPERT = 0, 1, 2, 255  # what `residency` says of an expert
 RING_SHARE, RING_MOST = 8, 16  # a prefill chunk may take at most slabs/8, between 2 and 16, from the cache
 ADMISSION_GAIN = 1.25  # how much more an admitted expert must have been used than the evicted one: fewest seconds in replays
@@ -80,7 +81,8 @@ class PageTable:
     @property
     def has_room_for_all(self) -> bool:
         """There is a slab of the one format for every expert."""
-        return self.pool.precision is None and self.pool.capacity >= len(self.slab_of)
+        backed = int(np.count_nonzero(self.state != UNBACKED))
+        return self.pool.precision is None and backed >= len(self.slab_of)
 
     @property
     def use_weight(self) -> float:
@@ -366,13 +368,50 @@ class PageTable:
         """The experts `flat` `[n]` were computed in the tier below: worth more, should they come up."""
         self.uses[flat] += self._use_weight
 
+    # -- memory that is lent to keys and values
+    @property
+    def unbacked_bytes(self) -> int:
+        """Bytes of the pages that slabs have given back."""
+        return sum(self.pool.pools[HIGH].page_bytes(slab) for slab in np.flatnonzero(self.state == UNBACKED).tolist())
+
+    @property
+    def _least_backed(self) -> int:
+        """Slabs that stay: twice what a prefill chunk may take, so that half of them keep what decoding uses."""
+        return 2 * self.ring_limits[HIGH]
+
+    def unback(self, layer: int) -> Room | None:
+        """Give the memory of a slab back to the system: of a free one, or of the one with the layer's expert that is worth least;
+        None where there is none to give. Between passes."""
+        if not self.pool.elastic or np.count_nonzero(self.state != UNBACKED) <= self._least_backed:
+            return None
+        slab, evicted = self.pool.take(), None
+        if slab is None:
+            mine = np.flatnonzero(self.evictable() & (self.layer_in == layer))
+            if not mine.size:
+                return None
+            slab = int(mine[self.worth[mine].argmin()])
+            evicted = self.evict(slab)
+        if not self.pool.pools[HIGH].unback(slab):
+            self.pool.give_back(slab)
+        else:
+            self.state[slab] = UNBACKED
+        return Room(slab, evicted=evicted)
+
+    def back(self) -> bool:
+        """A slab that gave its memory back is free again, if there is one."""
+        unbacked = np.flatnonzero(self.state == UNBACKED)
+        if unbacked.size:
+            self.state[unbacked[0]] = FREE
+            self.pool.give_back(int(unbacked[0]))
+        return bool(unbacked.size)
+
     def repair(self, loading: Collection[int]) -> None:
         """After an interrupt in the middle of a change: keep what is certainly true, free the rest.
 
         `loading`: slabs that a copy is being written to right now.
         """
         self.slab_of[:], self.incoming[:] = -1, -1
-        for slab in range(self.pool.capacity):
+        for slab in np.flatnonzero(self.state != UNBACKED).tolist():
             resident, flat = self.state[slab] == RESIDENT, int(self.expert_in[slab])
             if flat < 0 or not (slab in loading or (resident and self.slab_of[flat] < 0)):
                 self._empty(slab)
@@ -385,21 +424,21 @@ class PageTable:
                 at = self.slab_of if self.slab_of[flat] < 0 else self.incoming
                 at[flat], self.state[slab] = slab, LOADING
         self.demanded[:] = False
-        held = np.flatnonzero(self.state != FREE)
+        held = np.flatnonzero((self.state != FREE) & (self.state != UNBACKED))
         self.layer_in[held] = self.layer_of[self.expert_in[held]]
         self.pool.free_only(np.flatnonzero(self.state == FREE).tolist())
 
     def check_integrity(self) -> None:
-        """Free + loading + ready + resident = capacity, an expert resident once, index and reality agree."""
+        """Free + loading + ready + resident + unbacked = capacity, an expert resident once, index and reality agree."""
         self.pool.check_integrity()
-        held = np.flatnonzero(self.state != FREE)
-        assert self.pool.free + held.size == self.pool.capacity, "slabs were lost"
+        empty = (self.state == FREE) | (self.state == UNBACKED)
+        held, unbacked = np.flatnonzero(~empty), int((self.state == UNBACKED).sum())
+        assert self.pool.free + held.size + unbacked == self.pool.capacity, "slabs were lost"
         flat = self.expert_in[held]
         assert (flat >= 0).all() and ((self.slab_of[flat] == held) | (self.incoming[flat] == held)).all()
         pointed = np.count_nonzero(self.slab_of >= 0) + np.count_nonzero(self.incoming >= 0)
         assert pointed == held.size, "an expert points to a slab that does not hold it"
         self._check_incoming()
-        empty = self.state == FREE
         assert (self.expert_in[empty] == -1).all() and not (self.demanded | self.pinned | self.borrowed)[empty].any()
         assert (self.layer_in[held] == self.layer_of[self.expert_in[held]]).all()
         assert (self.left_for[~self.speculative] == -1).all() and not self.displaced[self.expert_in[held]].any()

@@ -160,6 +160,14 @@ class Pager:
             self.transfer.wait_any(on_their_way)
 
     @whole
+    def lend_memory(self, more: bool) -> int:
+        """A slab for each layer gives its memory back, or (more=False) has it again -> bytes that slabs lack now. Between passes,
+        by the thread that runs the model."""
+        self._claim()
+        self.core.release() if more else self.core.take_back()
+        return self.core.released_bytes
+
+    @whole
     def _moving(self) -> list[Ticket]:
         """What is on its way, with one more transition where one can be made; when that is nothing, moves are settled."""
         ticket = self.core.next_transition()

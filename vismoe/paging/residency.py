@@ -331,6 +331,22 @@ class Residency:
         nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
         self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, nbytes)
 
+    # -- memory that is lent to keys and values
+    @property
+    def released_bytes(self) -> int:
+        return sum(table.unbacked_bytes for table in self.tables)
+
+    def release(self) -> None:
+        """A slab for each layer gives its memory back, where there is one to spare. Between passes."""
+        for layer in self.inventory.layers:
+            self._settled(self.table_of[layer.index].unback(layer.index))
+
+    def take_back(self) -> None:
+        """As many slabs are free again. Between passes."""
+        for layer in self.inventory.layers:
+            if self.table_of[layer.index].back():
+                self.link.wake()
+
     # -- from the start, after an interrupt, and to look at
     def place(self, expert: ExpertId, slab: int, pinned: bool = False) -> None:
         """The expert is there from the start, without a copy: in `slab`, which was taken for it."""

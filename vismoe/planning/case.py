@@ -22,9 +22,10 @@ from vismoe.planning.apportion import (
     record_bytes,
     safe_slabs,
 )
-from vismoe.planning.needs import Footprint, Hardware
+from vismoe.planning.needs import Footprint, Hardware, decode_read_bytes
 from vismoe.planning.parts import PlanPart, fixed_parts, image_cache_part, request_part, staging_part, total
 from vismoe.planning.sizes import percent_up, size_down, size_up
+from vismoe.planning.throughput import PassLayer
 
 SHORT_CONTEXT = 512  # tokens: the least context that a machine should serve
 AUTO_SHARE = 0.8  # the most of the free device memory that memory="auto" takes
@@ -58,12 +59,17 @@ class Case:
     def free_bytes(self) -> int:
         return self.hardware.free_bytes // self.ranks
 
+    @property
+    def rows(self) -> int:
+        """Requests that a pass has memory for: until the plan has chosen, one."""
+        return 1 if self.settings.parallel == "auto" else self.settings.parallel
+
     def fixed_parts(self) -> list[PlanPart]:
         staging = []
         if self.hardware.device == "cpu":
             staging = [*staging_part(self.need, self.io_threads), *request_part(self.settings.request_memory_bytes)]
         settings, images = self.settings, image_cache_part(self.need, self.settings.image_cache_bytes)
-        fixed = fixed_parts(self.need, settings.context, self.hardware.device, settings.mask_bytes, settings.rows)
+        fixed = fixed_parts(self.need, settings.context, self.hardware.device, settings.mask_bytes, self.rows)
         return [*fixed, *staging, *images]
 
     @property
@@ -113,6 +119,35 @@ class Case:
 
     def works(self) -> bool:
         return self.expert_bytes >= self.least_expert_bytes and self.planned_bytes() <= self.free_bytes
+
+    def has_room(self) -> bool:
+        """`works`, without dividing what the experts get."""
+        held = min(self.expert_bytes, self.need.inventory.slab_bytes)
+        return self.expert_bytes >= self.least_expert_bytes and total(self.fixed_parts()) + held <= self.free_bytes
+
+    def loads(self) -> list[PassLayer]:
+        """What each MoE layer of a decode pass computes and reads; of a pair as if all experts were in the second format."""
+        inventory, prefix = self.need.inventory, self.prefix
+        slabs = inventory.low_layouts or inventory.layouts
+        by_layer = [layer.num_experts * slabs[layer.geometry].record_bytes for layer in inventory.layers]
+        pinned, dynamic = sum(by_layer[:prefix]), sum(by_layer[prefix:])
+        share = min(1.0, max(0, self.expert_bytes - pinned) / dynamic) if dynamic else 1.0
+        other_bytes = decode_read_bytes(self.need.backbone) // max(1, len(inventory.layers))
+        item = 4 if self.need.dtype == "float32" else 2
+        loads = []
+        for layer in inventory.layers:
+            raw = inventory.raw_layouts[layer.geometry].payload_bytes
+            loads.append(
+                PassLayer(
+                    experts=layer.num_experts,
+                    top_k=layer.top_k,
+                    expert_bytes=slabs[layer.geometry].record_bytes,
+                    resident=1.0 if layer.index < prefix else share,
+                    other_bytes=other_bytes,
+                    row_flop=2 * (other_bytes + layer.top_k * raw) / item,  # a multiplication and an addition for each weight
+                )
+            )
+        return loads
 
     def division(self) -> Division:
         """The division; raises the refusal if there is none."""

@@ -3,6 +3,7 @@
 `vismoe.models.load.footprint` measures a `Footprint` on the meta device; `vismoe.machine.hardware` probes `Hardware`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,16 @@ def mask_bytes(rows: int, new: int, all: int, dtype: str) -> int:
     """Bytes of an explicit attention mask bool `[rows, 1, new, all]` and its copy in the model's type: of a padded batch of `new`
     tokens per row, or of `new` tokens after those in a cache, `all` tokens together."""
     return rows * new * all * (1 + (4 if dtype == "float32" else 2))
+
+
+def decode_read_bytes(components: Iterable[tuple[str, int]]) -> int:
+    """Bytes of weights outside the experts that one step of the decoder reads, from (component, bytes).
+
+    Of the embeddings a step reads single rows; if the model has no separate head, they are the head and are read completely.
+    """
+    sizes = dict(components)
+    unread = {"vision tower", "audio tower", *(["embeddings"] if "lm head" in sizes else [])}
+    return sum(nbytes for name, nbytes in sizes.items() if name not in unread)
 
 
 @dataclass(frozen=True)
@@ -45,11 +56,12 @@ class CacheLayer:
     window_tokens: int | None = None
     copy_token_bytes: int = 0  # of the tensor that growing the cache copies at once: the larger of keys and values
 
-    def tokens(self, context: int) -> int:
-        return context if self.window_tokens is None else min(self.window_tokens, context)
+    def tokens(self, context: int, rows: int = 1) -> int:
+        """Of `context` tokens of `rows` sequences together, those that are cached."""
+        return context if self.window_tokens is None else min(rows * self.window_tokens, context)
 
-    def nbytes(self, context: int) -> int:
-        return self.state_bytes + self.token_bytes * self.tokens(context)
+    def nbytes(self, context: int, rows: int = 1) -> int:
+        return rows * self.state_bytes + self.token_bytes * self.tokens(context, rows)
 
 
 @dataclass(frozen=True)
@@ -92,8 +104,9 @@ class Footprint:
     def backbone_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self.backbone)
 
-    def cache_bytes(self, context: int) -> int:
-        return sum(layer.nbytes(context) for layer in self.cache_layers)
+    def cache_bytes(self, context: int, rows: int = 1) -> int:
+        """Of `context` tokens of `rows` sequences together, each of which has states of its own."""
+        return sum(layer.nbytes(context, rows) for layer in self.cache_layers)
 
 
 @dataclass(frozen=True)

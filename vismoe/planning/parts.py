@@ -66,7 +66,7 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
     ]
     return [
         *(PlanPart(name, nbytes) for name, nbytes in need.backbone if nbytes),
-        PlanPart("KV cache", need.cache_bytes(context), f"{context} tokens over all sequences"),
+        PlanPart("KV cache", need.cache_bytes(context, rows), f"{context} tokens over all sequences"),
         PlanPart("activations", largest, "the largest of these phases"),
         *(detail for detail in details if detail.bytes),
         PlanPart("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts after cached prompts"),

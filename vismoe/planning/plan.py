@@ -16,6 +16,7 @@ from vismoe.planning.case import AUTO_SHARE, Case, FittingPair, fitting_pairs
 from vismoe.planning.host_size import host_tier
 from vismoe.planning.needs import CacheLayer, Curve, Footprint, Hardware
 from vismoe.planning.parts import PlanPart, expert_parts, mask_room, total
+from vismoe.planning.throughput import UNMEASURED, ExpectedPass, MachineRates, PassLayer, best_rows, expected
 from vismoe.types import ExpertInventory
 
 __all__ = [
@@ -52,6 +53,8 @@ class Plan:
     total_experts: int
     io_threads: int
     rows: int = 1  # the most requests that decode in one pass
+    passes: tuple[ExpectedPass, ...] = ()  # expected of one row, and of `rows`
+    rates: MachineRates = UNMEASURED  # behind that
     mask_bytes: int = 0  # the most that explicit attention masks may take
     low_slabs: tuple[int, ...] = ()  # slabs of a pair's second format, as in Division; `slabs` are those of the better one
     hot_quota: tuple[int, ...] = ()
@@ -76,7 +79,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The whole plan with numbers in bytes, for `--json` and the page."""
-        return dataclasses.asdict(self) | {"total_bytes": self.total_bytes, "host_bytes": self.host_bytes}
+        passes = [{**dataclasses.asdict(one), "tokens_per_s": one.tokens_per_s, "bound": one.bound} for one in self.passes]
+        totals = {"total_bytes": self.total_bytes, "host_bytes": self.host_bytes}
+        return dataclasses.asdict(self) | {"passes": passes} | totals
 
     def table(self) -> str:
         """The plan as text: part, size, note; details in brackets under the part that includes them."""
@@ -99,6 +104,12 @@ class Plan:
             yield f"experts: {self.experts}; computed by {self.kernels}", "", ""
         if self.rest:
             yield f"the rest: {self.rest}", "", ""
+        for number, one in enumerate(self.passes):
+            rows = "one request" if one.rows == 1 else f"{one.rows} requests in a pass"
+            speed = f"{one.tokens_per_s:.3g} tokens/s of {rows}, {one.seconds:.3g} s a pass, bound by {one.bound}"
+            yield f"{'  ' if number else 'expected: '}{speed}", "", ""
+        if self.rates.assumed:
+            yield f"  assumed, not measured (vismoe doctor): {', '.join(self.rates.assumed)}", "", ""
         if self.reading:
             yield "on disk", "", ""
             yield from (("  " + sentence, "", "") for sentence in self.reading)
@@ -110,14 +121,19 @@ class Plan:
             yield (f"    {part.name}", f"({size})", part.note) if part.inside else (f"  {part.name}", size, part.note)
 
 
-def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
-    """Divide the memory. Raises BudgetError, with a setting that works, if budget or machine are too small."""
+def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: MachineRates = UNMEASURED) -> Plan:
+    """Divide the memory between experts and requests, by these `rates` where the requests of a pass are not given.
+
+    Raises BudgetError, with a setting that works, if budget or machine are too small.
+    """
     inventory = footprint.inventory
     if settings.pair is not None:
         settings = _unpinned(inventory, settings)
     elif settings.pinned_layers == "auto":
         settings = dataclasses.replace(settings, pinned_layers=_calibrated_prefix(footprint, settings, hardware))
-    case = Case(footprint, settings, hardware)
+    least = case = Case(footprint, settings, hardware)
+    if settings.parallel == "auto":
+        case = dataclasses.replace(case, settings=dataclasses.replace(settings, parallel=_best_rows(case, rates)))
     division = case.division()
     emulated = settings.emulated_link_bytes_per_s is not None
     parts = (*case.fixed_parts(), *expert_parts(inventory, division, settings.pair, emulated))
@@ -129,7 +145,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
         memory=str(settings.memory),
         context=settings.context,
         budget_bytes=total(parts) if case.is_share else case.budget_bytes,
-        minimum_bytes=case.minimum_bytes,
+        minimum_bytes=least.minimum_bytes,
         parts=parts,
         host_parts=host.parts,
         pinned_layers=division.pinned_layers,
@@ -138,13 +154,25 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware) -> Plan:
         resident_experts=resident_experts(inventory, division),
         total_experts=sum(layer.num_experts for layer in inventory.layers),
         io_threads=case.io_threads,
-        rows=settings.rows,
+        rows=case.rows,
+        passes=tuple(expected(rows, case.loads(), rates) for rows in dict.fromkeys((1, case.rows))),
+        rates=rates,
         mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,
         hot_quota=division.hot_quota,
         transient=division.transient,
         low_host_slabs=host.low_slabs,
     )
+
+
+def _best_rows(case: Case, rates: MachineRates) -> int:
+    """The requests that a pass should have, of a case that leaves it open and may be one that does not work."""
+
+    def loads(rows: int) -> list[PassLayer] | None:
+        tried = dataclasses.replace(case, settings=dataclasses.replace(case.settings, parallel=rows))
+        return tried.loads() if rows == 1 or tried.has_room() else None
+
+    return best_rows(case.settings.rows, loads, rates, case.settings.latency).rows
 
 
 def _unpinned(inventory: ExpertInventory, settings: Settings) -> Settings:

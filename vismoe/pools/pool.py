@@ -5,13 +5,17 @@ bits as freshly allocated weights. A pool in host memory starts on a disk block'
 of whole blocks. The page table, not the pool, knows which expert a slab holds.
 """
 
+import ctypes
 import mmap
+import sys
 
 import numpy as np
 import torch
 
 from vismoe.pools.page_lock import page_lock
 from vismoe.types import BLOCK_BYTES, RecordLayout
+
+MADV_DONTNEED = 4  # Linux's number
 
 
 class SlabPool:
@@ -39,6 +43,9 @@ class SlabPool:
         self.buffer = memory[start : start + nbytes].view(-1, layout.record_bytes)
         if page_locked:
             page_lock(self.buffer, self)
+        # Slabs of ordinary memory can give their pages back, and get empty ones with the next write.
+        on_host = self.buffer.device.type == "cpu" and not (page_locked or aliased)
+        self.elastic = on_host and sys.platform == "linux"
         self.addresses = memory.data_ptr() + start + layout.record_bytes * np.arange(slabs)  # int64 [S], on the pool's device
         self._views: list[dict[str, torch.Tensor]] = [layout.views(record) for record in self.buffer]
         if aliased:
@@ -67,6 +74,25 @@ class SlabPool:
         assert not self._is_free[slab], f"slab {slab} was freed twice"
         self._is_free[slab] = True
         self._free.append(slab)
+
+    def page_bytes(self, slab: int) -> int:
+        """Of the pages that lie in this slab alone."""
+        first, end = self._pages(slab)
+        return max(0, end - first)
+
+    def _pages(self, slab: int) -> tuple[int, int]:
+        start = int(self.addresses[slab])
+        page = mmap.PAGESIZE
+        return -(-start // page) * page, (start + self.layout.record_bytes) // page * page
+
+    def unback(self, slab: int) -> bool:
+        """Give the pages of a taken slab, and what is in them, back to the system; whether it took them. Where transparent huge
+        pages are always on, the kernel may give small slabs pages again by itself."""
+        assert self.elastic and not self._is_free[slab], f"slab {slab} is free, or its memory is not ours to give"
+        first, end = self._pages(slab)
+        if end <= first:
+            return False
+        return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_DONTNEED) == 0)
 
     def free_only(self, slabs: list[int]) -> None:
         """Make exactly these slabs free; repairs the pool after an interrupt."""

@@ -68,6 +68,11 @@ class Slabs:
         pool, place = self._places[slab]
         pool.give_back(place)
 
+    @property
+    def elastic(self) -> bool:
+        """Slabs of the one format can give their memory back."""
+        return self.precision is None and self.pools[HIGH].elastic
+
     def free_only(self, slabs: Sequence[int]) -> None:
         """Make exactly these slabs free; repairs the pools after an interrupt."""
         for pool, start, end in zip(self.pools, self.first, self.first[1:], strict=False):

@@ -1,7 +1,7 @@
 """The component of a model that each tensor belongs to, by transformers' naming conventions; unknown tensors are `other`."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -56,13 +56,3 @@ def backbone_bytes(model: nn.Module) -> tuple[tuple[str, int], ...]:
     for name, tensor in backbone_tensors(model):
         sums[component_of(name)] += tensor.numel() * tensor.element_size()
     return tuple((component, nbytes) for component, nbytes in sums.items() if nbytes)
-
-
-def decode_read_bytes(components: Iterable[tuple[str, int]]) -> int:
-    """Bytes of weights outside the experts that one step of the decoder reads, from (component, bytes).
-
-    Of the embeddings a step reads single rows; if the model has no separate head, they are the head and are read completely.
-    """
-    sizes = dict(components)
-    unread = {"vision tower", "audio tower", *(["embeddings"] if "lm head" in sizes else [])}
-    return sum(nbytes for name, nbytes in sizes.items() if name not in unread)

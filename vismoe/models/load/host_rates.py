@@ -1,4 +1,4 @@
-"""Computing misses below the device, in host memory: whether it can be done here, and at which rates it is weighed.
+"""At which rates misses and passes are weighed, and whether misses can be computed below the device, in host memory.
 
 The rates are the link's and host memory's, as `vismoe doctor` measured them, or nominal ones without that; `deterministic`
 takes the nominal ones always, so that a choice depends on bytes and tokens alone.
@@ -6,20 +6,29 @@ takes the nominal ones always, so that a choice depends on bytes and tokens alon
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
 from vismoe.kernels import cpu
-from vismoe.machine.profile import Profile, load_profile
+from vismoe.machine.choices import fits_page_cache, format_rate
+from vismoe.machine.profile import Profile, disk_of, load_profile
 from vismoe.paging.miss import Rates, Ways
+from vismoe.planning.needs import Footprint, Hardware
+from vismoe.planning.throughput import (
+    NOMINAL_CPU_BYTES_PER_S,
+    NOMINAL_CPU_FLOP_PER_S,
+    NOMINAL_DISK_BYTES_PER_S,
+    NOMINAL_GPU_BYTES_PER_S,
+    NOMINAL_GPU_FLOP_PER_S,
+    NOMINAL_LINK_BYTES_PER_S,
+    MachineRates,
+)
+from vismoe.store.expert_store import Reads
 from vismoe.types import RecordLayout
 
-NOMINAL_LINK_BYTES_PER_S = 25e9  # PCIe 4.0 x16, as it is reached
-NOMINAL_CPU_BYTES_PER_S = 40e9  # two channels of DDR5
-NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached
-NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memory
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
 FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9, "amx": 225e9}
 
@@ -55,6 +64,47 @@ def upgrade_rates(settings: Settings, device: torch.device) -> Rates:
     if device.type == "cuda":
         return Rates(_link_rate(profile, device), NOMINAL_GPU_BYTES_PER_S)
     return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, _cpu_rate(profile))
+
+
+def machine_rates(
+    needs: Footprint, settings: Settings, hardware: Hardware, reads: Reads, direct: bool, spare_bytes: int, host_share: float
+) -> MachineRates:
+    """What the plan expects passes by. direct: experts are read past the page cache; spare_bytes: of RAM, beyond the plan;
+    host_share: of the experts, that the tier below a GPU holds."""
+    profile, assumed, inventory = _profile(settings), list[str](), needs.inventory
+
+    def rate(measured: float | None, nominal: float, what: str) -> float:
+        if not measured:
+            assumed.append(f"{what} at {format_rate(nominal)}")
+        return measured or nominal
+
+    on_gpu, link = hardware.device == "cuda", profile.link("cuda") if profile else None
+    if on_gpu:
+        weights = rate(link.device_read_bytes_per_s if link else None, NOMINAL_GPU_BYTES_PER_S, "the GPU's memory")
+    else:
+        weights = rate(profile.dram_bytes_per_s if profile else None, NOMINAL_CPU_BYTES_PER_S, "memory")
+    disk = disk_of(profile, reads.paths[0].parent if reads.paths else Path.cwd()) if profile else None
+    if fits_page_cache(reads.stored_bytes, spare_bytes) and not (direct or on_gpu):
+        stored = rate(disk.cached_bytes_per_s if disk else None, weights / 4, "the page cache")
+    else:
+        expert_bytes = max(layout.record_bytes for layout in inventory.layouts)
+        best = disk.best(direct=direct, request_bytes=expert_bytes) if disk else None
+        stored = rate(best.bytes_per_s if best else None, NOMINAL_DISK_BYTES_PER_S, "the disk")
+    missing = stored  # of a pair, in whichever format; of one format, as many bytes of slabs as those on disk fill
+    if not inventory.low_layouts:
+        missing *= inventory.slab_bytes / max(1, reads.stored_bytes)
+    if settings.emulated_link_bytes_per_s is not None:
+        missing = settings.emulated_link_bytes_per_s
+    elif on_gpu:
+        link_rate = rate(_link_rate(profile, torch.device("cuda")) if link else None, NOMINAL_LINK_BYTES_PER_S, "the link")
+        missing = 1 / (host_share / link_rate + (1 - host_share) / missing)
+    flop = NOMINAL_GPU_FLOP_PER_S if on_gpu else NOMINAL_CPU_FLOP_PER_S
+    if needs.by_kernels and not on_gpu:
+        setup = cpu.setup()
+        flop = FLOP_PER_S[setup.isa] * setup.threads
+    # On a CPU the cores that compute also read, and only a layer's hits are computed meanwhile: measured, it is the sum.
+    overlaps = on_gpu or settings.emulated_link_bytes_per_s is not None
+    return MachineRates(weights, flop, missing, overlaps=overlaps, assumed=tuple(assumed))
 
 
 def _profile(settings: Settings) -> Profile | None:

@@ -131,6 +131,7 @@ class Configuration:
             settings,
             embeddings="disk" if self.reading.embeddings_on_disk else "memory",
             reads="direct" if self.reading.past_cache else "cached",
+            parallel=self.plan.rows,  # the passes under way were made for so many
         )
         with torch.device("cpu"):
             stores, experts = _open_stores(model, self.source, settled, self.device)

@@ -28,7 +28,7 @@ from vismoe.models.family.checkpoint_files import (
     refuse_routing,
     weight_files,
 )
-from vismoe.models.family.components import backbone_bytes, decode_read_bytes
+from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
 from vismoe.models.load.backbone import linears_of, settle_backbone
@@ -39,6 +39,7 @@ from vismoe.models.load.locate import locate, locate_experts
 from vismoe.models.load.opening import Experts, arrange_experts, needs_of, open_experts, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
+from vismoe.planning.needs import decode_read_bytes
 from vismoe.planning.plan import Plan
 from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore

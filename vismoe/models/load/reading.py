@@ -8,8 +8,10 @@ from vismoe.config import Settings, format_bytes
 from vismoe.errors import BudgetError, ConfigError
 from vismoe.machine.choices import Choices, choose
 from vismoe.machine.profile import load_profile
+from vismoe.models.load.host_rates import machine_rates
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.plan import Plan, plan
+from vismoe.planning.throughput import UNMEASURED, MachineRates
 from vismoe.store.expert_store import Reads, Stores
 
 WORTHWHILE_TABLE_BYTES = 16 * 2**20  # smaller embeddings are held: a read for every token is not worth them
@@ -31,10 +33,15 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     Raises what `plan` raises, and ConfigError.
     """
     draft, _ = _place_table(needs, settings, hardware, table_bytes)
-    choices = _choose(needs, settings, hardware, draft, reads)
+    held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
+    spare_bytes = hardware.free_host_bytes - held_bytes * hardware.local_world_size
+    choices = _choose(needs, settings, hardware, spare_bytes, reads)
     if choices.direct_reads:
         needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + reads.bounce_bytes)
-    memory, on_disk = _place_table(needs, dataclasses.replace(settings, io_threads=choices.io_threads), hardware, table_bytes)
+    host_share = min(1.0, sum(draft.host_slabs) / max(1, draft.total_experts))
+    rates = machine_rates(needs, settings, hardware, reads, choices.direct_reads, spare_bytes, host_share)
+    settled = dataclasses.replace(settings, io_threads=choices.io_threads)
+    memory, on_disk = _place_table(needs, settled, hardware, table_bytes, rates)
     sentences = [choices.reasons["direct_reads"], choices.reasons["io_threads"]]
     if memory.io_threads != choices.io_threads:
         sentences[1] += f"; {memory.io_threads} in each of {hardware.local_world_size} processes"
@@ -54,7 +61,9 @@ def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Readi
     return dataclasses.replace(reading, plan=dataclasses.replace(reading.plan, reading=sentences), past_cache=False)
 
 
-def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table_bytes: int) -> tuple[Plan, bool]:
+def _place_table(
+    needs: Footprint, settings: Settings, hardware: Hardware, table_bytes: int, rates: MachineRates = UNMEASURED
+) -> tuple[Plan, bool]:
     """(the plan, whether the embeddings stay on disk): `auto` leaves them there where that makes room for experts."""
     asked = settings.embeddings
     if asked == "disk" and not table_bytes:
@@ -63,13 +72,13 @@ def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table
             "checkpoint. Fix: embeddings='auto' (--embeddings auto)"
         )
     if asked == "memory" or (asked == "auto" and table_bytes < WORTHWHILE_TABLE_BYTES):
-        return plan(needs, settings, hardware), False
+        return plan(needs, settings, hardware, rates), False
     backbone = tuple((name, nbytes - (table_bytes if name == "embeddings" else 0)) for name, nbytes in needs.backbone)
-    lean = plan(dataclasses.replace(needs, backbone=backbone), settings, hardware)
+    lean = plan(dataclasses.replace(needs, backbone=backbone), settings, hardware, rates)
     if asked == "disk":
         return lean, True
     try:
-        held = plan(needs, settings, hardware)
+        held = plan(needs, settings, hardware, rates)
     except BudgetError:
         return lean, True
     if (lean.resident_experts, sum(lean.slabs)) > (held.resident_experts, sum(held.slabs)):  # of all, or in more precision
@@ -77,15 +86,13 @@ def _place_table(needs: Footprint, settings: Settings, hardware: Hardware, table
     return dataclasses.replace(held, minimum_bytes=lean.minimum_bytes), False
 
 
-def _choose(needs: Footprint, settings: Settings, hardware: Hardware, draft: Plan, reads: Reads) -> Choices:
-    """How to read, from the machine's profile; what a setting names is not chosen."""
-    held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
-    inventory = needs.inventory
+def _choose(needs: Footprint, settings: Settings, hardware: Hardware, spare_bytes: int, reads: Reads) -> Choices:
+    """How to read, from the machine's profile; what a setting names is not chosen. spare_bytes: of RAM, beyond the plan."""
     choices = choose(
         load_profile(),
-        expert_bytes=max(layout.record_bytes for layout in inventory.layouts),
+        expert_bytes=max(layout.record_bytes for layout in needs.inventory.layouts),
         checkpoint_bytes=reads.stored_bytes,
-        spare_bytes=hardware.free_host_bytes - held_bytes * hardware.local_world_size,
+        spare_bytes=spare_bytes,
         cores=hardware.cores,
         device=hardware.device,
         path=reads.paths[0].parent if reads.paths else Path.cwd(),

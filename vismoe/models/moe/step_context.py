@@ -138,6 +138,7 @@ class StepContext:
         self.recorder: RoutingRecorder | None = None
         self.cancelled: Callable[[], bool] = lambda: False  # asked between the layers of a prefill, which can take minutes
         self.encodes_with_experts = False  # a vision tower has routed experts
+        self.more_tokens = 0  # than the planned context, that all sequences of a pass may have: experts gave them their memory
         self._reading_prompt = False
         self._kinds: np.ndarray | None = None
 
@@ -243,7 +244,7 @@ class StepContext:
         past = int(cache.get_seq_length()) if cache is not None else 0
         serving = self.serving
         tokens_in_all = cache.tokens + batch if isinstance(cache, RowsCache) else batch * (past + new)
-        if tokens_in_all > serving.plan.context:
+        if tokens_in_all > serving.plan.context + self.more_tokens:
             raise ContextError(
                 f"{batch} x {past + new} tokens are more than the context of {serving.plan.context} that memory was planned for. "
                 f"Fix: load with context={tokens_in_all} or more (--context), or shorten the input"

@@ -261,7 +261,7 @@ class Request:
                 going_on = self._read_on() if prefilling else self._answer(*self.loop.step(self._repeated))
         finally:
             tokens = max(0, self._read_tokens - max(read, self._reused_tokens)) if prefilling else 1  # 0: interrupted
-            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, self._shared.count())
+            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, [self._shared.count()])
         return going_on
 
     def step_with(self, others: "Sequence[Request]") -> list[bool | BaseException]:
@@ -288,8 +288,9 @@ class Request:
             shared.count()
             return [error] * rows
         results = [_attempt(partial(request._taken, output)) for request, output in zip(requests, outputs, strict=True)]
-        for request, happened in zip(requests, shared.count().split(rows), strict=True):
-            request._passed(Phase.DECODE, 1, began_s, happened, rows)
+        shares = shared.count().split(rows)
+        for number, request in enumerate(requests):
+            request._passed(Phase.DECODE, 1, began_s, shares, number)
         return results
 
     @torch.inference_mode()
@@ -329,9 +330,11 @@ class Request:
     def _count(self, happened: Snapshot) -> None:
         self._counters = happened if self._counters is None else self._counters + happened
 
-    def _passed(self, phase: Phase, tokens: int, began_s: float, happened: Snapshot, rows: int = 1) -> None:
-        self._count(happened)
-        self.clock.passed(phase, tokens, began_s, happened, rows)
+    def _passed(self, phase: Phase, tokens: int, began_s: float, shares: Sequence[Snapshot], mine: int = 0) -> None:
+        """`shares` of what happened, one for each request of the pass, `mine` this one's."""
+        self._count(shares[mine])
+        streamed = any(share.total("streamed") for share in shares)
+        self.clock.passed(phase, tokens, began_s, shares[mine], len(shares), streamed)
 
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""

@@ -65,7 +65,7 @@ class VirtualPager:
         if self._last is not None and recorded.request != self._last.request:
             self.end_request()
         if self._last is None or recorded.step != self._last.step:
-            self._begin_step(recorded.phase)
+            self._begin_step(recorded)
         self._last, began_s, in_order = recorded, self.now_s, recorded.phase is not Phase.DECODE
         keep = set(recorded.last.tolist()) if in_order else None
         demand = Demand(
@@ -97,8 +97,9 @@ class VirtualPager:
         self._land()
         self.core.end_request()
 
-    def _begin_step(self, phase: Phase) -> None:
-        self.core.begin_step(phase, self.now_s - self._step_began_s)
+    def _begin_step(self, first: RecordedDemand) -> None:
+        tokens = int(first.tokens.sum()) // self.inventory.layers[first.layer].top_k
+        self.core.begin_step(first.phase, self.now_s - self._step_began_s, tokens)
         self._step_began_s = self.now_s
         if self.conditions.prefetch_bytes_per_step is not None:
             self.core.ledger.allowance_bytes = self.conditions.prefetch_bytes_per_step
@@ -167,7 +168,8 @@ class VirtualPager:
         """The link begins to copy."""
         self._on_link = ticket
         ticket.moved = Moved(disk_bytes=self.tables[ticket.geometry].pool.bytes_of(ticket.slab))
-        self._link_idle_at_s = max(self._link_idle_at_s, self.now_s) + ticket.moved.disk_bytes * self._s_per_byte
+        ticket.began_s = max(self._link_idle_at_s, self.now_s)
+        self._link_idle_at_s = ticket.began_s + ticket.moved.disk_bytes * self._s_per_byte
 
     def _land(self) -> None:
         """What is on the link, if anything, has arrived."""

@@ -105,8 +105,7 @@ def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_p
 # -- in virtual time
 def replayed(demands: Demands, slots: int, streams: bool, **conditions: float) -> tuple[VirtualPager, list[tuple[int, float]]]:
     """The pager, and after every demand the fetched bytes and the time."""
-    pager = VirtualPager(demands.inventory, (slots,), "lfu", Conditions(**conditions))
-    pager.core.streaming[0].possible = streams
+    pager = VirtualPager(demands.inventory, (slots,), "lfu", Conditions(streams=streams, **conditions))
     after = []
     for demand in demands:
         pager.run(demand)

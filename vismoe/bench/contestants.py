@@ -169,9 +169,8 @@ class VisMoERunner(TransformersRunner):
             for loop in loops:
                 loop.step()
         by_turns_s = time.perf_counter() - turned_s
-        return ParallelAnswers(
-            rows, steps * rows, turned_s - began_s, read, by_turns_s, counted.total("streamed") / counted.total("steps")
-        )
+        streamed = counted.total("streamed") / max(1.0, counted.total("steps"))
+        return ParallelAnswers(rows, steps * rows, turned_s - began_s, read, by_turns_s, streamed)
 
     def trace(self, path: str) -> None:
         """Write the timeline of a further request."""

@@ -4,7 +4,8 @@ Experts come in groups, each computed by one call; the slabs of a group stay pro
 once per group. Two orders. By arrival (decode): residents first, then whatever has arrived; the caller combines by expert id
 itself. By id (prefill): the caller can add results as it goes, while later ids are on their way.
 With everything resident a layer is one group. Demands larger than the pool are served in waves: groups of one, so that a slab is
-taken again as soon as its expert was computed. Two slabs suffice.
+taken again as soon as its expert was computed. Two slabs suffice. In a streamed pass (streaming.py) what stays of the layer is
+fixed, and only what passes through the ring waits for slabs.
 Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier
 (host_compute.py): as a group of their own, after what lies on the device, so that work launched there runs beside. They take no
 slab. Where slabs hold two formats, what is there in more precision than demanded serves; what is there in less is waited for,

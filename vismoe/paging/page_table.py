@@ -31,7 +31,7 @@ class Evicted(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A slab to load into, whether it belongs to the prefill ring, and which expert was evicted."""
+    """A slab to load into, whether it belongs to the ring, and which expert was evicted."""
 
     slab: int
     ring: bool = False
@@ -68,7 +68,7 @@ class PageTable:
         self.state = np.zeros(slabs, dtype=np.uint8)
         self.pinned = np.zeros(slabs, dtype=bool)
         self.demanded = np.zeros(slabs, dtype=bool)  # by the running layer, not computed yet
-        self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk
+        self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk, or for streamed passes
         self.streamed = np.zeros(slabs, dtype=bool)  # in the ring and computed
         self.speculative = np.zeros(slabs, dtype=bool)
         self.borrowed = np.zeros(slabs, dtype=bool)  # a copy that is not to be registered
@@ -97,7 +97,7 @@ class PageTable:
 
     @property
     def ring_in_use(self) -> bool:
-        """Slabs of the prefill ring may hold experts: a demand changes more than `uses` and `worth` then."""
+        """Slabs of the ring may hold experts: a demand changes more than `uses` and `worth` then."""
         return self._ring_in_use
 
     def flat(self, expert: ExpertId) -> int:

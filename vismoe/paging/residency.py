@@ -6,6 +6,7 @@ Whatever drives it says what has happened, one event at a time, and does what it
     Demand.open, next_group, computed,          a layer wants experts: which can be computed now, which copies it waits for
         waited, close                           (paging/demand.py)
     look_ahead                                  what the next layers will probably want
+    stream_after                                a router has spoken in a streamed pass: what the next layer lacks can be copied
     retarget                                    which experts belong in the more precise format
     next_copy                                   a copy can begin: the answer is a ticket whose slab is taken, or None
     ended                                       a ticket's copy is complete, has failed, or was called back

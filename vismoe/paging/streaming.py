@@ -3,7 +3,7 @@
 A streamed pass keeps a fixed set of experts of every layer. The others pass through a ring of slabs: while a layer computes, the
 absent experts of the next one are copied, as far as the ring reaches; those that its router does not choose are dropped from what
 is to be copied. So the link does not wait for the layer, and no expert leaves that the next pass wants as much as the one that
-came. A layer takes the longer of its computation T_c and its copies, instead of one after the other (FluxMoE, 4.2). Unlike there,
+came. A layer takes the longer of its computation T_c and its copies, instead of one after the other (FluxMoE, 3.1). Unlike there,
 the ring is not two whole layers: where the link is slow it holds what is copied within T_c, and the slabs that this saves hold
 experts.
 

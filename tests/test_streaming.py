@@ -131,15 +131,33 @@ def test_where_nearly_everything_is_wanted_streaming_fetches_hardly_more_than_th
 def test_streaming_is_never_slower_than_demand_paging(skew, compute_s):
     """Seconds are copies of an expert."""
     streamed = []
-    for batch in (1, 4, 24):
-        demands = Demands.of(skewed_trace(5, 32, 4, tokens=14, batch=batch, skew=skew, zipf=True, seed=batch))
+    for batch, prompts in ((1, {}), (4, {}), (24, {}), (2, {"requests": 6, "prompt_tokens": 24})):
+        tokens = 3 if prompts else 14
+        demands = Demands.of(skewed_trace(5, 32, 4, tokens=tokens, batch=batch, skew=skew, zipf=True, seed=batch, **prompts))
         for slots in (48, 120):
             conditions = dict(link_bytes_per_s=1024, compute_s_per_layer=compute_s)
             pager, on = replayed(demands, slots, True, **conditions)
             _, off = replayed(demands, slots, False, **conditions)
             streamed.append(pager.metrics.snapshot().total("streamed"))
-            assert on[-1][1] <= 1.01 * off[-1][1], (batch, slots)
-    assert any(streamed)
+            assert on[-1][1] <= 1.01 * off[-1][1], (batch, prompts, slots)
+    assert any(streamed[:-2]) and (any(streamed[-2:]) or compute_s < 1), "rows, and prompts"
+
+
+def test_what_stays_is_not_evicted_while_decode_passes_are_streamed():
+    """Not even for one that is to stay as well: it waits for the ring."""
+    demands = Demands.of(skewed_trace(6, 32, 4, tokens=10, batch=24, skew=0.3, seed=3))
+    pager = VirtualPager(demands.inventory, (90,), "lfu", Conditions(link_bytes_per_s=1024, compute_s_per_layer=2.0))
+    (table,), evict, evicted = pager.tables, pager.tables[0].evict, []
+
+    def noted(slab: int):
+        if pager.core.streams:
+            evicted.append(bool(table.fixed[table.expert_in[slab]]))
+        return evict(slab)
+
+    table.evict = noted
+    for demand in demands:
+        pager.run(demand)
+    assert len(evicted) > 300 and not any(evicted)
 
 
 # -- the pager, whatever the rule says

@@ -35,6 +35,19 @@ PAGER_COUNTERS = {  # counter of vismoe.metrics: (name here without _total, help
     "served_lower": ("vismoe_expert_served_lower", "Experts needed in the better format but served in the other"),
     "promotions": ("vismoe_expert_promotions", "Experts that moved to the better format in the background"),
     "demotions": ("vismoe_expert_demotions", "Experts that moved to the other format in the background"),
+    "streamed": ("vismoe_expert_streamed_layer_steps", "Times that an MoE layer ran in a streamed pass"),
+    "unstreamed_unmeasured": (
+        "vismoe_expert_unstreamed_unmeasured_layer_steps",
+        "Times that an MoE layer ran unstreamed since no pass of about as many tokens had been measured",
+    ),
+    "unstreamed_small_pool": (
+        "vismoe_expert_unstreamed_small_pool_layer_steps",
+        "Times that an MoE layer ran unstreamed since the ring would have taken more than half of the slabs",
+    ),
+    "unstreamed_no_gain": (
+        "vismoe_expert_unstreamed_no_gain_layer_steps",
+        "Times that an MoE layer ran unstreamed since streaming would not have been clearly sooner",
+    ),
     "failed_transitions": ("vismoe_expert_failed_transitions", "Moves between formats that failed; the old copy remained in use"),
 }
 COMPUTED = ("vismoe_expert_computations", "Experts computed for a token, by their format; skip: not computed")

@@ -82,6 +82,7 @@ def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, 
     at_once = {name: row["parallel"]["3"] for name, row in rows.items()}
     assert all(found["tokens_per_s"]["median"] > 0 for found in at_once.values())
     assert [found["by_turns_tokens_per_s"] is None for found in at_once.values()] == [False, True, True]
+    assert [found["streamed_share"] is None for found in at_once.values()] == [False, True, True]
     assert any("by turns" in line for line in table)
     assert rows["vismoe"]["agreement"]["equal_tokens"] == 4  # eager's own arithmetic: not one bit differs
     ours = rows["vismoe"]["cold"]

@@ -14,6 +14,7 @@ from vismoe.errors import ConfigError
 from vismoe.paging import pager as pager_module
 from vismoe.paging import transfer as transfer_module
 from vismoe.paging.pager import Pager
+from vismoe.paging.streaming import Verdict
 from vismoe.paging.tickets import Moved
 from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
@@ -150,7 +151,8 @@ class Stepped:
         if self.last is not None and demand.request != self.last.request:
             self.end_request()
         if self.last is None or demand.step != self.last.step:
-            pager.begin_step(demand.phase)
+            tokens = int(demand.tokens.sum()) // pager.inventory.layers[demand.layer].top_k
+            pager.begin_step(demand.phase, tokens=tokens)
         self.last, keep = demand, None if decoding else set(demand.last.tolist())
         with pager.demand(demand.layer, demand.experts.tolist(), keep) as lent:
             core = pager.core
@@ -226,10 +228,11 @@ def decisions(core):
     window=st.integers(1, 4),
     prefetch=st.booleans(),
     copies_per_layer=st.sampled_from([0.3, 1, 3.7]),
+    batch=st.sampled_from([1, 1, 10]),
 )
-def test_replay_does_what_the_pager_does(seed, slots, order, prompt, window, prefetch, copies_per_layer):
-    """Every eviction and copy in one order, what was hit, late and wasted, and what guessing is said to have won."""
-    trace = skewed_trace(4, 12, 3, requests=2, prompt_tokens=prompt, tokens=10, window=3, score_noise=0.3, seed=seed)
+def test_replay_does_what_the_pager_does(seed, slots, order, prompt, window, prefetch, copies_per_layer, batch):
+    """Every eviction and copy in one order, what was hit, late, wasted and streamed, and what guessing is said to have won."""
+    trace = skewed_trace(4, 12, 3, requests=2, prompt_tokens=prompt, tokens=10, batch=batch, window=3, score_noise=0.3, seed=seed)
     demands = Demands.of(trace)
     conditions = Conditions(
         window=window, prefetch=prefetch, link_bytes_per_s=1024 * copies_per_layer / 0.1, compute_s_per_layer=0.1
@@ -249,7 +252,8 @@ def test_replay_does_what_the_pager_does(seed, slots, order, prompt, window, pre
     live.pager.check_integrity()
     np.testing.assert_array_equal(virtual.tables[0].slab_of, live.pager.tables[0].slab_of)
     counts = [driver.metrics.snapshot() for driver in (virtual, live.pager)]
-    for counter in ("steps", "hits", "misses", "late", "evictions", "bytes_read", "prefetched_bytes", "wasted_prefetch_bytes"):
+    moved = ("evictions", "bytes_read", "prefetched_bytes", "wasted_prefetch_bytes")
+    for counter in ("steps", "hits", "misses", "late", *moved, *Verdict):
         for phase in Phase:
             assert counts[0].total(counter, phase) == counts[1].total(counter, phase), (counter, phase)
     assert counts[0].total("stall_seconds") == pytest.approx(counts[1].total("stall_seconds"))
@@ -268,6 +272,14 @@ def test_the_pager_and_its_replay_are_compared_with_guesses_that_are_used_late_a
     counts = virtual.metrics.snapshot()
     assert min(counts.total(name) for name in ("late", "hits", "evictions")) > 10
     assert counts.total("prefetched_bytes") > 1.2 * counts.total("wasted_prefetch_bytes") > 0
+
+
+def test_the_pager_and_its_replay_are_compared_with_streamed_passes():
+    demands = Demands.of(skewed_trace(4, 12, 3, requests=2, prompt_tokens=20, tokens=10, batch=10, seed=1))
+    virtual = VirtualPager(demands.inventory, (24,), "lfu", Conditions(link_bytes_per_s=1024, compute_s_per_layer=1.0))
+    for demand in demands:
+        virtual.run(demand)
+    assert virtual.metrics.snapshot().total("streamed", Phase.DECODE) > 20
 
 
 # -- the orders, by hand

@@ -39,6 +39,10 @@ COUNTERS = (
     "promotions",  # experts that hotness moved to the more precise format
     "demotions",
     "failed_transitions",
+    "streamed",  # times that the layer ran in a streamed pass (paging/streaming.py), or for which reason it did not
+    "unstreamed_unmeasured",
+    "unstreamed_small_pool",
+    "unstreamed_no_gain",
 )
 
 

@@ -158,17 +158,19 @@ class VisMoERunner(TransformersRunner):
             loops[-1].reserve(len(prompt) + longest)
         passes = SharedPasses(self.model, max(2, rows), exactly=False)
         passes.tried(loops, [loop.inputs() for loop in loops], frozenset())
-        disk, began_s = disk_bytes(), time.perf_counter()
+        metrics = runtime_of(self.model).pager.metrics
+        before, disk, began_s = metrics.snapshot(), disk_bytes(), time.perf_counter()
         for _ in range(steps):
             outputs = passes.run(loops, [loop.inputs() for loop in loops], frozenset())
             for loop, output in zip(loops, outputs, strict=True):
                 loop.take(output)
-        turned_s, read = time.perf_counter(), difference(disk_bytes(), disk)
+        turned_s, read, counted = time.perf_counter(), difference(disk_bytes(), disk), metrics.snapshot() - before
         for _ in range(steps):
             for loop in loops:
                 loop.step()
         by_turns_s = time.perf_counter() - turned_s
-        return ParallelAnswers(rows, steps * rows, turned_s - began_s, read, by_turns_s)
+        streamed = counted.total("streamed") / max(1.0, counted.total("steps"))
+        return ParallelAnswers(rows, steps * rows, turned_s - began_s, read, by_turns_s, streamed)
 
     def trace(self, path: str) -> None:
         """Write the timeline of a further request."""

@@ -182,6 +182,7 @@ class ParallelAnswers:
     seconds: float
     disk_bytes: int | None  # read from storage meanwhile
     by_turns_s: float | None = None  # of VisMoE: for as many tokens after that, a pass for each row
+    streamed: float | None = None  # of VisMoE: share of the layers' demands in streamed passes
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,7 @@ def _parallel(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             "disk_bytes_per_token": spread(
                 None if one["disk_bytes"] is None else one["disk_bytes"] / one["tokens"] for one in several
             ),
+            "streamed_share": spread(one["streamed"] for one in several),
         }
         for rows, several in found.items()
     }

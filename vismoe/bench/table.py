@@ -17,7 +17,7 @@ first answer: loading and the cold prefill; files are dropped in between, so pag
 SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill tokens/s", "decode tokens/s", "experts/layer")
 EXPERTS_LEGEND = "experts/layer: the routed experts alone, per MoE layer and token, in prefill, decode; without the router"
 PARALLEL_LEGEND = "\nrequests that decode at once: tokens/s of all together"
-PARALLEL_COLUMNS = ("contestant", "requests", "tokens/s", "by turns", "times", "storage/token")
+PARALLEL_COLUMNS = ("contestant", "requests", "tokens/s", "by turns", "times", "storage/token", "streamed")
 RATIO_LEGEND = "\nhow many times as fast VisMoE is in prefill, decode; in brackets: only the other keeps every bit"
 RATIO_COLUMNS = ("ours", "against", "cold", "warm", "experts alone")
 TRAFFIC_COLUMNS = tuple("contestant phase memory disk storage/token fetched/token hits stalled wasted control/layer".split())
@@ -111,7 +111,8 @@ def _parallel(report: dict[str, Any]) -> Table:
             both, turns = found["tokens_per_s"], found["by_turns_tokens_per_s"]
             times = f"{both['median'] / turns['median']:.2f}x" if turns else NOTHING
             stored = _value(found["disk_bytes_per_token"], format_bytes)
-            table.add_row(name, rows, _range(both), _range(turns) if turns else NOTHING, times, stored)
+            streamed = _value(found["streamed_share"], "{:.0%}".format)
+            table.add_row(name, rows, _range(both), _range(turns) if turns else NOTHING, times, stored, streamed)
     return table
 
 

@@ -90,6 +90,10 @@ def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(
             ("prefetched", format_bytes(cache["prefetched_bytes"]), f"{format_bytes(cache['wasted_prefetch_bytes'])} wasted")
         )
+    if cache["streamed"]:
+        reasons = ("unmeasured", "small_pool", "no_gain")
+        others = ", ".join(f"{cache[f'unstreamed_{why}']:,} {why.replace('_', ' ')}" for why in reasons)
+        rows.append(("streamed", f"{cache['streamed']:,}", f"times a layer, not: {others}"))
     return rows
 
 

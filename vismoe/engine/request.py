@@ -284,7 +284,7 @@ class Request:
             happened = self._shared.count()
             if not prefilling:
                 self._shared.decoded(1, began_s, happened)
-            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, happened)
+            self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, [happened])
         return going_on
 
     def step_with(self, others: "Sequence[Request]") -> list[bool | BaseException]:
@@ -313,8 +313,9 @@ class Request:
         results = [_attempt(partial(request._taken, output)) for request, output in zip(requests, outputs, strict=True)]
         happened = shared.count()
         shared.decoded(rows, began_s, happened)
-        for request, share in zip(requests, happened.split(rows), strict=True):
-            request._passed(Phase.DECODE, 1, began_s, share, rows)
+        shares = happened.split(rows)
+        for number, request in enumerate(requests):
+            request._passed(Phase.DECODE, 1, began_s, shares, number)
         return results
 
     @torch.inference_mode()
@@ -354,9 +355,11 @@ class Request:
     def _count(self, happened: Snapshot) -> None:
         self._counters = happened if self._counters is None else self._counters + happened
 
-    def _passed(self, phase: Phase, tokens: int, began_s: float, happened: Snapshot, rows: int = 1) -> None:
-        self._count(happened)
-        self.clock.passed(phase, tokens, began_s, happened, rows)
+    def _passed(self, phase: Phase, tokens: int, began_s: float, shares: Sequence[Snapshot], mine: int = 0) -> None:
+        """`shares` of what happened, one for each request of the pass, `mine` this one's."""
+        self._count(shares[mine])
+        streamed = any(share.total("streamed") for share in shares)
+        self.clock.passed(phase, tokens, began_s, shares[mine], len(shares), streamed)
 
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""

@@ -31,6 +31,7 @@ class PassFigures:
     bytes_read: int
     bytes_copied: int
     rows: int = 1  # requests that shared it; counters are this one's share
+    streamed: bool = False  # experts passed through a ring beside a fixed set (paging/streaming.py), in some layers at least
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ class Clock:
         self.tokens += 1
         self.first_token_s = self.first_token_s or self.last_token_s
 
-    def passed(self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot, rows: int = 1) -> None:
+    def passed(
+        self, phase: Phase, tokens: int, pass_began_s: float, counters: Snapshot, rows: int = 1, streamed: bool = False
+    ) -> None:
         """A forward pass is over; `counters` of what happened in it, this request's share where it was one of several `rows`."""
         began_s, seconds, stall_s = (
             pass_began_s - self.began_s,
@@ -163,4 +166,4 @@ class Clock:
             counters.total("stall_seconds"),
         )
         counted = {name: int(counters.total(name)) for name in ("hits", "misses", "bytes_read", "bytes_copied")}
-        self.passes.append(PassFigures(phase, began_s, seconds, tokens, stall_s, rows=rows, **counted))
+        self.passes.append(PassFigures(phase, began_s, seconds, tokens, stall_s, rows=rows, streamed=streamed, **counted))

@@ -4,7 +4,8 @@ Experts come in groups, each computed by one call; the slabs of a group stay pro
 once per group. Two orders. By arrival (decode): residents first, then whatever has arrived; the caller combines by expert id
 itself. By id (prefill): the caller can add results as it goes, while later ids are on their way.
 With everything resident a layer is one group. Demands larger than the pool are served in waves: groups of one, so that a slab is
-taken again as soon as its expert was computed. Two slabs suffice.
+taken again as soon as its expert was computed. Two slabs suffice. In a streamed pass (streaming.py) what stays of the layer is
+fixed, and only what passes through the ring waits for slabs.
 Where there are other ways than waiting (miss.py), some of the missing experts are lent straight from the host tier
 (host_compute.py): as a group of their own, after what lies on the device, so that work launched there runs beside. They take no
 slab. Where slabs hold two formats, what is there in more precision than demanded serves; what is there in less is waited for,
@@ -57,14 +58,17 @@ class Demand:
         self.host_compute = HostCompute(core, layer, ways) if ways is not None else None
         self._upgrading = Upgrading(core, layer, high, first) if table.pool.precision is not None else None
         self._stall_s = self._began_s = 0.0
+        self._streaming = core.streaming[core.inventory.layers[layer].geometry]
+        self._fixed: Collection[int] | None = None  # in a streamed decode pass, what stays
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
 
     # -- events
     def open(self, now_s: float) -> None:
         """The layer begins: protect what is here, count, and take slabs for what is not."""
         core, table = self._core, self._table
-        core.running_layer = self._layer
-        core.tick += 1
+        core.enter(self._layer)
+        if self._streaming.on and self._keep is None:
+            self._keep = self._fixed = set(np.flatnonzero(table.fixed_of(self._layer)).tolist())
         table.enter_layer(self._layer)
         if core.tickets:
             self._guess, self._began_s = core.guess_on_the_way(), now_s
@@ -79,7 +83,7 @@ class Demand:
         if self._keep is not None:
             stays = np.array([e in self._keep for e, p in zip(self.todo, present.tolist()) if p], dtype=bool)
         guesses = table.enter_demand(here, stays)
-        if guesses:
+        if guesses and not core.streams:
             core.ledger.used(guesses, guesses * core.copied_bytes(core.inventory.layers[self._layer].geometry))
         late = self._late() if core.tickets else []
         for expert in late:
@@ -92,6 +96,8 @@ class Demand:
         if self.absent:
             core.ledger.displaced(int(np.count_nonzero(table.displaced[np.add(self.absent, self._base)])))
             self._issue()
+        if core.streams:
+            core.stream_after(self._layer)
 
     def next_group(self, in_order: bool) -> Group:
         """What can be computed now; empty: nothing, before a copy has arrived."""
@@ -141,6 +147,7 @@ class Demand:
         """Some copies have ended; the next ones are asked for. Raises TransferError for a failed one that this demand asked for,
         ClosedError for one that was dropped."""
         self._stall_s += seconds
+        self._streaming.stall_s += seconds
         self._core.metrics.add("stall_seconds", self._core.phase, self._layer, seconds)
         for expert, ticket in list(self.tickets.items()):
             if not ticket.done:
@@ -168,7 +175,7 @@ class Demand:
         residents. What waiting says about the cost of a miss, and about the guess it waited behind, goes into the ledger."""
         if self.todo:
             self._leave_early()
-        elif self._asked or self._guess is not None:
+        elif (self._asked or self._guess is not None) and not self._core.streams:
             ended_s = (self._guess.ended_s or now_s) if self._guess is not None else 0.0
             self._core.ledger.waited(self._stall_s, len(self._asked), ended_s - self._began_s)
 
@@ -188,6 +195,9 @@ class Demand:
         core.misses_this_layer = misses
         core.misses_this_step += misses
         demanded = len(self.todo)
+        self._streaming.demand(demanded, misses)
+        if self._streaming.possible:
+            core.metrics.add(self._streaming.verdict, core.phase, self._layer)
         if counted is not None:
             demanded = sum(expert in counted for expert in self.todo)
             late = [expert for expert in late if expert in counted]
@@ -206,14 +216,21 @@ class Demand:
             if in_order and not resident.all():
                 resident[resident.argmin() :] = False
             experts, slabs = [e for e, here in zip(experts, resident.tolist()) if here], slabs[resident]
-            if self.absent:  # an expert waits for a slab: one at a time
-                experts, slabs = experts[:1], slabs[:1]
+            if self.absent:  # an expert waits for a slab
+                experts, slabs = self._giving_back(experts, slabs)
         return Group(experts, table.pool, slabs)
+
+    def _giving_back(self, experts: list[int], slabs: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Those to compute first, so that slabs are free again soon: one; where what stays is fixed, all that pass through."""
+        if self._fixed is None:
+            return experts[:1], slabs[:1]
+        through = self._table.ring[slabs]
+        return ([e for e, t in zip(experts, through.tolist()) if t], slabs[through]) if through.any() else (experts, slabs)
 
     def _leave(self, slabs: np.ndarray) -> None:
         self._core.link.released(self._core.inventory.layers[self._layer].geometry, slabs)
-        if self._table.leave_demand(slabs):
-            self._core.link.wake()  # an expert may move there
+        if self._table.leave_demand(slabs) or self._core.ahead:
+            self._core.link.wake()  # an expert may come there
 
     def _leave_early(self) -> None:
         """What was not computed is left. What comes for it becomes resident, and what was borrowed is given back."""
@@ -257,7 +274,7 @@ class Demand:
             if precision in full:
                 continue
             streaming = self._keep is not None and expert not in self._keep
-            room = core.make_room(self._layer, streaming, precision=precision)
+            room = core.make_room(self._layer, streaming or self._fixed is not None, precision=precision)
             if room is None and must and not core.tickets:
                 room = core.make_room(self._layer, streaming, True, precision) or self._give_up_last(streaming, precision)
             must = False
@@ -267,7 +284,7 @@ class Demand:
                     return
                 continue
             self.absent.remove(expert)
-            self._start_load(expert, room)
+            self._start_load(expert, room._replace(ring=room.ring and streaming))
 
     def _start_load(self, expert: int, room: Room, borrowed: bool = False) -> None:
         self.tickets[expert] = ticket = self._core.start_load(ExpertId(self._layer, expert), room, borrowed)

@@ -20,7 +20,7 @@ class SlabView:
 
     layer: np.ndarray  # int32: MoE layer of the resident expert
     evictable: np.ndarray  # bool: resident, not pinned, not waited for by the running layer
-    streamed: np.ndarray  # bool: came in for one prefill chunk only and was computed
+    streamed: np.ndarray  # bool: passed through the ring, for one prefill chunk or streamed pass, and was computed
     speculative: np.ndarray  # bool: prefetched and not yet demanded
     priority: np.ndarray  # float32: the lookahead's score of the resident expert for this token
     worth: np.ndarray  # float64: what the order inside a class says it is worth (lru: last use, lfu: uses)

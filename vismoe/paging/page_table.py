@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vismoe.paging.eviction import SlabView, choose_victim
+from vismoe.paging.streaming import fixed_residents
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, ExpertId, MoELayer
@@ -31,7 +32,7 @@ class Evicted(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A slab to load into, whether it belongs to the prefill ring, and which expert was evicted."""
+    """A slab to load into, whether it belongs to the ring, and which expert was evicted."""
 
     slab: int
     ring: bool = False
@@ -48,6 +49,7 @@ class PageTable:
     def __init__(self, layers: tuple[MoELayer, ...], pool: SlabPool | Sequence[SlabPool] | Slabs, order: str):
         self.pool, self.order = pool, order = Slabs.of(pool), order
         self.ring_limits = tuple(min(RING_MOST, max(2, part.capacity // RING_SHARE)) for part in pool.pools)
+        self.streamed_ring = 0  # slabs of the ring in a streamed pass; 0: this one is not
         self.may_evict = True  # False: every expert has a slab, in one format or the other
         self.base: dict[int, int] = {}
         experts = 0
@@ -67,12 +69,13 @@ class PageTable:
         self.state = np.zeros(slabs, dtype=np.uint8)
         self.pinned = np.zeros(slabs, dtype=bool)
         self.demanded = np.zeros(slabs, dtype=bool)  # by the running layer, not computed yet
-        self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk
+        self.ring = np.zeros(slabs, dtype=bool)  # taken from the cache for one prefill chunk, or for streamed passes
         self.streamed = np.zeros(slabs, dtype=bool)  # in the ring and computed
         self.speculative = np.zeros(slabs, dtype=bool)
         self.borrowed = np.zeros(slabs, dtype=bool)  # a copy that is not to be registered
         self.left_for = np.full(slabs, -1, dtype=np.int32)  # flat expert that had to leave for the guess in this slab
         self.displaced = np.zeros(experts, dtype=bool)  # evicted for a guess, which was not used
+        self.fixed = np.zeros(experts, dtype=bool)  # stays in streamed decode passes
         self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
         self._use_weight = 1.0
         self._ring_in_use = self._any_ready = False
@@ -85,13 +88,18 @@ class PageTable:
         return self.pool.precision is None and backed >= len(self.slab_of)
 
     @property
+    def dynamic_slabs(self) -> int:
+        """Slabs that are not pinned, and have memory."""
+        return int(np.count_nonzero(~self.pinned & (self.state != UNBACKED)))
+
+    @property
     def use_weight(self) -> float:
         """What a use in this step adds to `uses`."""
         return self._use_weight
 
     @property
     def ring_in_use(self) -> bool:
-        """Slabs of the prefill ring may hold experts: a demand changes more than `uses` and `worth` then."""
+        """Slabs of the ring may hold experts: a demand changes more than `uses` and `worth` then."""
         return self._ring_in_use
 
     def flat(self, expert: ExpertId) -> int:
@@ -163,8 +171,9 @@ class PageTable:
         return choose_victim(view, running_layer, window, prefetch_priority)
 
     # -- changing
-    def begin_step(self) -> None:
+    def begin_step(self, streamed_ring: int = 0) -> None:
         """A forward step begins: earlier uses count a little less, by making this one's count more."""
+        self.streamed_ring = streamed_ring
         self._ring_in_use = bool(self.ring.any())
         self._use_weight *= 2 ** (1 / LFU_HALF_LIFE_STEPS)
         if self._use_weight > 1e100:  # keep the ratios, not the size
@@ -186,7 +195,7 @@ class PageTable:
             slab = self.pool.take(LOW if precision == HIGH else HIGH)
         if slab is not None:
             return Room(slab)
-        limit = self.pool.capacity + 1 if must else self.ring_limits[precision]
+        limit = self.pool.capacity + 1 if must else self.streamed_ring or self.ring_limits[precision]
         return self._evict_for(self.victim(running_layer, window, precision=precision), streaming, limit, precision)
 
     def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
@@ -199,6 +208,46 @@ class PageTable:
             return None  # the other half of the ring is for what is surely needed
         victim = self.victim(running_layer, window, prefetch_priority=priority)
         return self._evict_for(victim, streaming, self.ring_limits[HIGH], HIGH)
+
+    def hold_fixed(self) -> None:
+        """Choose what stays in streamed decode passes; other residents are the first to leave."""
+        pinned = np.zeros(len(self.fixed), dtype=bool)
+        pinned[self.expert_in[self.pinned]] = True
+        there = self.state == RESIDENT
+        staying = np.zeros(len(self.fixed), dtype=bool)
+        staying[self.expert_in[there & ~self.ring]] = True
+        sizes = [count for layer, count in self._experts.items() if not pinned[self.base[layer]]]
+        slabs = self.dynamic_slabs - self.streamed_ring
+        self.fixed[:] = True
+        self.fixed[~pinned] = fixed_residents(self.uses[~pinned], staying[~pinned], sizes, slabs)
+        stays = self.fixed[self.expert_in]
+        self._ring_in_use = True
+        self.streamed[there & stays] = False
+        self.ring[there & stays] = False
+        leaves = there & ~stays & ~self.speculative
+        self.ring[leaves] = True
+        self.streamed[leaves] = True
+
+    def fixed_of(self, layer: int) -> np.ndarray:
+        """bool `[E]`: what stays of a layer in streamed decode passes."""
+        return self.fixed[self.base[layer] : self.base[layer] + self._experts[layer]]
+
+    def room_ahead(self, running_layer: int, window: int) -> Room | None:
+        """A slab for an expert of the next layer of a streamed pass, within the ring; never the last that a demand could take."""
+        if self.pool.free > 1:
+            slab = self.pool.take()
+            assert slab is not None
+            return Room(slab)
+        if self.pool.free + int(np.count_nonzero(self.evictable())) < 2:
+            return None
+        return self._evict_for(self.victim(running_layer, window), True, self.streamed_ring, HIGH)
+
+    def drop_ahead(self, layer: int) -> list[ExpertId]:
+        """The router of `layer` has spoken: what comes through the ring for it in vain is used up. Returns these."""
+        slabs = np.flatnonzero(self.ring & self.speculative & (self.layer_in == layer))
+        self.speculative[slabs], self.left_for[slabs] = False, -1
+        self.streamed[slabs] = self.state[slabs] == RESIDENT
+        return [self.id_of[flat] for flat in self.expert_in[slabs]]
 
     def admission(self, running_layer: int, window: int) -> tuple[int, Room] | None:
         """The most used absent expert (flat index) and a slab for it, if it is worth more than the one evicted, or None.

@@ -77,13 +77,14 @@ class Pager:
 
     # -- what the model's thread calls
     @whole
-    def begin_step(self, phase: Phase, new_sequence: bool = False) -> None:
-        """A forward pass over one chunk or one token of each row begins; `new_sequence`: nothing is in its KV cache yet."""
+    def begin_step(self, phase: Phase, new_sequence: bool = False, tokens: int = 1) -> None:
+        """A forward pass over so many `tokens`, of a chunk or one of each row, begins; `new_sequence`: nothing is in its KV cache
+        yet."""
         self.core.check_open()
         self._claim()
         if new_sequence:
             self.core.end_request()
-        self.core.begin_step(phase, self._step_ended_s - self._step_began_s)
+        self.core.begin_step(phase, self._step_ended_s - self._step_began_s, tokens)
         self._step_began_s = self._step_ended_s = time.perf_counter()
 
     def demand(

@@ -6,6 +6,7 @@ Whatever drives it says what has happened, one event at a time, and does what it
     Demand.open, next_group, computed,          a layer wants experts: which can be computed now, which copies it waits for
         waited, close                           (paging/demand.py)
     look_ahead                                  what the next layers will probably want
+    stream_after                                a router has spoken in a streamed pass: what the next layer lacks can be copied
     retarget                                    which experts belong in the more precise format
     next_copy                                   a copy can begin: the answer is a ticket whose slab is taken, or None
     ended                                       a ticket's copy is complete, has failed, or was called back
@@ -28,6 +29,7 @@ from vismoe.metrics import Metrics
 from vismoe.paging.miss import Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, PageTable, Room
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
+from vismoe.paging.streaming import Streaming
 from vismoe.paging.tickets import Ticket
 from vismoe.paging.transitions import Transitions
 from vismoe.pools.pool import SlabPool
@@ -69,9 +71,8 @@ class Residency:
     expert, bring in those that nothing demanded yet while nothing else is to be copied. `metrics`: to go on counting in.
     """
 
-    # Copies in flight of absent experts that nothing has demanded. One, for it cannot be called back, and a demand should not
-    # wait for several.
-    # Streaming a whole layer ahead of its demand would raise it to the most experts of a layer that are absent.
+    # Copies in flight of absent experts that a lookahead names. One, for it cannot be called back, and a demand should not wait
+    # for several. In a streamed pass the next layer surely wants most of what it lacks: the ring is the only limit.
     unasked_at_once = 1
 
     def __init__(
@@ -101,6 +102,15 @@ class Residency:
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
         self.wanted = Wanted()
+        freely = not (self.deterministic or self.ways is not None)
+        self.streaming = tuple(
+            Streaming(inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all)
+            for geometry, table in enumerate(self.tables)
+        )
+        self.ahead: list[int] = []  # absent experts (flat) of the next layer of a streamed pass, the first to be copied last
+        self._ahead_of = self._entered = 0  # their layer; the layer that began last
+        self._next_layer: dict[tuple[Phase, int], int] = {}  # which layer ran after which
+        self.streams = False  # the running pass is streamed, in the layers of some geometry
         self.tickets: dict[ExpertId, Ticket] = {}  # in flight
         self.queue: collections.deque[Ticket] = collections.deque()  # those that were demanded and are not begun, oldest first
         self.tick = 0  # counts steps and demands
@@ -110,19 +120,27 @@ class Residency:
         self.closed = False  # nothing is copied any more
 
     # -- steps and requests
-    def begin_step(self, phase: Phase, last_step_s: float) -> None:
-        """A forward pass over one chunk or one token begins; the one before took `last_step_s`."""
+    def begin_step(self, phase: Phase, last_step_s: float, tokens: int = 1) -> None:
+        """A forward pass over so many `tokens`, of a chunk or one for each row, begins; the one before took `last_step_s`."""
         self.ledger.begin_step(phase, last_step_s)
         self.phase, self.running_layer = phase, -1
         self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
         self.wanted.begin_step()
         self.tick += 1  # what a lookahead still says about an earlier step is too late
-        for table in self.tables:
-            table.begin_step()
+        compute_s = max(0.0, last_step_s - sum(of.stall_s for of in self.streaming)) / max(1, len(self.inventory.layers))
+        for table, streaming in zip(self.tables, self.streaming, strict=True):
+            ring = streaming.begin_pass(phase, tokens, table.dynamic_slabs, table.pool.free == 0, compute_s)
+            table.begin_step(ring)
+            if ring and phase is Phase.DECODE:
+                table.hold_fixed()
+        self.streams = any(streaming.on for streaming in self.streaming)
+        if not (self.streams and phase is Phase.DECODE):
+            self.ahead.clear()
 
     def end_request(self) -> None:
         """Guesses that were not used by now were wasted; what is resident stays."""
         self.wanted.begin_step()
+        self.ahead.clear()
         for table in self.tables:
             for expert in table.give_up_guesses():
                 self._count_wasted(expert)
@@ -132,6 +150,8 @@ class Residency:
         """Replace what is worth fetching next. scores `[W, E]` for the MoE layers `layer + 1 ...`, 0 = not predicted; high: bool
         `[W, E]`, which of them will be wanted in the more precise format (None: all). Others are not fetched where it is given.
         """
+        if self.streams:
+            return
         distance = min(len(scores), len(self.inventory.layers) - 1 - layer)
         absent = np.zeros((distance, scores.shape[1]), dtype=bool)
         for d in range(distance):
@@ -153,7 +173,7 @@ class Residency:
     @property
     def may_guess(self) -> bool:
         """Whether anything can still be fetched on a guess in this step."""
-        return self.ledger.may_guess and not self.deterministic
+        return self.ledger.may_guess and not self.deterministic and not self.streams
 
     def asked(self, seconds: float) -> None:
         """Asking the lookahead has held up the model's thread, or taken a core from it, for so long."""
@@ -168,13 +188,17 @@ class Residency:
     def hits_only(self, layer: int) -> bool:
         """Whether a demand of experts that are all resident would change nothing but what `hit` says and their worth: nothing is
         copied now, and nothing waits for a slab."""
-        return not (self.tickets or self.wanted or self.closed or self.table_of[layer].ring_in_use)
+        return not (self.tickets or self.wanted or self.streams or self.closed or self.table_of[layer].ring_in_use)
 
     def hit(self, layer: int) -> None:
         """The layer has found all its experts resident, without a demand."""
-        self.running_layer = layer
-        self.tick += 1
+        self.enter(layer)
         self.misses_this_layer = 0
+
+    def enter(self, layer: int) -> None:
+        """The layer begins."""
+        self._next_layer[self.phase, self._entered] = self.running_layer = self._entered = layer
+        self.tick += 1
 
     # -- copies
     def next_copy(self) -> Ticket | None:
@@ -186,6 +210,8 @@ class Residency:
             return None
         if self.transitions.all_resident:
             return self.next_transition()
+        if self.streams:
+            return self._next_ahead()
         if sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once:
             return None
         return self._next_guess() or self._next_admission() or self._next_to_fill()
@@ -218,6 +244,46 @@ class Residency:
             self.ledger.started(nbytes)
             self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
             table.begin_guess(table.flat(expert), room)
+            return self._ticket(expert, room.slab, speculative=True)
+        return None
+
+    # -- a streamed pass
+    def stream_after(self, layer: int) -> None:
+        """The router of `layer` has spoken, and what it wants has slabs or waits for them. What else was to be copied for it is
+        dropped; what the next layer lacks comes next: in prefill by id, as it will be computed, otherwise the most used first,
+        which it most likely wants. In decode the first layer of the next pass follows the last of this one."""
+        self.ahead.clear()
+        for expert in self.table_of[layer].drop_ahead(layer):
+            self._count_wasted(expert)
+        decoding = self.phase is Phase.DECODE
+        following = self._next_layer.get((self.phase, layer), layer + 1)
+        if following >= len(self.inventory.layers):
+            following = 0
+        ahead = self.inventory.layers[following]
+        if not self.streaming[ahead.geometry].on or (following <= layer and not decoding):
+            return
+        table, self._ahead_of = self.table_of[following], following
+        start = table.base[following]
+        absent = start + np.flatnonzero(table.slab_of[start : start + ahead.num_experts] < 0)
+        last_first = np.argsort(table.uses[absent], kind="stable") if decoding else slice(None, None, -1)
+        self.ahead.extend(absent[last_first].tolist())
+        self.link.wake()
+
+    def _next_ahead(self) -> Ticket | None:
+        """The next absent expert of the layer after the running one, where the ring has a slab."""
+        while self.ahead:
+            table, flat = self.table_of[self._ahead_of], self.ahead.pop()
+            if table.slab_of[flat] >= 0:
+                continue
+            room = self._settled(table.room_ahead(self.running_layer, self.window))
+            if room is None:
+                self.ahead.append(flat)  # later, when the ring has a slab
+                return None
+            expert = table.id_of[flat]
+            nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
+            self.metrics.add("prefetched_bytes", self.phase, expert.layer, nbytes)
+            through = self.phase is not Phase.DECODE or not table.fixed[flat]
+            table.begin_load(flat, room.slab, speculative=True, ring=through)
             return self._ticket(expert, room.slab, speculative=True)
         return None
 
@@ -261,6 +327,8 @@ class Residency:
             return False
         table, layer = self.table_of[ticket.expert.layer], ticket.expert.layer
         table.end_load(table.flat(ticket.expert), succeeded=ticket.error is None)
+        if ticket.error is None:
+            self.streaming[ticket.geometry].copied(ticket.began_s, ticket.ended_s)
         del self.tickets[ticket.expert]
         if ticket.transition:
             self.transitions.ended(ticket, self.phase)
@@ -327,7 +395,8 @@ class Residency:
         return room
 
     def _count_wasted(self, expert: ExpertId) -> None:
-        self.ledger.wasted()
+        if not self.streams:  # the cap is about guesses
+            self.ledger.wasted()
         nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
         self.metrics.add("wasted_prefetch_bytes", self.phase, expert.layer, nbytes)
 
@@ -363,6 +432,7 @@ class Residency:
     def repair(self, running: Collection[Ticket]) -> None:
         """An interrupt may have torn a change: keep what is certainly true. `running`: the copies that go on all the same."""
         self.queue.clear()
+        self.ahead.clear()
         self.tickets = {ticket.expert: ticket for ticket in running}
         for geometry, table in enumerate(self.tables):
             table.repair({ticket.slab for ticket in running if ticket.geometry == geometry})

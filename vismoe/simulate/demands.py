@@ -65,6 +65,7 @@ class Conditions:
 
     window: int = 5  # W: layers that eviction protects
     pinned_layers: int = 0  # leading MoE layers that never leave; their experts count as slots, their first copy is free
+    streams: bool = True  # passes are streamed where that is sooner (paging/streaming.py), which a link's rate decides
     prefetch: bool = False
     prefetch_bytes_per_step: int | None = None  # that may lie unused; None: the pager's own cap, which opens and closes itself
     link_bytes_per_s: float | None = None  # None: transfers take no time

@@ -52,6 +52,8 @@ class VirtualPager:
             ways=ways,
             hosts=[_AllInHostMemory(layouts)] if ways is not None else [],
         )
+        for streaming in self.core.streaming:
+            streaming.possible &= conditions.streams
         self.tables, self.metrics = self.core.tables, self.core.metrics
         self.now_s = self._step_began_s = self._link_idle_at_s = 0.0
         self._s_per_byte = 1 / conditions.link_bytes_per_s if conditions.link_bytes_per_s else 0.0
@@ -65,7 +67,7 @@ class VirtualPager:
         if self._last is not None and recorded.request != self._last.request:
             self.end_request()
         if self._last is None or recorded.step != self._last.step:
-            self._begin_step(recorded.phase)
+            self._begin_step(recorded)
         self._last, began_s, in_order = recorded, self.now_s, recorded.phase is not Phase.DECODE
         keep = set(recorded.last.tolist()) if in_order else None
         demand = Demand(
@@ -97,8 +99,9 @@ class VirtualPager:
         self._land()
         self.core.end_request()
 
-    def _begin_step(self, phase: Phase) -> None:
-        self.core.begin_step(phase, self.now_s - self._step_began_s)
+    def _begin_step(self, first: RecordedDemand) -> None:
+        tokens = int(first.tokens.sum()) // self.inventory.layers[first.layer].top_k
+        self.core.begin_step(first.phase, self.now_s - self._step_began_s, tokens)
         self._step_began_s = self.now_s
         if self.conditions.prefetch_bytes_per_step is not None:
             self.core.ledger.allowance_bytes = self.conditions.prefetch_bytes_per_step
@@ -167,7 +170,8 @@ class VirtualPager:
         """The link begins to copy."""
         self._on_link = ticket
         ticket.moved = Moved(disk_bytes=self.tables[ticket.geometry].pool.bytes_of(ticket.slab))
-        self._link_idle_at_s = max(self._link_idle_at_s, self.now_s) + ticket.moved.disk_bytes * self._s_per_byte
+        ticket.began_s = max(self._link_idle_at_s, self.now_s)
+        self._link_idle_at_s = ticket.began_s + ticket.moved.disk_bytes * self._s_per_byte
 
     def _land(self) -> None:
         """What is on the link, if anything, has arrived."""

@@ -259,7 +259,7 @@ class StepContext:
             real = kinds != TokenKind.PAD if kinds is not None and padded else None
             serving.chooser.begin_step(serving.pager, decoding, batch * new, real)
         serving.pager.metrics.settle()
-        serving.pager.begin_step(phase, new_sequence=past == 0)
+        serving.pager.begin_step(phase, new_sequence=past == 0, tokens=batch * new)
         fewer = self.visual_top_k is not None and not decoding and kinds is not None and bool((kinds == TokenKind.VISUAL).any())
         plain = decoding and not padded and not fewer and self.recorder is None
         resident, short = (self._resident_pass(phase), self._short) if plain else (None, None)

@@ -1,0 +1,261 @@
+"""Streamed passes: the rule by hand, what stays, its bars in virtual time, and every invariant of the pager while it streams."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_cuda import SimulatedCuda
+from test_pager import NumberStore, interrupt_everywhere, lent_by, make_pager, random_walk
+from test_serving_engine import REQUESTS, said
+from test_shared_passes import LOADED, equal, seen  # noqa: F401  (a fixture)
+from test_simulated_cuda import wrong_reads
+
+import vismoe
+from vismoe.paging import residency
+from vismoe.paging.streaming import Passes, StreamEstimate, Streaming, Verdict, fixed_residents
+from vismoe.simulate.demands import Conditions, Demands
+from vismoe.simulate.oracle import oracle_misses
+from vismoe.simulate.virtual_pager import VirtualPager
+from vismoe.trace.synthetic import skewed_trace
+from vismoe.types import ExpertId, MoELayer, Phase
+
+
+# -- the rule
+@pytest.mark.parametrize(
+    ("differs", "ring", "seconds", "first", "later"),
+    [
+        ({}, 6, (64.75, 81.36), Verdict.STREAMED, Verdict.STREAMED),  # a link much slower than computation
+        ({"missed": 0.52}, 6, (64.75, 68.56), Verdict.NO_GAIN, Verdict.STREAMED),  # within a tenth
+        ({"missed": 0.48}, 6, (64.75, 63.44), Verdict.NO_GAIN, Verdict.NO_GAIN),
+        ({"waited": 0.5}, 6, (64.75, 41.68), Verdict.NO_GAIN, Verdict.NO_GAIN),  # copies behind computation cost nothing
+        ({"wanted": 0.5}, 6, (33.375, 81.36), Verdict.STREAMED, Verdict.STREAMED),  # of two copied in time, one in vain
+        ({"compute_s": 100.0}, 104, (100.0, 179.36), Verdict.STREAMED, Verdict.STREAMED),
+        ({"compute_s": 300.0}, 128, (300.0, 379.36), Verdict.STREAMED, Verdict.STREAMED),  # two layers' absent experts
+        ({"compute_s": 300.0, "slabs": 128}, 132, (300.0, 379.36), Verdict.SMALL_POOL, Verdict.SMALL_POOL),
+        ({"missed": 0.0}, 6, (64.75, 2.0), Verdict.NO_GAIN, Verdict.NO_GAIN),
+    ],
+)
+def test_the_rule_by_hand(differs, ring, seconds, first, later):
+    given = dict(layers=8, experts=128, slabs=512, copy_s=1.0, compute_s=2.0, wanted=1.0, missed=0.62) | differs
+    estimate = StreamEstimate(**given)
+    assert estimate.ring == ring and (estimate.streamed_s, estimate.demanded_s) == pytest.approx(seconds)
+    assert (estimate.verdict(streaming=False), estimate.verdict(streaming=True)) == (first, later)
+
+
+@given(
+    st.tuples(st.integers(1, 48), st.integers(2, 128), st.integers(2, 6000)),
+    st.tuples(st.floats(1e-4, 1), st.floats(0, 9)),
+    st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)),
+)
+def test_the_ring_stays_within_two_layers_and_what_streams_goes_on_while_nothing_changes(sizes, seconds, shares):
+    layers, experts, slabs = sizes
+    estimate = StreamEstimate(layers, experts, min(slabs, layers * experts), *seconds, *shares)
+    absent = -(-max(0, layers * experts - slabs) // layers)
+    assert 0 <= estimate.ring <= 2 * absent
+    assert estimate.streamed_s >= estimate.compute_s
+    if estimate.verdict(streaming=False) is Verdict.STREAMED:
+        assert estimate.verdict(streaming=True) is Verdict.STREAMED and estimate.streamed_s < 0.9 * estimate.demanded_s
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.floats(0, 1), st.integers(0, 10**6))
+def test_what_stays_is_the_same_share_of_every_layer_and_the_most_used_of_it(sizes, share, seed):
+    rng = np.random.default_rng(seed)
+    uses, resident = rng.integers(0, 4, sum(sizes)).astype(float), rng.random(sum(sizes)) < 0.5
+    slabs = int(share * sum(sizes))
+    fixed, start = fixed_residents(uses, resident, sizes, slabs), 0
+    assert np.count_nonzero(fixed) == slabs
+    for size in sizes:
+        mine = slice(start, start + size)
+        assert abs(np.count_nonzero(fixed[mine]) - slabs * size / sum(sizes)) < 1
+        if fixed[mine].any() and not fixed[mine].all():
+            stays, leaves = fixed[mine], ~fixed[mine]
+            assert not (resident[mine] & leaves & (uses[mine] > uses[mine][stays].min())).any()
+            newcomers = uses[mine][stays & ~resident[mine]]
+            if newcomers.size and (resident[mine] & leaves).any():
+                assert newcomers.min() >= 1.5 * uses[mine][resident[mine] & leaves].max()
+        start += size
+
+
+def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_pool_fills():
+    streaming = Streaming([MoELayer(i, "", 8, 4, 0) for i in range(2)], possible=True)
+
+    def a_pass(tokens: int, full: bool = True, missed: int = 4) -> Verdict:
+        streaming.begin_pass(Phase.DECODE, tokens, slabs=12, full=full, compute_s=0.5)
+        verdict = streaming.verdict
+        for _ in range(2):
+            streaming.demand(8, missed)
+            streaming.stall_s += missed * 0.5
+        for number in range(2 * missed):  # two at a time, each of a second
+            streaming.copied(a_pass.now_s + number // 2, a_pass.now_s + number // 2 + 1)
+        a_pass.now_s += 100
+        return verdict
+
+    a_pass.now_s = 0.0
+    assert [a_pass(16, full=False) for _ in range(3)] == [Verdict.UNMEASURED] * 3
+    assert [a_pass(16) for _ in range(3)] == [Verdict.UNMEASURED, Verdict.STREAMED, Verdict.STREAMED]
+    assert a_pass(32) is Verdict.UNMEASURED, "nothing is known of passes of another size"
+    assert a_pass(17) is Verdict.STREAMED
+    streaming.begin_pass(Phase.ENCODE, 16, slabs=12, full=True, compute_s=0.5)
+    assert not streaming.on
+    assert streaming._known[Phase.DECODE, 5] == Passes(pytest.approx(1.0, abs=1e-4), 0.5, 0.5, 1.0, streamed=True)
+
+
+# -- in virtual time
+def replayed(demands: Demands, slots: int, streams: bool, **conditions: float) -> tuple[VirtualPager, list[tuple[int, float]]]:
+    """The pager, and after every demand the fetched bytes and the time."""
+    pager = VirtualPager(demands.inventory, (slots,), "lfu", Conditions(streams=streams, **conditions))
+    after = []
+    for demand in demands:
+        pager.run(demand)
+        after.append((int(pager.metrics.snapshot().total("bytes_read")), pager.now_s))
+    pager.core.check_integrity()
+    return pager, after
+
+
+@pytest.mark.parametrize("slots", [256, 512])
+def test_where_nearly_everything_is_wanted_streaming_fetches_hardly_more_than_the_oracle(slots):
+    layers, steps, warm = 8, 12, 5
+    demands = Demands.of(skewed_trace(layers, 128, 8, tokens=steps, batch=64, skew=0.0, seed=1))
+    assert np.mean([len(demand.experts) for demand in demands]) / 128 >= 0.95
+    pager, after = replayed(demands, slots, True, link_bytes_per_s=1024, compute_s_per_layer=2.0)
+    assert pager.metrics.snapshot().total("streamed") == (steps - 2) * layers  # but the cold pass, and the one that is measured
+    fewest = oracle_misses([demand.experts + 128 * demand.layer for demand in demands], slots)
+    fetched = (after[-1][0] - after[warm * layers - 1][0]) / 1024
+    assert fetched <= 1.03 * sum(fewest[warm * layers :])
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+@pytest.mark.parametrize("compute_s", [0.1, 2.0, 12.0, 40.0])
+def test_streaming_is_never_slower_than_demand_paging(skew, compute_s):
+    """Seconds are copies of an expert."""
+    streamed = []
+    for batch, prompts in ((1, {}), (4, {}), (24, {}), (2, {"requests": 6, "prompt_tokens": 24})):
+        tokens = 3 if prompts else 14
+        demands = Demands.of(skewed_trace(5, 32, 4, tokens=tokens, batch=batch, skew=skew, zipf=True, seed=batch, **prompts))
+        for slots in (48, 120):
+            conditions = dict(link_bytes_per_s=1024, compute_s_per_layer=compute_s)
+            pager, on = replayed(demands, slots, True, **conditions)
+            _, off = replayed(demands, slots, False, **conditions)
+            streamed.append(pager.metrics.snapshot().total("streamed"))
+            assert on[-1][1] <= 1.01 * off[-1][1], (batch, prompts, slots)
+    assert any(streamed[:-2]) and (any(streamed[-2:]) or compute_s < 1), "rows, and prompts"
+
+
+def test_what_stays_is_not_evicted_while_decode_passes_are_streamed():
+    """Not even for one that is to stay as well: it waits for the ring."""
+    demands = Demands.of(skewed_trace(6, 32, 4, tokens=10, batch=24, skew=0.3, seed=3))
+    pager = VirtualPager(demands.inventory, (90,), "lfu", Conditions(link_bytes_per_s=1024, compute_s_per_layer=2.0))
+    (table,), evict, evicted = pager.tables, pager.tables[0].evict, []
+
+    def noted(slab: int):
+        if pager.core.streams:
+            evicted.append(bool(table.fixed[table.expert_in[slab]]))
+        return evict(slab)
+
+    table.evict = noted
+    for demand in demands:
+        pager.run(demand)
+    assert len(evicted) > 300 and not any(evicted)
+
+
+# -- the pager, whatever the rule says
+class Always(Streaming):
+    """Streams nearly every pass, through rings of any size that leaves some of the pool."""
+
+    rng = random.Random(5)
+
+    def begin_pass(self, phase, tokens, slabs, full, compute_s):
+        super().begin_pass(phase, tokens, slabs, full, compute_s)
+        on = slabs > 2 and self.possible and self.rng.random() < 0.9
+        self.verdict = Verdict.STREAMED if on else Verdict.NO_GAIN
+        return self.rng.randint(1, slabs - 1) if on else 0
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(residency, "Streaming", Always)
+
+
+@pytest.mark.parametrize(("slabs", "order", "threads"), [([3], "lru", 1), ([16], "lfu", 2), ([40], "lfu", 3)])
+def test_random_steps_keep_every_invariant_while_passes_are_streamed(always, slabs, order, threads):
+    pager = random_walk(7, 1_500, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
+    counts = pager.metrics.snapshot()
+    assert counts.total("streamed") > 0.7 * counts.total("steps") and counts.total("evictions") > 300
+    assert slabs == [3] or counts.total("prefetched_bytes") > 10 * pager.core.ledger.unit_bytes
+
+
+@given(st.integers(0, 10**6), st.integers(2, 7), st.integers(2, 9), st.sampled_from(["lru", "lfu"]))
+@settings(max_examples=15, deadline=None)
+def test_two_geometries_of_any_small_size_are_streamed(seed, first, second, order):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residency, "Streaming", Always)
+        random_walk(seed, 60, [4, 9, 4, 9], [0, 1, 0, 1], [first, second], order=order, window=2)
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_ctrl_c_at_lines_of_a_streamed_pass_is_repaired(always, phase):
+    interrupt_everywhere(phase, lambda: make_pager(NumberStore([8] * 3, [0, 1, 0]), [4, 4], threads=1), 20, every=17)
+
+
+def test_no_kernel_reads_a_wrong_byte_of_a_streamed_pass(always, monkeypatch):
+    for late in ("kernels", "copies"):
+        assert not wrong_reads(SimulatedCuda(late=late), monkeypatch)
+    for seed in range(6):
+        assert not wrong_reads(SimulatedCuda(seed), monkeypatch)
+
+
+def test_the_next_layer_is_copied_hottest_first_and_what_its_router_does_not_choose_is_dropped(monkeypatch):
+    monkeypatch.setattr(Always, "begin_pass", lambda self, *given: setattr(self, "verdict", Verdict.STREAMED) or 4)
+    monkeypatch.setattr(residency, "Streaming", Always)
+    pager = make_pager(NumberStore([8] * 2, [0, 0]), [10], threads=0)
+    core, (table,) = pager.core, pager.tables
+    for wanted in (list(range(8)), [1, 3, 5, 6], [1, 6]):
+        pager.begin_step(Phase.DECODE)
+        with pager.demand(1, wanted) as demand:
+            list(lent_by(demand, 1))
+    pager.begin_step(Phase.DECODE)
+    assert np.count_nonzero(table.fixed) == 6 and [np.count_nonzero(table.fixed_of(layer)) for layer in range(2)] == [3, 3]
+    assert table.fixed_of(1)[[1, 6]].all()
+    with pager.demand(0, list(range(8))) as demand:
+        list(lent_by(demand, 0))
+        begun = [pager.transfer.take() for _ in range(2)]
+        assert all(ticket is not None and ticket.expert.layer == 1 for ticket in begun)
+        for ticket in begun:
+            pager.transfer.run(ticket)
+        waiting = {table.id_of[flat] for flat in core.ahead}
+        assert waiting and {expert.layer for expert in waiting} == {1}
+        uses = [table.uses[table.flat(expert)] for expert in (*(ticket.expert for ticket in begun), *waiting)]
+        assert min(uses[:2]) >= max(uses[2:])
+    unwanted = begun[0].expert
+    wanted = [e for e in range(8) if e != unwanted.expert and ExpertId(1, e) not in waiting]
+    wasted = pager.metrics.snapshot().total("wasted_prefetch_bytes")
+    with pager.demand(1, wanted) as demand:
+        assert not waiting & {table.id_of[flat] for flat in core.ahead}, "the router has spoken"
+        slab = table.slab_of[table.flat(unwanted)]
+        assert slab < 0 or table.streamed[slab], "what came in vain leaves first"
+        assert list(lent_by(demand, 1)) == wanted
+    assert pager.metrics.snapshot().total("wasted_prefetch_bytes") > wasted
+    pager.close()
+    pager.check_integrity()
+
+
+# -- answers
+def test_answers_of_streamed_passes_have_the_same_bits_and_say_so(seen, always):  # noqa: F811
+    with vismoe.load(**LOADED) as engine:
+        plain = Always.begin_pass
+        Always.begin_pass = Streaming.begin_pass
+        requests = [(messages, {**options, "max_tokens": 7}) for messages, options in REQUESTS]
+        try:
+            alone = [said(engine, messages, **options, reuse=False)[0] for messages, options in requests]
+        finally:
+            Always.begin_pass = plain
+        replies = [engine.chat(messages, **options, reuse=False) for messages, options in requests]
+        assert ["".join(reply) for reply in replies] == alone
+        engine.check_integrity()
+    passes = [one for reply in replies for one in reply.figures.passes]
+    assert np.mean([one.streamed for one in passes]) > 0.5
+    assert {one.rows > 1 for one in passes if one.streamed} == {True, False}
+    assert sum(reply.figures.to_json()["cache"]["streamed"] for reply in replies) > 0
+    assert equal(seen, 20)

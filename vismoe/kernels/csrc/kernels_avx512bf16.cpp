@@ -1,7 +1,7 @@
 // AVX-512 with BF16: products of bfloat16 pairs, summed in float32. Denormals count as zero there.
 
-#include "avx512.h"
-#include "kernel.h"
+#include "avx512_floats.h"
+#include "table.h"
 
 namespace vismoe {
 namespace {
@@ -226,6 +226,6 @@ struct Avx512Bf16::Decoder {
 
 }  // namespace
 
-const Kernels& kernels_avx512bf16() { return kernels_of<Avx512Bf16>(); }
+const Kernels& kernels_avx512bf16() { return kernels_of<Avx512Bf16, Avx512>(); }
 
 }  // namespace vismoe

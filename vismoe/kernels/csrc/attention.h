@@ -1,5 +1,4 @@
-// Attention of single queries over keys and values where they lie, as templates over a float set of kernel.h and a set `Q` for the
-// scores, which is the same, or one whose inputs are of the type of the keys.
+// Attention of single queries over keys and values where they lie, as templates over the float sets of kernel.h.
 //
 // The query heads of one key head share its keys. Keys are taken in blocks; the largest score so far, the sum of the
 // exponentials and the weighted values move on from block to block (Milakov and Gimelshein 2018, algorithm 3), all in float32.
@@ -47,15 +46,9 @@ class Ahead {
   std::size_t rows_, row_bytes_, used_bytes_, at_ = 0;
 };
 
-template <class Q, class N>
-inline typename Q::Operand of_key(const typename N::Stored* p) {
-  if constexpr (sizeof(typename Q::X) == 4) return operand<Q, N>(p);
-  else return Q::load(p);
-}
-
 // scores [head, 0 .. 4) of kHeads queries [head, columns] and four keys.
 template <class S, class N, std::size_t kHeads>
-inline void score_four(const typename S::X* queries, const typename N::Stored* const (&keys)[4], std::size_t columns, float* scores) {
+inline void score_four(const float* queries, const typename N::Stored* const (&keys)[4], std::size_t columns, float* scores) {
   typename S::Sum sums[kHeads][4];
 #pragma GCC unroll 8
   for (std::size_t h = 0; h < kHeads; h++) {
@@ -68,7 +61,7 @@ inline void score_four(const typename S::X* queries, const typename N::Stored* c
     for (std::size_t h = 0; h < kHeads; h++) query[h] = S::load(queries + h * columns + c);
 #pragma GCC unroll 4
     for (std::size_t k = 0; k < 4; k++) {
-      const typename S::Operand key = of_key<S, N>(keys[k] + c);
+      const typename S::Operand key = operand<S, N>(keys[k] + c);
 #pragma GCC unroll 8
       for (std::size_t h = 0; h < kHeads; h++) sums[h][k] = S::dot(sums[h][k], key, query[h]);
     }
@@ -134,9 +127,9 @@ inline float largest_of(const float* x, std::size_t count) {
 // x[i] = e^(x[i] - peak), 0 where that is less than e^-87; returns their sum.
 inline float weights_of(float* x, std::size_t count, float peak) {
   float sums[kPartial] = {};
-  const auto weight = [peak](float score) {
-    const float below = score - peak;
-    return below < -87.0f ? 0.0f : exponential(below);
+  const auto weight = [peak](float score) {  // both factors are computed always, or compilers would not vectorise
+    const float below = score - peak, counts = below < -87.0f ? 0.0f : 1.0f;
+    return counts * exponential(below);
   };
   std::size_t i = 0;
   for (; i + kPartial <= count; i += kPartial) {
@@ -167,7 +160,7 @@ inline void mask_scores(const AttentionRow& row, Dtype dtype, std::size_t head, 
   }
 }
 
-template <class S, class Q, class N>
+template <class S, class N>
 void attend_as(const Attention& a, const AttentionTask& task, const AttentionTask* next, float* part, float* scratch) {
   using T = typename N::Stored;
   constexpr std::size_t kHeads = S::kAttended;
@@ -180,14 +173,10 @@ void attend_as(const Attention& a, const AttentionTask& task, const AttentionTas
   };
   const T* queries = static_cast<const T*>(row.query);
   const T* values_head = static_cast<const T*>(row.values) + task.head * static_cast<std::size_t>(row.value_head);
-  typename Q::X* query = reinterpret_cast<typename Q::X*>(scratch);
-  float* scores = scratch + heads * columns;
+  float *query = scratch, *scores = scratch + heads * columns;
   for (std::size_t h = 0; h < heads; h++) {
     const T* from = queries + (task.head * heads + h) * static_cast<std::size_t>(row.query_head);
-    for (std::size_t c = 0; c < columns; c++) {
-      if constexpr (sizeof(typename Q::X) == 4) query[h * columns + c] = N::load(from[c]);
-      else query[h * columns + c] = from[c];
-    }
+    for (std::size_t c = 0; c < columns; c++) query[h * columns + c] = N::load(from[c]);
   }
   float *sums = part, *peaks = part + heads * wide, *totals = peaks + heads;
   std::memset(sums, 0, heads * wide * sizeof(float));
@@ -205,7 +194,7 @@ void attend_as(const Attention& a, const AttentionTask& task, const AttentionTas
       const T* four[4];
       for (std::size_t i = 0; i < 4; i++) four[i] = keys + least(k + i, count - 1) * key_step;
       by_heads<kHeads / 2>(heads, [&](std::size_t h, auto n) {
-        score_four<Q, N, decltype(n)::value>(query + h * columns, four, columns, scores + h * kBlockKeys + k);
+        score_four<S, N, decltype(n)::value>(query + h * columns, four, columns, scores + h * kBlockKeys + k);
       });
     }
     for (std::size_t h = 0; h < heads; h++) {
@@ -241,12 +230,9 @@ void attend_as(const Attention& a, const AttentionTask& task, const AttentionTas
   }
 }
 
-template <class S, class Q>
+template <class S>
 void attend(const Attention& a, const AttentionTask& task, const AttentionTask* next, float* part, float* scratch) {
-  if constexpr (!std::is_same_v<S, Q>) {  // bfloat16 in pairs
-    if (a.dtype == kBf16 && a.columns % Q::kLanes == 0) return attend_as<S, Q, OfBf16>(a, task, next, part, scratch);
-  }
-  with_numbers(a.dtype, [&](auto numbers) { attend_as<S, S, decltype(numbers)>(a, task, next, part, scratch); });
+  with_numbers(a.dtype, [&](auto numbers) { attend_as<S, decltype(numbers)>(a, task, next, part, scratch); });
 }
 
 // The output of the heads of one key head from the parts of its tasks, in their order; where nothing is visible it is 0.

@@ -664,7 +664,7 @@ VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t coun
   State& s = the_state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const Attention a{groups, heads, columns, value_columns, scale, static_cast<Dtype>(dtype), static_cast<Dtype>(mask_dtype)};
-  AttentionJob(s, kernels_for(s.isa, a.dtype, kRawBf16), a, rows, count).run_all(s);
+  AttentionJob(s, kernels_for(s.isa, kFp32, kRawBf16), a, rows, count).run_all(s);
   return 0;
 } catch (const std::exception&) {
   return 1;

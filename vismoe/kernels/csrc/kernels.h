@@ -191,7 +191,7 @@ struct Kernels {
   void (*norm)(const Norm&, std::size_t begin, std::size_t end);
   void (*rotate)(const Rotation&, std::size_t begin, std::size_t end);
   void (*choose)(const Choice&, std::size_t begin, std::size_t end);
-  // The part of a task; and the output of a key head from all parts, in order.
+  // The part of a task; and the output of a key head from all parts, in order. `attend` only of sets for float32.
   void (*attend)(const Attention&, const AttentionTask&, const AttentionTask* next, float* part, float* scratch);
   void (*merge)(const Attention&, const AttentionTask&, const float* parts, std::size_t count, float* scratch);
 };

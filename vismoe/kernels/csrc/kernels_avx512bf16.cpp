@@ -1,6 +1,6 @@
 // AVX-512 with BF16: products of bfloat16 pairs, summed in float32. Denormals count as zero there.
 
-#include "avx512_floats.h"
+#include "avx512.h"
 #include "table.h"
 
 namespace vismoe {
@@ -226,6 +226,6 @@ struct Avx512Bf16::Decoder {
 
 }  // namespace
 
-const Kernels& kernels_avx512bf16() { return kernels_of<Avx512Bf16, Avx512>(); }
+const Kernels& kernels_avx512bf16() { return kernels_of<Avx512Bf16>(); }
 
 }  // namespace vismoe

@@ -8,13 +8,16 @@
 namespace vismoe {
 namespace {
 
-// `F` is the set for float32 beside S.
-template <class S, class F = S>
+template <class S>
 const Kernels& kernels_of() {
   decltype(Kernels::restore) restored = nullptr;
-  if constexpr (sizeof(typename S::X) == 4) restored = restore<S>;
+  decltype(Kernels::attend) attended = nullptr;
+  if constexpr (sizeof(typename S::X) == 4) {
+    restored = restore<S>;
+    attended = attend<S>;
+  }
   static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restored,
-                                  combine, norm, rotate, choose, attend<F, S>, merge};
+                                  combine, norm, rotate, choose, attended, merge};
   return kernels;
 }
 

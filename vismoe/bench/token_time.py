@@ -7,6 +7,7 @@ its own Python included. What is left of a token lies between the parts: transfo
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,18 +67,18 @@ def token_timer(model: Any) -> Iterator[TokenTimer]:
     timer = TokenTimer()
     with contextlib.ExitStack() as stack:
         for part, module in _modules(model):
-            own, nbytes = vars(module).get("forward"), _held_bytes(part, module)
-            module.forward = timer.timed(part, module.forward, lambda args, nbytes=nbytes: nbytes)
+            own = vars(module).get("forward")
+            module.forward = timer.timed(part, module.forward, partial(_always, _held_bytes(part, module)))
             stack.callback(_give_back, module, own)
         name = model.config.get_text_config()._attn_implementation
         if name in ALL_ATTENTION_FUNCTIONS:
-            attention = timer.timed("attention", ALL_ATTENTION_FUNCTIONS[name], lambda args: _bytes(*args[2:4]))
+            attention = timer.timed("attention", ALL_ATTENTION_FUNCTIONS[name], partial(_of_two, 2))
             ALL_ATTENTION_FUNCTIONS[name] = attention
             stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, name)
         patched = (transformers.Cache, "update", "cache", 1), (rows, "rotate", "rotations", 0)
         for owner, function, part, first in patched:
             own = getattr(owner, function)
-            setattr(owner, function, timer.timed(part, own, lambda args, first=first: _bytes(*args[first : first + 2])))
+            setattr(owner, function, timer.timed(part, own, partial(_of_two, first)))
             stack.callback(setattr, owner, function, own)
         yield timer
 
@@ -110,6 +111,15 @@ def _held_bytes(part: str, module: nn.Module) -> int:
     if part in ("experts", "embeddings"):
         return 0
     return _bytes(*module.parameters(), *module.buffers())
+
+
+def _always(nbytes: int, args: tuple[Any, ...]) -> int:
+    return nbytes
+
+
+def _of_two(first: int, args: tuple[Any, ...]) -> int:
+    """Of two tensors among the arguments, from `first` on."""
+    return _bytes(*args[first : first + 2])
 
 
 def _bytes(*tensors: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ const Kernels& kernels_of() {
     attended = attend<S>;
   }
   static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restored,
-                                  combine, norm, rotate, choose, attended, merge};
+                                  combine, norm, rotate, choose, attended, merge, nullptr};
   return kernels;
 }
 

@@ -1,11 +1,31 @@
-"""Attention of one token with the queries of a group as rows: checked against transformers' own function."""
+"""Attention of one token: the kernels against float64 and torch, and which attention of models is theirs."""
 
 import pytest
 import tiny_models
 import torch
+from expert_records import DTYPES, rms
+from torch.nn.functional import scaled_dot_product_attention as of_torch
+from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention
+from vismoe.kernels import attention, cpu
+from vismoe.models.moe.attention import IMPLEMENTATION, group_queries, grouped_attention, of_sequences
+from vismoe.models.moe.linears import serve_linears
+from vismoe.models.moe.norms import serve_norms
+from vismoe.models.moe.rows import RowsCache, shared_pass
+
+SHAPES = (  # heads, key heads, numbers of a key and of a value, tokens
+    (32, 4, 128, 128, 300),
+    (3, 3, 64, 64, 1),
+    (14, 2, 80, 48, 131),
+    (5, 1, 256, 16, 2000),
+)
+
+
+@pytest.fixture(params=cpu.available())
+def isa(request):
+    yield cpu.start(2, request.param).isa
+    cpu.start()
 
 
 class Module:
@@ -13,17 +33,119 @@ class Module:
     is_causal = True
 
 
+def sequence(key_heads: int, columns: int, wide: int, tokens: int, dtype: torch.dtype, masked: torch.dtype | None = None):
+    """Keys and values as a cache with room for more holds them, or with the heads of each token together; and a mask."""
+    keys = torch.randn(1, key_heads, tokens + 50, columns).to(dtype)[:, :, :tokens]
+    values = torch.randn(1, tokens, key_heads, wide).to(dtype).transpose(1, 2)
+    if masked is None:
+        return keys, values, None
+    seen = torch.rand(1, 1, 1, tokens) > 0.4
+    seen[..., -1] = True
+    return keys, values, seen if masked is torch.bool else torch.zeros(seen.shape, dtype=masked).masked_fill(~seen, -torch.inf)
+
+
+def exact(query: torch.Tensor, one, scale: float) -> torch.Tensor:
+    keys, values, mask = one
+    keys, values = (x.double().repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (keys, values))
+    scores = scale * query.double() @ keys.mT
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.double()
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
+# ------------------------------------------------------------------ the kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_as_near_to_float64_as_torchs(isa, dtype):
+    torch.manual_seed(1)
+    ours, theirs = 0.0, 0.0
+    for heads, key_heads, columns, wide, tokens in SHAPES:
+        for masked in (None, torch.bool, dtype):
+            query, one = torch.randn(1, heads, 1, columns).to(dtype), sequence(key_heads, columns, wide, tokens, dtype, masked)
+            scale = 1.5 * columns**-0.5
+            wanted, made = exact(query, one, scale), attention.attend(query, [one], scale)
+            keys, values, mask = (x if x is None else x.contiguous() for x in one)
+            rows = query.view(1, key_heads, -1, columns)
+            their = of_torch(rows, keys, values, mask, scale=scale).reshape(made.shape)
+            assert made.dtype is dtype and made.shape == (1, 1, heads, wide)
+            assert rms(made - wanted) <= 1.05 * rms(their - wanted) + 2e-8
+            ours, theirs = ours + rms(made - wanted), theirs + rms(their - wanted)
+    assert 0 < ours <= 1.05 * theirs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_depends_on_itself_only(isa, dtype):
+    query = torch.randn(4, 8, 1, 32).to(dtype)
+    all_of_them = [
+        sequence(2, 32, 48, tokens, dtype, masked) for tokens, masked in ((700, None), (9, torch.bool), (300, None), (1, None))
+    ]
+    together = attention.attend(query, all_of_them, 0.2)
+    for threads in (2, 1):
+        cpu.start(threads, isa)
+        for b, one in enumerate(all_of_them):
+            assert torch.equal(together[b : b + 1], attention.attend(query[b : b + 1], [one], 0.2))
+
+
+@pytest.mark.parametrize("masked", [torch.bool, torch.float32])
+def test_what_is_hidden_counts_for_nothing(isa, masked):
+    query, (keys, values, _) = torch.randn(1, 4, 1, 16), sequence(2, 16, 16, 300, torch.float32)
+    seen = torch.arange(300).view(1, 1, 1, -1).expand(1, 4, 1, -1) >= torch.tensor([0, 40, 299, 300]).view(1, 4, 1, 1)
+    mask = seen.contiguous() if masked is torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    before = attention.attend(query, [(keys, values, mask)], 1.0)
+    assert not before[0, 0, 3].any(), "nothing is visible to the last head"
+    keys[:, :, :40], values[:, :, :40] = 100.0, 1e6
+    after = attention.attend(query, [(keys, values, mask)], 1.0)
+    assert torch.equal(before[0, 0, 1:], after[0, 0, 1:]) and not torch.equal(before[0, 0, 0], after[0, 0, 0])
+    keys[:, :, 299] = torch.nan
+    assert attention.attend(query, [(keys, values, mask)], 1.0)[0, 0, :3].isnan().all()
+
+
+# ------------------------------------------------------------------ in models
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("masked", [False, True])
-def test_outputs_are_those_of_transformers(dtype, tokens, masked):
-    query, key, value = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((8, tokens), (2, 33), (2, 33)))
+@pytest.mark.parametrize("size", [16, 24])
+@torch.no_grad()
+def test_outputs_are_those_of_transformers(dtype, tokens, masked, size):
+    query, key, value = (torch.randn(2, heads, n, size).to(dtype) for heads, n in ((8, tokens), (2, 33), (2, 33)))
     mask = torch.rand(2, 1, tokens, 33) > 0.3 if masked else None
     ours, _ = grouped_attention(Module(), query, key, value, mask, scaling=0.3)
     theirs, _ = sdpa_attention_forward(Module(), query, key, value, mask, scaling=0.3)
     assert ours.shape == theirs.shape
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_what_is_no_plain_attention_stays_torchs():
+    query, (keys, values, mask) = torch.randn(1, 8, 1, 32), sequence(2, 32, 32, 40, torch.float32, torch.bool)
+
+    def ours(**options):
+        return of_sequences(query, [(keys, values, mask)], options) is not None
+
+    assert ours() and ours(scaling=0.1, sliding_window=8)
+    assert not any(ours(**{name: 0.1}) for name in ("dropout", "softcap", "output_attentions", "position_bias", "cache"))
+    with torch.enable_grad():
+        assert not ours()
+    others = ((keys.half(), values.half(), mask), (keys[..., :24], values, mask), (keys, values, mask[..., :-1]))
+    assert not any(attention.takes(query, [one]) for one in (*others, (keys.mT, values, mask), (keys[:, :, :0], values, mask)))
+    assert not attention.takes(query[..., :24], [(keys[..., :24], values, mask)])
+
+
+@torch.inference_mode()
+def test_rows_of_a_shared_pass_are_one_call(monkeypatch):
+    model = tiny_models.build("qwen3_moe").to(torch.bfloat16).eval()
+    serve_linears(model), serve_norms(model), group_queries(model)
+    sequences, attend = [], attention.attend
+    monkeypatch.setattr(
+        "vismoe.models.moe.attention.attend", lambda q, of, scale: sequences.append(len(of)) or attend(q, of, scale)
+    )
+    caches, ids = [DynamicCache(config=model.config) for _ in range(2)], torch.tensor([[3], [4]])
+    for length, cache in zip((5, 300), caches, strict=True):
+        model(torch.arange(length)[None] % 50, past_key_values=cache)
+    places = torch.tensor([[5], [300]])
+    with shared_pass(model, rows := RowsCache(caches, kept=False)):
+        model(ids, past_key_values=rows, position_ids=places)
+    assert sequences == [2] * len(model.model.layers)
 
 
 def test_a_decoder_attends_by_groups_of_queries():

@@ -12,8 +12,10 @@ from importlib.machinery import ModuleSpec
 
 import numpy
 import pytest
+import tiny_models
 import torch
 import transformers as T
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vismoe.bench import benchmark, contestants, environment, llama_runner
 from vismoe.bench.geometry import geometry_config, model_class_of
@@ -22,9 +24,11 @@ from vismoe.bench.limits import Groups
 from vismoe.bench.prompt import model_inputs, picture_tokens, random_ids
 from vismoe.bench.run import BenchOutcome
 from vismoe.bench.subject import GgufFile, generate, gguf_of, subject_of
+from vismoe.bench.token_time import token_timer
 from vismoe.cli import main as cli
 from vismoe.config import Settings
 from vismoe.errors import ConfigError, InputError
+from vismoe.kernels import rows as row_kernels
 from vismoe.machine.facts import facts
 from vismoe.machine.profile import Profile
 from vismoe.machine.rates import DramRates
@@ -66,7 +70,7 @@ def tiny(cache):
 def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, tmp_path):
     timeline = tmp_path / "timeline.json"
     flags = ["--baseline", "accelerate,transformers-eager", "--kernels", "torch", "--image", "64x64", "--trace", str(timeline)]
-    assert cli.main([*TINY, *flags, "--parallel", "3"]) == 0
+    assert cli.main([*TINY, *flags, "--parallel", "3", "--token-time"]) == 0
     *table, last = capsys.readouterr().out.strip().splitlines()
     report = json.loads(last)
     assert set(report) == REPORT and not report["interrupted"]
@@ -84,6 +88,12 @@ def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, 
     assert [found["by_turns_tokens_per_s"] is None for found in at_once.values()] == [False, True, True]
     assert [found["streamed_share"] is None for found in at_once.values()] == [False, True, True]
     assert any("by turns" in line for line in table)
+    parts = rows["vismoe"]["token_ms"]
+    named = {"linears", "experts", "routers", "norms", "rotations", "attention", "cache", "head", "embeddings"}
+    assert parts.keys() == named | {"between", "timing", "token"} and rows["accelerate"]["token_ms"] is None
+    assert sum(parts[part]["ms"] for part in (*named, "between")) == pytest.approx(parts["token"]["ms"])
+    assert parts["between"]["ms"] > 0 and all(parts[part]["bytes"] for part in named - {"embeddings"})
+    assert parts["attention"]["calls"] == parts["experts"]["calls"] == 2 and any("between" in line for line in table)
     assert rows["vismoe"]["agreement"]["equal_tokens"] == 4  # eager's own arithmetic: not one bit differs
     ours = rows["vismoe"]["cold"]
     assert 0 <= ours["decode_hit_rate"]["median"] <= 1 and ours["decode_bytes_read_per_token"]["median"] > 0
@@ -93,6 +103,23 @@ def test_a_benchmark_of_three_contestants_ends_with_one_json_line(tiny, capsys, 
     assert report["versions"].keys() >= {"python", "torch", "accelerate", "llama_cpp_python"} and "logits" not in first
     tracks = {event["args"]["name"] for event in json.loads(timeline.read_text())["traceEvents"] if event["ph"] == "M"}
     assert {"phase", "compute"} <= tracks
+
+
+def test_timed_parts_are_given_back():
+    model = tiny_models.build("qwen3_moe").eval()
+    model.set_attn_implementation("sdpa")
+    model.lm_head.forward = own = model.lm_head.forward
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"], T.Cache.update, row_kernels.rotate
+    with torch.no_grad(), token_timer(model) as timer:
+        model(torch.tensor([[1, 2]]))
+        assert not timer.result(1, 1.0).parts
+        timer.begin()
+        model(torch.tensor([[1, 2]]))
+        parts = timer.result(1, 1.0).parts
+    assert parts["head"]["calls"] == 1 and parts["head"]["bytes"] == model.lm_head.weight.nbytes
+    assert parts["attention"]["calls"] == parts["experts"]["calls"] == len(model.model.layers)
+    assert before == (ALL_ATTENTION_FUNCTIONS["sdpa"], T.Cache.update, row_kernels.rotate)
+    assert vars(model.lm_head).pop("forward") is own and not any("forward" in vars(module) for module in model.modules())
 
 
 def test_formats_are_packed_and_run_beside_their_partners(cache, capsys):

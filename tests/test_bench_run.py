@@ -1,5 +1,6 @@
 """Workers in turn: who runs when, what is left of one that fails, is killed or interrupted, and how runs become figures."""
 
+import dataclasses
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from vismoe.bench import run as runs
 from vismoe.bench import worker
-from vismoe.bench.job import COLD, WARM, BenchRequest, Contestant, Job, contestants_of
+from vismoe.bench.job import COLD, WARM, BenchRequest, Contestant, Job, TokenTime, contestants_of
 from vismoe.bench.limits import Groups
 from vismoe.bench.report import Ceilings, Work, agreement, measures, observed, spread, summary, warnings
 from vismoe.bench.run import run_all, run_job
@@ -150,6 +151,11 @@ def test_only_the_last_repeat_writes_a_timeline_and_the_offload_folder_goes(tmp_
     assert not folder.exists()
 
 
+TIMED = TokenTime(
+    2, 0.5, 0.1, {"experts": {"calls": 4, "seconds": 0.2, "bytes": 0}, "norms": {"calls": 8, "seconds": 0.1, "bytes": 20}}
+)
+
+
 class Runner:
     """A contestant that remembers what it was asked."""
 
@@ -166,6 +172,10 @@ class Runner:
     def moe_s(self):
         self.asked.append("experts")
         return {"prefill": 0.5, "decode": 0.25}
+
+    def token_time(self):
+        self.asked.append("parts")
+        return TIMED
 
     def trace(self, path):
         self.asked.append(path)
@@ -192,6 +202,21 @@ def test_a_worker_asks_cold_then_warm_and_drops_the_files_before(tmp_path, monke
 def test_experts_are_timed_after_the_requests_that_count():
     answer, runner = worker.answer(replace(JOB, moe_time=True), Runner)
     assert runner.asked == [COLD, WARM, WARM, "experts"] and answer.moe_s == {"prefill": 0.5, "decode": 0.25}
+
+
+def test_the_parts_of_a_token_are_timed_last_and_add_up():
+    answer, runner = worker.answer(replace(JOB, moe_time=True, token_time=True), Runner)
+    assert runner.asked[-2:] == ["experts", "parts"] and answer.token_time is TIMED
+    runs = runs_of("vismoe", [4.0, 2.0], [4.0, 1.0], token_time=dataclasses.asdict(TIMED))
+    found = figures_of(list(runs))["vismoe"]["token_ms"]
+    assert list(found) == ["experts", "norms", "between", "timing", "token"]
+    assert sum(found[part]["ms"] for part in ("experts", "norms", "between")) == pytest.approx(found["token"]["ms"]) == 200.0
+    assert found["norms"] == {"ms": 50.0, "calls": 4.0, "bytes": 10.0, "bytes_per_s": 200.0, "memory_share": 2.0}
+    assert (
+        found["experts"]["bytes"] == WORK.decode_bytes - WORK.backbone_bytes
+        and found["token"]["bytes"] == found["experts"]["bytes"] + 10
+    )
+    assert figures_of(list(runs_of("vismoe", [1.0])))["vismoe"]["token_ms"] is None
 
 
 def test_an_error_of_a_contestant_is_the_workers_result(tmp_path, monkeypatch):

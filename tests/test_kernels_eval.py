@@ -9,7 +9,7 @@ from vismoe.errors import ConfigError
 from vismoe.eval.studies import kernels
 from vismoe.types import Format
 
-SMALL = kernels.KernelShape(hidden=256, intermediate=128, vocabulary=300, projections=((64, 256), (256, 64)))
+SMALL = kernels.KernelShape(hidden=256, intermediate=128, vocabulary=300, projections=((64, 256), (256, 64)), heads=(6, 2, 16))
 
 
 @pytest.mark.parametrize("weights", kernels.WEIGHTS)
@@ -22,6 +22,11 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
     if weights == "linear":
         contests = list(kernels.linear_contests(SMALL, working_set))
         assert [contest.our_bytes for contest in contests[::3]] == [2 * 300 * 256, 2 * (64 * 256 + 256 * 64)]
+    elif weights == "attention":
+        monkeypatch.setattr(kernels, "CONTEXTS", (7, 300))
+        contests = list(kernels.attention_contests(SMALL, working_set))
+        assert [contest.our_bytes for contest in contests] == [2 * 2 * 2 * 16 * context for context in (7, 300)]
+        assert [contest.flop for contest in contests] == [4 * 6 * 16 * context for context in (7, 300)]
     else:
         contests = list(kernels.expert_contests(SMALL, format, dtype, working_set))
         weights_of_a_call = 8 * 3 * 256 * 128

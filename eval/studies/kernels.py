@@ -1,8 +1,9 @@
 """How close the CPU kernels come to memory speed: `python -m vismoe.eval.studies.kernels [--json]`.
 
-Measures whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, and the two kinds of linear that a
-decoded token uses: the language model head and attention projections. They are compared with torch's own operators on weights of
-the same precision. Every working set is above 1 GiB and is read in random order, so that no cache holds a weight.
+Measures whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, the two kinds of linear that a
+decoded token uses (the language model head and attention projections), and its attention over some numbers of keys. They are
+compared with torch's own operators on weights of the same precision. Every working set is above 1 GiB and is read in random order
+(that of attention in turn), so that no cache holds a weight.
 
 Summing the same bytes, in turn with both contestants, measures the memory's rate: on a shared machine it changes from one second
 to the next, and only rates measured together are comparable. Results are medians over rounds: GB/s of weights read (in their
@@ -35,6 +36,7 @@ from vismoe.errors import ConfigError
 from vismoe.flags import SuggestingParser
 from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels import cpu
+from vismoe.kernels.attention import attend
 from vismoe.kernels.codecs import codec_of
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
@@ -50,7 +52,9 @@ WEIGHTS = {
     "int4": (Format.INT4, torch.bfloat16),
     "int2": (Format.INT2, torch.bfloat16),
     "linear": (Format.RAW, torch.bfloat16),
+    "attention": (Format.RAW, torch.bfloat16),
 }
+CONTEXTS = (256, 3_000, 16_000)
 
 ENCODED = ("fp8", "w8", "w4", "mxfp4", "nvfp4", "q8_0", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "iq4_xs")
 
@@ -65,6 +69,7 @@ class KernelShape:
     intermediate: int = 768
     vocabulary: int = 151936
     projections: tuple[tuple[int, int], ...] = ((4096, 2048), (512, 2048), (512, 2048), (2048, 4096))  # q, k, v, o
+    heads: tuple[int, int, int] = (32, 4, 128)  # of queries, of keys, and the numbers of each
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class KernelContest:
     """Two ways to do the same work."""
 
     name: str
-    tokens: int  # per expert, or of the linear
+    tokens: int  # per expert, of the linear, or queries that share keys
     flop: int  # of one call
     ours: Iterator[Call]
     our_bytes: int  # weights that one call of VisMoE's kernels reads
@@ -279,6 +284,38 @@ def linear_calls(function: Callable[..., Tensor], inputs: list[Tensor], weights:
     return (partial(products, matrices) for matrices in itertools.cycle(weights))
 
 
+# ------------------------------------------------------------------ attention of one token
+def attention_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[KernelContest]:
+    """Queries, keys and values in bfloat16; for torch the queries of a group are rows of one head."""
+    (heads, groups, columns), scale = geometry.heads, 0.1
+    some = torch.randn(2**16).bfloat16().view(torch.uint8)
+    for part in working_set.split(len(some)):  # the bytes of other contests are denormal numbers, which are slow
+        part.copy_(some[: len(part)])
+    query = torch.randn(1, heads, 1, columns).bfloat16()
+    rows = query.view(1, groups, heads // groups, columns)
+    for context in CONTEXTS:
+        size = groups * context * columns
+        sets = (
+            working_set[: working_set.numel() // (4 * size) * 4 * size]
+            .view(torch.bfloat16)
+            .view(-1, 2, 1, groups, context, columns)
+        )
+
+        def ours(keys: Tensor, values: Tensor) -> None:
+            attend(query, [(keys, values, None)], scale)
+
+        def theirs(keys: Tensor, values: Tensor) -> None:
+            functional.scaled_dot_product_attention(rows, keys, values, scale=scale)
+
+        flop = 4 * heads * context * columns
+        calls = attention_calls(ours, sets), attention_calls(theirs, sets)
+        yield KernelContest(f"keys {context}", heads // groups, flop, calls[0], 4 * size, calls[1], 4 * size)
+
+
+def attention_calls(function: Callable[[Tensor, Tensor], None], sets: Tensor) -> Iterator[Call]:
+    return (partial(function, keys, values) for keys, values in itertools.cycle(sets))
+
+
 # ------------------------------------------------------------------ printing
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -316,6 +353,8 @@ def main() -> None:
     contests = (
         linear_contests(geometry, working_set)
         if weights == "linear"
+        else attention_contests(geometry, working_set)
+        if weights == "attention"
         else expert_contests(
             geometry, *WEIGHTS.get(weights, WEIGHTS["bfloat16"]), working_set, weights if weights in ENCODED else ""
         )

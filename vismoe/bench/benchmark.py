@@ -75,6 +75,7 @@ class BenchOptions:
     trace: str | None
     control: bool
     moe_time: bool
+    token_time: bool
     dtype: str | None
     revision: str | None
     device: str | None
@@ -294,7 +295,8 @@ def _job_of(one: Contestant, job: Job, order: BenchOptions, subject: Subject) ->
         return replace(job, way=one.way, settings={}, offload_folder=offload)
     settings = _settings(one, job.settings, order, subject)
     files = (settings["gguf"],) if "gguf" in settings else job.files
-    return replace(job, settings=settings, files=(*files, *_store_files(files[0], settings)))
+    files = (*files, *_store_files(files[0], settings))
+    return replace(job, settings=settings, files=files, token_time=order.token_time)
 
 
 def _store_files(file: str, settings: dict[str, Any]) -> list[str]:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from vismoe.bench.job import LOGITS, OURS, WARM, BenchRequest, Job, ParallelAnswers
+from vismoe.bench.job import LOGITS, OURS, WARM, BenchRequest, Job, ParallelAnswers, TokenTime
 from vismoe.bench.process import difference, disk_bytes
 from vismoe.bench.prompt import model_inputs
+from vismoe.bench.token_time import token_timer
 from vismoe.config import ENGINE_DEFAULTS, Settings
 from vismoe.engine.generate import TokenLoop
 from vismoe.engine.shared_pass import SharedPasses
@@ -64,6 +65,7 @@ class TransformersRunner:
             do_sample=False, min_new_tokens=job.new_tokens, max_new_tokens=job.new_tokens, pad_token_id=0
         )
         self._encode_s = self.began_s = 0.0
+        self._at_logits: Callable[[], None] = lambda: None
         tower = next((module for path, module in model.named_modules() if path.rpartition(".")[2] in VISION_TOWERS), None)
         if tower is not None:
             tower.register_forward_pre_hook(lambda *_: self._encoding(-time.perf_counter()))
@@ -110,6 +112,7 @@ class TransformersRunner:
 
     def _look(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Keep some of the first logits `[1, vocabulary]`; a logits processor that changes nothing."""
+        self._at_logits()
         self.logits = self.logits or tuple(logits[0, :: -(-logits.shape[1] // LOGITS)].float().tolist())
         return logits
 
@@ -171,6 +174,13 @@ class VisMoERunner(TransformersRunner):
         by_turns_s = time.perf_counter() - turned_s
         streamed = counted.total("streamed") / max(1.0, counted.total("steps"))
         return ParallelAnswers(rows, steps * rows, turned_s - began_s, read, by_turns_s, streamed)
+
+    def token_time(self) -> TokenTime:
+        """The parts of decoding, in one more request."""
+        with token_timer(self.model) as timer:
+            self._at_logits = timer.begin  # with those of the prompt decoding begins
+            request = self.request(WARM)
+        return timer.result(request.decode_tokens, request.decode_s)
 
     def trace(self, path: str) -> None:
         """Write the timeline of a further request."""

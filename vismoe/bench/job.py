@@ -139,6 +139,7 @@ class Job:
     offload_folder: str | None = None  # accelerate's
     trace: str | None = None  # file for VisMoE's timeline of a further request, which is not counted
     moe_time: bool = False  # time the routed experts alone in a further request, which is not counted
+    token_time: bool = False  # of VisMoE: time the parts of decoding in another one
     first_tokens: tuple[int, ...] = ()  # further warm requests, each with so many of the first tokens of the prompt
     parallel: tuple[int, ...] = ()  # further measurements, each with so many prompts that decode at once
     prompts: tuple[tuple[int, ...], ...] = ()  # for these: of equal length, each another one
@@ -186,6 +187,16 @@ class ParallelAnswers:
 
 
 @dataclass(frozen=True)
+class TokenTime:
+    """The parts of decoding in a further request."""
+
+    tokens: int
+    seconds: float  # of all of them
+    timing_s: float  # of these, what timing takes
+    parts: dict[str, dict[str, float]]  # their calls, seconds, and bytes read (of experts 0: they are known by their number)
+
+
+@dataclass(frozen=True)
 class Answer:
     """The results of a worker."""
 
@@ -198,3 +209,4 @@ class Answer:
     logits: tuple[float, ...] = ()  # of the first new token, at most LOGITS of them
     parallel: tuple[ParallelAnswers, ...] = ()
     moe_s: dict[str, float] | None = None  # seconds in the routed experts of all MoE layers in a further request, by phase
+    token_time: TokenTime | None = None

@@ -140,8 +140,9 @@ def summary(
 
     `cold` and `warm` hold the spread of every measure over processes (empty if nothing was measured), `first_answer_s` the time
     of loading and the cold request's first token, `moe_us` the routed experts' time per MoE layer and token by phase (None if it
-    was not requested), `failed` the reason or None, `not_cold` the reason if no cold ratio is given. VisMoE rows have
-    `times_as_fast_as`: the ratio of their speed to each rival of equal or full precision, by the rival's name.
+    was not requested), `token_ms` where a decoded token's time goes (None likewise), `failed` the reason or None, `not_cold` the
+    reason if no cold ratio is given. VisMoE rows have `times_as_fast_as`: the ratio of their speed to each rival of equal or full
+    precision, by the rival's name.
     """
     ran = {run["contestant"] for run in runs}
     ordered = sorted((one for one in contestants if one.name in ran), key=lambda one: PRECISIONS.index(one.precision))
@@ -199,6 +200,7 @@ def _of_one(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings, m
         "cached_bytes": max((run["cached_bytes"] for run in done), default=None),
         "not_cold": next((reason for run in done if (reason := _not_cold(run, work))), None),
         "moe_us": _moe_us(done, moe_layers),
+        "token_ms": _token_ms(done, work, ceilings),
         "parallel": _parallel(done),
         "notes": done[-1]["notes"] if done else {},
         "failed": next((run["failed"] for run in runs if "failed" in run), None),
@@ -244,6 +246,36 @@ def _moe_us(runs: Sequence[Mapping[str, Any]], moe_layers: int) -> dict[str, dic
         return None
     tokens = {phase: timed[0]["requests"][0][count] for phase, count in zip(PHASES, ("prompt_tokens", "decode_tokens"))}
     return {phase: spread(1e6 * run["moe_s"][phase] / moe_layers / tokens[phase] for run in timed) for phase in PHASES}
+
+
+def _token_ms(runs: Sequence[Mapping[str, Any]], work: Work, ceilings: Ceilings) -> dict[str, dict[str, Any]] | None:
+    """Of each part of decoding, and of what lies between them: milliseconds, calls and bytes read per token, their rate, and its
+    share of the memory's; medians over processes, of which `timing` is what timing adds."""
+    timed = [run["token_time"] for run in runs if run.get("token_time")]
+    if not timed:
+        return None
+
+    def median(values: Iterable[float]) -> float:
+        return statistics.median(value / one["tokens"] for one, value in zip(timed, values))
+
+    names, found = sorted({name for one in timed for name in one["parts"]}), {}
+    for name in names:
+        sums = [one["parts"].get(name, {"calls": 0, "seconds": 0.0, "bytes": 0}) for one in timed]
+        calls, seconds, nbytes = (median(part[figure] for part in sums) for figure in ("calls", "seconds", "bytes"))
+        found[name] = _of_part(seconds, calls, work.decode_bytes - work.backbone_bytes if name == "experts" else nbytes, ceilings)
+    found = dict(sorted(found.items(), key=lambda one: -one[1]["ms"]))
+    whole = median(one["seconds"] - one["timing_s"] for one in timed)
+    between = whole - median(sum(part["seconds"] for part in one["parts"].values()) for one in timed)
+    read = sum(part["bytes"] for part in found.values())
+    found["between"] = _of_part(between, None, None, ceilings)
+    found["timing"] = _of_part(median(one["timing_s"] for one in timed), None, None, ceilings)
+    return found | {"token": _of_part(whole, None, read, ceilings)}
+
+
+def _of_part(seconds: float, calls: float | None, nbytes: float | None, ceilings: Ceilings) -> dict[str, Any]:
+    rate = nbytes / seconds if nbytes and seconds else None
+    of_memory = share(nbytes, seconds, ceilings.memory_bytes_per_s)
+    return {"ms": 1e3 * seconds, "calls": calls, "bytes": nbytes, "bytes_per_s": rate, "memory_share": of_memory}
 
 
 def _parallel(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,10 @@ SPEED_COLUMNS = ("contestant", "state", "first answer", "encode", "prefill token
 EXPERTS_LEGEND = "experts/layer: the routed experts alone, per MoE layer and token, in prefill, decode; without the router"
 PARALLEL_LEGEND = "\nrequests that decode at once: tokens/s of all together"
 PARALLEL_COLUMNS = ("contestant", "requests", "tokens/s", "by turns", "times", "storage/token", "streamed")
+TOKEN_LEGEND = """
+where a decoded token's time goes, in a further request: parts with their own Python; between: transformers' Python and torch's
+small operations; timing: what measuring this added, which is not in the token"""
+TOKEN_COLUMNS = ("contestant", "part", "ms", "of it", "calls", "bytes", "rate", "memory")
 RATIO_LEGEND = "\nhow many times as fast VisMoE is in prefill, decode; in brackets: only the other keeps every bit"
 RATIO_COLUMNS = ("ours", "against", "cold", "warm", "experts alone")
 TRAFFIC_COLUMNS = tuple("contestant phase memory disk storage/token fetched/token hits stalled wasted control/layer".split())
@@ -35,6 +39,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     if any(row["parallel"] for row in report["contestants"].values()):
         console.print(PARALLEL_LEGEND, soft_wrap=True)
         console.print(_parallel(report))
+    if any(row["token_ms"] for row in report["contestants"].values()):
+        console.print(TOKEN_LEGEND, soft_wrap=True)
+        console.print(_tokens(report))
     if any(row.get("times_as_fast_as") for row in report["contestants"].values()):
         console.print(RATIO_LEGEND, soft_wrap=True)
         console.print(_ratios(report, timed))
@@ -113,6 +120,25 @@ def _parallel(report: dict[str, Any]) -> Table:
             stored = _value(found["disk_bytes_per_token"], format_bytes)
             streamed = _value(found["streamed_share"], "{:.0%}".format)
             table.add_row(name, rows, _range(both), _range(turns) if turns else NOTHING, times, stored, streamed)
+    return table
+
+
+def _tokens(report: dict[str, Any]) -> Table:
+    table = _table(TOKEN_COLUMNS)
+    for name, row in report["contestants"].items():
+        parts = row["token_ms"] or {}
+        for part, found in parts.items():
+            rate, of_memory = found["bytes_per_s"], found["memory_share"]
+            table.add_row(
+                name,
+                part,
+                f"{found['ms']:.2f}",
+                f"{found['ms'] / parts['token']['ms']:.0%}",
+                f"{found['calls']:.0f}" if found["calls"] else NOTHING,
+                format_bytes(found["bytes"]) if found["bytes"] else NOTHING,
+                f"{format_bytes(rate)}/s" if rate else NOTHING,
+                f"{of_memory:.0%}" if of_memory else NOTHING,
+            )
     return table
 
 

@@ -34,8 +34,9 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     files_bytes = sum(file.stat().st_size for file in files)
     peak_bytes = peak_rss_bytes()
     moe_s = runner.moe_s() if job.moe_time else None
-    found = Answer(load_s, tuple(requests), peak_bytes, cached_bytes, files_bytes, runner.notes, runner.logits, parallel, moe_s)
-    return found, runner
+    token_time = runner.token_time() if job.token_time else None
+    about = files_bytes, runner.notes, runner.logits
+    return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, *about, parallel, moe_s, token_time), runner
 
 
 def _loader_of(job: Job) -> Callable[[Job], Any]:

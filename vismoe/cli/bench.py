@@ -50,6 +50,7 @@ def bench_arguments(parser: ArgumentParser) -> None:
     flags.add(group, "--parallel LIST", "also decode so many prompts at once, e.g. 4,16", counts, (), dest="parallel_list")
     flags.add(group, "--control", "also time the Python code that controls this model's layers")
     flags.add(group, "--moe-time", "also time the routed experts alone, in further requests")
+    flags.add(group, "--token-time", "also show where VisMoE's time of a decoded token goes, in a further request")
     flags.add(group, "--json", "print only one JSON line")
     flags.add_model_flags(parser)
     flags.add_settings(parser, without=("gguf", "mmproj", "parallel"))

@@ -32,7 +32,7 @@ constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than t
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 constexpr std::size_t kGroup = 16;               // rows that wide kernels pack together
 
-enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise };
+enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise, kAttend };
 
 struct Task {
   Stage stage;
@@ -509,6 +509,60 @@ std::int32_t compute_rows(void (*Kernels::*compute)(const T&, std::size_t, std::
 
 std::size_t bytes_of(Dtype dtype) { return dtype == kFp32 ? 4 : 2; }
 
+// Attention of one token of each row. A task is a part of the tokens of one key head; whoever ends the last part of a head merges
+// them. How tokens are cut into parts depends on their number only.
+class AttentionJob : public Job {
+ public:
+  AttentionJob(State& s, const Kernels& kernels, const Attention& a, const AttentionRow* rows, std::size_t count)
+      : Job(s, read_bytes(a, rows, count)), kernels_(kernels), a_(a), rows_(rows), left_(s.up_left_of(count * a.groups)) {
+    for (std::size_t row = 0; row < count; row++) {
+      const std::size_t tokens = index(rows[row].tokens), step = step_of(tokens);
+      for (std::size_t group = 0; group < a.groups; group++) {
+        const std::size_t head = row * a.groups + group;
+        for (std::size_t begin = 0; begin < tokens; begin += step) add(kAttend, begin, std::min(begin + step, tokens), head);
+        left_[head] = (tokens + step - 1) / step;
+      }
+    }
+    const std::size_t parts = tasks_.size();
+    parts_ = reinterpret_cast<float*>(s.workspace_of(4 * (parts * a.part_floats() + s.threads * a.scratch_floats())));
+    scratch_ = parts_ + parts * a.part_floats();
+  }
+
+ private:
+  static constexpr std::size_t kMostParts = 64;  // of a head, which bounds the memory for them
+
+  static std::size_t step_of(std::size_t tokens) {
+    return std::max(Attention::kBlockKeys, round_up((tokens + kMostParts - 1) / kMostParts, Attention::kBlockKeys));
+  }
+  static std::size_t read_bytes(const Attention& a, const AttentionRow* rows, std::size_t count) {
+    std::size_t tokens = 0;
+    for (std::size_t row = 0; row < count; row++) tokens += index(rows[row].tokens);
+    return tokens * a.groups * (a.columns + a.value_columns) * bytes_of(a.dtype);
+  }
+
+  AttentionTask of(const Task& task) const {
+    return {rows_ + task.expert / a_.groups, task.expert % a_.groups, task.begin, task.end};
+  }
+
+  void run(const Task& task, const Task* next, std::size_t thread) override {
+    const AttentionTask now = of(task);
+    float *part = parts_ + static_cast<std::size_t>(&task - tasks_.data()) * a_.part_floats();
+    float* scratch = scratch_ + thread * a_.scratch_floats();
+    AttentionTask after{};
+    if (next) after = of(*next);
+    kernels_.attend(a_, now, next ? &after : nullptr, part, scratch);
+    if (left_[task.expert].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    const std::size_t tokens = index(now.row->tokens), step = step_of(tokens), count = (tokens + step - 1) / step;
+    kernels_.merge(a_, now, part - now.begin / step * a_.part_floats(), count, scratch);
+  }
+
+  const Kernels& kernels_;
+  const Attention& a_;
+  const AttentionRow* rows_;
+  std::atomic<std::size_t>* left_;
+  float *parts_, *scratch_;
+};
+
 #if defined(VISMOE_AMX)
 // Whether the machine has AMX with BF16, and the kernel lets this process use it: tiles are state that a process asks for.
 bool may_use_amx() {
@@ -652,4 +706,18 @@ VISMOE_API std::int32_t vismoe_choose(const void* logits, std::int32_t dtype, st
   const Choice choice{logits, weights, ids, count, chosen, static_cast<Dtype>(dtype), static_cast<Dtype>(weights_dtype),
                       normalised != 0};
   return compute_rows(&Kernels::choose, choice, rows, count * bytes_of(choice.dtype));
+}
+
+// Attention of the latest token of each of `count` sequences (kernels.h: Attention); every one has tokens, and columns are
+// multiples of 16. Returns 0 or 1, as above.
+VISMOE_API std::int32_t vismoe_attend(const AttentionRow* rows, std::size_t count, std::size_t groups, std::size_t heads,
+                                      std::size_t columns, std::size_t value_columns, float scale, std::int32_t dtype,
+                                      std::int32_t mask_dtype) try {
+  State& s = the_state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const Attention a{groups, heads, columns, value_columns, scale, static_cast<Dtype>(dtype), static_cast<Dtype>(mask_dtype)};
+  AttentionJob(s, kernels_for(s.isa, kFp32, kRawBf16), a, rows, count).run_all(s);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
 }

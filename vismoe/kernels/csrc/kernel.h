@@ -754,6 +754,7 @@ inline void choose(const Choice& c, std::size_t begin, std::size_t end) {
 // `S` also offers Operand = Sum = its vector of floats, and
 //   bf16(p), fp16(p), signed_bytes(p), fields<bits>(p, shift)   kLanes values at p; fields: the bits from `shift` on of each byte
 //   all(p), every(p): the bfloat16 or float32 value at p in every lane; scaled(values, scale, offset)
+//   kAttended                      query heads whose sums fit in registers beside two vectors of values
 template <class S, Encoding E>
 struct FloatDecoder {
   static constexpr bool kInteger = is_integer(E);
@@ -849,15 +850,6 @@ void restore(const Matrix& m, const std::uint8_t* record, std::size_t begin, std
     }
     write(out, dtype, row * inputs, scratch.tile, inputs);
   }
-}
-
-template <class S>
-const Kernels& kernels_of() {
-  decltype(Kernels::restore) restored = nullptr;
-  if constexpr (sizeof(typename S::X) == 4) restored = restore<S>;
-  static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restored,
-                                  combine, norm, rotate, choose, nullptr};
-  return kernels;
 }
 
 template <class S, Encoding E>

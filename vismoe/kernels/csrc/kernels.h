@@ -140,6 +140,33 @@ struct Choice {
   bool normalised;
 };
 
+// One sequence's attention of its latest token: query heads in groups of a.heads share the key head of their group. Strides are
+// numbers; those within a head's vector are 1. As in vismoe/kernels/attention.py.
+struct AttentionRow {
+  const void *query, *keys, *values;  // [groups * heads, columns], [groups, tokens, columns], [groups, tokens, value_columns]
+  const void* mask;                   // [1 or groups * heads, tokens], null: every token is visible
+  void* out;                          // [groups * heads, value_columns]
+  std::int64_t tokens, query_head, key_head, key_token, value_head, value_token, mask_head;
+};
+
+// out = softmax(scale * query keys^T + mask) values; a mask of bytes shows a token or hides it.
+struct Attention {
+  static constexpr std::size_t kBlockKeys = 128;  // whose scores are computed at a time
+  std::size_t groups, heads, columns, value_columns;
+  float scale;
+  Dtype dtype, mask_dtype;
+
+  // What a task leaves: sums [heads, value_columns], the peaks and the totals of the heads.
+  std::size_t part_floats() const { return round_up(heads * (value_columns + 2), 16); }
+  std::size_t scratch_floats() const { return round_up(heads * (columns + kBlockKeys) + value_columns, 16); }
+};
+
+// The tokens begin .. end of one key head.
+struct AttentionTask {
+  const AttentionRow* row;
+  std::size_t head, begin, end;
+};
+
 // Functions of a set with products of matrices: for prompts, bfloat16 inputs, and a layout of packed inputs of their own.
 struct WideKernels {
   // Memory of one thread, which begins with its Scratch.
@@ -177,6 +204,9 @@ struct Kernels {
   void (*norm)(const Norm&, std::size_t begin, std::size_t end);
   void (*rotate)(const Rotation&, std::size_t begin, std::size_t end);
   void (*choose)(const Choice&, std::size_t begin, std::size_t end);
+  // The part of a task; and the output of a key head from all parts, in order. `attend` only of sets for float32.
+  void (*attend)(const Attention&, const AttentionTask&, const AttentionTask* next, float* part, float* scratch);
+  void (*merge)(const Attention&, const AttentionTask&, const float* parts, std::size_t count, float* scratch);
   const WideKernels* wide;  // null: none
 };
 

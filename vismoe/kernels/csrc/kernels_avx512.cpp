@@ -1,7 +1,7 @@
 // AVX-512 without BF16: sixteen float32 lanes. Also serves float32 inputs and fp16 weights on machines with BF16.
 
 #include "avx512.h"
-#include "kernel.h"
+#include "table.h"
 
 namespace vismoe {
 namespace {
@@ -11,7 +11,7 @@ struct Avx512 {
   using Operand = __m512;
   using Sum = __m512;
   static constexpr int kLanes = 16;
-  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4;
+  static constexpr std::size_t kTokens = 6, kDecodingTokens = 4, kScaledTokens = 5, kScaledDecodingTokens = 4, kAttended = 8;
 
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512 all(const std::uint16_t* p) { return all_bf16(p); }

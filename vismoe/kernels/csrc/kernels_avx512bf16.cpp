@@ -1,3 +1,4 @@
 #include "avx512bf16.h"
+#include "table.h"
 
 const vismoe::Kernels& vismoe::kernels_avx512bf16() { return kernels_of<Avx512Bf16>(); }

@@ -1,6 +1,6 @@
 // Plain C++: runs on every machine, and is the reference in tests of the other sets.
 
-#include "kernel.h"
+#include "table.h"
 
 namespace vismoe {
 namespace {
@@ -8,7 +8,7 @@ namespace {
 struct Portable {
   using X = float;
   static constexpr int kLanes = 8;
-  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1, kScaledTokens = 1, kScaledDecodingTokens = 1;
+  static constexpr std::size_t kTokens = 1, kDecodingTokens = 1, kScaledTokens = 1, kScaledDecodingTokens = 1, kAttended = 2;
   struct Operand {
     float lanes[kLanes];
   };

@@ -8,8 +8,21 @@
 namespace vismoe {
 
 namespace {
-constexpr std::chrono::microseconds kSpin{20};  // spinning after a job, because the next layer's job may come soon
+// A thread that sleeps is some 50 microseconds late for the next job, which is as long as a small one takes. So it spins after a
+// job: long where jobs have followed each other closely, as the layers of a token do, otherwise only a moment, since then the core
+// is wanted for other things.
+constexpr std::chrono::microseconds kSpin{20}, kLongSpin{200};
+
+template <class F>
+bool spin(F reached, std::chrono::microseconds most) {
+  const auto until = std::chrono::steady_clock::now() + most;
+  while (!reached()) {
+    if (std::chrono::steady_clock::now() >= until) return false;
+    pause_core();
+  }
+  return true;
 }
+}  // namespace
 
 void pause_core() {
 #if defined(__x86_64__)
@@ -52,20 +65,25 @@ void Pool::run(Work work, void* job) {
   }
   work(job, 0);
   if (!workers_.empty()) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      work_ = nullptr;  // a worker that wakes up now takes no part in this job
+    }
+    if (spin([this] { return busy_ == 0; }, kLongSpin)) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    work_ = nullptr;  // a worker that wakes up now takes no part in this job
     done_.wait(lock, [this] { return busy_ == 0; });
   }
 }
 
 void Pool::serve(std::size_t thread) {
   std::size_t seen = 0;
+  bool soon = false;  // the latest job came soon after the one before it
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
-    if (work_ != nullptr && jobs_ != seen) {
+    seen = jobs_;
+    if (work_ != nullptr) {
       const Work work = work_;
       void* job = job_;
-      seen = jobs_;
       busy_++;
       lock.unlock();
       work(job, thread);
@@ -73,10 +91,12 @@ void Pool::serve(std::size_t thread) {
       if (--busy_ == 0) done_.notify_one();
     }
     lock.unlock();
-    const auto until = std::chrono::steady_clock::now() + kSpin;
-    while (jobs_ == seen && std::chrono::steady_clock::now() < until) pause_core();
+    const auto ended = std::chrono::steady_clock::now();
+    const auto another = [&] { return jobs_ != seen; };
+    spin(another, soon ? kLongSpin : kSpin);
     lock.lock();
-    wake_.wait(lock, [&] { return stop_ || (work_ != nullptr && jobs_ != seen); });
+    wake_.wait(lock, another);  // also for a job that has ended by now: the next one may come soon
+    soon = std::chrono::steady_clock::now() - ended < kLongSpin;
   }
 }
 

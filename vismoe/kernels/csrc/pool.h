@@ -34,7 +34,7 @@ class Pool {
   std::vector<std::thread> workers_;
   Work work_ = nullptr;  // not null while a job takes workers
   void* job_ = nullptr;
-  std::size_t busy_ = 0;
+  std::atomic<std::size_t> busy_{0};  // workers in the job; changes under the mutex
   bool stop_ = false;
   std::atomic<std::size_t> jobs_{0};  // counts jobs and the stop; a worker that has just finished watches it for a while
 };

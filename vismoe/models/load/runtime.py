@@ -176,7 +176,7 @@ def build(model: Any, configuration: Configuration) -> Runtime:
             f"fast: {serve_norms(model)} of the decoder, and rotary embeddings of {serve_rotations(model)} attentions"
         )
         why_not = group_queries(model)
-        backends["attention"] = f"transformers' own ({why_not})" if why_not else "torch, the queries of a group as rows"
+        backends["attention"] = f"transformers' own ({why_not})" if why_not else "fast for single tokens, else torch"
     try:
         lookahead, gate, backends["lookahead"] = choose_lookahead(model, inventory, settings, calibration)
     except VisMoEError:

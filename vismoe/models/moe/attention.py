@@ -1,13 +1,14 @@
-"""Attention of one new token on the CPU, through transformers' attention interface: grouped queries become rows of one head.
+"""Attention of one new token on the CPU, through transformers' attention interface: by the kernels where they can.
 
-With grouped queries and no mask, transformers passes every query head with a single row to torch and lets torch repeat the keys'
-heads. torch's bfloat16 attention then takes nine times as long as with the queries of a group as rows of one head (1,880 against
-210 us for 32 query heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
+Where they cannot, grouped queries become rows of one head. transformers passes every query head with a single row to torch and
+lets torch repeat the keys' heads, with which its bfloat16 attention takes nine times as long (1,880 against 210 us for 32 query
+heads, 4 key heads of 128 and 300 tokens, on two cores). The arithmetic is the same.
 """
 
 import inspect
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
+from vismoe.kernels import cpu
+from vismoe.kernels.attention import Sequenced, attend, takes
 from vismoe.models.moe.rows import by_row, rows_mask
 
 IMPLEMENTATION = "vismoe_sdpa"
@@ -25,14 +28,42 @@ def grouped_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """query `[B, heads, T, D]`, key and value `[B, key heads, S, D]` -> `[B, T, heads, D]`, as transformers' own function."""
+    if query.shape[2] != 1 or query.device.type != "cpu" or not _plain(options):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    out = of_sequences(query, _sequences(key, value, attention_mask), options)
+    if out is not None:
+        return out, None
     groups = query.shape[1] // key.shape[1]
-    plain = attention_mask is None and not any(options.get(name) for name in ("dropout", "softcap", "output_attentions"))
-    plain = plain and options.get("position_bias") is None and options.get("cache") is None
-    if query.shape[2] != 1 or groups == 1 or not plain or query.device.type != "cpu":
+    if groups == 1 or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows = query.reshape(len(query), key.shape[1], groups, query.shape[3])
     out = torch.nn.functional.scaled_dot_product_attention(rows, key, value, scale=options.get("scaling"))
     return out.reshape(len(query), 1, query.shape[1], out.shape[3]), None
+
+
+def of_sequences(query: torch.Tensor, sequences: Sequence[Sequenced], options: Mapping[str, Any]) -> torch.Tensor | None:
+    """Attention `[B, 1, heads, D]` of one token `[B, heads, 1, D]` of each sequence by the kernels; None: they do not compute it.
+
+    It has the bits of each sequence alone.
+    """
+    if torch.is_grad_enabled() or not _plain(options) or cpu.setup().isa == "portable" or not takes(query, sequences):
+        return None
+    scale = options.get("scaling")
+    return attend(query, sequences, query.shape[3] ** -0.5 if scale is None else scale)
+
+
+def _plain(options: Mapping[str, Any]) -> bool:
+    """Whether it is softmax(scale query keys^T + mask) values."""
+    get = options.get
+    unlike = get("dropout") or get("softcap") or get("output_attentions")
+    return not unlike and get("position_bias") is None and get("cache") is None
+
+
+def _sequences(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> list[Sequenced]:
+    if len(key) == 1:
+        return [(key, value, mask)]
+    masks = [None] * len(key) if mask is None else mask.expand(len(key), *mask.shape[1:]).split(1)
+    return list(zip(key.split(1), value.split(1), masks, strict=True))
 
 
 def group_queries(model: Any) -> str | None:
@@ -52,5 +83,5 @@ def group_queries(model: Any) -> str | None:
     return None
 
 
-AttentionInterface.register(IMPLEMENTATION, by_row(grouped_attention))
+AttentionInterface.register(IMPLEMENTATION, by_row(grouped_attention, of_sequences))
 AttentionMaskInterface.register(IMPLEMENTATION, rows_mask)

@@ -153,8 +153,9 @@ def rows_that_differ(model: Any, rows: int) -> str | None:
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 
 
-def by_row(alone: Attention) -> Attention:
-    """An attention function for transformers: `alone` in ordinary passes, and for each row of a shared one."""
+def by_row(alone: Attention, together: Callable[..., torch.Tensor | None]) -> Attention:
+    """An attention function for transformers: `alone` in ordinary passes; in a shared one `together` for all rows, or where that
+    returns None, `alone` for each."""
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
@@ -164,11 +165,11 @@ def by_row(alone: Attention) -> Attention:
         if rows is None or index is None or len(query) != len(rows.caches) or not rows.by_attention(index):
             return alone(module, query, key, value, attention_mask, **options)
         layer = rows.layers[index]
-        results = [
-            alone(module, query[b : b + 1], keys, values, mask_alone(row, keys), **options)[0]
-            for b, ((keys, values), row) in enumerate(zip(layer.taken(), layer.rows, strict=True))
-        ]
-        return torch.cat(results), None
+        own = [(*taken, mask_alone(row, taken[0])) for taken, row in zip(layer.taken(), layer.rows, strict=True)]
+        out = together(query, own, options)
+        if out is None:
+            out = torch.cat([alone(module, query[b : b + 1], *one, **options)[0] for b, one in enumerate(own)])
+        return out, None
 
     return attention
 

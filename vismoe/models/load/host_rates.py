@@ -12,8 +12,11 @@ import torch
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
 from vismoe.kernels import cpu
+from vismoe.kernels.lossless import available as lossless_isas
+from vismoe.machine.hardware import cores
 from vismoe.machine.profile import Profile, load_profile
 from vismoe.paging.miss import Rates, Ways
+from vismoe.planning.hierarchy import PackedRates
 from vismoe.types import RecordLayout
 
 NOMINAL_LINK_BYTES_PER_S = 25e9  # PCIe 4.0 x16, as it is reached
@@ -21,6 +24,7 @@ NOMINAL_CPU_BYTES_PER_S = 40e9  # two channels of DDR5
 NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached
 NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memory
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
+DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9}
 
 
@@ -55,6 +59,15 @@ def upgrade_rates(settings: Settings, device: torch.device) -> Rates:
     if device.type == "cuda":
         return Rates(_link_rate(profile, device), NOMINAL_GPU_BYTES_PER_S)
     return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, _cpu_rate(profile))
+
+
+def packed_rates(settings: Settings, read_bytes_per_s: float | None) -> PackedRates:
+    """How fast this machine decodes lossless records, and reads them, if that was measured."""
+    profile = _profile(settings)
+    decode = profile.lossless_bytes_per_s if profile else None
+    unmeasured = tuple(what for what, rate in (("decoding", decode), ("reading", read_bytes_per_s)) if rate is None)
+    nominal = DECODE_BYTES_PER_S[lossless_isas()[-1]] * cores()
+    return PackedRates(decode or nominal, read_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, unmeasured)
 
 
 def _profile(settings: Settings) -> Profile | None:

@@ -36,7 +36,7 @@ def isa(request):
 def tolerance(isa: str, experts: Experts, hidden: Tensor) -> float:
     """Of the root mean square error: products of bfloat16 round weights and intermediate results to 8 bits, all others to 24."""
     fp16 = any(weights["up_proj"].dtype == torch.float16 for weights in experts.weights)
-    return 1.2e-2 if isa == "avx512bf16" and hidden.dtype == torch.bfloat16 and not fp16 else 3e-6
+    return 1.2e-2 if isa in ("avx512bf16", "amx") and hidden.dtype == torch.bfloat16 and not fp16 else 3e-6
 
 
 # ------------------------------------------------------------------ right numbers
@@ -88,7 +88,8 @@ def test_the_error_is_at_most_that_of_torch_in_bfloat16(isa, format, form):
     tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(64)
     eager = reference.parts(experts.form, rounded, [0, 32, 64], tokens, ones, batch.hidden, torch.bfloat16).double()
     eager *= torch.from_numpy(batch.factors)[:, None]
-    assert rms(batch.parts(experts) - oracle) <= 1.05 * rms(eager - oracle)
+    for parts in (batch.parts(experts), batch.in_a_prompt(experts)):
+        assert rms(parts - oracle) <= 1.05 * rms(eager - oracle)
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -118,10 +119,10 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, format):
     torch.manual_seed(3)
     np.random.seed(3)
     experts, batch = Experts.of(format, hidden=330, intermediate=190, count=5), Batch.of([1, 70, 0, 9, 5], 330, tokens=80)
-    together = batch.parts(experts)
+    together, prompt = batch.parts(experts), batch.in_a_prompt(experts)
     for threads in (1, 3):
         cpu.start(threads, isa)
-        assert torch.equal(batch.parts(experts), together)
+        assert torch.equal(batch.parts(experts), together) and torch.equal(batch.in_a_prompt(experts), prompt)
     for pair in (0, 1, 37, 70, 71, 80, 84):
         expert = int(np.searchsorted(batch.starts, pair, side="right")) - 1
         alone = torch.empty(1, 330)
@@ -129,6 +130,8 @@ def test_a_result_depends_on_its_own_token_and_expert_only(isa, format):
         token, factor = batch.tokens[pair : pair + 1], batch.factors[pair : pair + 1]
         experts.kernel.parts(records, starts, token, factor, batch.hidden, alone)
         assert torch.equal(alone[0], together[pair])
+        experts.kernel.parts(records, starts, np.zeros(1, np.int32), factor, batch.hidden[token], alone.zero_(), adding=True)
+        assert torch.equal(alone[0], prompt[pair])
 
 
 @pytest.mark.parametrize("formats", PAIRS, ids="/".join)
@@ -144,9 +147,11 @@ def test_experts_of_two_formats_in_one_call_are_those_of_calls_by_format(isa, fo
     of_pair = torch.from_numpy(np.repeat(precisions, np.diff(batch.starts)))
     parts = batch.parts(experts)
     assert torch.equal(parts, alone[of_pair, torch.arange(80)])
-    begun = torch.randn(80, 330)
+    alone_in_prompts = torch.stack([batch.in_a_prompt(kind) for kind in kinds])
+    begun, added = torch.randn(80, 330), batch.in_a_prompt(experts)
+    assert torch.equal(added, alone_in_prompts[of_pair, torch.arange(80)])
     expected = begun.clone()
-    reference.add(parts, torch.from_numpy(batch.tokens), expected)
+    reference.add(added, torch.from_numpy(batch.tokens), expected)
     assert torch.equal(batch.added(experts, begun), expected)
     assert torch.equal(batch.parts(dataclasses.replace(experts, slabs=kinds[0].slabs, precisions=None)), alone[0])
 
@@ -173,7 +178,7 @@ def test_add_and_combine_are_the_sums_of_the_parts_in_their_order(isa, threads):
     parts, tokens = batch.parts(experts), torch.from_numpy(batch.tokens)
     added = torch.randn(11, 200)
     expected = added.clone()
-    reference.add(parts, tokens, expected)
+    reference.add(batch.in_a_prompt(experts), tokens, expected)
     assert torch.equal(batch.added(experts, added), expected)
     for dtype in DTYPES:
         combined, expected = torch.full((12, 200), torch.nan, dtype=dtype), torch.empty(12, 200, dtype=dtype)

@@ -16,6 +16,7 @@ SMALL = kernels.KernelShape(hidden=256, intermediate=128, vocabulary=300, projec
 def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
     monkeypatch.setattr(kernels, "ROUND_S", 0.0)
     monkeypatch.setattr(kernels, "BATCHES", (1, 3))
+    monkeypatch.setattr(kernels, "PROMPTS", (3,))
     format, dtype = kernels.WEIGHTS[weights]
     working_set = torch.zeros(4 * 2**20, dtype=torch.uint8)
     if weights == "linear":
@@ -25,8 +26,9 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
         contests = list(kernels.expert_contests(SMALL, format, dtype, working_set))
         weights_of_a_call = 8 * 3 * 256 * 128
         bits = {Format.RAW: 16, Format.INT8: 8.25, Format.INT4: 4.25, Format.INT2: 2.5}[format]
-        assert [contest.our_bytes for contest in contests] == [weights_of_a_call * bits / 8] * 2
-        assert [contest.flop for contest in contests] == [2 * weights_of_a_call, 6 * weights_of_a_call]
+        assert [contest.our_bytes for contest in contests] == [weights_of_a_call * bits / 8] * 3
+        assert [contest.flop / weights_of_a_call for contest in contests] == [2, 6, 6]
+        assert [contest.name.endswith(", prompt") for contest in contests] == [False, False, True]
     for contest in contests:
         speed = kernels.measure(contest, working_set, threads=1, rounds=1)
         assert speed.bytes_per_s > 0 and speed.share_of_memory > 0
@@ -38,6 +40,7 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
 def test_contests_in_an_encoding_read_its_bytes(monkeypatch, encoding):
     monkeypatch.setattr(kernels, "ROUND_S", 0.0)
     monkeypatch.setattr(kernels, "BATCHES", (2,))
+    monkeypatch.setattr(kernels, "PROMPTS", ())
     shape, working_set = kernels.KernelShape(hidden=256, intermediate=256), torch.zeros(4 * 2**20, dtype=torch.uint8)
     (contest,) = kernels.expert_contests(shape, Format.RAW, torch.bfloat16, working_set, encoding)
     bits = {"fp8": 8.125, "w8": 8.125, "w4": 4.125, "mxfp4": 4.25, "q8_0": 8.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625}
@@ -56,6 +59,7 @@ def test_a_working_set_of_few_experts_is_refused():
 def test_the_last_line_is_one_json_object(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "ROUND_S", 0.0)
     monkeypatch.setattr(kernels, "BATCHES", (1,))
+    monkeypatch.setattr(kernels, "PROMPTS", ())
     monkeypatch.setattr(kernels, "KernelShape", lambda: SMALL)
     monkeypatch.setattr("sys.argv", ["kernels", "--json", "--weights", "bfloat16", "--rounds", "1", "--working-set", "0.01"])
     kernels.main()

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from vismoe.engine.prefix_cache import LEAST_TOKENS, Prefix, PrefixCache, common
+from vismoe.models.visual.growing_cache import grow_in_place, held_tokens
 from vismoe.vision.selection import KeptImage, Selection
 
 ids = st.lists(st.integers(0, 3), max_size=12)
@@ -30,6 +31,24 @@ def prefix(numbers, kept=()):
 
 def held(cache):
     return [layer.keys.flatten().tolist() for layer in cache.layers]
+
+
+def test_room_for_further_tokens_is_given_up_before_a_conversation_is():
+    books, numbers = PrefixCache(), list(range(40))
+    caches = [cache_of([*numbers, last]) for last in (1, 2)]
+    for cache, last in zip(caches, (1, 2), strict=True):
+        grow_in_place(cache, 1000)
+        for layer in range(2):
+            cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), layer)
+        books.keep(Prefix(np.array([*numbers, last, 0]), cache))
+    before = held(caches[0])
+    books.shrink(42 + held_tokens(caches[1]))
+    assert books.tokens == 84 and held_tokens(caches[0]) == 0 and held_tokens(caches[1]) > 42
+    assert caches[0].layers[0].keys.untyped_storage().nbytes() == 42 * 4 and held(caches[0]) == before
+    books.shrink(84)
+    assert books.tokens == 84 and held_tokens(caches[1]) == 0
+    books.shrink(83)
+    assert books.tokens == 42
 
 
 @given(ids, ids)

@@ -9,6 +9,8 @@ to the next, and only rates measured together are comparable. Results are median
 format), their share of the memory's rate in the same round, weights per second, GFLOP/s, and the speed of VisMoE's kernels
 divided by torch's. The last line on stdout is one JSON object; `--json` prints only that.
 
+"prompt": the call that adds the experts of a prompt up, for which AMX has kernels of its own; torch's products are the same.
+
 Experts in the encodings of published checkpoints (`--weights fp8 q4_k`) have no contestant: torch has no
 operators for them.
 """
@@ -39,6 +41,7 @@ from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
 EXPERTS_OF_A_CALL = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+PROMPTS = (16, 128)
 ROUND_S = 0.05  # least time of each contestant
 WEIGHTS = {
     "bfloat16": (Format.RAW, torch.bfloat16),
@@ -156,13 +159,14 @@ def expert_contests(
             places = slabs[:, section.offset_bytes : section.offset_bytes + section.nbytes].view(section.dtype)
             places.fill_(value) if value else None
     theirs = None if encoding else torch_experts(format, slabs, raw)
-    for tokens in BATCHES:
+    name = encoding or (dtype_name(dtype) if format is Format.RAW else str(format))
+    for tokens, prompt in [*((tokens, False) for tokens in BATCHES), *((tokens, True) for tokens in PROMPTS)]:
         x = torch.randn(tokens, hidden).to(dtype)
         yield KernelContest(
-            encoding or (dtype_name(dtype) if format is Format.RAW else str(format)),
+            f"{name}, prompt" if prompt else name,
             tokens,
             6 * hidden * intermediate * tokens * EXPERTS_OF_A_CALL,
-            our_calls(kernel, slabs, x),
+            our_calls(kernel, slabs, x, prompt),
             slab.payload_bytes * EXPERTS_OF_A_CALL,
             theirs.calls(x) if theirs else None,
             theirs.bytes_of_one * EXPERTS_OF_A_CALL if theirs else 0,
@@ -183,14 +187,14 @@ def encoded_layout(shapes: dict[str, tuple[int, int]], encoding: str) -> RecordL
     return RecordLayout.of({n: shape for n, (shape, _) in sections.items()}, {n: dtype for n, (_, dtype) in sections.items()})
 
 
-def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor) -> Iterator[Call]:
-    """Calls that give all tokens to each expert of a group."""
+def our_calls(kernel: cpu.ExpertKernel, slabs: Tensor, x: Tensor, prompt: bool) -> Iterator[Call]:
+    """Calls that give all tokens to each expert of a group; of a prompt: that add the experts up."""
     tokens, addresses = len(x), slabs.data_ptr() + np.arange(len(slabs), dtype=np.uint64) * np.uint64(slabs.shape[1])
     starts = np.arange(EXPERTS_OF_A_CALL + 1, dtype=np.int32) * np.int32(tokens)
     pairs = np.tile(np.arange(tokens, dtype=np.int32), EXPERTS_OF_A_CALL)
-    factors, out = np.ones(len(pairs), np.float32), torch.empty(len(pairs), x.shape[1])
+    factors, out = np.ones(len(pairs), np.float32), torch.zeros(tokens if prompt else len(pairs), x.shape[1])
     for group in random_groups(len(slabs)):
-        yield partial(kernel.parts, addresses[group], starts, pairs, factors, x, out)
+        yield partial(kernel.parts, addresses[group], starts, pairs, factors, x, out, adding=prompt)
 
 
 def random_groups(count: int) -> Iterator[np.ndarray]:
@@ -284,13 +288,13 @@ def line(speed: Speed) -> str:
     weights = f"{speed.bytes_per_s / 1e9:9.1f} {speed.share_of_memory:8.0%} {speed.weights_per_s / 1e9:10.1f}"
     ours = f"{weights} {speed.flop_per_s / 1e9:9.0f}"
     if speed.times_torch is None or speed.torch_bytes_per_s is None or speed.torch_flop_per_s is None:
-        return f"{speed.name:10} {speed.tokens:6} {ours}"
+        return f"{speed.name:16} {speed.tokens:6} {ours}"
     theirs = f"{speed.torch_bytes_per_s / 1e9:9.1f} {speed.torch_flop_per_s / 1e9:9.0f} {speed.times_torch:8.2f}"
-    return f"{speed.name:10} {speed.tokens:6} {ours}   {theirs}"
+    return f"{speed.name:16} {speed.tokens:6} {ours}   {theirs}"
 
 
 OURS = f"{'GB/s':>9} {'of DRAM':>8} {'Gweights/s':>10} {'GFLOP/s':>9}"
-HEADER = f"{'weights':10} {'tokens':>6} {OURS}   {'torch':>9} {'GFLOP/s':>9} {'ours/it':>8}"
+HEADER = f"{'weights':16} {'tokens':>6} {OURS}   {'torch':>9} {'GFLOP/s':>9} {'ours/it':>8}"
 
 
 def main() -> None:

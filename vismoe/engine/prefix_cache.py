@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vismoe.models.visual.growing_cache import held_tokens, release_room
 from vismoe.models.visual.pruned_cache import beginning
 from vismoe.vision.selection import KeptImage
 
@@ -26,6 +27,11 @@ class Prefix:
     @property
     def tokens(self) -> int:
         return len(self.numbers)
+
+    @property
+    def held_tokens(self) -> int:
+        """With those for which its cache has memory beyond them."""
+        return max(self.tokens, held_tokens(self.cache))
 
     def begins(self, other: "Prefix") -> bool:
         """Whether `other` goes on from this one."""
@@ -75,7 +81,10 @@ class PrefixCache:
         self._kept = [other for other in self._kept if not other.begins(prefix)] + [prefix]
 
     def shrink(self, most_tokens: int) -> None:
-        """Give up what was used least recently until so many tokens are left."""
+        """Hold memory for so many tokens at most: the room for more tokens goes first, then what was used least recently."""
+        for prefix in self._kept:
+            if sum(kept.held_tokens for kept in self._kept) > most_tokens:
+                release_room(prefix.cache)
         while self.tokens > most_tokens:
             self._kept.pop(0)
 

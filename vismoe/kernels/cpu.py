@@ -9,6 +9,10 @@ With bfloat16 inputs on AVX-512 BF16, products are of bfloat16 pairs: the kernel
 bfloat16 after scaling, rounds the activation's result once, and treats denormals as zero. Everywhere else all arithmetic is
 float32.
 
+Where the processor has AMX, bfloat16 inputs that are added up over all experts, as in prompts (`parts` with `adding`), go through
+its products of matrices. These round the restored weights of every format to bfloat16 and add in another order: the bits differ
+from those of the same token elsewhere, and still depend on that token and the weights only.
+
 Matrices in the encodings of published checkpoints (formats/encodings.py) are computed from their codes, which are exact in either
 type: the kernel sums the products of a group of inputs in float32, and multiplies the sum by the group's scale.
 
@@ -32,7 +36,7 @@ from vismoe.kernels.library import function, instruction_sets, library
 from vismoe.kernels.matrices import Matrix, Part, matrices, of_parts
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
-Isa = Literal["portable", "avx2", "avx512", "avx512bf16"]  # in the order of csrc/kernels.h, later ones preferred
+Isa = Literal["portable", "avx2", "avx512", "avx512bf16", "amx"]  # in the order of csrc/kernels.h, later ones preferred
 ISAS: tuple[Isa, ...] = get_args(Isa)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the numbers of csrc/kernels.h, as are the numbers below
 NUMBERS = (*DTYPES, torch.uint8)

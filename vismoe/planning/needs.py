@@ -66,7 +66,7 @@ class Footprint:
     encode: Curve  # of image tokens: the vision tower, and its features for the decoder
     padding: Curve  # added to prefill by an explicit mask, beside the mask: keys and values, repeated for all heads
     logits_bytes: int  # one row, with the float32 copy that generation makes
-    combine_token_bytes: int  # expert outputs per (token, choice) in decode
+    combine_token_bytes: int  # float32 expert outputs per (token, choice) in decode: in their places, and a group's as computed
     image_token_bytes: int  # per image token, held during prefill: pixels, features and deepstack features
     max_image_tokens: int  # of one request, with any context; 0 for text-only models
     scratch_bytes: int = 0  # of the bounce buffer of one reading thread

@@ -18,6 +18,10 @@
 #include "kernels.h"
 #include "lossless.h"
 #include "pool.h"
+#if defined(VISMOE_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace vismoe {
 namespace {
@@ -28,6 +32,7 @@ constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads fin
 constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than this before another has woken up
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
 constexpr std::size_t kBlockBytes = 2 * lossless::kBlockWeights;  // decoded before and behind the rows that are wanted, at most
+constexpr std::size_t kGroup = 16;               // rows that wide kernels pack together
 
 enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise };
 
@@ -103,8 +108,11 @@ State& the_state() {
 }
 
 const Kernels& kernels_for(Isa isa, Dtype x, std::int32_t encoding) {
+#if defined(VISMOE_AMX)
+  if (isa == kAmx && x == kBf16 && encoding != kRawFp16) return kernels_amx();
+#endif
 #if defined(__x86_64__)
-  if (isa == kAvx512Bf16 && x == kBf16 && encoding != kRawFp16) return kernels_avx512bf16();
+  if (isa >= kAvx512Bf16 && x == kBf16 && encoding != kRawFp16) return kernels_avx512bf16();
   if (isa >= kAvx512) return kernels_avx512();
   if (isa == kAvx2) return kernels_avx2();
 #endif
@@ -138,7 +146,7 @@ class Job {
   // Adds tasks for `outputs` outputs, each task of one matrix or of several; returns the number of tasks.
   std::size_t cut(Stage stage, std::size_t outputs, std::size_t bytes_of_one, std::size_t expert = 0, std::size_t matrices = 1) {
     const std::size_t fitting = task_bytes(matrices) / std::max<std::size_t>(bytes_of_one, 1) / 16 * 16;
-    const std::size_t step = std::clamp(fitting, std::size_t{16}, kChunkRows);
+    const std::size_t step = std::clamp(fitting, least_rows_, kChunkRows);
     for (std::size_t begin = 0; begin < outputs; begin += step) add(stage, begin, std::min(begin + step, outputs), expert);
     return (outputs + step - 1) / step;
   }
@@ -146,6 +154,7 @@ class Job {
   std::size_t task_bytes(std::size_t matrices = 1) const { return std::min(share_bytes_, matrices * kTaskBytes); }
 
   std::vector<Task>& tasks_;
+  std::size_t least_rows_ = 16;  // of a task
 
  private:
   // Each thread claims one task ahead. No wait is endless: a task waits for earlier ones only, and the earliest unfinished task
@@ -222,7 +231,7 @@ struct Workspace {
       : x_bytes(stride_of(inputs) * kernels.x_bytes),
         h_bytes(stride_of(intermediate) * kernels.x_bytes),
         most_inputs(std::max(inputs, intermediate)) {
-    scratch_bytes = round_up(Scratch::bytes(most_inputs), 4096);
+    scratch_bytes = round_up(kernels.wide ? kernels.wide->scratch_bytes(most_inputs) : Scratch::bytes(most_inputs), 4096);
   }
   std::size_t bytes(std::size_t rows, std::size_t threads) const { return rows * (x_bytes + h_bytes) + threads * scratch_bytes; }
 };
@@ -235,23 +244,34 @@ class PackedJob : public Job {
     x_ = s.workspace_of(workspace.bytes(rows, s.threads));
     h_ = x_ + rows * workspace.x_bytes;
     scratch_ = h_ + rows * workspace.h_bytes;
-    const std::size_t step = std::max<std::size_t>(kPackBytes / workspace.x_bytes, 1);
-    for (std::size_t row = 0; row < rows; row += step) add(kPack, row, std::min(row + step, rows));
+  }
+
+  // Adds tasks that pack rows begin .. end; all are added before the others.
+  void cut_packing(std::size_t begin, std::size_t end) {
+    const std::size_t step = round_up(std::max<std::size_t>(kPackBytes / workspace_.x_bytes, 1), kGroup);
+    for (std::size_t row = begin; row < end; row += step) add(kPack, row, std::min(row + step, end));
     packing_left_ = tasks_.size();
   }
 
-  void pack(const Task& task) {
+  void pack(const Task& task, const WideKernels* wide) {
+    const void* rows[kGroup];
     for (std::size_t i = task.begin; i < task.end; i++) {
-      kernels_.pack(input_.row(i), input_.dtype, input_.inputs, x_ + i * workspace_.x_bytes);
+      std::uint8_t* to = x_ + i * workspace_.x_bytes;
+      if (wide == nullptr) {
+        kernels_.pack(input_.row(i), input_.dtype, input_.inputs, to);
+      } else if ((i - task.begin) % kGroup == 0) {
+        const std::size_t count = std::min(kGroup, task.end - i);
+        for (std::size_t k = 0; k < count; k++) rows[k] = input_.row(i + k);
+        wide->pack(rows, count, input_.inputs, to);
+      }
     }
     packing_left_.fetch_sub(1, std::memory_order_release);
   }
   void wait_for_inputs() {
     wait_for([this] { return packing_left_.load(std::memory_order_acquire) == 0; });
   }
-  Scratch scratch(std::size_t thread) const {
-    return Scratch::at(scratch_ + thread * workspace_.scratch_bytes, workspace_.most_inputs);
-  }
+  std::uint8_t* memory(std::size_t thread) const { return scratch_ + thread * workspace_.scratch_bytes; }
+  Scratch scratch(std::size_t thread) const { return Scratch::at(memory(thread), workspace_.most_inputs); }
   std::uint8_t* unpacked(std::size_t thread) const {
     return scratch_ + (thread + 1) * workspace_.scratch_bytes - workspace_.unpacked_bytes + kBlockBytes;
   }
@@ -305,7 +325,13 @@ class ExpertsJob : public PackedJob {
         factors_(factors),
         out_(out),
         adding_(adding),
+        wide_(adding ? kernels.wide : nullptr),
         up_left_(s.up_left_of(records.count)) {
+    if (wide_ != nullptr) least_rows_ = kChunkRows;
+    for (std::size_t e = records.used(0); e < records.count && wide_ != nullptr; e = records.used(e + 1)) {
+      cut_packing(records.first(e), records.first(e) + records.pairs(e));
+    }
+    if (wide_ == nullptr) cut_packing(0, index(records.starts[records.count]));
     for (std::size_t e = records.used(0); e < records.count; e = records.used(e + 1)) {
       const Expert& expert = records.expert(e);
       up_left_[e] = cut(kUp, expert.intermediate(), read_bytes(expert.up) * (expert.gate == kNoGate ? 1 : 2), e);
@@ -323,7 +349,7 @@ class ExpertsJob : public PackedJob {
 
  private:
   void run(const Task& task, const Task* next, std::size_t thread) override {
-    if (task.stage == kPack) return pack(task);
+    if (task.stage == kPack) return pack(task, wide_);
     if (task.stage == kUp) return up(task, place(next), thread);
     if (!adding_) return down(task.expert, task, place(next), thread);
     for (std::size_t e = task.expert, after; e < records_.count; e = after) {
@@ -369,8 +395,13 @@ class ExpertsJob : public PackedJob {
     const std::size_t factor = expert.gate == kInterleaved ? 2 : 1, apart = expert.gate == kConcatenated ? expert.intermediate() : 0;
     const std::uint8_t* record = decoded(expert.up, expert.up_section, records_.record(e), factor * task.begin, factor * task.end,
                                          apart, thread);
-    kernels_.up(expert, record, task.begin, task.end, tokens(e, x_, workspace_.x_bytes),
-                h_ + records_.first(e) * workspace_.h_bytes, scratch(thread), next);
+    const Tokens inputs = tokens(e, x_, workspace_.x_bytes);
+    std::uint8_t* h = h_ + records_.first(e) * workspace_.h_bytes;
+    if (wide_ != nullptr) {
+      wide_->up(expert, record, task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
+    } else {
+      kernels_.up(expert, record, task.begin, task.end, inputs, h, scratch(thread), next);
+    }
     up_left_[e].fetch_sub(1, std::memory_order_release);
   }
 
@@ -378,8 +409,13 @@ class ExpertsJob : public PackedJob {
     wait_for([this, e] { return up_left_[e].load(std::memory_order_acquire) == 0; });
     const Expert& expert = records_.expert(e);
     const std::uint8_t* record = decoded(expert.down, expert.down_section, records_.record(e), task.begin, task.end, 0, thread);
-    kernels_.down(expert, record, task.begin, task.end, tokens(e, h_, workspace_.h_bytes), out_, adding_,
-                  scratch(thread), next);
+    const Tokens inputs = tokens(e, h_, workspace_.h_bytes);
+    if (wide_ != nullptr) {
+      wide_->down(expert, record, task.begin, task.end, inputs, out_, adding_, memory(thread), workspace_.most_inputs,
+                  next);
+    } else {
+      kernels_.down(expert, record, task.begin, task.end, inputs, out_, adding_, scratch(thread), next);
+    }
   }
 
   Tokens tokens(std::size_t e, const std::uint8_t* rows, std::size_t bytes) const {
@@ -392,6 +428,7 @@ class ExpertsJob : public PackedJob {
   const float* factors_;
   float* out_;
   const bool adding_;
+  const WideKernels* wide_;  // null: the others serve
   std::atomic<std::size_t>* up_left_;
   std::atomic<bool> damaged_{false};
 };
@@ -405,12 +442,13 @@ class LinearJob : public PackedJob {
         weight_(static_cast<const std::uint8_t*>(weight)),
         rows_(rows),
         out_(out) {
+    cut_packing(0, rows);
     cut(kProduct, index(matrix.rows), read_bytes(matrix));
   }
 
  private:
   void run(const Task& task, const Task* next, std::size_t thread) override {
-    if (task.stage == kPack) return pack(task);
+    if (task.stage == kPack) return pack(task, nullptr);
     wait_for_inputs();
     const Place next_rows = next ? place_of(matrix_, weight_, next->begin) : Place{};
     kernels_.linear(matrix_, weight_, task.begin, task.end, {x_, rows_, nullptr, nullptr, 0}, out_, input_.dtype,
@@ -520,6 +558,16 @@ std::int32_t compute_rows(void (*Kernels::*compute)(const T&, std::size_t, std::
 
 std::size_t bytes_of(Dtype dtype) { return dtype == kFp32 ? 4 : 2; }
 
+#if defined(VISMOE_AMX)
+// Whether the machine has AMX with BF16, and the kernel lets this process use it: tiles are state that a process asks for.
+bool may_use_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1u) != 0 && (d >> 24 & 1u) != 0;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 }  // namespace
 }  // namespace vismoe
 
@@ -534,7 +582,11 @@ VISMOE_API std::uint32_t vismoe_isas() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx2) found |= 1u << kAvx2;
   if (avx512) found |= 1u << kAvx512;
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found |= 1u << kAvx512Bf16;
+  const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (avx512bf16) found |= 1u << kAvx512Bf16;
+#if defined(VISMOE_AMX)
+  if (avx512bf16 && may_use_amx()) found |= 1u << kAmx;
+#endif
 #endif
   return found;
 }

@@ -612,7 +612,7 @@ void linear(const Matrix& m, const std::uint8_t* weight, std::size_t begin, std:
   }
 }
 
-void combine(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype) {
+inline void combine(const float* parts, const std::int32_t* rows, std::size_t count, std::size_t columns, void* out, Dtype dtype) {
   float sums[kUnit];
   for (std::size_t begin = 0; begin < columns; begin += kUnit) {
     const std::size_t width = least(kUnit, columns - begin);
@@ -856,7 +856,7 @@ const Kernels& kernels_of() {
   decltype(Kernels::restore) restored = nullptr;
   if constexpr (sizeof(typename S::X) == 4) restored = restore<S>;
   static const Kernels kernels = {sizeof(typename S::X), pack<S>, up<S>, down<S>, linear<S>, restored,
-                                  combine, norm, rotate, choose};
+                                  combine, norm, rotate, choose, nullptr};
   return kernels;
 }
 

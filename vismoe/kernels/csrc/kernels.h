@@ -30,7 +30,7 @@ enum Encoding : std::int32_t {
 };
 enum Gate : std::int32_t { kNoGate = 0, kConcatenated = 1, kInterleaved = 2 };
 enum Activation : std::int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kReluSquared = 3, kClampedSwiglu = 4 };
-enum Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+enum Isa : std::int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 // One matrix [rows, inputs] of a record; offsets are bytes from the beginning of the record.
 struct Matrix {
@@ -141,6 +141,19 @@ struct Choice {
   bool normalised;
 };
 
+// Functions of a set with products of matrices: for prompts, bfloat16 inputs, and a layout of packed inputs of their own.
+struct WideKernels {
+  // Memory of one thread, which begins with its Scratch.
+  std::size_t (*scratch_bytes)(std::size_t inputs);
+  // Turns up to 16 rows, one expert's next ones, into as many packed rows.
+  void (*pack)(const void* const* rows, std::size_t count, std::size_t inputs, void* packed);
+  // As those of Kernels, with h in this layout, too.
+  void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
+             std::uint8_t* scratch, std::size_t most_inputs, const Place& next);
+  void (*down)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, float* out, bool add,
+               std::uint8_t* scratch, std::size_t most_inputs, const Place& next);
+};
+
 // Functions of one instruction set for inputs of one type. Outputs begin .. end of a matrix are one task; all tasks can run at
 // once. `next` is what this thread reads afterwards: memory is prefetched across tasks.
 struct Kernels {
@@ -165,12 +178,14 @@ struct Kernels {
   void (*norm)(const Norm&, std::size_t begin, std::size_t end);
   void (*rotate)(const Rotation&, std::size_t begin, std::size_t end);
   void (*choose)(const Choice&, std::size_t begin, std::size_t end);
+  const WideKernels* wide;  // null: none
 };
 
 const Kernels& kernels_portable();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512bf16();  // bfloat16 inputs; kernels_avx512 serves float32 inputs and fp16 weights
+const Kernels& kernels_amx();         // the same, with products of matrices
 
 }  // namespace vismoe
 

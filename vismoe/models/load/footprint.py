@@ -62,6 +62,7 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
     vision = vision_memory(model, min(context, MEASURED_IMAGE_TOKENS))
     item, dtype = model.dtype.itemsize, str(model.dtype).removeprefix("torch.")
     entries = kernel_cache_entries(settings.kernels)
+    choices = max((layer.top_k for layer in inventory.layers), default=0)
     return Footprint(
         family=model.config.model_type,
         dtype=dtype,
@@ -76,7 +77,7 @@ def footprint(model: Any, inventory: ExpertInventory, settings: Settings, device
         image_token_bytes=vision.held_token_bytes,
         max_image_tokens=context if vision.encode.points else 0,
         logits_bytes=config.vocab_size * (item + 2 * torch.float32.itemsize),  # as computed, in float32, and once processed
-        combine_token_bytes=max((layer.top_k for layer in inventory.layers), default=0) * config.hidden_size * item,
+        combine_token_bytes=2 * choices * config.hidden_size * torch.float32.itemsize,
         kernel_entries=entries,
         kernel_bytes=kernel_cache_bytes(dtype, entries),
         triton_bytes=TRITON_BYTES if find_spec("triton") else 0,

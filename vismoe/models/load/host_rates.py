@@ -24,8 +24,8 @@ NOMINAL_CPU_BYTES_PER_S = 40e9  # two channels of DDR5
 NOMINAL_DISK_BYTES_PER_S = 2e9  # an NVMe disk of few years, as it is reached
 NOMINAL_GPU_BYTES_PER_S = 1e12  # of weights that a GPU reads from its own memory
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
+FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9, "amx": 225e9}
 DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
-FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9}
 
 
 def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayout], why_no_kernels: str | None) -> Ways | None:

@@ -168,15 +168,17 @@ class FastWork:
         return out.to(self._type)
 
     def _combined(self, lease: Lease) -> torch.Tensor:
-        results: list[torch.Tensor] = []
-        some: list[np.ndarray] = []
+        parts: torch.Tensor | None = None
         for group in lease.groups(in_order=False):
-            results.append(self.parts_of(group))
-            if (pairs := self._pairs(group.experts)) is not None:
-                some.append(pairs)
-        if not results:  # every choice was a sentinel
+            made, pairs = self.parts_of(group), self._pairs(group.experts)
+            if pairs is None:
+                parts = made
+                continue
+            if parts is None:
+                parts = torch.empty(len(self._tokens), self._hidden.shape[1], dtype=torch.float32)
+            parts[torch.from_numpy(pairs)] = made
+        if parts is None:  # every choice was a sentinel
             return torch.zeros(self._hidden.shape, dtype=self._type)
-        parts = torch.cat(results)[torch.from_numpy(np.argsort(np.concatenate(some)))] if some else results[0]
         out = torch.empty(self._hidden.shape, dtype=self._type)
         cpu.combine(parts, self._tokens, out)
         return out

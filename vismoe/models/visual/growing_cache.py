@@ -61,6 +61,19 @@ def _grown(
     return held[..., :tokens, :], held
 
 
+def held_tokens(cache: Any) -> int:
+    """For how many tokens the layers of a cache that grow in place have memory; 0 if none does."""
+    held = [layer._held for layer in getattr(cache, "layers", ()) if isinstance(layer, GrowingLayer)]
+    return max((keys.shape[-2] for keys, _ in filter(None, held)), default=0)
+
+
+def release_room(cache: Any) -> None:
+    """Let the layers of a cache that grow in place hold no more memory than their tokens need; copies one layer after another."""
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, GrowingLayer) and layer._held is not None:
+            layer.keys, layer.values, layer._held = layer.keys.clone(), layer.values.clone(), None
+
+
 def grow_in_place(cache: Any, room: int) -> None:
     """Let the plain layers of a cache grow in place, up to `room` tokens."""
     for index, layer in enumerate(getattr(cache, "layers", ())):

@@ -108,7 +108,6 @@ def test_a_lossless_record_goes_through_the_buffer_that_the_plan_counts(checkpoi
 def test_a_store_may_leave_records_encoded_and_reads_them_straight_into_a_slab_of_a_pool(checkpoint, packed, direct):
     decoding = checkpoint.open(packed, Format.LOSSLESS)
     store = decoding.encoded()
-    decoding.close()
     if direct:
         past_cache(store)
     assert store.scratch_bytes == 0 and store.inventory == decoding.inventory
@@ -123,6 +122,9 @@ def test_a_store_may_leave_records_encoded_and_reads_them_straight_into_a_slab_o
         assert all(torch.equal(both[0][name], weights) for name, weights in both[1].items())
         sizes[geometry] = max(sizes[geometry], nbytes)
     assert [pool.layout.record_bytes for pool in pools] == list(sizes.values())
+    decoding.close()
+    with pytest.raises(ClosedError):
+        store.read(expert, record)
 
 
 def test_an_encoded_record_is_as_it_was_packed_or_refused(checkpoint, own_copy):

@@ -211,6 +211,11 @@ class Settings:
         5, "how many MoE layers the lookahead looks ahead, and eviction protects", "LAYERS"
     )
     eviction: Literal["lru", "lfu"] = option("lfu", "which expert leaves first, among those that may leave")
+    packed_slabs: Literal["auto", "always", "never"] = option(
+        "auto",
+        "on a CPU with lossless experts: hold them packed, in 0.70 of the bytes, and decode them while they are computed; auto: "
+        "where not all fit otherwise, and measured rates say that it pays",
+    )
     pinned_layers: Layers | Auto = option(  # L_pinned
         "auto", "first MoE layers whose experts never leave; auto takes what was calibrated, else none", "LAYERS"
     )

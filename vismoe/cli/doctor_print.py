@@ -84,6 +84,8 @@ def _rate_rows(profile: Profile, disk: DiskRates | None) -> list[tuple[str, str]
     dram = profile.dram
     threads = f"{dram.threads} thread{'s' * (dram.threads > 1)}"
     rows = [("memory", f"{format_rate(dram.bytes_per_s)} with {threads}, {format_rate(dram.single_thread_bytes_per_s)} with one")]
+    if profile.lossless_bytes_per_s:
+        rows.append(("lossless", f"{format_rate(profile.lossless_bytes_per_s)} of bfloat16 are decoded by all usable cores"))
     rows += [(link.device, _link(link)) for link in profile.links]
     if disk:
         rows.append(("page cache", f"{format_rate(disk.cached_bytes_per_s)} when it holds the file"))

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vismoe.errors import BudgetError, ConfigError
+from vismoe.errors import BudgetError, CheckpointError, ConfigError
 from vismoe.formats.encodings import NVFP4, NVFP4_DIVIDED, Encoding
 from vismoe.kernels.library import function, instruction_sets, library
 from vismoe.kernels.matrices import Matrix, Part, matrices, of_parts
@@ -56,6 +56,8 @@ ACTIVATIONS = (
     Activation.CLAMPED_SWIGLU,
 )
 
+
+DAMAGED = 2  # what `_experts` returns for a lossless record that is none
 
 _SIZE, _PLACE, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int32
 _start = function("vismoe_start", [_SIZE, _NUMBER])
@@ -142,6 +144,8 @@ class _Expert(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("up_section", ctypes.c_int32),
+        ("down_section", ctypes.c_int32),
     ]
 
 
@@ -162,13 +166,19 @@ class ExpertKernel:
     def of(cls, format: Format, raw: RecordLayout, slab: RecordLayout, form: ExpertForm) -> "ExpertKernel | str":
         """The kernel for slabs of layout `slab` that hold experts of layout `raw` in `format`; a string gives the reason for
         none."""
-        found = matrices(format, raw, slab, form)
+        found = matrices(format, raw, slab if slab.sections else raw, form)
         if isinstance(found, str):
             return found
         if form.transposed and any(isinstance(matrix.encoding, torch.dtype) for matrix in found):
             return "its raw weights are stored [in, out]; the fast kernels read [out, in], as the integer formats hold them"
         up, down = (_Matrix.of(matrix) for matrix in found)
-        expert = _Expert(up, down, GATES.index(form.gate), ACTIVATIONS.index(form.activation), form.alpha, form.limit)
+        gate, activation, sections = GATES.index(form.gate), ACTIVATIONS.index(form.activation), (-1, -1)
+        if not slab.sections:  # encoded records
+            names = [section.name for section in raw.sections]
+            sections = names.index(form.up), names.index(form.down)
+            if why_not := _undecodable(found, names):
+                return why_not
+        expert = _Expert(up, down, gate, activation, form.alpha, form.limit, *sections)
         return cls((format,), found[0].inputs, found[1].inputs, (_Expert * 1)(expert))
 
     @classmethod
@@ -228,6 +238,13 @@ class ExpertKernel:
             adding,
         )
         refuse(failed)
+
+
+def _undecodable(found: Sequence[Matrix], sections: Sequence[str]) -> str:
+    """Why lossless records of these matrices cannot be computed as they are; empty: they can."""
+    if len(sections) > len(found):
+        return "its experts have biases, which the fast kernels do not look for in lossless records"
+    return "" if found[0].encoding == torch.bfloat16 else f"lossless records of {found[0].encoding} weights are not packed"
 
 
 def workspace_bytes(kernel: ExpertKernel, pairs: int, dtype: torch.dtype, threads: int, isa: Isa) -> int:
@@ -355,5 +372,7 @@ def _check_rows(tensor: Tensor, rows: int, columns: int, dtypes: Sequence[torch.
 
 
 def refuse(failed: int) -> None:
+    if failed == DAMAGED:
+        raise CheckpointError("an expert in memory is no lossless record any more. Fix: load the model again")
     if failed:
         raise BudgetError("the CPU kernels got no memory for their workspace, or no threads", "fewer tokens at a time")

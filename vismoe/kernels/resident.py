@@ -106,7 +106,7 @@ class ResidentLayer:
         )
         if count == -1:
             return None
-        cpu.refuse(count < 0)
+        cpu.refuse(max(0, -1 - count))
         return out, count
 
     def demanded(self, count: int) -> list[int]:

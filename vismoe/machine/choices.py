@@ -16,11 +16,12 @@ NOT_MEASURED = "this disk is not measured; run vismoe doctor"
 
 @dataclass(frozen=True)
 class Choices:
-    """How a store reads. `reasons` has one sentence for each field."""
+    """How a store reads. `reasons` has one sentence for each of the first two fields."""
 
     direct_reads: bool  # O_DIRECT, past the page cache
     io_threads: int  # 1 to 8
     reasons: dict[str, str]
+    bytes_per_s: float | None = None  # of reading experts so, from the page cache once that holds them; None: not measured
 
 
 def choose(
@@ -44,7 +45,11 @@ def choose(
     link = profile.link(device) if profile else None
     link_bytes_per_s = link.best_bytes_per_s(page_locked=link.page_lock_refused is None) if link else None
     threads, why_threads = _threads(disk, direct, expert_bytes, max(1, cores) if copies else MOST_THREADS, link_bytes_per_s)
-    return Choices(direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
+    rate = disk.best(direct=direct, request_bytes=expert_bytes) if disk else None
+    bytes_per_s = rate.bytes_per_s if rate else None
+    if disk and copies and not direct:
+        bytes_per_s = disk.cached_bytes_per_s
+    return Choices(direct, threads, {"direct_reads": why_direct, "io_threads": why_threads}, bytes_per_s)
 
 
 def fits_page_cache(checkpoint_bytes: int, spare_bytes: int) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from vismoe.machine.disk import disk_rates
 from vismoe.machine.facts import facts, machine_key
 from vismoe.machine.profile import Profile
-from vismoe.machine.rates import FULL, QUICK, DiskRates, dram_rates, link_rates
+from vismoe.machine.rates import FULL, QUICK, DiskRates, dram_rates, link_rates, lossless_rate
 
 
 def measure(path: str | os.PathLike[str], quick: bool = True, progress: bool = False) -> Profile:
@@ -21,12 +21,13 @@ def measure(path: str | os.PathLike[str], quick: bool = True, progress: bool = F
     with _bar(progress, 1 + effort.disk_points + len(devices)) as advance:
         disk = disk_rates(path, effort, advance)
         dram = dram_rates(found.usable_cores, effort.dram_bytes)
+        lossless = lossless_rate(found.usable_cores, effort.dram_bytes // 4)
         advance()
         links = []
         for device in devices:
             links.append(link_rates(device))
             advance()
-    return Profile(machine_key(found), time.time(), found, dram, (disk,), tuple(links))
+    return Profile(machine_key(found), time.time(), found, dram, (disk,), tuple(links), lossless_bytes_per_s=lossless)
 
 
 def measure_disk(path: str | os.PathLike[str], quick: bool = True, progress: bool = False) -> DiskRates:

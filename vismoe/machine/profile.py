@@ -34,6 +34,7 @@ class Profile:
     disks: tuple[DiskRates, ...]
     links: tuple[LinkRates, ...]
     schema: int = SCHEMA
+    lossless_bytes_per_s: float | None = None  # of bfloat16 that all usable cores decode; None: by an earlier version
 
     @property
     def dram_bytes_per_s(self) -> float:

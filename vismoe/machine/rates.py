@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vismoe.errors import TransferError
+from vismoe.kernels.lossless import FastLossless
 from vismoe.machine.hardware import host_memory
 from vismoe.pools.pool import SlabPool
 from vismoe.types import RecordLayout
@@ -24,6 +25,7 @@ from vismoe.types import RecordLayout
 MIB = 2**20
 ROUNDS = 5
 LINK_REQUESTS_BYTES = (MIB, 8 * MIB, 64 * MIB)
+LOSSLESS_BYTES = 8 * MIB  # of one expert
 LINK_COPIES = 4  # queued at a time, each of a slab of its own
 
 
@@ -143,6 +145,24 @@ def _summing(threads: int, nbytes: int) -> float:
     with ThreadPoolExecutor(threads) as pool:
         spans = list(zip(*pool.map(rounds, range(threads)), strict=True))
     return threads * words * 8 / statistics.median(max(e for _, e in span) - min(s for s, _ in span) for span in spans)
+
+
+def lossless_rate(threads: int, nbytes: int) -> float:
+    """Bytes of bfloat16 per second that `threads` decode together from lossless records in memory, the best of several rounds;
+    `nbytes` of records and slabs, in no cache."""
+    layout = RecordLayout.of({"w": (LOSSLESS_BYTES // 2,)}, {"w": torch.bfloat16})
+    codec, weights = FastLossless(layout), torch.empty(LOSSLESS_BYTES, dtype=torch.uint8)
+    weights.view(torch.bfloat16).normal_(0, 0.02)
+    encoded = codec.encode(weights)
+    records = [encoded.clone() for _ in range(max(1, nbytes // 2 // LOSSLESS_BYTES))]
+    slabs = [weights.clone() for _ in records]
+    best = math.inf
+    with ThreadPoolExecutor(threads) as pool:
+        for _round in range(ROUNDS):
+            began = time.perf_counter()
+            list(pool.map(codec.decode, records, slabs))
+            best = min(best, time.perf_counter() - began)
+    return len(records) * LOSSLESS_BYTES / best
 
 
 # ------------------------------------------------------------------ a GPU and its link

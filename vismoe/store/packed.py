@@ -6,6 +6,7 @@ record in this process verifies its checksum, and a file that was written to is 
 was requested, or raises CheckpointError with the expert, the file and the offset.
 """
 
+import copy
 import os
 from functools import partial
 from pathlib import Path
@@ -62,19 +63,19 @@ class _Shard(NamedTuple):
 class PackedStore(StoreOnDisk):
     """An ExpertStore over the files of one format. `open` also checks that the store belongs to the checkpoint.
 
-    `encoded`: reads leave records as they are stored, for a device that decodes them; their layouts are `encoded_layouts`.
+    `encoded` gives a store whose reads leave records as they are stored; their layouts are `encoded_layouts`.
     """
 
-    def __init__(self, folder: Path, index: Index, encoded: bool = False):
+    def __init__(self, folder: Path, index: Index):
         self.contents = contents = index.contents
         self.format, self.fingerprint = contents.format, contents.fingerprint
         self.stored_bytes = sum(index.file_bytes)
         self.inventory = ExpertInventory(contents.layers, tuple(codec.slab for codec in contents.codecs), contents.raw)
         largest_bytes = max(record.nbytes for record in index.records)
-        self.scratch_bytes = 0 if encoded or all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
+        self.scratch_bytes = 0 if all(codec.fixed_bytes for codec in contents.codecs) else largest_bytes
         self.stretch_bytes = largest_bytes
         self.bounce_bytes = 0  # slabs and records both begin on a block
-        self._folder, self._index, self._encoded = folder, index, encoded
+        self._folder, self._index, self._encoded = folder, index, False
         self._verified = np.zeros(len(index.records), dtype=bool)
         self._scratch = ThreadBuffer(partial(block_buffer, largest_bytes))  # for encoded records
         self._shards = [_Shard(shard_path(folder, self.format, file), size) for file, size in enumerate(index.file_bytes)]
@@ -92,8 +93,10 @@ class PackedStore(StoreOnDisk):
         return cls(folder, index)
 
     def encoded(self) -> "PackedStore":
-        """The same store, opened once more, whose reads leave records encoded."""
-        return PackedStore(self._folder, self._index, encoded=True)
+        """The same store and the same open files, but reads leave records encoded. Closing one closes both."""
+        other = copy.copy(self)
+        other._encoded, other.scratch_bytes = True, 0
+        return other
 
     @property
     def encoded_layouts(self) -> tuple[RecordLayout, ...]:

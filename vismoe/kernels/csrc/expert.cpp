@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "lossless.h"
 #include "pool.h"
 #if defined(VISMOE_AMX)
 #include <sys/syscall.h>
@@ -30,6 +31,7 @@ constexpr std::size_t kLeastBytes = 32 * 1024;   // least weights of one task an
 constexpr std::size_t kTasksOfThread = 32;       // the aim, so that threads finish together
 constexpr std::size_t kAloneBytes = 128 * 1024;  // one thread reads less than this before another has woken up
 constexpr std::size_t kPackBytes = 256 * 1024;   // inputs of one packing task
+constexpr std::size_t kBlockBytes = 2 * lossless::kBlockWeights;  // decoded before and behind the rows that are wanted, at most
 constexpr std::size_t kGroup = 16;               // rows that wide kernels pack together
 
 enum Stage { kPack, kUp, kDown, kProduct, kCombine, kRowwise, kAttend };
@@ -188,10 +190,43 @@ struct Input {
   }
 };
 
+// The formats of the records of a call; all have the same hidden and intermediate size.
+struct Formats {
+  const Expert* experts;
+  std::size_t count;
+
+  std::size_t hidden() const { return experts->hidden(); }
+  std::size_t intermediate() const { return experts->intermediate(); }
+  // Of rows that one task decodes from a lossless record: of a gate, and as far behind it as in the matrix, of up.
+  std::size_t unpacked_bytes() const {
+    std::size_t most = 0;
+    for (std::size_t f = 0; f < count; f++) {
+      const Expert& e = experts[f];
+      if (e.up_section < 0) continue;
+      const std::size_t apart = e.gate == kConcatenated ? e.intermediate() : e.gate == kInterleaved ? kChunkRows : 0;
+      const std::size_t up = (apart + kChunkRows) * index(e.up.row_bytes), down = kChunkRows * index(e.down.row_bytes);
+      most = std::max({most, up + 2 * kBlockBytes, down + 2 * kBlockBytes});
+    }
+    return most;
+  }
+  // Inputs are packed once for all formats: if one is fp16, in the type that serves fp16 too.
+  std::int32_t encoding() const {
+    for (std::size_t f = 0; f < count; f++) {
+      if (experts[f].up.encoding == kRawFp16 || experts[f].down.encoding == kRawFp16) return kRawFp16;
+    }
+    return experts->up.encoding;
+  }
+};
+
 // The workspace bytes of a call: packed inputs, intermediate results (none for a linear), and scratch per thread.
 struct Workspace {
   std::size_t x_bytes, h_bytes, scratch_bytes, most_inputs;  // of a row, a row, a thread
+  std::size_t unpacked_bytes = 0;                            // of a thread, in its scratch, behind the rest
 
+  Workspace(const Kernels& kernels, const Formats& formats) : Workspace(kernels, formats.hidden(), formats.intermediate()) {
+    unpacked_bytes = round_up(formats.unpacked_bytes(), 4096);
+    scratch_bytes += unpacked_bytes;
+  }
   Workspace(const Kernels& kernels, std::size_t inputs, std::size_t intermediate)
       : x_bytes(stride_of(inputs) * kernels.x_bytes),
         h_bytes(stride_of(intermediate) * kernels.x_bytes),
@@ -237,6 +272,9 @@ class PackedJob : public Job {
   }
   std::uint8_t* memory(std::size_t thread) const { return scratch_ + thread * workspace_.scratch_bytes; }
   Scratch scratch(std::size_t thread) const { return Scratch::at(memory(thread), workspace_.most_inputs); }
+  std::uint8_t* unpacked(std::size_t thread) const {
+    return scratch_ + (thread + 1) * workspace_.scratch_bytes - workspace_.unpacked_bytes + kBlockBytes;
+  }
 
   const Kernels& kernels_;
   const Input input_;
@@ -249,22 +287,6 @@ class PackedJob : public Job {
 
 std::size_t read_bytes(const Matrix& m) { return index(m.row_bytes) + m.scale_bytes() + m.offset_bytes(); }  // of one row
 std::size_t all_bytes(const Matrix& m) { return index(m.rows) * read_bytes(m); }
-
-// The formats of the records of a call; all have the same hidden and intermediate size.
-struct Formats {
-  const Expert* experts;
-  std::size_t count;
-
-  std::size_t hidden() const { return experts->hidden(); }
-  std::size_t intermediate() const { return experts->intermediate(); }
-  // Inputs are packed once for all formats: if one is fp16, in the type that serves fp16 too.
-  std::int32_t encoding() const {
-    for (std::size_t f = 0; f < count; f++) {
-      if (experts[f].up.encoding == kRawFp16 || experts[f].down.encoding == kRawFp16) return kRawFp16;
-    }
-    return experts->up.encoding;
-  }
-};
 
 // The experts of a call: the addresses, formats and pairs of each.
 struct Records {
@@ -297,8 +319,7 @@ class ExpertsJob : public PackedJob {
   ExpertsJob(State& s, const Kernels& kernels, const Records& records, const Input& input, const std::int32_t* places,
              const float* factors, float* out, bool adding)
       : PackedJob(s, records.sum([](const Expert& x) { return all_bytes(x.up) + all_bytes(x.down); }), kernels, input,
-                  index(records.starts[records.count]),
-                  Workspace(kernels, records.formats.hidden(), records.formats.intermediate())),
+                  index(records.starts[records.count]), Workspace(kernels, records.formats)),
         records_(records),
         places_(places),
         factors_(factors),
@@ -324,6 +345,8 @@ class ExpertsJob : public PackedJob {
     }
   }
 
+  bool damaged() const { return damaged_.load(std::memory_order_relaxed); }
+
  private:
   void run(const Task& task, const Task* next, std::size_t thread) override {
     if (task.stage == kPack) return pack(task, wide_);
@@ -332,28 +355,52 @@ class ExpertsJob : public PackedJob {
     for (std::size_t e = task.expert, after; e < records_.count; e = after) {
       after = records_.used(e + 1);
       const bool last = after == records_.count;
-      down(e, task, last ? place(next) : place_of(records_.expert(after).down, records_.record(after), task.begin), thread);
+      down(e, task, last ? place(next) : place_of_down(after, task.begin), thread);
     }
+  }
+
+  Place place_of_down(std::size_t e, std::size_t row) const {
+    const Expert& expert = records_.expert(e);
+    return expert.down_section < 0 ? place_of(expert.down, records_.record(e), row) : Place{};
   }
 
   Place place(const Task* task) const {
     if (task == nullptr || task->stage == kPack) return {};
     const Expert& expert = records_.expert(task->expert);
-    const std::uint8_t* record = records_.record(task->expert);
-    if (task->stage == kDown) return place_of(expert.down, record, task->begin);
-    return place_of(expert.up, record, task->begin * (expert.gate == kInterleaved ? 2 : 1));
+    if (task->stage == kDown) return place_of_down(task->expert, task->begin);
+    if (expert.up_section >= 0) return {};
+    return place_of(expert.up, records_.record(task->expert), task->begin * (expert.gate == kInterleaved ? 2 : 1));
+  }
+
+  // The address from which `m` counts the places of its rows, of which begin .. end, and as many `apart` rows later, are there.
+  const std::uint8_t* decoded(const Matrix& m, std::int32_t section, const std::uint8_t* record, std::size_t begin, std::size_t end,
+                              std::size_t apart, std::size_t thread) {
+    if (section < 0) return record;
+    const std::size_t inputs = index(m.inputs), weights = index(m.rows) * inputs, row_bytes = index(m.row_bytes);
+    std::uint8_t* out = unpacked(thread);
+    const std::uint8_t* found = nullptr;
+    for (std::size_t part = 0; part < (apart ? 2 : 1); part++) {
+      const std::size_t first = (begin + part * apart) * inputs, last = (end + part * apart) * inputs;
+      const std::uint8_t* at = lossless::weights_of(record, index(section), weights, first, last, out + part * apart * row_bytes);
+      if (at == nullptr) damaged_.store(true, std::memory_order_relaxed);
+      if (part == 0) found = at == nullptr ? out : at;
+    }
+    return found - m.codes - begin * row_bytes;
   }
 
   void up(const Task& task, const Place& next, std::size_t thread) {
     wait_for_inputs();
     const std::size_t e = task.expert;
     const Expert& expert = records_.expert(e);
+    const std::size_t factor = expert.gate == kInterleaved ? 2 : 1, apart = expert.gate == kConcatenated ? expert.intermediate() : 0;
+    const std::uint8_t* record = decoded(expert.up, expert.up_section, records_.record(e), factor * task.begin, factor * task.end,
+                                         apart, thread);
     const Tokens inputs = tokens(e, x_, workspace_.x_bytes);
     std::uint8_t* h = h_ + records_.first(e) * workspace_.h_bytes;
     if (wide_ != nullptr) {
-      wide_->up(expert, records_.record(e), task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
+      wide_->up(expert, record, task.begin, task.end, inputs, h, memory(thread), workspace_.most_inputs, next);
     } else {
-      kernels_.up(expert, records_.record(e), task.begin, task.end, inputs, h, scratch(thread), next);
+      kernels_.up(expert, record, task.begin, task.end, inputs, h, scratch(thread), next);
     }
     up_left_[e].fetch_sub(1, std::memory_order_release);
   }
@@ -361,12 +408,13 @@ class ExpertsJob : public PackedJob {
   void down(std::size_t e, const Task& task, const Place& next, std::size_t thread) {
     wait_for([this, e] { return up_left_[e].load(std::memory_order_acquire) == 0; });
     const Expert& expert = records_.expert(e);
+    const std::uint8_t* record = decoded(expert.down, expert.down_section, records_.record(e), task.begin, task.end, 0, thread);
     const Tokens inputs = tokens(e, h_, workspace_.h_bytes);
     if (wide_ != nullptr) {
-      wide_->down(expert, records_.record(e), task.begin, task.end, inputs, out_, adding_, memory(thread), workspace_.most_inputs,
+      wide_->down(expert, record, task.begin, task.end, inputs, out_, adding_, memory(thread), workspace_.most_inputs,
                   next);
     } else {
-      kernels_.down(expert, records_.record(e), task.begin, task.end, inputs, out_, adding_, scratch(thread), next);
+      kernels_.down(expert, record, task.begin, task.end, inputs, out_, adding_, scratch(thread), next);
     }
   }
 
@@ -382,6 +430,7 @@ class ExpertsJob : public PackedJob {
   const bool adding_;
   const WideKernels* wide_;  // null: the others serve
   std::atomic<std::size_t>* up_left_;
+  std::atomic<bool> damaged_{false};
 };
 
 class LinearJob : public PackedJob {
@@ -612,7 +661,7 @@ VISMOE_API std::size_t vismoe_workspace_bytes(const Expert* experts, std::size_t
                                               std::size_t threads, std::int32_t isa) {
   const Formats all{experts, formats};
   const Kernels& kernels = kernels_for(static_cast<Isa>(isa), static_cast<Dtype>(dtype), all.encoding());
-  return Workspace(kernels, all.hidden(), all.intermediate()).bytes(pairs, threads);
+  return Workspace(kernels, all).bytes(pairs, threads);
 }
 
 // Bytes of the workspace now.
@@ -627,7 +676,7 @@ VISMOE_API std::size_t vismoe_held_bytes() {
 // Pairs starts[i] .. starts[i + 1] belong to expert i. hidden [T, H] contiguous.
 // adding == 0: out float32 [P, H] = factor * expert(hidden[token]); otherwise this is added to out float32 [T, H], experts in
 // order.
-// Returns 0, or 1 if memory for the workspace or threads could not be had.
+// Returns 0, 1 if memory for the workspace or threads could not be had, or 2 for a damaged lossless record.
 VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t formats, std::size_t n, const std::uint64_t* addresses,
                                        const std::uint8_t* precisions, const std::int32_t* starts, const std::int32_t* tokens,
                                        const float* factors, const void* hidden, std::int32_t dtype, float* out,
@@ -639,7 +688,7 @@ VISMOE_API std::int32_t vismoe_experts(const Expert* experts, std::size_t format
   const Input input{hidden, static_cast<Dtype>(dtype), experts->hidden(), tokens};
   ExpertsJob job(s, kernels, records, input, adding ? tokens : nullptr, factors, out, adding != 0);
   job.run_all(s);
-  return 0;
+  return job.damaged() ? 2 : 0;
 } catch (const std::exception&) {
   return 1;
 }

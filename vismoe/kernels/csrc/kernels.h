@@ -54,6 +54,7 @@ struct Expert {
   Matrix up, down;
   std::int32_t gate, activation;
   float alpha, limit;
+  std::int32_t up_section, down_section;  // of a lossless record, which is decoded a task at a time; -1: weights lie as they are
 
   std::size_t hidden() const { return static_cast<std::size_t>(up.inputs); }
   std::size_t intermediate() const { return static_cast<std::size_t>(down.inputs); }

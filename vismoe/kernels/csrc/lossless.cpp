@@ -4,6 +4,8 @@
 
 #include "api.h"
 
+VISMOE_API std::uint32_t vismoe_lossless_isas();
+
 namespace vismoe::lossless {
 namespace {
 
@@ -58,6 +60,24 @@ DecodeBlocks* decoder_of(Isa isa) {
 }
 
 }  // namespace
+
+const std::uint8_t* weights_of(const std::uint8_t* record, std::uint64_t section, std::uint64_t weights, std::uint64_t first,
+                               std::uint64_t last, std::uint8_t* out) {
+  static DecodeBlocks* const decode = [] {
+    const std::uint32_t isas = vismoe_lossless_isas();
+#if defined(__x86_64__)
+    if (isas >> kAvx512 & 1) return decode_blocks_avx512_near;
+#endif
+    return decoder_of(isas >> kAvx2 & 1 ? kAvx2 : kPortable);
+  }();
+  const Encoded row = load<Encoded>(record + (1 + section) * kRowBytes);
+  const std::uint8_t* from = record + row.offset_bytes;
+  if (row.kind == kStored) return from + 2 * first;
+  const Packed packed{parts_of(from, weights), weights, row.escapes};
+  const std::uint64_t end = (last + kBlockWeights - 1) / kBlockWeights;
+  return decode(packed, first / kBlockWeights, end, out - 2 * first) ? out : nullptr;  // it counts from the first weight of all
+}
+
 }  // namespace vismoe::lossless
 
 using namespace vismoe::lossless;

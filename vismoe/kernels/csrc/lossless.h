@@ -11,7 +11,7 @@ namespace vismoe::lossless {
 
 constexpr std::uint64_t kChunkWeights = 64, kChunkBytes = 2 * kChunkWeights;
 constexpr std::uint64_t kPlaneBytes = 3 * 8;  // the codes of a chunk: three words of one bit per weight
-constexpr std::uint64_t kBlockChunks = 64;
+constexpr std::uint64_t kBlockChunks = 64, kBlockWeights = kBlockChunks * kChunkWeights;
 constexpr std::uint64_t kTailBytes = 64;
 constexpr std::uint64_t kAlignment = 64;
 
@@ -44,8 +44,14 @@ struct Chunk {
 using DecodeBlocks = bool(const Packed& packed, std::uint64_t first, std::uint64_t last, std::uint8_t* out);
 DecodeBlocks decode_blocks_portable;
 #if defined(__x86_64__)
-DecodeBlocks decode_blocks_avx2, decode_blocks_avx512;
+DecodeBlocks decode_blocks_avx2, decode_blocks_avx512, decode_blocks_avx512_near;  // near: into the caches
 #endif
+
+// The weights first .. last of a section of a record whose header was checked, which has `weights` of them: in place where they are
+// stored as they are, otherwise decoded into `out`, with others of the same blocks before and behind them: fewer than
+// kBlockWeights each. Null for a damaged record.
+const std::uint8_t* weights_of(const std::uint8_t* record, std::uint64_t section, std::uint64_t weights, std::uint64_t first,
+                               std::uint64_t last, std::uint8_t* out);
 
 // Packs bfloat16 words, at any alignment, if that makes them smaller: returns the section's bytes and sets `escapes`. Otherwise
 // returns 0 and writes nothing.

@@ -19,6 +19,9 @@ __m512i rotated(__m512i bytes) {
   return either(_mm512_set1_epi8(-128), _mm512_slli_epi16(bytes, 7), _mm512_srli_epi16(bytes, 1));
 }
 
+// kPast: weights are written past the caches where that can be: a whole record is larger than these, and its lines need not be
+// read before they are written.
+template <bool kPast>
 struct Avx512 {
   __m512i table;  // rotated exponents by code
 
@@ -32,15 +35,29 @@ struct Avx512 {
     const __m512i exponents = _mm512_mask_expand_epi8(known, _cvtu64_mask64(chunk.escaped), listed);
     const __m512i mantissas = _mm512_loadu_si512(chunk.mantissas), sign = _mm512_set1_epi8(-128);
     const __m512i low = either(sign, exponents, mantissas), high = either(sign, mantissas, exponents);
-    _mm512_storeu_si512(out, _mm512_unpacklo_epi8(low, high));
-    _mm512_storeu_si512(out + 64, _mm512_unpackhi_epi8(low, high));
+    put(out, _mm512_unpacklo_epi8(low, high));
+    put(out + 64, _mm512_unpackhi_epi8(low, high));
+  }
+
+  static void put(std::uint8_t* out, __m512i weights) {
+    if (kPast && reinterpret_cast<std::uintptr_t>(out) % 64 == 0) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out), weights);
+    } else {
+      _mm512_storeu_si512(out, weights);
+    }
   }
 };
 
 }  // namespace
 
 bool decode_blocks_avx512(const Packed& packed, std::uint64_t first, std::uint64_t last, std::uint8_t* out) {
-  return decode_blocks<Avx512>(packed, first, last, out);
+  const bool good = decode_blocks<Avx512<true>>(packed, first, last, out);
+  _mm_sfence();  // other threads may read the weights from now on
+  return good;
+}
+
+bool decode_blocks_avx512_near(const Packed& packed, std::uint64_t first, std::uint64_t last, std::uint8_t* out) {
+  return decode_blocks<Avx512<false>>(packed, first, last, out);
 }
 
 }  // namespace vismoe::lossless

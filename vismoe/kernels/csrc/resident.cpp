@@ -27,7 +27,7 @@ struct ResidentLayer {
 // vismoe_route, vismoe_experts and vismoe_combine make of them, by way of parts float32 [tokens * choices, hidden]. Writes the
 // experts demanded [tokens * choices], ascending, and counts them as demanded and as used (`weight` each, at `tick`).
 // Returns how many these are; -1 where one of them is not resident or there are none: then nothing was changed; -2 where memory
-// or threads could not be had.
+// or threads could not be had, -3 for a damaged lossless record.
 VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::int64_t* routing, std::size_t tokens,
                                         std::size_t choices, const void* factors, std::int32_t factors_dtype, const void* hidden,
                                         std::int32_t dtype, float* parts, void* out, double weight, double tick,
@@ -53,11 +53,10 @@ VISMOE_API std::int32_t vismoe_resident(const ResidentLayer* layer, const std::i
     ordered[p] = value_at(factors, static_cast<Dtype>(factors_dtype), static_cast<std::size_t>(places[p]));
   }
   for (std::size_t i = 0; i < n; i++) layer->demanded[experts[i]]++;
-  if (vismoe_experts(layer->expert, 1, n, addresses.data(), nullptr, starts.data(), owners.data(), ordered.data(), hidden, dtype,
-                     parts, 0) ||
-      vismoe_combine(parts, owners.data(), pairs, columns, out, dtype, tokens)) {
-    return -2;
-  }
+  const std::int32_t failed = vismoe_experts(layer->expert, 1, n, addresses.data(), nullptr, starts.data(), owners.data(),
+                                             ordered.data(), hidden, dtype, parts, 0);
+  if (failed) return -1 - failed;
+  if (vismoe_combine(parts, owners.data(), pairs, columns, out, dtype, tokens)) return -2;
   for (std::size_t i = 0; i < n; i++) {
     double& uses = layer->uses[experts[i]];
     uses += weight;

@@ -13,9 +13,12 @@ import torch
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
 from vismoe.kernels import cpu
+from vismoe.kernels.lossless import available as lossless_isas
 from vismoe.machine.choices import fits_page_cache, format_rate
+from vismoe.machine.hardware import cores
 from vismoe.machine.profile import Profile, disk_of, load_profile
 from vismoe.paging.miss import Rates, Ways
+from vismoe.planning.hierarchy import PackedRates
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.throughput import (
     NOMINAL_CPU_BYTES_PER_S,
@@ -31,6 +34,7 @@ from vismoe.types import RecordLayout
 
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
 FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9, "amx": 225e9}
+DECODE_BYTES_PER_S = {"portable": 1e9, "avx2": 4e9, "avx512": 8e9}  # of bfloat16, by one thread, from lossless records
 
 
 def ways_for(settings: Settings, device: torch.device, raw: Sequence[RecordLayout], why_no_kernels: str | None) -> Ways | None:
@@ -105,6 +109,15 @@ def machine_rates(
     # On a CPU the cores that compute also read, and only a layer's hits are computed meanwhile: measured, it is the sum.
     overlaps = on_gpu or settings.emulated_link_bytes_per_s is not None
     return MachineRates(weights, flop, missing, overlaps=overlaps, assumed=tuple(assumed))
+
+
+def packed_rates(settings: Settings, read_bytes_per_s: float | None) -> PackedRates:
+    """How fast this machine decodes lossless records, and reads them, if that was measured."""
+    profile = _profile(settings)
+    decode = profile.lossless_bytes_per_s if profile else None
+    unmeasured = tuple(what for what, rate in (("decoding", decode), ("reading", read_bytes_per_s)) if rate is None)
+    nominal = DECODE_BYTES_PER_S[lossless_isas()[-1]] * cores()
+    return PackedRates(decode or nominal, read_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, unmeasured)
 
 
 def _profile(settings: Settings) -> Profile | None:

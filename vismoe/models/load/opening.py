@@ -32,13 +32,14 @@ from vismoe.models.family.forms import forms_of, transposed_sections
 from vismoe.models.load.backbone import Backbone, settle_backbone
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.footprint import footprint, with_calibration
-from vismoe.models.load.host_rates import ways_for
+from vismoe.models.load.host_rates import packed_rates, ways_for
 from vismoe.models.load.locate import locate
 from vismoe.models.load.reading import Reading, settle_reading, start_reading
 from vismoe.models.moe.compute import PAIRS_PER_CALL
 from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL as GPU_PAIRS
 from vismoe.models.moe.heavy_hitters import hitters_bytes
 from vismoe.paging.miss import Ways
+from vismoe.planning.hierarchy import in_one_format
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.pair_split import paired
 from vismoe.planning.plan import Plan
@@ -137,11 +138,13 @@ class Configuration:
             stores, experts = _open_stores(model, self.source, settled, self.device)
         other = dataclasses.replace(self, settings=settings, stores=stores, experts=experts)
         try:
-            reading = _read(self.needs, stores, experts, self.backbone, settled, self.hardware, self.table_bytes)
+            reading, stores, experts = _read(
+                model, self.needs, stores, experts, self.backbone, settled, self.hardware, self.table_bytes
+            )
         except BaseException:
             other.close_stores()
             raise
-        return dataclasses.replace(other, reading=reading)
+        return dataclasses.replace(other, reading=reading, stores=stores, experts=experts)
 
     def close_stores(self) -> None:
         """Close the stores, but for the checkpoint itself, which other configurations may read from."""
@@ -172,7 +175,7 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
             calibration = Calibration.find(source.paths[0].parent, settings)
             needs = needs_of(model, experts, stores.reads, calibration, settings, device)
             table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
-            reading = _read(needs, stores, experts, backbone, settings, hardware, table)
+            reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
         except BaseException:
             stores.close()
             source.close()
@@ -181,6 +184,7 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
 
 
 def _read(
+    model: Any,
     needs: Footprint,
     stores: Stores,
     experts: Experts,
@@ -188,11 +192,59 @@ def _read(
     settings: Settings,
     hardware: Hardware,
     table_bytes: int,
-) -> Reading:
-    """The plan, by which the stores read from now on."""
-    reading = settle_reading(with_experts_of(needs, stores.reads, experts), settings, hardware, stores.reads, table_bytes)
+) -> tuple[Reading, Stores, Experts]:
+    """(the plan, by which the stores read from now on; these stores; how slabs hold experts)."""
+    reading, stores, experts = settle(model, needs, stores, experts, settings, hardware, table_bytes)
     reading = start_reading(stores, reading, settings)
-    return dataclasses.replace(reading, plan=with_experts(reading.plan, experts, backbone))
+    return dataclasses.replace(reading, plan=with_experts(reading.plan, experts, backbone)), stores, experts
+
+
+def settle(
+    model: Any,
+    needs: Footprint,
+    stores: Stores,
+    experts: Experts,
+    settings: Settings,
+    hardware: Hardware,
+    table_bytes: int,
+) -> tuple[Reading, Stores, Experts]:
+    """(the plan, the stores to read from, how slabs hold experts): packed where they are lossless, not all fit otherwise, and
+    measured rates say that it pays (planning/hierarchy.py)."""
+
+    def planned(stores: Stores, experts: Experts) -> Reading:
+        own = with_experts_of(needs, stores.reads, experts)
+        return settle_reading(own, settings, hardware, stores.reads, table_bytes)
+
+    def saying(reading: Reading, sentence: str) -> Reading:
+        return dataclasses.replace(reading, plan=dataclasses.replace(reading.plan, reading=(*reading.plan.reading, sentence)))
+
+    reading, high = planned(stores, experts), stores.by_precision[0]
+    plan = reading.plan
+    lossless = experts.formats == (Format.LOSSLESS,) and isinstance(high, PackedStore) and hardware.device == "cpu"
+    if not lossless or settings.packed_slabs == "never" or settings.emulated_link_bytes_per_s is not None:
+        return reading, stores, experts
+    assert isinstance(high, PackedStore)
+    inventory = dataclasses.replace(experts.inventory, layouts=high.encoded_layouts, model_layouts=experts.inventory.raw_layouts)
+    kernels = _kernels(forms_of(model, inventory), inventory, experts.formats) if experts.kernels else "torch computes"
+    if isinstance(kernels, str):
+        if settings.packed_slabs == "always":
+            raise ConfigError(f"packed_slabs='always': {kernels}. Fix: packed_slabs='auto' (--packed-slabs auto)")
+        return saying(reading, f"experts lie decoded in slabs: {kernels}"), stores, experts
+    rates = packed_rates(settings, reading.bytes_per_s)
+    raw_bytes, packed_bytes = experts.inventory.slab_bytes, inventory.slab_bytes
+    decode_s, read_s = rates.seconds(raw_bytes, packed_bytes)
+    shares = in_one_format(
+        plan.resident_experts / plan.total_experts,
+        packed_bytes / raw_bytes,
+        0.0 if settings.packed_slabs == "always" else decode_s,
+        read_s,
+    )
+    if not shares.packed:
+        return saying(reading, rates.says(shares)), stores, experts
+    backend = f"{experts.backend}; lossless records are decoded while they are computed"
+    experts = dataclasses.replace(experts, inventory=inventory, kernels=kernels, backend=backend)
+    stores = Stores([high.encoded()])
+    return saying(planned(stores, experts), rates.says(shares)), stores, experts
 
 
 def needs_of(
@@ -272,7 +324,6 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
             assert isinstance(high, PackedStore), "only packed experts are lossless"
             experts = dataclasses.replace(experts, encoded=high.encoded_layouts)
             opened[0] = high.encoded()
-            high.close()
         return Stores(opened), experts
     except BaseException:
         for store in opened:

@@ -36,7 +36,7 @@ from vismoe.models.load.configured import Stated, as_stated
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.gguf import with_gguf
 from vismoe.models.load.locate import locate, locate_experts
-from vismoe.models.load.opening import Experts, arrange_experts, needs_of, open_experts, with_experts
+from vismoe.models.load.opening import Experts, arrange_experts, needs_of, open_experts, settle, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
 from vismoe.planning.needs import decode_read_bytes
@@ -77,16 +77,19 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
     backbone = None
     if files:
         source, stores, experts, backbone = open_experts(described, files, settings, place)
-        reads, table = stores.reads, table_bytes(described) if table_of(described, source.headers) else 0
+        table = table_bytes(described) if table_of(described, source.headers) else 0
         stores.close()
         source.close()
+        needs = needs_of(described, experts, stores.reads, calibration, settings, place)
+        reading, _, experts = settle(described, needs, stores, experts, settings, hardware, table)
     else:
         stated = as_stated(described)
         backbone = settle_backbone(described, stated.others, settings, place)
         experts = arrange_experts(described, stated.inventory, settings, place)
-        reads, table = _reads_of(experts, stated), table_bytes(described)
-    needs = needs_of(described, experts, reads, calibration, settings, place)
-    return with_experts(settle_reading(needs, settings, hardware, reads, table).plan, experts, backbone)
+        reads = _reads_of(experts, stated)
+        needs = needs_of(described, experts, reads, calibration, settings, place)
+        reading = settle_reading(needs, settings, hardware, reads, table_bytes(described))
+    return with_experts(reading.plan, experts, backbone)
 
 
 def _reads_of(experts: Experts, stated: Stated) -> Reads:

@@ -24,6 +24,7 @@ class Reading:
     plan: Plan
     past_cache: bool
     embeddings_on_disk: bool
+    bytes_per_s: float | None = None  # of reading experts so; None: not measured
 
 
 def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, reads: Reads, table_bytes: int) -> Reading:
@@ -47,7 +48,7 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
         sentences[1] += f"; {memory.io_threads} in each of {hardware.local_world_size} processes"
     if on_disk:
         sentences.append(f"embeddings: {format_bytes(table_bytes)} stay on disk, a token reads its row")
-    return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk)
+    return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk, choices.bytes_per_s)
 
 
 def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Reading:

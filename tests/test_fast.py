@@ -14,7 +14,9 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
+from vismoe.models.moe import step_context
 from vismoe.models.moe.linears import serve_linears
+from vismoe.models.visual.growing_cache import GrowingLayer
 
 FAMILY, STEPS = "qwen3_vl_moe", 6
 SMALL = "12%"  # a few slabs
@@ -52,6 +54,24 @@ def test_logits_are_as_near_to_float64_as_torchs(checkpoint):
     eager = tiny_models.reference(checkpoint, torch.bfloat16)(**inputs).logits
     ours = load(checkpoint, memory="100%")(**inputs).logits
     assert 0 < rms(ours - exact) <= 1.05 * rms(eager - exact)
+
+
+def test_a_cache_of_generate_grows_in_place_with_the_same_bits(tmp_path, monkeypatch):
+    """Greedily, with beams that reorder it, and with tokens that are taken back."""
+    tiny_models.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    model, inputs = load(tmp_path, memory="100%"), tiny_models.prompt("qwen3_moe", dtype=torch.bfloat16, batch=2)
+    ways = [{}, {"num_beams": 3}]
+    options = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "return_dict_in_generate": True, "output_logits": True}
+    grown = [model.generate(**inputs, **options, **way, do_sample=False) for way in ways]
+    lookup = {"input_ids": inputs["input_ids"][:1] % 7, "max_new_tokens": 12, "prompt_lookup_num_tokens": 2, "do_sample": False}
+    looked_up = model.generate(**lookup)
+    assert {type(layer) for layer in grown[0].past_key_values.layers} == {GrowingLayer}
+    monkeypatch.setattr(step_context, "_let_grow", lambda cache, room: None)
+    for way, result in zip(ways, grown, strict=True):
+        plain = model.generate(**inputs, **options, **way, do_sample=False)
+        assert torch.equal(plain.sequences, result.sequences)
+        assert all(map(torch.equal, plain.logits, result.logits))
+    assert torch.equal(model.generate(**lookup), looked_up)
 
 
 @pytest.mark.parametrize("format", ["raw", "lossless", "int8", "int4", "int2"])

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from vismoe.config import format_bytes
 from vismoe.errors import ClosedError, ContextError, UnsupportedModelError
@@ -26,6 +28,7 @@ from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
 from vismoe.models.moe.resident import ResidentLayers
 from vismoe.models.moe.rows import RowsCache
+from vismoe.models.visual.growing_cache import grow_in_place
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.paging.pager import Pager
 from vismoe.planning.needs import mask_bytes
@@ -252,6 +255,8 @@ class StepContext:
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = not self._reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
         phase = Phase.DECODE if decoding else Phase.PREFILL
+        if past and isinstance(serving.backend, FastExperts) and type(cache) is DynamicCache:
+            _let_grow(cache, (serving.plan.context + self.more_tokens) // batch)
         padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
         if new > 1 and (past or padded):
             _refuse_large_mask(serving.plan, batch, new, past + new)
@@ -282,6 +287,12 @@ class StepContext:
         """A vision tower with routed experts of its own: its rows are patches, of which the tokens are made later."""
         self.serving.pager.begin_step(Phase.ENCODE)
         self.begin(Step(Phase.ENCODE, thread=threading.get_ident()))
+
+
+def _let_grow(cache: DynamicCache, room: int) -> None:
+    """Let a caller's cache grow in place, as the engine's do from the beginning: transformers copies it for every token."""
+    if not torch.is_grad_enabled() and any(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
+        grow_in_place(cache, room)
 
 
 def _refuse_large_mask(plan: Plan, batch: int, new: int, all: int) -> None:

@@ -9,13 +9,13 @@ import ctypes
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from vismoe.flags import SuggestingParser
 from vismoe.pools.paged_tensor import HostMemory, PagedTensor
 from vismoe.pools.pool import SlabPool
 from vismoe.types import RecordLayout
@@ -65,9 +65,15 @@ def measure() -> dict[str, float]:
     return found
 
 
-if __name__ == "__main__":
-    found = measure()
-    if "--json" not in sys.argv:
+def main() -> None:
+    parser = SuggestingParser(prog="python -m vismoe.eval.studies.paged_tensor", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print only the last line")
+    arguments, found = parser.parse_args(), measure()
+    if not arguments.json:
         for what, us in found.items():
             print(f"{what:42} {us:9.2f} us")
     print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

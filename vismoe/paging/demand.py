@@ -195,9 +195,7 @@ class Demand:
         core.misses_this_layer = misses
         core.misses_this_step += misses
         demanded = len(self.todo)
-        self._streaming.demand(demanded, misses)
-        if self._streaming.possible:
-            core.metrics.add(self._streaming.verdict, core.phase, self._layer)
+        core.demanded(self._layer, demanded, misses)
         if counted is not None:
             demanded = sum(expert in counted for expert in self.todo)
             late = [expert for expert in late if expert in counted]

@@ -109,21 +109,22 @@ class Pager:
         demand = Demand(self.core, layer, experts, keep, counted, tokens, high, first, self.ways)
         return Lease(self, demand, layer)
 
-    def without_demand(self, layer: int, compute: Callable[[float, int], Any]) -> Any:
+    def without_demand(self, layer: int, compute: Callable[[float, int], tuple[Any, int] | None]) -> tuple[Any, int] | None:
         """What `compute(weight, tick)` returns for a layer whose experts are all resident, in one change: no copy is under way,
-        and none can begin meanwhile. `compute` counts their uses, `weight` each, at `tick`.
+        and none can begin meanwhile. `compute` counts their uses, `weight` each, at `tick`; it returns a result and how many
+        experts the layer wants.
 
         None where the layer must `demand`: something is copied, or `compute` returned None for a missing expert.
         """
         return self.changes.make(self._without_demand, layer, compute)
 
-    def _without_demand(self, layer: int, compute: Callable[[float, int], Any]) -> Any:
+    def _without_demand(self, layer: int, compute: Callable[[float, int], tuple[Any, int] | None]) -> tuple[Any, int] | None:
         if not self.core.hits_only(layer):
             return None
         self._claim()
         made = compute(self.core.table_of[layer].use_weight, self.core.tick + 1)
         if made is not None:
-            self.core.hit(layer)
+            self.core.hit(layer, made[1])
             self._step_ended_s = time.perf_counter()
         return made
 

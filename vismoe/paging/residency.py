@@ -68,7 +68,8 @@ class Residency:
     `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones: one pool, or one for each format. `ways`:
     what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
     there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
-    expert, bring in those that nothing demanded yet while nothing else is to be copied. `metrics`: to go on counting in.
+    expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are
+    streamed where measured times say that it pays. `metrics`: to go on counting in.
     """
 
     # Copies in flight of absent experts that a lookahead names. One, for it cannot be called back, and a demand should not wait
@@ -86,6 +87,7 @@ class Residency:
         hosts: Sequence[HostRecords] = (),
         upgrades: Upgrades | None = None,
         deterministic: bool = False,
+        may_stream: bool = True,
         fill: bool = False,
         metrics: Metrics | None = None,
     ):
@@ -102,7 +104,7 @@ class Residency:
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
         self.wanted = Wanted()
-        freely = not (self.deterministic or self.ways is not None)
+        freely = may_stream and not (self.deterministic or self.ways is not None)
         self.streaming = tuple(
             Streaming(inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all)
             for geometry, table in enumerate(self.tables)
@@ -190,10 +192,18 @@ class Residency:
         copied now, and nothing waits for a slab."""
         return not (self.tickets or self.wanted or self.streams or self.closed or self.table_of[layer].ring_in_use)
 
-    def hit(self, layer: int) -> None:
-        """The layer has found all its experts resident, without a demand."""
+    def hit(self, layer: int, wanted: int) -> None:
+        """The layer has found all the `wanted` experts resident, without a demand."""
         self.enter(layer)
         self.misses_this_layer = 0
+        self.demanded(layer, wanted, 0)
+
+    def demanded(self, layer: int, wanted: int, missed: int) -> None:
+        """The layer wants so many experts, of which `missed` are not there."""
+        streaming = self.streaming[self.inventory.layers[layer].geometry]
+        streaming.demand(wanted, missed)
+        if streaming.possible:
+            self.metrics.add(streaming.verdict, self.phase, layer)
 
     def enter(self, layer: int) -> None:
         """The layer begins."""

@@ -51,9 +51,8 @@ class VirtualPager:
             window=conditions.window,
             ways=ways,
             hosts=[_AllInHostMemory(layouts)] if ways is not None else [],
+            may_stream=conditions.streams,
         )
-        for streaming in self.core.streaming:
-            streaming.possible &= conditions.streams
         self.tables, self.metrics = self.core.tables, self.core.metrics
         self.now_s = self._step_began_s = self._link_idle_at_s = 0.0
         self._s_per_byte = 1 / conditions.link_bytes_per_s if conditions.link_bytes_per_s else 0.0

@@ -241,6 +241,7 @@ def _service(
         ways=ways,
         upgrades=upgrades,
         deterministic=settings.deterministic and policy is not None,
+        may_stream=not settings.deterministic,
         fill=experts.gpu_kernels is not None and not settings.deterministic,  # passes without the pager need every expert
         metrics=metrics,
     )

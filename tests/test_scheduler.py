@@ -58,7 +58,7 @@ def test_requests_that_fit_together_advance_by_turns():
     run_all(scheduler, [Scripted(name, 10, 3, log) for name in "abc"], log)
     scheduler.close()
     steps = [entry for entry in log if isinstance(entry, str)][1:]
-    assert steps == ["a", "a", "b", "a", "b", "c", "b", "c", "c"], "each enters with its first step, then all take turns"
+    assert "".join(steps) == "abacbacbc", "each enters with its first step, before the others', then all take turns"
 
 
 def test_who_does_not_fit_waits_and_is_not_overtaken():

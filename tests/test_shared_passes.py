@@ -233,7 +233,7 @@ def test_a_row_that_fails_leaves_alone():
     opened.set()
     assert all(row.ended.wait(20) for row in rows)
     scheduler.close()
-    assert isinstance(rows[1].error, ValueError) and ["first", "last"] in log
+    assert isinstance(rows[1].error, ValueError) and ["last", "first"] in log
 
 
 def test_steps_together_that_raise_end_their_requests_and_leave_the_thread_alive():

@@ -221,10 +221,10 @@ class Scheduler:
             self._changed.notify_all()
 
     def _round(self) -> Iterator[list[Steps]]:
-        """The requests that take a step before the next one enters, those together that can: all that run, or in a hurry the one
-        nearest to its end."""
+        """The requests that take a step before the next one enters, those together that can: all that run, the latest first,
+        since its prompt has waited for a step of the others, or in a hurry the one nearest to its end."""
         done: list[Steps] = []
-        for request in tuple(self._running):
+        for request in self._running[::-1]:
             self._drop_unwanted()
             if self._hurried:
                 break
@@ -237,12 +237,11 @@ class Scheduler:
             yield [min(able, key=lambda request: 0 if request.unwanted else request.left)]  # the first of equal ones
 
     def _company(self, request: Steps, done: Sequence[Steps]) -> list[Steps]:
-        """This request, and those behind it that take their step with it."""
+        """This request, and others that take their step with it."""
         company = request.company
         if company is None:
             return [request]
-        behind = self._running[self._running.index(request) + 1 :]
-        others = [other for other in behind if other not in done and other.company == company]
+        others = [other for other in self._running if other is not request and other not in done and other.company == company]
         return [request, *others[: self.most_rows - 1]]
 
     def _step(self, together: list[Steps]) -> None:

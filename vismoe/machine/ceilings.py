@@ -5,7 +5,7 @@ Decoding cannot be faster than its slowest reads, so these bounds hold for every
 
 from dataclasses import dataclass
 
-from vismoe.machine.choices import Choices, fits_page_cache
+from vismoe.machine.choices import Choices, fits_page_cache, read_bytes_per_s
 from vismoe.machine.profile import Profile, disk_of
 from vismoe.planning.plan import AUTO_SHARE
 
@@ -49,13 +49,8 @@ def resident_tokens_per_s(profile: Profile, size: ModelSize, device: str) -> flo
 
 def miss_bytes_per_s(profile: Profile, size: ModelSize, choices: Choices, free_bytes: int, path: str) -> float | None:
     """Bytes per second of missing experts that arrive in RAM; None if the disk of `path` was not measured."""
-    disk = disk_of(profile, path)
-    if disk is None:
-        return None
-    if fits_page_cache(size.experts_bytes, spare_bytes(size, free_bytes)):
-        return disk.cached_bytes_per_s
-    best = disk.best(direct=choices.direct_reads, request_bytes=size.expert_bytes)
-    return best.bytes_per_s if best else None
+    cached = fits_page_cache(size.experts_bytes, spare_bytes(size, free_bytes))
+    return read_bytes_per_s(disk_of(profile, path), size.expert_bytes, choices.direct_reads, cached)
 
 
 def tokens_per_s(profile: Profile, size: ModelSize, device: str, miss_share: float, miss_bytes_per_s: float) -> float:

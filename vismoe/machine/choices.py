@@ -16,12 +16,11 @@ NOT_MEASURED = "this disk is not measured; run vismoe doctor"
 
 @dataclass(frozen=True)
 class Choices:
-    """How a store reads. `reasons` has one sentence for each of the first two fields."""
+    """How a store reads. `reasons` has one sentence for each field."""
 
     direct_reads: bool  # O_DIRECT, past the page cache
     io_threads: int  # 1 to 8
     reasons: dict[str, str]
-    bytes_per_s: float | None = None  # of reading experts so, from the page cache once that holds them; None: not measured
 
 
 def choose(
@@ -45,16 +44,22 @@ def choose(
     link = profile.link(device) if profile else None
     link_bytes_per_s = link.best_bytes_per_s(page_locked=link.page_lock_refused is None) if link else None
     threads, why_threads = _threads(disk, direct, expert_bytes, max(1, cores) if copies else MOST_THREADS, link_bytes_per_s)
-    rate = disk.best(direct=direct, request_bytes=expert_bytes) if disk else None
-    bytes_per_s = rate.bytes_per_s if rate else None
-    if disk and copies and not direct:
-        bytes_per_s = disk.cached_bytes_per_s
-    return Choices(direct, threads, {"direct_reads": why_direct, "io_threads": why_threads}, bytes_per_s)
+    return Choices(direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
 
 
 def fits_page_cache(checkpoint_bytes: int, spare_bytes: int) -> bool:
     """Whether the page cache can hold all experts, so that only the first read of each accesses the disk."""
     return spare_bytes >= checkpoint_bytes * PAGE_CACHE_MARGIN
+
+
+def read_bytes_per_s(disk: DiskRates | None, expert_bytes: int, direct: bool, cached: bool) -> float | None:
+    """How fast experts of this size come from `disk`, or from the page cache that holds them all (`cached`); None: unmeasured."""
+    if disk is None:
+        return None
+    if cached:
+        return disk.cached_bytes_per_s
+    best = disk.best(direct=direct, request_bytes=expert_bytes)
+    return best.bytes_per_s if best else None
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -68,8 +68,8 @@ class Residency:
     `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones: one pool, or one for each format. `ways`:
     what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
     there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
-    expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are
-    streamed where measured times say that it pays. `metrics`: to go on counting in.
+    expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are streamed where
+    measured times say that it pays. `metrics`: to go on counting in.
     """
 
     # Copies in flight of absent experts that a lookahead names. One, for it cannot be called back, and a demand should not wait
@@ -207,7 +207,8 @@ class Residency:
 
     def enter(self, layer: int) -> None:
         """The layer begins."""
-        self._next_layer[self.phase, self._entered] = self.running_layer = self._entered = layer
+        self._next_layer[self.phase, self._entered] = layer
+        self.running_layer = self._entered = layer
         self.tick += 1
 
     # -- copies

@@ -96,6 +96,11 @@ class Reads:
     stored_bytes: int  # of all experts on disk
     paths: list[Path]  # of the files that hold the records; empty: they are not on this machine
 
+    @property
+    def folder(self) -> Path:
+        """By which the disk is known."""
+        return self.paths[0].parent if self.paths else Path.cwd()
+
 
 class Stores:
     """The stores of one model's experts, combined where the format makes no difference.

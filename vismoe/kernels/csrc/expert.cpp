@@ -254,16 +254,14 @@ class PackedJob : public Job {
   }
 
   void pack(const Task& task, const WideKernels* wide) {
-    const void* rows[kGroup];
-    for (std::size_t i = task.begin; i < task.end; i++) {
-      std::uint8_t* to = x_ + i * workspace_.x_bytes;
-      if (wide == nullptr) {
-        kernels_.pack(input_.row(i), input_.dtype, input_.inputs, to);
-      } else if ((i - task.begin) % kGroup == 0) {
-        const std::size_t count = std::min(kGroup, task.end - i);
-        for (std::size_t k = 0; k < count; k++) rows[k] = input_.row(i + k);
-        wide->pack(rows, count, input_.inputs, to);
-      }
+    for (std::size_t i = task.begin; wide == nullptr && i < task.end; i++) {
+      kernels_.pack(input_.row(i), input_.dtype, input_.inputs, x_ + i * workspace_.x_bytes);
+    }
+    for (std::size_t i = task.begin; wide != nullptr && i < task.end; i += kGroup) {
+      const void* rows[kGroup];
+      const std::size_t count = std::min(kGroup, task.end - i);
+      for (std::size_t k = 0; k < count; k++) rows[k] = input_.row(i + k);
+      wide->pack(rows, count, input_.inputs, x_ + i * workspace_.x_bytes);
     }
     packing_left_.fetch_sub(1, std::memory_order_release);
   }
@@ -411,8 +409,7 @@ class ExpertsJob : public PackedJob {
     const std::uint8_t* record = decoded(expert.down, expert.down_section, records_.record(e), task.begin, task.end, 0, thread);
     const Tokens inputs = tokens(e, h_, workspace_.h_bytes);
     if (wide_ != nullptr) {
-      wide_->down(expert, record, task.begin, task.end, inputs, out_, adding_, memory(thread), workspace_.most_inputs,
-                  next);
+      wide_->down(expert, record, task.begin, task.end, inputs, out_, memory(thread), workspace_.most_inputs, next);
     } else {
       kernels_.down(expert, record, task.begin, task.end, inputs, out_, adding_, scratch(thread), next);
     }

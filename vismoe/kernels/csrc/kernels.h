@@ -174,10 +174,10 @@ struct WideKernels {
   std::size_t (*scratch_bytes)(std::size_t inputs);
   // Turns up to 16 rows, one expert's next ones, into as many packed rows.
   void (*pack)(const void* const* rows, std::size_t count, std::size_t inputs, void* packed);
-  // As those of Kernels, with h in this layout, too.
+  // As those of Kernels, with h in this layout, too; `down` always adds.
   void (*up)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, void* h,
              std::uint8_t* scratch, std::size_t most_inputs, const Place& next);
-  void (*down)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, float* out, bool add,
+  void (*down)(const Expert&, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens&, float* out,
                std::uint8_t* scratch, std::size_t most_inputs, const Place& next);
 };
 

@@ -305,7 +305,7 @@ void up_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, std
 }
 
 void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, std::size_t end, const Tokens& tokens, float* out,
-               bool add, std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
+               std::uint8_t* memory, std::size_t most_inputs, const Place& next) {
   const Tiles tiles;
   const WideScratch scratch = WideScratch::at(memory, most_inputs);
   const std::size_t columns = e.hidden(), x_bytes = stride_of(e.intermediate()) * sizeof(X);
@@ -323,7 +323,7 @@ void down_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, s
           const std::size_t token = first + g * kTile + t;
           float* to = out + tokens.place(token) * columns + i;
           const __m512 made = _mm512_mul_ps(_mm512_set1_ps(tokens.factors[token]), _mm512_castsi512_ps(v[t]));
-          _mm512_mask_storeu_ps(to, there, add ? _mm512_add_ps(_mm512_maskz_loadu_ps(there, to), made) : made);
+          _mm512_mask_storeu_ps(to, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, to), made));
         }
       }
     }

@@ -6,7 +6,6 @@ takes the nominal ones always, so that a choice depends on bytes and tokens alon
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from vismoe.config import Settings
 from vismoe.errors import ConfigError
 from vismoe.kernels import cpu
 from vismoe.kernels.lossless import available as lossless_isas
-from vismoe.machine.choices import fits_page_cache, format_rate
+from vismoe.machine.choices import format_rate, read_bytes_per_s
 from vismoe.machine.hardware import cores
 from vismoe.machine.profile import Profile, disk_of, load_profile
 from vismoe.paging.miss import Rates, Ways
@@ -30,7 +29,7 @@ from vismoe.planning.throughput import (
     MachineRates,
 )
 from vismoe.store.expert_store import Reads
-from vismoe.types import RecordLayout
+from vismoe.types import ExpertInventory, RecordLayout
 
 # Of one thread with 32 tokens in an expert, as measured on Zen 5 (docs/benchmark.md).
 FLOP_PER_S = {"portable": 2e9, "avx2": 33e9, "avx512": 70e9, "avx512bf16": 225e9, "amx": 225e9}
@@ -70,11 +69,25 @@ def upgrade_rates(settings: Settings, device: torch.device) -> Rates:
     return Rates(settings.emulated_link_bytes_per_s or NOMINAL_DISK_BYTES_PER_S, _cpu_rate(profile))
 
 
+def read_rate(settings: Settings, inventory: ExpertInventory, reads: Reads, direct: bool, cached: bool) -> float | None:
+    """Bytes of experts per second: past the page cache (`direct`), or from it where it holds them all (`cached`); None: not
+    measured."""
+    profile = _profile(settings)
+    disk = disk_of(profile, reads.folder) if profile else None
+    return read_bytes_per_s(disk, max(layout.record_bytes for layout in inventory.layouts), direct, cached)
+
+
 def machine_rates(
-    needs: Footprint, settings: Settings, hardware: Hardware, reads: Reads, direct: bool, spare_bytes: int, host_share: float
+    needs: Footprint,
+    settings: Settings,
+    hardware: Hardware,
+    stored_bytes: int,
+    stored_bytes_per_s: float | None,
+    cached: bool,
+    host_share: float,
 ) -> MachineRates:
-    """What the plan expects passes by. direct: experts are read past the page cache; spare_bytes: of RAM, beyond the plan;
-    host_share: of the experts, that the tier below a GPU holds."""
+    """What the plan expects passes by. stored_bytes: of all experts as they are read; stored_bytes_per_s: of reading them, as
+    measured, `cached` from the page cache; host_share: of the experts, that the tier below a GPU holds."""
     profile, assumed, inventory = _profile(settings), list[str](), needs.inventory
 
     def rate(measured: float | None, nominal: float, what: str) -> float:
@@ -87,16 +100,13 @@ def machine_rates(
         weights = rate(link.device_read_bytes_per_s if link else None, NOMINAL_GPU_BYTES_PER_S, "the GPU's memory")
     else:
         weights = rate(profile.dram_bytes_per_s if profile else None, NOMINAL_CPU_BYTES_PER_S, "memory")
-    disk = disk_of(profile, reads.paths[0].parent if reads.paths else Path.cwd()) if profile else None
-    if fits_page_cache(reads.stored_bytes, spare_bytes) and not (direct or on_gpu):
-        stored = rate(disk.cached_bytes_per_s if disk else None, weights / 4, "the page cache")
+    if cached:
+        stored = rate(stored_bytes_per_s, weights / 4, "the page cache")
     else:
-        expert_bytes = max(layout.record_bytes for layout in inventory.layouts)
-        best = disk.best(direct=direct, request_bytes=expert_bytes) if disk else None
-        stored = rate(best.bytes_per_s if best else None, NOMINAL_DISK_BYTES_PER_S, "the disk")
+        stored = rate(stored_bytes_per_s, NOMINAL_DISK_BYTES_PER_S, "the disk")
     missing = stored  # of a pair, in whichever format; of one format, as many bytes of slabs as those on disk fill
     if not inventory.low_layouts:
-        missing *= inventory.slab_bytes / max(1, reads.stored_bytes)
+        missing *= inventory.slab_bytes / max(1, stored_bytes)
     if settings.emulated_link_bytes_per_s is not None:
         missing = settings.emulated_link_bytes_per_s
     elif on_gpu:

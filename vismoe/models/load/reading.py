@@ -2,13 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import BudgetError, ConfigError
-from vismoe.machine.choices import Choices, choose
+from vismoe.machine.choices import Choices, choose, fits_page_cache
 from vismoe.machine.profile import load_profile
-from vismoe.models.load.host_rates import machine_rates
+from vismoe.models.load.host_rates import machine_rates, read_rate
 from vismoe.planning.needs import Footprint, Hardware
 from vismoe.planning.plan import Plan, plan
 from vismoe.planning.throughput import UNMEASURED, MachineRates
@@ -40,7 +39,9 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     if choices.direct_reads:
         needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + reads.bounce_bytes)
     host_share = min(1.0, sum(draft.host_slabs) / max(1, draft.total_experts))
-    rates = machine_rates(needs, settings, hardware, reads, choices.direct_reads, spare_bytes, host_share)
+    cached = hardware.device == "cpu" and not choices.direct_reads and fits_page_cache(reads.stored_bytes, spare_bytes)
+    bytes_per_s = read_rate(settings, needs.inventory, reads, choices.direct_reads, cached)
+    rates = machine_rates(needs, settings, hardware, reads.stored_bytes, bytes_per_s, cached, host_share)
     settled = dataclasses.replace(settings, io_threads=choices.io_threads)
     memory, on_disk = _place_table(needs, settled, hardware, table_bytes, rates)
     sentences = [choices.reasons["direct_reads"], choices.reasons["io_threads"]]
@@ -48,7 +49,7 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
         sentences[1] += f"; {memory.io_threads} in each of {hardware.local_world_size} processes"
     if on_disk:
         sentences.append(f"embeddings: {format_bytes(table_bytes)} stay on disk, a token reads its row")
-    return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk, choices.bytes_per_s)
+    return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk, bytes_per_s)
 
 
 def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Reading:
@@ -96,7 +97,7 @@ def _choose(needs: Footprint, settings: Settings, hardware: Hardware, spare_byte
         spare_bytes=spare_bytes,
         cores=hardware.cores,
         device=hardware.device,
-        path=reads.paths[0].parent if reads.paths else Path.cwd(),
+        path=reads.folder,
     )
     reasons = dict(choices.reasons)
     if settings.reads != "auto":

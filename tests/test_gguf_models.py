@@ -151,8 +151,10 @@ def test_a_tied_head_has_the_bytes_of_the_embeddings(kind, tmp_path):
     assert exact.lm_head.weight is exact.model.embed_tokens.weight
     assert torch.equal(logits(exact), logits(expected))
     assert fast.lm_head.codes.data_ptr() == fast.model.embed_tokens.codes.data_ptr()
-    alike = torch.cosine_similarity(logits(fast).float(), logits(expected.double()).float(), dim=-1) > 0.999
-    assert (~alike).sum() <= 1, "bfloat16 takes another expert for one token, eager's and that of some instruction sets"
+    in_bfloat16, in_float64 = logits(expected).float(), logits(expected.double()).float()
+    tie = torch.cosine_similarity(in_bfloat16, in_float64, dim=-1) <= 0.999  # eager takes another expert for one token
+    assert tie.sum() <= 1
+    assert ((torch.cosine_similarity(logits(fast).float(), in_float64, dim=-1) > 0.999) | tie).all()
     plan = runtime_of(fast).plan
     assert f"token embeddings in {kind.lower()}, restored by row, the head on the same bytes" in plan.rest
     held = {t.data_ptr(): t.untyped_storage().nbytes() for t in (*fast.parameters(), *fast.buffers())}

@@ -44,7 +44,8 @@ def choose(
     direct, cold_direct, why_direct = _direct(disk, expert_bytes, checkpoint_bytes, spare_bytes)
     link = profile.link(device) if profile else None
     link_bytes_per_s = link.best_bytes_per_s(page_locked=link.page_lock_refused is None) if link else None
-    threads, why_threads = _threads(disk, direct, expert_bytes, max(1, cores) if copies else MOST_THREADS, link_bytes_per_s)
+    most = max(1, cores) if copies else MOST_THREADS
+    threads, why_threads = _threads(disk, cold_direct, expert_bytes, most, link_bytes_per_s)
     return Choices(direct, cold_direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
 
 

@@ -109,9 +109,9 @@ class VisMoEQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
-        if self._configuration.settings.gguf is None:  # of a GGUF file every tensor was read into memory of its own
-            own_memory(model)
         files = self._configuration.source.for_loading(*self._loading)
+        if self._configuration.settings.gguf is None:  # of a GGUF file every tensor was read into memory of its own
+            own_memory(model, files if self._loading[0] else None)
         self._configuration.backbone.fill(model, files, self._configuration.device)
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
         build(model, self._configuration)

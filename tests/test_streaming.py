@@ -126,8 +126,7 @@ def test_where_nearly_everything_is_wanted_streaming_fetches_hardly_more_than_th
     assert fetched <= 1.03 * sum(fewest[warm * layers :])
 
 
-@pytest.mark.parametrize("skew", [0.0, 1.0])
-@pytest.mark.parametrize("compute_s", [0.1, 2.0, 12.0, 40.0])
+@pytest.mark.parametrize(("skew", "compute_s"), [(1.0, 0.1), (0.0, 2.0), (1.0, 12.0), (0.0, 40.0)])
 def test_streaming_is_never_slower_than_demand_paging(skew, compute_s):
     """Seconds are copies of an expert."""
     streamed = []
@@ -180,9 +179,9 @@ def always(monkeypatch):
 
 @pytest.mark.parametrize(("slabs", "order", "threads"), [([3], "lru", 1), ([16], "lfu", 2), ([40], "lfu", 3)])
 def test_random_steps_keep_every_invariant_while_passes_are_streamed(always, slabs, order, threads):
-    pager = random_walk(7, 1_500, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
+    pager = random_walk(7, 700, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
     counts = pager.metrics.snapshot()
-    assert counts.total("streamed") > 0.7 * counts.total("steps") and counts.total("evictions") > 300
+    assert counts.total("streamed") > 0.7 * counts.total("steps") and counts.total("evictions") > 150
     assert slabs == [3] or counts.total("prefetched_bytes") > 10 * pager.core.ledger.unit_bytes
 
 

@@ -152,19 +152,38 @@ def test_released_bytes_pay_for_as_many_tokens_as_fit(context, rows, released, w
     assert tokens == context or bytes_beyond(need, context, rows, tokens + 1) > released
 
 
+def serving(context: int) -> SimpleNamespace:
+    """What the boundary needs of a runtime: four layers of 16 experts, all of which have a slab."""
+    store = LargeNumberStore([16] * 4)
+    return SimpleNamespace(
+        plan=SimpleNamespace(context=context, rows=4),
+        pager=make_pager(store, [64]),
+        context=SimpleNamespace(more_tokens=0),
+        configuration=SimpleNamespace(needs=NEED, experts=SimpleNamespace(inventory=store.inventory)),
+    )
+
+
+def test_a_new_plan_begins_with_its_own_context_and_with_pools_that_lent_nothing():
+    runtime, other = serving(100), serving(50)
+    moving = Boundary(runtime)
+    for _ in range(boundary_module.ROUNDS_A_MOVE):
+        assert moving.context_tokens == 100, "not in every round"
+        places = moving.between(2.0, True, 0)
+    assert places == 100 + runtime.context.more_tokens > 100 and moving.released_bytes == runtime.pager.core.released_bytes > 0
+    runtime.pager.close()
+    runtime.plan, runtime.pager = other.plan, other.pager
+    assert moving.between(2.0, False, 0) == 50 and runtime.context.more_tokens == moving.released_bytes == 0
+    other.pager.close()
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 3), st.lists(st.integers(1, 60), max_size=3), st.integers(0, 3)), max_size=60))
 @example([(2.0, [50, 50], 0), (2.0, [10], 0), (0.5, [], 0), (0.5, [9], 1)])
 def test_slabs_and_keys_and_values_together_never_exceed_the_plan(rounds):
     """Requests of these tokens arrive, and so many of those that run end, round by round."""
-    context, store = 100, LargeNumberStore([16] * 4)
-    pager = make_pager(store, [64])
-    runtime = SimpleNamespace(
-        plan=SimpleNamespace(context=context, rows=4),
-        pager=pager,
-        context=SimpleNamespace(more_tokens=0),
-        configuration=SimpleNamespace(needs=NEED, experts=SimpleNamespace(inventory=store.inventory)),
-    )
+    context = 100
+    runtime = serving(context)
+    pager = runtime.pager
     pool, moving = pager.tables[0].pool.pools[0], Boundary(runtime)
     planned = pool.nbytes + NEED.cache_bytes(context, 4)
     waiting, running, places, grew = [], [], context, False
@@ -204,7 +223,7 @@ def test_requests_that_wait_get_the_memory_of_experts_and_the_bits_that_they_hav
     with vismoe.load(None, memory="100%", context=100, parallel=8) as engine:
         messages = [{"role": "user", "content": "Describe a photograph of a cat. " * 3}]
         alone = "".join(engine.chat(messages, max_tokens=30, reuse=False))
-        replies = [engine.chat(messages, max_tokens=30, reuse=False) for _ in range(6)]
+        replies = [engine.chat(messages, max_tokens=30) for _ in range(6)]  # whose keys and values are kept, as places allow
         assert ["".join(reply) for reply in replies] == [alone] * 6
         places, lent = max(moved)
         assert places > engine.plan.context and lent > 0

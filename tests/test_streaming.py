@@ -81,8 +81,8 @@ def test_what_stays_is_the_same_share_of_every_layer_and_the_most_used_of_it(siz
 def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_pool_fills():
     streaming = Streaming([MoELayer(i, "", 8, 4, 0) for i in range(2)], possible=True)
 
-    def a_pass(tokens: int, full: bool = True, missed: int = 4) -> Verdict:
-        streaming.begin_pass(Phase.DECODE, tokens, slabs=12, full=full, compute_s=0.5)
+    def a_pass(tokens: int, full: bool = True, missed: int = 4, phase: Phase = Phase.DECODE) -> Verdict:
+        streaming.begin_pass(phase, tokens, slabs=12, full=full, compute_s=0.5)
         verdict = streaming.verdict
         late = 1 if streaming.on else missed  # which says nothing of demand paging
         for _ in range(2):
@@ -98,8 +98,8 @@ def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_p
     assert [a_pass(16) for _ in range(3)] == [Verdict.UNMEASURED, Verdict.STREAMED, Verdict.STREAMED]
     assert a_pass(32) is Verdict.UNMEASURED, "nothing is known of passes of another size"
     assert a_pass(17) is Verdict.STREAMED
+    assert [a_pass(16, phase=Phase.ENCODE) for _ in range(3)] == [Verdict.UNMEASURED] * 3
     streaming.begin_pass(Phase.ENCODE, 16, slabs=12, full=True, compute_s=0.5)
-    assert not streaming.on
     assert streaming._known[Phase.DECODE, 5] == Passes(pytest.approx(1.0, abs=1e-4), 0.5, 0.5, 1.0, streamed=True)
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+from collections import Counter
 
 import pytest
 import tiny_models
@@ -15,8 +16,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.load import stripping
 from vismoe.models.load.stripping import own_memory, strip_experts
 from vismoe.models.moe.adapters import adapt
+from vismoe.store.files import CheckpointFiles, OpenFiles
+from vismoe.store.safetensors_header import read_header
 
 
 class StripOnlyConfig(QuantizationConfigMixin):
@@ -107,6 +111,28 @@ def test_a_loaded_model_maps_the_checkpoint_until_it_owns_its_memory(tmp_path, l
     assert all(tensor.data_ptr() % 64 == 0 for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
     distinct = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     assert copied_bytes == sum(tensor.nbytes for tensor in distinct)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_large_weights_that_lie_mapped_are_read_from_the_files_unless_they_differ(written, tmp_path, load_stripped, monkeypatch):
+    monkeypatch.setattr(stripping, "LARGE_BYTES", 4096)
+    tiny_models.save("qwen3_vl_moe", tmp_path, max_shard_size="200KB")
+    model, _ = load_stripped(tmp_path)
+    if written:
+        with torch.no_grad():
+            max(model.parameters(), key=torch.numel).add_(1)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    (tmp_path / "elsewhere").symlink_to(tmp_path)  # as in the cache of the hub, where names are links
+    paths = sorted((tmp_path / "elsewhere").glob("*.safetensors"))
+    files = CheckpointFiles([read_header(path) for path in paths]).for_loading(past_cache=False, threads=2)
+    read, fill = [], OpenFiles.fill_large
+    monkeypatch.setattr(OpenFiles, "fill_large", lambda self, *what: read.append(len(what[2])) or fill(self, *what))
+    large = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters() if tensor.nbytes >= 4096}
+    own_memory(model, files)
+    assert len(paths) > 1 < len(read) and not Counter(read) - Counter(large.values())
+    assert (sorted(read) == sorted(large.values())) is not written
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert not set(map(str, paths)) & set(mapped_checkpoints())
 
 
 def test_ties_stay_whether_by_object_or_by_memory():

@@ -1,6 +1,6 @@
 """Tensors that are held as a whole, read from a checkpoint: as it encodes them, or restored. No bit is lost on the way.
 
-Reading goes through the page cache. What a tensor takes beside the result is bounded, whatever its size: a few megabytes of the
+What a tensor takes beside the result is bounded, whatever its size: a few megabytes of the
 file, and of float32 values.
 """
 
@@ -40,7 +40,7 @@ def read_part(files: OpenFiles, part: TensorPart) -> Tensor:
 
 def _fill(files: OpenFiles, part: TensorPart, into: Tensor) -> None:
     if into.numel():
-        files.fill(part.file, part.offset_bytes, [into.view(-1).view(torch.uint8).numpy()])
+        files.fill_large(part.file, part.offset_bytes, into.view(-1).view(torch.uint8).numpy())
 
 
 def read_encoded(files: OpenFiles, tensor: EncodedTensor) -> dict[str, Tensor]:

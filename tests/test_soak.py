@@ -11,7 +11,7 @@ for needed in ("fastapi", "uvicorn", "openai", "prometheus_client"):  # extras
     pytest.importorskip(needed)
 
 from vismoe.eval.studies import soak  # noqa: E402
-from vismoe.eval.studies.soak_clients import Said  # noqa: E402
+from vismoe.eval.studies.soak_clients import WholeAnswer  # noqa: E402
 
 MIB = 2**20
 CALM = soak.Sample(at_s=0.0, memory_bytes=500 * MIB, files=10, threads=8, running=0, waiting=0, context_tokens=0)
@@ -54,15 +54,15 @@ def test_what_clients_and_metrics_say_is_judged():
 @pytest.mark.parametrize(
     ("said", "same"),
     [
-        (Said("A cat and a dog.", "stop"), True),
-        (Said("A cat a", "length"), True),
-        (Said("A cat and a dog.", "length"), True),
-        (Said("A cat a", "stop"), False),
-        (Said("A cow", "length"), False),
+        (WholeAnswer("A cat and a dog.", "stop"), True),
+        (WholeAnswer("A cat a", "length"), True),
+        (WholeAnswer("A cat and a dog.", "length"), True),
+        (WholeAnswer("A cat a", "stop"), False),
+        (WholeAnswer("A cow", "length"), False),
     ],
 )
 def test_an_answer_that_was_cut_is_compared_up_to_there(said, same):
-    assert said.goes_on_as(Said("A cat and a dog.", "stop")) == same
+    assert said.goes_on_as(WholeAnswer("A cat and a dog.", "stop")) == same
 
 
 def test_some_clients_for_some_seconds_leave_nothing_behind():

@@ -38,13 +38,13 @@ SHOWN = 10  # most errors in the report
 
 
 @dataclass(frozen=True)
-class Said:
+class WholeAnswer:
     """A completed answer."""
 
     text: str
     finish: str  # stop or length
 
-    def goes_on_as(self, whole: "Said") -> bool:
+    def goes_on_as(self, whole: "WholeAnswer") -> bool:
         """Whether a longer answer to the same request begins like this; `whole` ended by itself or at more tokens."""
         return self == whole if self.finish == "stop" else whole.text.startswith(self.text.rstrip("\ufffd"))
 
@@ -56,7 +56,8 @@ class Told:
     counts: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)  # of completed answers
     wrong: list[str] = field(default_factory=list)
-    repeatable: dict[str, list[Said]] = field(default_factory=dict)  # by the request in JSON, without the length of its answer
+    # by the request in JSON, without the length of its answer
+    repeatable: dict[str, list[WholeAnswer]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         times = sorted(self.seconds) or [0.0]
@@ -165,7 +166,7 @@ class Client:
                 if whole is None or not said.goes_on_as(whole):
                     self._told.wrong.append(f"{said} beside others, {whole} alone"[:300])
 
-    async def _wait(self, options: dict[str, Any], alone: bool = False) -> Said | None:
+    async def _wait(self, options: dict[str, Any], alone: bool = False) -> WholeAnswer | None:
         """A whole answer, or None if this client hung up, which it does not when it is alone."""
         began_s = time.monotonic()
         patience_s = self._rng.expovariate(1.0) if not alone and self._rng.random() < CANCELLED else PATIENCE_S
@@ -180,9 +181,9 @@ class Client:
             self._told.seconds.append(time.monotonic() - began_s)
         if answer.choices[0].finish_reason not in ("stop", "length") or answer.usage is None:
             self._told.wrong.append(f"an odd answer: {answer}"[:300])
-        return Said(answer.choices[0].message.content, answer.choices[0].finish_reason)
+        return WholeAnswer(answer.choices[0].message.content, answer.choices[0].finish_reason)
 
-    async def _stream(self, options: dict[str, Any]) -> Said | None:
+    async def _stream(self, options: dict[str, Any]) -> WholeAnswer | None:
         began_s = time.monotonic()
         most_chunks = self._rng.randint(0, 12) if self._rng.random() < CANCELLED else None
         stream = await self._api.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
@@ -199,7 +200,7 @@ class Client:
         self._told.seconds.append(time.monotonic() - began_s)
         if finish not in ("stop", "length") or usage is None:
             self._told.wrong.append(f"a stream that ended oddly: {finish}, {usage}"[:300])
-        return Said("".join(pieces), str(finish))
+        return WholeAnswer("".join(pieces), str(finish))
 
 
 async def soak(url: str, clients: int, seconds: float, seed: int) -> Told:

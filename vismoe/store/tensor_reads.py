@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vismoe.kernels.restore import restore as restore_matrix
+from vismoe.pools.advice import in_huge_pages
 from vismoe.store.arrangement import SAME
 from vismoe.store.files import OpenFiles
 from vismoe.store.tensors import EncodedTensor, TensorPart
@@ -17,7 +18,7 @@ PIECE_BYTES = 2 * 2**20  # of a file that are rearranged at once
 
 def read_part(files: OpenFiles, part: TensorPart) -> Tensor:
     """A part as a record would hold it. Raises CheckpointError."""
-    into = torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype))
+    into = in_huge_pages(torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype)))
     files.expect(part.file, [part.offset_bytes], part.nbytes)  # twice as fast as what the system reads ahead by itself
     if part.arrangement is SAME and part.dtype == into.dtype:
         _fill(files, part, into)
@@ -54,7 +55,7 @@ def read_restored(files: OpenFiles, tensor: TensorPart | EncodedTensor, dtype: t
     """A tensor in `dtype`, encoded or not. Raises CheckpointError."""
     if not isinstance(tensor, EncodedTensor):
         return read_part(files, tensor).to(dtype)
-    into = torch.empty(tensor.shape, dtype=dtype)
+    into = in_huge_pages(torch.empty(tensor.shape, dtype=dtype))
     restore(files, tensor, into)
     return into
 

@@ -1,7 +1,8 @@
 """Measures how well a model answers questions about held-out scenes, and how its routers used the experts meanwhile.
 
 Questions go through the processor's chat template, answers are decoded greedily, many at once, and routing is read from the
-inputs of the experts modules. `prompts` and `decoded` are for studies of any Hugging Face image-text model, paged or not.
+inputs of the experts modules. `prompts`, `decoded` and `answers` are for studies of any Hugging Face image-text model, paged or
+not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,11 @@ def decoded(model: Any, processor: Any, inputs: Any, most_tokens: int = MAX_ANSW
     """Greedy answers to a batch of prompts."""
     out = model.generate(**inputs, max_new_tokens=most_tokens, do_sample=False)
     return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def answers(model: Any, processor: Any, talks: Sequence[Conversation]) -> list[str]:
+    """Greedy answers of any model to the last question of each conversation, as one left-padded batch."""
+    return decoded(model, processor, prompts(processor, talks).to(model.device))
 
 
 def ask(engine: Engine, talk: Conversation, draw: int | None = None) -> Reply:

@@ -3,6 +3,7 @@
 import itertools
 import queue
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from vismoe.engine.engine import Engine
@@ -24,10 +25,14 @@ def answered(engine: Engine, questions: Iterable[tuple[Key, Callable[[], Reply]]
     left, running = iter(questions), dict[Key, Reply]()
     ended: queue.SimpleQueue[Key] = queue.SimpleQueue()
 
+    def note(key: Key, piece: str | None) -> None:
+        if piece is None:
+            ended.put(key)
+
     def ask_next(most: int) -> None:
         for key, ask in itertools.islice(left, most):
             running[key] = reply = ask()
-            reply.deliver_to(lambda piece, key=key: ended.put(key) if piece is None else None)
+            reply.deliver_to(partial(note, key))
 
     try:
         while True:

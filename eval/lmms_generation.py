@@ -43,7 +43,7 @@ class Generation(RequestOptions):
             raise InputError(
                 f"generation_kwargs: {', '.join(sorted(unknown))} are not supported. Fix: only {', '.join(sorted(UNDERSTOOD))}"
             )
-        chosen = {name: asked.get(name) if sample else None for name in ("temperature", "top_p", "top_k")}
+        chosen: dict[str, Any] = {name: asked.get(name) if sample else None for name in ("temperature", "top_p", "top_k")}
         return cls(
             max_tokens=asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens,
             stop=tuple(string for string in _texts(until) if string != ADDED_BY_LMMS_EVAL),

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from vismoe.errors import InputError
-from vismoe.eval.accuracy import decoded, prompts
+from vismoe.eval.accuracy import answers
 from vismoe.eval.answer_file import AnswerFile, program_digest, questions
 from vismoe.eval.paired import paired_difference, ratio_of_sums
 from vismoe.eval.questions import KINDS
@@ -139,7 +139,7 @@ def test_answers_that_were_not_generated_are_those_that_generation_gives(model_a
         judged = judge(model, processor, weights, talks, [SIXTEEN_BIT, INT2_NEAREST])
         for contestant, rows in judged.items():
             weights.put(contestant)
-            said = decoded(model, processor, prompts(processor, talks))
+            said = answers(model, processor, talks)
             assert [row.answer for row in rows] == said
             assert [row.score for row in rows] == [score(talk.turns[-1], answer) for talk, answer in zip(talks, said)]
         assert all(row.divergence == 0 for row in judged[SIXTEEN_BIT])

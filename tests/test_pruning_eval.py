@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from vismoe.eval import pruned_answers
-from vismoe.eval.accuracy import decoded, prompts
+from vismoe.eval.accuracy import answers, prompts
 from vismoe.eval.answer_file import batches, questions
 from vismoe.eval.paired import paired_difference
 from vismoe.eval.plots import COLOURS, Panel, Series, grid_figure
@@ -90,8 +90,7 @@ def test_all_tokens_answer_as_the_model_does_without_a_pruner(engines):
     found = ask(engines, EVERYTHING)
     runtime_of(engine.model).pruner.pruning = None
     for kind, (texts, images) in zip(("where", "compare"), found):
-        inputs = prompts(engines.processor, questions(kind, range(4), 11))
-        assert images == [] and texts == decoded(engine.model, engines.processor, inputs)
+        assert images == [] and texts == answers(engine.model, engines.processor, questions(kind, range(4), 11))
 
 
 def test_lambda_zero_and_alpha_beta_are_selection_by_saliency_and_random_draws_by_its_seed(engines):

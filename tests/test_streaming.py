@@ -35,10 +35,13 @@ from vismoe.types import ExpertId, MoELayer, Phase
         ({"compute_s": 300.0}, 128, (300.0, 379.36), Verdict.STREAMED, Verdict.STREAMED),  # two layers' absent experts
         ({"compute_s": 300.0, "slabs": 128}, 132, (300.0, 379.36), Verdict.SMALL_POOL, Verdict.SMALL_POOL),
         ({"missed": 0.0}, 6, (64.75, 2.0), Verdict.NO_GAIN, Verdict.NO_GAIN),
+        ({"wanted": 0.49}, 6, (32.7475, 81.36), Verdict.NO_GAIN, Verdict.NO_GAIN),  # most of what comes unasked is in vain
+        ({"in_flight": 0}, 2, (64.25, 81.36), Verdict.STREAMED, Verdict.STREAMED),  # a slab more of the ring is a copy more
+        ({"in_flight": 0, "compute_s": 0.0}, 1, (64.125, 79.36), Verdict.STREAMED, Verdict.STREAMED),
     ],
 )
 def test_the_rule_by_hand(differs, ring, seconds, first, later):
-    given = dict(layers=8, experts=128, slabs=512, copy_s=1.0, compute_s=2.0, wanted=1.0, missed=0.62) | differs
+    given = dict(layers=8, experts=128, slabs=512, copy_s=1.0, compute_s=2.0, wanted=1.0, missed=0.62, in_flight=4) | differs
     estimate = StreamEstimate(**given)
     assert estimate.ring == ring and (estimate.streamed_s, estimate.demanded_s) == pytest.approx(seconds)
     assert (estimate.verdict(streaming=False), estimate.verdict(streaming=True)) == (first, later)
@@ -115,16 +118,20 @@ def replayed(demands: Demands, slots: int, streams: bool, **conditions: float) -
     return pager, after
 
 
-@pytest.mark.parametrize("slots", [256, 512])
+@pytest.mark.parametrize("slots", [256, 512, 768])
 def test_where_nearly_everything_is_wanted_streaming_fetches_hardly_more_than_the_oracle(slots):
+    """Or than can be done without foresight: routing is uniform, and an expert that stays until the next pass takes a slab all
+    the time, so at most `slots` stay, of which the next pass wants no larger share than of all."""
     layers, steps, warm = 8, 12, 5
     demands = Demands.of(skewed_trace(layers, 128, 8, tokens=steps, batch=64, skew=0.0, seed=1))
     assert np.mean([len(demand.experts) for demand in demands]) / 128 >= 0.95
     pager, after = replayed(demands, slots, True, link_bytes_per_s=1024, compute_s_per_layer=2.0)
     assert pager.metrics.snapshot().total("streamed") == (steps - 2) * layers  # but the cold pass, and the one that is measured
-    fewest = oracle_misses([demand.experts + 128 * demand.layer for demand in demands], slots)
+    wanted = [demand.experts + 128 * demand.layer for demand in demands]
+    fewest = sum(oracle_misses(wanted, slots)[warm * layers :])
+    unforeseen = sum(map(len, wanted[warm * layers :])) * (1 - slots / (128 * layers))
     fetched = (after[-1][0] - after[warm * layers - 1][0]) / 1024
-    assert fetched <= 1.03 * sum(fewest[warm * layers :])
+    assert fetched <= 1.03 * max(fewest, unforeseen) and (slots > 512 or fetched <= 1.03 * fewest)
 
 
 @pytest.mark.parametrize(("skew", "compute_s"), [(1.0, 0.1), (0.0, 2.0), (1.0, 12.0), (0.0, 40.0)])

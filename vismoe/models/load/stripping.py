@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.pools.advice import in_huge_pages
 from vismoe.store.files import OpenFiles
 from vismoe.store.page_cache import mappings
 
@@ -63,7 +64,7 @@ def own_memory(model: nn.Module, files: OpenFiles | None = None) -> int:
             if files is None or found is None:
                 copies[key] = tensor.detach().clone()
             else:
-                copies[key] = torch.empty_like(tensor, requires_grad=False)
+                copies[key] = in_huge_pages(torch.empty_like(tensor, requires_grad=False))
                 files.fill_large(*found, copies[key].view(-1).view(torch.uint8).numpy())
             copied_bytes += tensor.nbytes
         tensor.data = copies[key]

@@ -56,6 +56,19 @@ def test_contests_in_an_encoding_read_its_bytes(monkeypatch, encoding):
     assert speed.times_torch is None and speed.weights_per_s * 4 == pytest.approx(speed.flop_per_s)
 
 
+@pytest.mark.parametrize("encoding", ["fp8", "w4", "mxfp4", "nvfp4"])
+def test_records_hold_no_number_whose_products_are_denormal(encoding):
+    layout = kernels.encoded_layout({"weight": (16, 256)}, encoding)
+    slabs = torch.zeros(3, layout.record_bytes, dtype=torch.uint8)
+    kernels.fill(slabs, layout)
+    for section in layout.sections[1:]:
+        numbers = slabs[:, section.offset_bytes : section.offset_bytes + section.nbytes].view(section.dtype).float()
+        if section.dtype is torch.uint8:  # an exponent of two plus 127, or E4M3
+            assert (numbers == 120).all()
+        else:
+            assert ((numbers > 0.004) & (numbers < 0.016)).all()
+
+
 def test_a_working_set_of_few_experts_is_refused():
     with pytest.raises(ConfigError, match="holds 5 experts"):
         next(kernels.random_groups(5))

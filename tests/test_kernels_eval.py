@@ -21,7 +21,9 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
     working_set = torch.zeros(4 * 2**20, dtype=torch.uint8)
     if weights == "linear":
         contests = list(kernels.linear_contests(SMALL, working_set))
-        assert [contest.our_bytes for contest in contests[::3]] == [2 * 300 * 256, 2 * (64 * 256 + 256 * 64)]
+        projections = 2 * (64 * 256 + 256 * 64)
+        assert [contest.our_bytes for contest in contests[::3]] == [2 * 300 * 256, projections, projections]
+        assert [contest.tokens for contest in contests] == [1, 4, 16, 1, 4, 16, 256]
     elif weights == "attention":
         monkeypatch.setattr(kernels, "CONTEXTS", (7, 300))
         contests = list(kernels.attention_contests(SMALL, working_set))

@@ -1,9 +1,9 @@
 """How close the CPU kernels come to memory speed: `python -m vismoe.eval.studies.kernels [--json]`.
 
 Measures whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, the two kinds of linear that a
-decoded token uses (the language model head and attention projections), and its attention over some numbers of keys. They are
-compared with torch's own operators on weights of the same precision. Every working set is above 1 GiB and is read in random order
-(that of attention in turn), so that no cache holds a weight.
+decoded token uses (the language model head, and attention projections, also for the 256 rows of a prompt), and its attention over
+some numbers of keys. They are compared with torch's own operators on weights of the same precision. Every working set is above
+1 GiB and is read in random order (that of attention in turn), so that no cache holds a weight.
 
 Summing the same bytes, in turn with both contestants, measures the memory's rate: on a shared machine it changes from one second
 to the next, and only rates measured together are comparable. Results are medians over rounds: GB/s of weights read (in their
@@ -276,7 +276,7 @@ def linear_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[Kern
             [part.view(shape) for part, shape in zip(each.split(sizes), matrices)]
             for each in working_set[: 2 * sets * sum(sizes)].view(torch.bfloat16).view(sets, -1)
         ]
-        for tokens in (1, 4, 16):
+        for tokens in (1, 4, 16) if name == "head" else (1, 4, 16, 256):
             inputs = [torch.randn(tokens, shape[1]).bfloat16() for shape in matrices]
             nbytes, flop = 2 * sum(sizes), 2 * tokens * sum(sizes)
             ours, theirs = (linear_calls(function, inputs, weights) for function in (cpu.linear, functional.linear))

@@ -33,7 +33,7 @@ keep = lambda found: pathlib.Path(file).write_text(json.dumps(found))
 WAYS = {
     "good": "keep({'rows': [], 'folder': options['folder']})",
     "fails": "keep({'failures': ['one', 'two']})",
-    "crashes": "keep({'kept': 1}); print('last words'); os.kill(os.getpid(), signal.SIGSEGV)",
+    "crashes": "keep({'kept': 1}); print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
     "breaks": "keep({'kept': 1, 'error': 'ValueError: no'}); sys.exit(1)",
     "late": "keep({'kept': 1}); child = subprocess.Popen(['sleep', '60']); "
     "pathlib.Path(options['folder'], 'child').write_text(str(child.pid)); time.sleep(60)",

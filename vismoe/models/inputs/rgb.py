@@ -107,7 +107,7 @@ def _limits(image: Image.Image, bands: list[tuple[int, int, int, int]]) -> tuple
         values = np.asarray(image.crop(box)).astype(np.float64)
         finite = values[np.isfinite(values)]
         if finite.size:
-            found += [finite.min(), finite.max()]
+            found += [float(finite.min()), float(finite.max())]
     if not found:
         raise ValueError("no finite pixel")
     low, high = min(found), max(found)

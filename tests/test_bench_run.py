@@ -199,6 +199,24 @@ def test_a_worker_asks_cold_then_warm_and_drops_the_files_before(tmp_path, monke
     assert (answer.cached_bytes, answer.files_bytes, answer.logits, answer.moe_s) == (5, 7, (0.5, 0.25), None)
 
 
+def test_bytes_that_loading_reads_are_counted(monkeypatch):
+    counts = iter([100, 350])
+    monkeypatch.setattr(worker, "disk_bytes", lambda: next(counts))
+    assert worker.answer(JOB, Runner)[0].load_disk_bytes == 250
+
+
+def test_a_cold_open_is_compared_with_the_disk_and_the_computation():
+    """1 s of loading 500 B and 1 s to the first token, 100 B; 600 B take a second, and a prompt computes for 0.25 s at least."""
+    (run,) = runs_of("vismoe", [4.0, 2.0], load_disk_bytes=500)
+    for one, stall_s in zip(run["requests"], (0.5, 0.75), strict=True):
+        one["counters"] = {phase: COUNTERS | {"stall_seconds": stall_s} for phase in ("prefill", "decode")}
+    found = figures_of([run])["vismoe"]["cold_open"]
+    medians = {name: one["median"] for name, one in found.items()}
+    assert medians == {"seconds": 2.0, "bytes": 600, "compute_s": 0.25, "ratio": 2.0 / 1.25}
+    assert figures_of([{**run, "load_disk_bytes": None}])["vismoe"]["cold_open"] is None
+    assert figures_of(list(runs_of("accelerate", [4.0], load_disk_bytes=500)))["accelerate"]["cold_open"] is None
+
+
 def test_experts_are_timed_after_the_requests_that_count():
     answer, runner = worker.answer(replace(JOB, moe_time=True), Runner)
     assert runner.asked == [COLD, WARM, WARM, "experts"] and answer.moe_s == {"prefill": 0.5, "decode": 0.25}

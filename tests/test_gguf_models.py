@@ -34,6 +34,7 @@ from vismoe.models.load.preview import checkpoint_files, model_class, preview, r
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.moe.linears import EncodedEmbedding
+from vismoe.store import files
 
 gguf = pytest.importorskip("gguf")
 MIXED = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
@@ -81,6 +82,18 @@ def test_logits_with_torch_are_those_of_restored_weights(family, memory, tmp_pat
     assert torch.equal(embeddings.restored(), expected.get_input_embeddings().weight)
     for name, parameter in paged.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name)) and parameter.dtype == torch.bfloat16, name
+
+
+def test_weights_that_are_read_past_the_page_cache_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BOUNCE_BYTES", files.BLOCK_BYTES)  # tensors are large that have more
+    expected = gguf_files.write(tmp_path, "qwen3_moe", mixed)
+    expected.set_experts_implementation("eager")
+    expects, taken = [], files.OpenFiles.fill_large
+    monkeypatch.setattr(files.OpenFiles, "fill_large", lambda self, *what: expects.append(self) or taken(self, *what))
+    if (said := runtime_of(paged := opened(tmp_path, reads="direct", io_threads=3)).plan.reading[0]) != "O_DIRECT: asked for":
+        pytest.skip(said)
+    assert torch.equal(logits(paged), logits(expected))
+    assert all(one._cached is not None and one._threads._max_workers == 3 for one in expects) and len(expects) > 10
 
 
 @pytest.mark.parametrize("kind", [*gguf_files.PLAIN, *GGML])
@@ -501,8 +514,8 @@ def test_a_file_that_changed_while_it_was_loaded_is_refused(tmp_path, monkeypatc
     gguf_files.write(tmp_path, "qwen3_moe", lambda name: "Q8_0")
     fill = GgufWeights.fill
 
-    def filled(self, model):
-        fill(self, model)
+    def filled(self, *how):
+        fill(self, *how)
         with open(tmp_path / "model.gguf", "ab") as file:
             file.write(b"more")
 

@@ -89,7 +89,7 @@ def random_walk(
         layer = len(experts)
         for _ in range(steps):
             if layer >= len(experts):
-                pager.begin_step(rng.choice([Phase.PREFILL, Phase.DECODE]))
+                pager.begin_step(rng.choice([Phase.PREFILL, Phase.DECODE]), tokens=64 if kw.get("fill_ahead") else 1)
                 layer = 0
                 plans = [sorted(rng.sample(range(n), rng.randint(1, min(n, 6)))) for n in experts]
                 if rng.random() < 0.1:
@@ -129,12 +129,12 @@ def random_walk(
 
 
 @pytest.mark.parametrize(
-    ("slabs", "order", "threads"),
-    [([2], "lfu", 2), ([3], "lru", 1), ([16], "lfu", 2), ([40], "lfu", 3)],
+    ("slabs", "order", "threads", "fill_ahead"),
+    [([2], "lfu", 2, False), ([3], "lru", 1, False), ([16], "lfu", 2, False), ([40], "lfu", 3, True)],
 )
-def test_random_steps_keep_every_invariant(slabs, order, threads):
+def test_random_steps_keep_every_invariant(slabs, order, threads, fill_ahead):
     steps = 25_000 if SEARCHING else 2_500
-    pager = random_walk(7, steps, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
+    pager = random_walk(7, steps, [8] * 6, [0] * 6, slabs, order=order, threads=threads, fill_ahead=fill_ahead)
     counts = pager.metrics.snapshot()
     assert counts.total("hits") + counts.total("misses") > steps
     assert counts.total("evictions") > 500
@@ -273,6 +273,45 @@ def test_filling_ends_at_the_first_failure_and_a_demand_still_gets_what_it_wants
     store.broken = set()
     with pager.demand(0, range(8)) as demand:
         assert list(lent_by(demand, 0, in_order=True)) == list(range(8))
+    pager.close()
+    pager.check_integrity()
+
+
+def test_in_a_long_prompt_free_slabs_but_one_get_what_the_next_layers_lack_in_their_order():
+    store = NumberStore([8] * 4, [0] * 4)
+    pager = make_pager(store, [20], threads=2, fill_ahead=True)
+    pager.begin_step(Phase.PREFILL, tokens=64)
+    until(lambda: store.reads == 19 and not pager.core.tickets)
+    assert np.count_nonzero(pager.residency(), axis=1).tolist() == [8, 8, 3, 0]
+    for layer in range(4):
+        with pager.demand(layer, range(8), keep=[0, 1]) as demand:
+            assert list(lent_by(demand, layer, in_order=True)) == list(range(8))
+    assert pager.metrics.snapshot().total("hits") >= 16
+    pager.close()
+    pager.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("phase", "tokens", "fill_ahead"), [(Phase.PREFILL, 2, True), (Phase.DECODE, 64, True), (Phase.PREFILL, 64, False)]
+)
+def test_nothing_is_copied_unasked_where_few_experts_are_wanted(phase, tokens, fill_ahead):
+    store = NumberStore([8] * 4, [0] * 4)
+    pager = make_pager(store, [32], threads=1, fill_ahead=fill_ahead)
+    pager.begin_step(phase, tokens=tokens)
+    assert pager.changes.make(pager.core.next_copy) is None
+    pager.close()
+
+
+def test_filling_ahead_ends_at_the_first_failure_and_a_demand_still_gets_what_it_wants():
+    store = NumberStore([8] * 2, [0] * 2)
+    store.broken = {ExpertId(0, 4)}
+    pager = make_pager(store, [16], threads=2, fill_ahead=True)
+    pager.begin_step(Phase.PREFILL, tokens=64)
+    until(lambda: store.reads == 5 and not pager.core.tickets)
+    store.broken = set()
+    with pager.demand(0, range(8)) as demand:
+        assert list(lent_by(demand, 0, in_order=True)) == list(range(8))
+    assert store.reads == 9, "it goes on with the next prompt"
     pager.close()
     pager.check_integrity()
 

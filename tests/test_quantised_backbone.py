@@ -334,7 +334,7 @@ def test_a_file_that_is_cut_while_the_model_loads_is_refused(fp8, tmp_path, monk
     from vismoe.models.load import quantizer
 
     own = quantizer.own_memory
-    monkeypatch.setattr(quantizer, "own_memory", lambda model: (own(model), os.truncate(file, file.stat().st_size // 2)))
+    monkeypatch.setattr(quantizer, "own_memory", lambda *of: (own(*of), os.truncate(file, file.stat().st_size // 2)))
     with pytest.raises(CheckpointError, match=f"{file.name} .*(truncated|changed)"):
         load(folder)
     assert open_files() == before

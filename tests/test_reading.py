@@ -43,7 +43,7 @@ def test_reading_past_the_page_cache_is_planned_for_said_and_exact(folder):
 
 
 def test_o_direct_asked_for_where_there_is_none_is_an_error(folder, monkeypatch):
-    monkeypatch.setattr(CheckpointStore, "read_past_cache", lambda store: "the filesystem of x has no O_DIRECT")
+    monkeypatch.setattr(CheckpointStore, "read_past_cache", lambda store, only_cold: "the filesystem of x has no O_DIRECT")
     with pytest.raises(ConfigError, match=r"reads='direct': the filesystem of x has no O_DIRECT. Fix: reads='cached'"):
         load(folder, reads="direct")
 

@@ -3,10 +3,12 @@
 import gc
 import os
 import re
+from collections import Counter
 
 import pytest
 import tiny_models
 import torch
+from searching import SEARCHING
 from test_store import on_meta
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -14,8 +16,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.models.load import stripping
 from vismoe.models.load.stripping import own_memory, strip_experts
 from vismoe.models.moe.adapters import adapt
+from vismoe.store.files import CheckpointFiles, OpenFiles
+from vismoe.store.safetensors_header import read_header
 
 
 class StripOnlyConfig(QuantizationConfigMixin):
@@ -60,7 +65,7 @@ def mapped_checkpoints() -> set[str]:
         return {line.split()[-1] for line in maps if "safetensors" in line and ".so" not in line}
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES if SEARCHING else tiny_models.FAMILIES[::4])
 def test_everything_but_the_experts_loads_as_before_and_nothing_is_reported(family, tmp_path, load_stripped):
     tiny_models.save(family, tmp_path)
     reference = tiny_models.reference(tmp_path)
@@ -106,6 +111,28 @@ def test_a_loaded_model_maps_the_checkpoint_until_it_owns_its_memory(tmp_path, l
     assert all(tensor.data_ptr() % 64 == 0 for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
     distinct = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     assert copied_bytes == sum(tensor.nbytes for tensor in distinct)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_large_weights_that_lie_mapped_are_read_from_the_files_unless_they_differ(written, tmp_path, load_stripped, monkeypatch):
+    monkeypatch.setattr(stripping, "LARGE_BYTES", 4096)
+    tiny_models.save("qwen3_vl_moe", tmp_path, max_shard_size="200KB")
+    model, _ = load_stripped(tmp_path)
+    if written:
+        with torch.no_grad():
+            max(model.parameters(), key=torch.numel).add_(1)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    (tmp_path / "elsewhere").symlink_to(tmp_path)  # as in the cache of the hub, where names are links
+    paths = sorted((tmp_path / "elsewhere").glob("*.safetensors"))
+    files = CheckpointFiles([read_header(path) for path in paths]).for_loading(past_cache=False, threads=2)
+    read, fill = [], OpenFiles.fill_large
+    monkeypatch.setattr(OpenFiles, "fill_large", lambda self, *what: read.append(len(what[2])) or fill(self, *what))
+    large = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters() if tensor.nbytes >= 4096}
+    own_memory(model, files)
+    assert len(paths) > 1 < len(read) and not Counter(read) - Counter(large.values())
+    assert (sorted(read) == sorted(large.values())) is not written
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert not set(map(str, paths)) & set(mapped_checkpoints())
 
 
 def test_ties_stay_whether_by_object_or_by_memory():

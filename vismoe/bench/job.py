@@ -210,3 +210,4 @@ class Answer:
     parallel: tuple[ParallelAnswers, ...] = ()
     moe_s: dict[str, float] | None = None  # seconds in the routed experts of all MoE layers in a further request, by phase
     token_time: TokenTime | None = None
+    load_disk_bytes: int | None = None  # read from storage while loading

@@ -6,9 +6,7 @@ kernel may cache of a mapped or buffered file. Under version 1 a cached page sta
 costs the next group nothing, so files are dropped before each worker.
 """
 
-import ctypes
 import functools
-import mmap
 import os
 import subprocess
 import sys
@@ -18,16 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from vismoe.config import format_bytes
 from vismoe.errors import ConfigError
+from vismoe.store import page_cache
 
 CGROUPS = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
 ENTER = 'echo $$ > "$0" && exec "$@"'  # sh: join the group, then become the command
 REMOVAL_S = 5.0  # a group can be busy for a moment after its last process has ended
-PAGE_BYTES = mmap.PAGESIZE
 AMPLE_BYTES = 2**40
 # Prints what the group of a process that has planned counts, page cache that can be taken back apart; all it holds without one.
 PLANS = f"""
@@ -226,16 +222,6 @@ def _drop(path: Path) -> int:
 
 
 def cached_bytes(path: str | Path) -> int:
-    """Bytes of a file in the page cache, from mincore."""
-    nbytes = os.path.getsize(path)
-    if not nbytes:
-        return 0
-    libc = ctypes.CDLL(None, use_errno=True)
-    resident = np.zeros(-(-nbytes // PAGE_BYTES), np.uint8)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        pages = np.frombuffer(mapped, np.uint8)
-        failed = libc.mincore(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(resident.ctypes.data))
-        del pages  # the mapping cannot be closed while an array refers to it
-    if failed:
-        raise OSError(ctypes.get_errno(), "mincore", str(path))
-    return int((resident & 1).sum()) * PAGE_BYTES
+    """Bytes of a file in the page cache."""
+    with open(path, "rb") as file:
+        return page_cache.cached_bytes(file.fileno(), 0, os.path.getsize(path))

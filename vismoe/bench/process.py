@@ -5,18 +5,18 @@ Linux reports them in /proc; elsewhere, values are None or the nearest that the 
 
 import ctypes
 import os
-import re
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Iterator
-from operator import itemgetter
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
+
+from vismoe.store.page_cache import mappings
 
 PROC = Path("/proc/self")
 PR_SET_PDEATHSIG = 1
 MADV_DONTNEED, MADV_PAGEOUT = 4, 21
-MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+\s+(/.*)")  # first line of a mapping in smaps
 
 
 def die_with_parent() -> None:
@@ -51,19 +51,7 @@ def release_mapped(paths: Iterable[str | Path]) -> None:
     """
     wanted = {os.path.realpath(path) for path in paths}
     libc = ctypes.CDLL(None)
-    for start, end, path, has_copies in sorted(_mappings(), key=itemgetter(3)):  # a page that is mapped twice is not paged out
-        if path in wanted:
-            advice = MADV_PAGEOUT if has_copies else MADV_DONTNEED
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
-
-
-def _mappings() -> Iterator[tuple[int, int, str, bool]]:
-    """(start, end, path, whether pages were written and so differ from the file) of every mapped file."""
-    lines = (PROC / "smaps").read_text().splitlines() if (PROC / "smaps").exists() else []
-    mapping = None
-    for line in lines:
-        if found := MAPPING.fullmatch(line):
-            mapping = int(found[1], 16), int(found[2], 16), found[3]
-        elif line.startswith("Anonymous:") and mapping is not None:
-            yield *mapping, int(line.split()[1]) > 0
-            mapping = None
+    for one in sorted(mappings(), key=attrgetter("has_copies")):  # a page that is mapped twice is not paged out
+        if one.path in wanted:
+            advice = MADV_PAGEOUT if one.has_copies else MADV_DONTNEED
+            libc.madvise(ctypes.c_void_p(one.start), ctypes.c_size_t(one.end - one.start), advice)

@@ -199,6 +199,11 @@ def _notes(report: dict[str, Any]) -> list[str]:
         lines.append(f"{name}: {PROGRAMS[row['way']].what}" + (f" ({experts})" if experts else ""))
         if row["repeats"]:
             lines[-1] += f"; loaded in {row['load_s']['median']:.1f} s, peak memory {format_bytes(row['peak_bytes'])}"
+        if opened := row["cold_open"]:
+            lines[-1] += (
+                f"; {opened['seconds']['median']:.1f} s to the first token, {opened['ratio']['median']:.2f} times what reading "
+                f"{format_bytes(int(opened['bytes']['median']))} at the disk's rate and computing would take"
+            )
         if row["failed"]:
             lines[-1] += f": {row['failed']}"
         same = row["agreement"]

@@ -15,15 +15,15 @@ from typing import Any
 
 from vismoe.bench.job import COLD, PROGRAMS, WARM, Answer, Job
 from vismoe.bench.limits import drop_caches
-from vismoe.bench.process import die_with_parent, peak_rss_bytes, release_mapped
+from vismoe.bench.process import die_with_parent, difference, disk_bytes, peak_rss_bytes, release_mapped
 from vismoe.flags import quick_imports
 
 
 def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     """(the answer, the runner): load, drop the pages that loading cached, time the cold and the warm requests."""
-    began_s = time.perf_counter()
+    before, began_s = disk_bytes(), time.perf_counter()
     runner = load(job)
-    load_s = time.perf_counter() - began_s
+    load_s, read = time.perf_counter() - began_s, difference(disk_bytes(), before)
     offloaded = Path(job.offload_folder).rglob("*") if job.offload_folder else ()
     files = [*map(Path, job.files), *(path for path in offloaded if path.is_file())]
     release_mapped(files)
@@ -36,7 +36,7 @@ def answer(job: Job, load: Callable[[Job], Any]) -> tuple[Answer, Any]:
     moe_s = runner.moe_s() if job.moe_time else None
     token_time = runner.token_time() if job.token_time else None
     about = files_bytes, runner.notes, runner.logits
-    return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, *about, parallel, moe_s, token_time), runner
+    return Answer(load_s, tuple(requests), peak_bytes, cached_bytes, *about, parallel, moe_s, token_time, read), runner
 
 
 def _loader_of(job: Job) -> Callable[[Job], Any]:

@@ -16,9 +16,10 @@ NOT_MEASURED = "this disk is not measured; run vismoe doctor"
 
 @dataclass(frozen=True)
 class Choices:
-    """How a store reads. `reasons` has one sentence for each field."""
+    """How a store reads. `reasons` has a sentence for `direct_reads` and one for `io_threads`."""
 
     direct_reads: bool  # O_DIRECT, past the page cache
+    cold_direct: bool  # the same, at least for what the page cache lacks when it is read the first time
     io_threads: int  # 1 to 8
     reasons: dict[str, str]
 
@@ -40,11 +41,12 @@ def choose(
     """
     disk = disk_of(profile, path) if profile else None
     copies = fits_page_cache(checkpoint_bytes, spare_bytes)  # after the first read of each, the processor copies it
-    direct, why_direct = _direct(disk, expert_bytes, checkpoint_bytes, spare_bytes)
+    direct, cold_direct, why_direct = _direct(disk, expert_bytes, checkpoint_bytes, spare_bytes)
     link = profile.link(device) if profile else None
     link_bytes_per_s = link.best_bytes_per_s(page_locked=link.page_lock_refused is None) if link else None
-    threads, why_threads = _threads(disk, direct, expert_bytes, max(1, cores) if copies else MOST_THREADS, link_bytes_per_s)
-    return Choices(direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
+    most = max(1, cores) if copies else MOST_THREADS
+    threads, why_threads = _threads(disk, cold_direct, expert_bytes, most, link_bytes_per_s)
+    return Choices(direct, cold_direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
 
 
 def fits_page_cache(checkpoint_bytes: int, spare_bytes: int) -> bool:
@@ -67,26 +69,39 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.1f} MB/s"
 
 
-def _direct(disk: DiskRates | None, expert_bytes: int, checkpoint_bytes: int, spare_bytes: int) -> tuple[bool, str]:
+def _direct(disk: DiskRates | None, expert_bytes: int, checkpoint_bytes: int, spare_bytes: int) -> tuple[bool, bool, str]:
+    """(direct_reads, cold_direct, why)."""
     room = f"the {format_bytes(max(0, spare_bytes))} of RAM beyond the plan"
+    past, through = (disk.best(direct=direct, request_bytes=expert_bytes) if disk else None for direct in (True, False))
     if fits_page_cache(checkpoint_bytes, spare_bytes):
         rate = f", which copies {format_rate(disk.cached_bytes_per_s)} when warm" if disk else ""
-        return False, f"page cache: the experts ({format_bytes(checkpoint_bytes)}) fit {room}{rate}"
+        why = f"page cache: the experts ({format_bytes(checkpoint_bytes)}) fit {room}{rate}"
+        if disk is None:
+            return False, expert_bytes >= UNMEASURED_DIRECT_BYTES, why
+        if past is None or (through is not None and past.bytes_per_s <= through.bytes_per_s):
+            return False, False, why
+        return False, True, f"{why}; what it lacks is read past it the first time: {_compared(past, through)}"
     unfit = f"the experts ({format_bytes(checkpoint_bytes)}) do not fit {room}"
     if disk is None:
         direct = expert_bytes >= UNMEASURED_DIRECT_BYTES
         compared = "at least" if direct else "less than"
         way = "O_DIRECT" if direct else "page cache"
         size = f"an expert ({format_bytes(expert_bytes)}) has {compared} {format_bytes(UNMEASURED_DIRECT_BYTES)}"
-        return direct, f"{way}: {size}, and {unfit}; {NOT_MEASURED}"
-    past, through = (disk.best(direct=direct, request_bytes=expert_bytes) for direct in (True, False))
+        return direct, direct, f"{way}: {size}, and {unfit}; {NOT_MEASURED}"
     if past is None:
-        return False, f"page cache: {disk.direct_refused or 'no O_DIRECT rate was measured'}; {unfit}"
-    if through is None:
-        return True, f"O_DIRECT: {_reached(past)}; {unfit}"
-    if past.bytes_per_s >= GOOD_ENOUGH * through.bytes_per_s:
-        return True, f"O_DIRECT: {_reached(past)}, against {format_rate(through.bytes_per_s)} through the page cache; {unfit}"
-    return False, f"page cache: {_reached(through)} when cold, against {format_rate(past.bytes_per_s)} with O_DIRECT; {unfit}"
+        return False, False, f"page cache: {disk.direct_refused or 'no O_DIRECT rate was measured'}; {unfit}"
+    if through is None or past.bytes_per_s >= GOOD_ENOUGH * through.bytes_per_s:
+        return True, True, f"{_compared(past, through)}; {unfit}"
+    return (
+        False,
+        False,
+        f"page cache: {_reached(through)} when cold, against {format_rate(past.bytes_per_s)} with O_DIRECT; {unfit}",
+    )
+
+
+def _compared(past: DiskRate, through: DiskRate | None) -> str:
+    against = f", against {format_rate(through.bytes_per_s)} through the page cache" if through is not None else ""
+    return f"O_DIRECT: {_reached(past)}{against}"
 
 
 def _reached(rate: DiskRate) -> str:

@@ -36,6 +36,7 @@ from vismoe.pools.pool import SlabPool
 from vismoe.types import HIGH, ExpertId, ExpertInventory, Phase
 
 logger = logging.getLogger(__name__)
+SURELY = 0.9  # share of a layer's experts that a pass wants, from which what the next layers lack is worth copying unasked
 
 
 class Link:
@@ -68,8 +69,10 @@ class Residency:
     `pools[g]` has a slab for every pinned expert of geometry g plus the dynamic ones: one pool, or one for each format. `ways`:
     what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
     there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
-    expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are streamed where
-    measured times say that it pays. `metrics`: to go on counting in.
+    expert, bring in those that nothing demanded yet while nothing else is to be copied. `fill_ahead`: in long prompts, which want
+    nearly all experts, bring those of the next layers into free slabs while nothing else is to be copied. `may_stream`: passes
+    are streamed where measured times say that it pays; `in_flight`: slabs that copies under way and the experts being computed
+    then hold at a time, beside what waits for the next layer. `metrics`: to go on counting in.
     """
 
     # Copies in flight of absent experts that a lookahead names. One, for it cannot be called back, and a demand should not wait
@@ -88,7 +91,9 @@ class Residency:
         upgrades: Upgrades | None = None,
         deterministic: bool = False,
         may_stream: bool = True,
+        in_flight: int = 0,
         fill: bool = False,
+        fill_ahead: bool = False,
         metrics: Metrics | None = None,
     ):
         assert ways is None or hosts, "only what lies in a host tier can be computed there"
@@ -100,13 +105,16 @@ class Residency:
         self.tables = tuple(PageTable(inventory.layers_of(g), pool, order) for g, pool in enumerate(pools))
         self.table_of = tuple(self.tables[layer.geometry] for layer in inventory.layers)
         self.fill = fill and all(table.has_room_for_all for table in self.tables)
+        self._fills_ahead, self._ahead_is_wanted = fill_ahead, False  # ever; in the running pass
         self._filler: Ticket | None = None  # the copy that fills, if one was begun
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
         self.wanted = Wanted()
         freely = may_stream and not (self.deterministic or self.ways is not None)
         self.streaming = tuple(
-            Streaming(inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all)
+            Streaming(
+                inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all, in_flight
+            )
             for geometry, table in enumerate(self.tables)
         )
         self.ahead: list[int] = []  # absent experts (flat) of the next layer of a streamed pass, the first to be copied last
@@ -136,8 +144,15 @@ class Residency:
             if ring and phase is Phase.DECODE:
                 table.hold_fixed()
         self.streams = any(streaming.on for streaming in self.streaming)
+        self._ahead_is_wanted = self._fills_ahead and phase is Phase.PREFILL and self._least_wanted(tokens) >= SURELY
+        if self._ahead_is_wanted:
+            self.link.wake()
         if not (self.streams and phase is Phase.DECODE):
             self.ahead.clear()
+
+    def _least_wanted(self, tokens: int) -> float:
+        """The least share of a layer's experts that so many tokens choose, if routing is uniform."""
+        return 1 - max((1 - layer.top_k / layer.num_experts for layer in self.inventory.layers), default=1.0) ** tokens
 
     def end_request(self) -> None:
         """Guesses that were not used by now were wasted; what is resident stays."""
@@ -313,10 +328,15 @@ class Residency:
         return None
 
     def _next_to_fill(self) -> Ticket | None:
-        """Where there is a slab for every expert: the first that is absent."""
-        for table in self.tables if self.fill else ():
-            absent = np.flatnonzero(table.slab_of < 0)
-            slab = table.pool.take() if len(absent) else None
+        """Where there is a slab for every expert: the first that is absent; in a long prompt the first of the layers to come, as
+        long as slabs are free."""
+        if not (self.fill or self._ahead_is_wanted):
+            return None
+        for layer in self.inventory.layers[0 if self.fill else self.running_layer + 1 :]:
+            table = self.table_of[layer.index]
+            start = table.base[layer.index]
+            absent = start + np.flatnonzero(table.slab_of[start : start + layer.num_experts] < 0)
+            slab = table.pool.take() if len(absent) and (self.fill or table.pool.free > 1) else None  # one for a demand
             if slab is not None:
                 expert = table.id_of[absent[0]]
                 nbytes = self.copied_bytes(self.inventory.layers[expert.layer].geometry)
@@ -350,7 +370,8 @@ class Residency:
         if ticket.error is not None and ticket.speculative:
             logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
             self._none_to_admit_at = self.tick
-            self.fill &= ticket is not self._filler
+            if ticket is self._filler:
+                self.fill = self._ahead_is_wanted = False
         return True
 
     def guess_on_the_way(self) -> Ticket | None:

@@ -6,7 +6,6 @@ where the kernel has them.
 """
 
 import contextlib
-import ctypes
 import math
 import mmap
 import weakref
@@ -17,10 +16,10 @@ import torch
 from tqdm.auto import tqdm
 
 from vismoe.errors import TransferError
+from vismoe.pools.advice import POPULATE_WRITE, advise, in_huge_pages
 
 PIECE_BYTES = 2**30
 THREADS = 8
-MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # Linux's numbers; the second since 5.14
 
 
 def page_lock(records: torch.Tensor, owner: object) -> None:
@@ -57,10 +56,8 @@ def _pieces(records: torch.Tensor) -> list[torch.Tensor]:
 
 def _give_pages(piece: torch.Tensor) -> torch.Tensor:
     """The piece, all of whose pages exist now."""
-    advise = getattr(ctypes.CDLL(None), "madvise", lambda *_: -1)
-    place = ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(piece.numel())
-    advise(*place, MADV_HUGEPAGE)  # advice: a kernel without huge pages says no, and gives small ones
-    if advise(*place, MADV_POPULATE_WRITE) != 0:
+    in_huge_pages(piece)
+    if not advise(piece.data_ptr(), -(-piece.numel() // mmap.PAGESIZE) * mmap.PAGESIZE, POPULATE_WRITE):  # the last page, too
         piece.view(-1)[:: mmap.PAGESIZE].fill_(0)
     return piece
 

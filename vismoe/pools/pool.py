@@ -5,17 +5,15 @@ bits as freshly allocated weights. A pool in host memory starts on a disk block'
 of whole blocks. The page table, not the pool, knows which expert a slab holds.
 """
 
-import ctypes
 import mmap
 import sys
 
 import numpy as np
 import torch
 
+from vismoe.pools.advice import DONTNEED, NOHUGEPAGE, advise, in_huge_pages
 from vismoe.pools.page_lock import page_lock
 from vismoe.types import BLOCK_BYTES, RecordLayout
-
-MADV_DONTNEED = 4  # Linux's number
 
 
 class SlabPool:
@@ -38,7 +36,7 @@ class SlabPool:
         self.layout, self.capacity, self.aliased = layout, slabs, aliased
         nbytes = 0 if aliased else slabs * layout.record_bytes
         boundary = max(BLOCK_BYTES, mmap.PAGESIZE)  # pages are locked
-        memory = torch.empty(nbytes + boundary, dtype=torch.uint8, device=device)
+        memory = in_huge_pages(torch.empty(nbytes + boundary, dtype=torch.uint8, device=device))
         start = -memory.data_ptr() % boundary
         self.buffer = memory[start : start + nbytes].view(-1, layout.record_bytes)
         if page_locked:
@@ -89,10 +87,9 @@ class SlabPool:
         """Give the pages of a taken slab, and what is in them, back to the system; whether it took them. Where transparent huge
         pages are always on, the kernel may give small slabs pages again by itself."""
         assert self.elastic and not self._is_free[slab], f"slab {slab} is free, or its memory is not ours to give"
-        first, end = self._pages(slab)
-        if end <= first:
-            return False
-        return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_DONTNEED) == 0)
+        place = int(self.addresses[slab]), self.layout.record_bytes
+        advise(*place, NOHUGEPAGE)  # or the kernel would make the huge pages whole again that this tears apart
+        return advise(*place, DONTNEED)
 
     def free_only(self, slabs: list[int]) -> None:
         """Make exactly these slabs free; repairs the pool after an interrupt."""

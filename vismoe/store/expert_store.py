@@ -74,9 +74,14 @@ class StoreOnDisk:
         """The open files, to read other tensors from. Raises ClosedError."""
         return self._files.hold()
 
-    def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; returns the reason if this filesystem cannot. Reads in progress end as they began."""
-        return self._files.read_past_cache(self.stretch_bytes)
+    def for_loading(self, past_cache: bool, threads: int) -> OpenFiles:
+        """As `CheckpointFiles.for_loading`."""
+        return self._files.for_loading(past_cache, threads)
+
+    def read_past_cache(self, only_cold: bool = False) -> str | None:
+        """Read with O_DIRECT from now on, `only_cold`: what the page cache lacks, the first time; returns the reason if this
+        filesystem cannot. Reads in progress end as they began."""
+        return self._files.read_past_cache(self.stretch_bytes, only_cold)
 
     def read(self, expert: ExpertId, record: torch.Tensor) -> int:
         """As ExpertStore.read."""
@@ -118,9 +123,9 @@ class Stores:
             [path for store in by_precision for path in store.paths],
         )
 
-    def read_past_cache(self) -> str | None:
-        """Read with O_DIRECT from now on; returns the reason if a filesystem cannot. Reads in progress end as they began."""
-        refusals = [store.read_past_cache() for store in self.by_precision]
+    def read_past_cache(self, only_cold: bool = False) -> str | None:
+        """As `StoreOnDisk.read_past_cache`; returns the reason if a filesystem cannot."""
+        refusals = [store.read_past_cache(only_cold) for store in self.by_precision]
         return next((refused for refused in refusals if refused is not None), None)
 
     def close(self) -> None:

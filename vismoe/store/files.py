@@ -2,9 +2,9 @@
 
 Past the page cache, whole blocks go straight into block-aligned memory. For any other read, the thread reads an aligned superset
 into its bounce buffer and copies from there, because checkpoints do not align tensors as O_DIRECT requires. That copy is cheaper
-than churning the page cache when the files do not fit in it. Promises: no mmap (a truncated file is an error, not a dead
-process); every byte that was requested, as it was when the file was opened, or CheckpointError. So the file's state is checked
-after each read, which shows a write before or during it.
+than churning the page cache when the files do not fit in it, and than filling it with what is read once. Promises: no mapped
+memory is touched (a truncated file is an error, not a dead process); every byte that was requested, as it was when the file was
+opened, or CheckpointError. So the file's state is checked after each read, which shows a write before or during it.
 """
 
 import errno
@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ import numpy as np
 
 from vismoe.errors import CheckpointError, ClosedError
 from vismoe.store.file_state import FileChangedError, FileState, examined
+from vismoe.store.page_cache import cached_bytes
 from vismoe.store.safetensors_header import AGAIN
 from vismoe.types import BLOCK_BYTES
 
@@ -66,6 +68,8 @@ class OpenFiles:
     """Open descriptors; they are closed when the last reference to this object is gone. Reading is thread-safe.
 
     Reference counts instead of locks: a thread that is interrupted at any moment leaves no lock or descriptor behind.
+    `cached`: the same files through the page cache, where these are read past it. They serve what the page cache holds, and what
+    is read a second time, so that it is there from then on. `threads`: that read a large piece at the same time.
     """
 
     def __init__(
@@ -75,8 +79,12 @@ class OpenFiles:
         bounce_bytes: int = 0,
         again: str = AGAIN,
         states: Sequence[FileState | None] | None = None,
+        cached: "OpenFiles | None" = None,
+        threads: int = 1,
     ):
         self.files, self._again = tuple(files), again
+        self._cached, self._seen = cached, set[tuple[int, int]]()  # (file, offset) of what was read past the page cache
+        self._threads = ThreadPoolExecutor(threads, "vismoe-load") if threads > 1 else None
         self._bounce_bytes = bounce_bytes  # 0: through the page cache
         self._bounce = ThreadBuffer(partial(block_buffer, bounce_bytes))
         self._descriptors: list[int] = []
@@ -98,6 +106,20 @@ class OpenFiles:
         self.refuse_changed(file)
         return nbytes
 
+    def fill_large(self, file: int, offset_bytes: int, into: np.ndarray) -> None:
+        """As `fill`, for one large piece, which the threads share."""
+        each, end_bytes = MOST_BOUNCE_BYTES, offset_bytes + len(into)
+        if self._threads is None or len(into) <= each:
+            self.fill(file, offset_bytes, [into])
+            return
+
+        def fill(start: int) -> None:
+            begin, end = max(start, offset_bytes), min(start + each, end_bytes)
+            self.fill(file, begin, [into[begin - offset_bytes : end - offset_bytes]])
+
+        starts = range(offset_bytes // each * each, end_bytes, each)  # so that a piece is one read of whole blocks
+        list(self._threads.map(fill, starts))  # raises what a thread raised
+
     def fill_rows(self, file: int, offsets: Sequence[int], rows: np.ndarray) -> None:
         """As `fill`, for rows uint8 `[n, bytes]` from `offsets`, through the page cache."""
         for offset, row in zip(offsets, rows, strict=True):
@@ -117,14 +139,27 @@ class OpenFiles:
         )
 
     def _fill_unseen(self, file: int, offset_bytes: int, pieces: list[np.ndarray]) -> int:
+        if self._cached is not None and self._is_cached(file, offset_bytes, sum(map(len, pieces))):
+            return self._cached._fill(file, offset_bytes, pieces)
         if self._bounce_bytes and not _in_blocks(offset_bytes, pieces):
             return self._fill_past_cache(file, offset_bytes, pieces)
         return self._fill(file, offset_bytes, pieces)
 
+    def _is_cached(self, file: int, offset_bytes: int, nbytes: int) -> bool:
+        """Whether the page cache holds most of this, or shall from now on."""
+        assert self._cached is not None
+        if (file, offset_bytes) in self._seen:
+            return True
+        self._seen.add((file, offset_bytes))
+        try:
+            return 2 * cached_bytes(self._cached._descriptors[file], offset_bytes, nbytes) > nbytes
+        except OSError:  # a filesystem that cannot tell
+            return True
+
     def expect(self, file: int, offsets: Sequence[int], nbytes: int) -> None:
-        """Announce reads of `nbytes` at each of `offsets`, through the page cache, so that the disk can begin with all of
-        them."""
-        if hasattr(os, "posix_fadvise"):
+        """Announce reads of `nbytes` at each of `offsets`, so that the disk can begin with all of them. Past the page cache it
+        cannot."""
+        if hasattr(os, "posix_fadvise") and not self._bounce_bytes:
             for offset in offsets:
                 os.posix_fadvise(self._descriptors[file], offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -214,21 +249,37 @@ class CheckpointFiles:
             raise self._cannot_open(error) from error
         self.states = tuple(self._open.states)
 
-    def read_past_cache(self, stretch_bytes: int) -> str | None:
+    def read_past_cache(self, stretch_bytes: int, only_cold: bool = False) -> str | None:
         """Read past the page cache from now on, stretches of up to `stretch_bytes`; returns the reason if this filesystem
-        cannot."""
+        cannot. `only_cold`: what the page cache lacks, the first time that it is read."""
+        direct = self._past_cache(stretch_bytes, only_cold)
+        if isinstance(direct, str):
+            return direct
+        self._open = direct
+        return None
+
+    def for_loading(self, past_cache: bool, threads: int) -> OpenFiles:
+        """The open files to read large tensors from, each once, by so many threads: what the page cache lacks past it, if that is
+        asked for and this filesystem can. Raises ClosedError."""
+        held = self.hold()
+        direct = self._past_cache(MOST_BOUNCE_BYTES, True, threads) if past_cache else ""
+        return held if isinstance(direct, str) else direct
+
+    def _past_cache(self, stretch_bytes: int, only_cold: bool, threads: int = 1) -> OpenFiles | str:
+        """Files that are read past the page cache, or why this filesystem cannot."""
         flag = getattr(os, "O_DIRECT", None)
         if flag is None:
             return "this system has no O_DIRECT"
         try:
-            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce_bytes(stretch_bytes), self._again, self.states)
+            cached = OpenFiles(self.files, os.O_RDONLY, 0, self._again, self.states) if only_cold else None
+            bounce = bounce_bytes(stretch_bytes)
+            direct = OpenFiles(self.files, os.O_RDONLY | flag, bounce, self._again, self.states, cached, threads)
             direct.probe()
         except OSError as error:
             if error.errno not in NO_DIRECT:
                 raise self._cannot_open(error) from error
             return f"the filesystem of {self.files[0].path.parent} has no O_DIRECT"
-        self._open = direct
-        return None
+        return direct
 
     def hold(self) -> OpenFiles:
         """The open files, for as long as the caller keeps them. Raises ClosedError."""

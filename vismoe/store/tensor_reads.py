@@ -1,6 +1,6 @@
 """Tensors that are held as a whole, read from a checkpoint: as it encodes them, or restored. No bit is lost on the way.
 
-Reading goes through the page cache. What a tensor takes beside the result is bounded, whatever its size: a few megabytes of the
+What a tensor takes beside the result is bounded, whatever its size: a few megabytes of the
 file, and of float32 values.
 """
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vismoe.kernels.restore import restore as restore_matrix
+from vismoe.pools.advice import in_huge_pages
 from vismoe.store.arrangement import SAME
 from vismoe.store.files import OpenFiles
 from vismoe.store.tensors import EncodedTensor, TensorPart
@@ -17,7 +18,7 @@ PIECE_BYTES = 2 * 2**20  # of a file that are rearranged at once
 
 def read_part(files: OpenFiles, part: TensorPart) -> Tensor:
     """A part as a record would hold it. Raises CheckpointError."""
-    into = torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype))
+    into = in_huge_pages(torch.empty(part.result, dtype=part.arrangement.dtype(part.dtype)))
     files.expect(part.file, [part.offset_bytes], part.nbytes)  # twice as fast as what the system reads ahead by itself
     if part.arrangement is SAME and part.dtype == into.dtype:
         _fill(files, part, into)
@@ -39,7 +40,7 @@ def read_part(files: OpenFiles, part: TensorPart) -> Tensor:
 
 def _fill(files: OpenFiles, part: TensorPart, into: Tensor) -> None:
     if into.numel():
-        files.fill(part.file, part.offset_bytes, [into.view(-1).view(torch.uint8).numpy()])
+        files.fill_large(part.file, part.offset_bytes, into.view(-1).view(torch.uint8).numpy())
 
 
 def read_encoded(files: OpenFiles, tensor: EncodedTensor) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ def read_restored(files: OpenFiles, tensor: TensorPart | EncodedTensor, dtype: t
     """A tensor in `dtype`, encoded or not. Raises CheckpointError."""
     if not isinstance(tensor, EncodedTensor):
         return read_part(files, tensor).to(dtype)
-    into = torch.empty(tensor.shape, dtype=dtype)
+    into = in_huge_pages(torch.empty(tensor.shape, dtype=dtype))
     restore(files, tensor, into)
     return into
 

@@ -97,6 +97,19 @@ inline void eight_times(const std::uint8_t* from, float factor, float* to) {
 
 // The 8 scales and 8 minima of 6 bits of a block of Q4_K or Q5_K.
 inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
+#if defined(__AVX2__)  // in registers: memory that was written in words cannot be read in vectors at once
+  const __m128i head = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));
+  const __m128i low_of = _mm_setr_epi8(4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m128i high_of = _mm_setr_epi8(-1, -1, -1, -1, 4, 5, 6, 7, -1, -1, -1, -1, 8, 9, 10, 11);
+  const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi8(head, low_of), _mm_setr_epi32(0, 0, 0, 4));
+  const __m128i high = _mm_srli_epi16(_mm_shuffle_epi8(head, high_of), 2);
+  const __m128i low_bits = _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f);
+  const __m128i six = _mm_or_si128(_mm_and_si128(low, low_bits), _mm_and_si128(high, _mm_set1_epi8(0x30)));
+  const __m128 factors = _mm_xor_ps(_mm_cvtph_ps(head), _mm_setr_ps(0.0f, -0.0f, 0.0f, 0.0f));
+  const __m256 of_scales = _mm256_broadcastss_ps(factors), of_minima = _mm256_broadcastss_ps(_mm_movehdup_ps(factors));
+  _mm256_storeu_ps(scales, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(six)), of_scales));
+  _mm256_storeu_ps(minima, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(six, 8))), of_minima));
+#else
   std::uint32_t words[3], six[4];
   std::memcpy(words, block + 4, 12);
   six[0] = words[0] & 0x3f3f3f3fu;
@@ -107,6 +120,7 @@ inline void k_scales(const std::uint8_t* block, float* scales, float* minima) {
   std::memcpy(bytes, six, 16);
   eight_times<std::uint8_t>(bytes, fp16_at(block), scales);
   eight_times<std::uint8_t>(bytes + 8, -fp16_at(block + 2), minima);
+#endif
 }
 
 // The 16 scales of a block of Q3_K, of 6 bits less 32.

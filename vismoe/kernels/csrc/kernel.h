@@ -200,7 +200,7 @@ inline Unit rest_of(const Rows<D>& rows, std::size_t r) {
 template <std::size_t kBytes>
 inline void prefetch(const std::uint8_t* from) {
 #pragma GCC unroll 16
-  for (std::size_t b = 0; b < kBytes; b += 64) __builtin_prefetch(from + b);
+  for (std::size_t b = 0; b < kBytes; b += 64) __builtin_prefetch(from + b, 0, 2);  // into L2: L1 has few lines under way
 }
 
 template <class S, class D, std::size_t R, std::size_t N>

@@ -16,7 +16,7 @@ constexpr std::size_t kUnit = 128;        // inputs that one step of a kernel ta
 constexpr std::size_t kRows = 4;          // rows of weights that share the loads of x
 constexpr std::size_t kPassTokens = 64;   // tokens of one pass over the weights
 constexpr std::size_t kChunkRows = 64;    // outputs of one task, at most
-constexpr std::size_t kAheadBytes = 8192;   // prefetch distance of weights: what a core reads in some hundred nanoseconds
+constexpr std::size_t kAheadBytes = 32768;  // prefetch distance of weights, into L2: what a core reads in some microseconds
 constexpr std::size_t kAlignment = 64;
 
 // The numbers are shared with vismoe/kernels/cpu.py.

@@ -23,7 +23,7 @@ from vismoe.models.family.checkpoint_files import config_file, read_json
 from vismoe.models.family.gguf_names import ARCHITECTURES, TOWERS, is_vision, source_of
 from vismoe.models.load.gguf_tensors import GgufTensors, refuse_other_architecture
 from vismoe.models.load.locate import parameter_types
-from vismoe.store.files import CheckpointFiles
+from vismoe.store.files import CheckpointFiles, OpenFiles
 from vismoe.store.gguf_header import GGUF
 from vismoe.store.safetensors_header import refuse_changed
 from vismoe.store.tensor_reads import read_restored
@@ -41,7 +41,7 @@ class Stored:
 
     def __init__(
         self,
-        files: CheckpointFiles,
+        files: OpenFiles,
         parts: list[TensorPart | EncodedTensor],
         dtype: torch.dtype,
         make: Callable[..., torch.Tensor] | None,
@@ -57,11 +57,10 @@ class Stored:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         assert index is ..., index
-        files = self._files.hold()
         try:
             if self._make is None:
-                return read_restored(files, self._parts[0], self._dtype)
-            return self._make(*(read_restored(files, part, torch.float32) for part in self._parts)).to(self._dtype)
+                return read_restored(self._files, self._parts[0], self._dtype)
+            return self._make(*(read_restored(self._files, part, torch.float32) for part in self._parts)).to(self._dtype)
         except VisMoEError as error:  # the loader only collects it
             self._failed.append(error)
             raise
@@ -104,12 +103,14 @@ class GgufWeights:
             for opened in self._files.values():
                 opened.close()
 
-    def fill(self, model: Any) -> None:
-        """For a model on the meta device without its experts. Raises CheckpointError for a tensor that is missing or has another
+    def fill(self, model: Any, past_cache: bool, threads: int) -> None:
+        """For a model on the meta device without its experts; how its weights are read is said to
+        `CheckpointFiles.for_loading`. Raises CheckpointError for a tensor that is missing or has another
         shape, UnsupportedModelError for a type that is not read."""
         type_of = parameter_types(model, model.dtype)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         beside = self._beside() if self._vision is None else {}
+        opened = {key: files.for_loading(past_cache, threads) for key, files in self._files.items()}
         for name, parameter in model.named_parameters():
             if is_vision(name) and self._vision is None:
                 if name not in beside:
@@ -135,7 +136,7 @@ class GgufWeights:
                     f"{tensors.path}: {source.names[0]} has shape {found[0].shape}, the model wants {tuple(parameter.shape)}. "
                     "Fix: name the model that this file was made of"
                 )
-            self.state[name] = Stored(self._files[id(tensors)], found, type_of(name), source.make, self._failed)
+            self.state[name] = Stored(opened[id(tensors)], found, type_of(name), source.make, self._failed)
 
     def _beside(self) -> dict[str, Any]:
         """The vision tower in the model's safetensors files, by the names of its parameters."""

@@ -104,17 +104,24 @@ class VisMoEQuantizer(HfQuantizer):
         strip_experts(model)
         configuration.backbone.strip(model)
         if weights is not None:
-            weights.fill(model)
+            weights.fill(model, *self._loading)
         model.set_experts_implementation(IMPLEMENTATION)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         unmark_quantized(model)
+        files = self._configuration.source.for_loading(*self._loading)
         if self._configuration.settings.gguf is None:  # of a GGUF file every tensor was read into memory of its own
-            own_memory(model)
-        self._configuration.backbone.fill(model, self._configuration.source.hold(), self._configuration.device)
+            own_memory(model, files if self._loading[0] else None)
+        self._configuration.backbone.fill(model, files, self._configuration.device)
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
         build(model, self._configuration)
         return model
+
+    @property
+    def _loading(self) -> tuple[bool, int]:
+        """Whether what is loaded is read past the page cache, and by how many threads."""
+        reading = self._configuration.reading
+        return reading.cold_past_cache, reading.plan.io_threads
 
     def is_serializable(self) -> bool:
         return False

@@ -22,6 +22,7 @@ class Reading:
 
     plan: Plan
     past_cache: bool
+    cold_past_cache: bool  # the same, or what the page cache lacks when it is read the first time; so is what is loaded
     embeddings_on_disk: bool
     bytes_per_s: float | None = None  # of reading experts so; None: not measured
 
@@ -36,7 +37,7 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
     spare_bytes = hardware.free_host_bytes - held_bytes * hardware.local_world_size
     choices = _choose(needs, settings, hardware, spare_bytes, reads)
-    if choices.direct_reads:
+    if choices.cold_direct:
         needs = dataclasses.replace(needs, scratch_bytes=needs.scratch_bytes + reads.bounce_bytes)
     host_share = min(1.0, sum(draft.host_slabs) / max(1, draft.total_experts))
     cached = hardware.device == "cpu" and not choices.direct_reads and fits_page_cache(reads.stored_bytes, spare_bytes)
@@ -49,18 +50,20 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
         sentences[1] += f"; {memory.io_threads} in each of {hardware.local_world_size} processes"
     if on_disk:
         sentences.append(f"embeddings: {format_bytes(table_bytes)} stay on disk, a token reads its row")
-    return Reading(dataclasses.replace(memory, reading=tuple(sentences)), choices.direct_reads, on_disk, bytes_per_s)
+    settled_plan = dataclasses.replace(memory, reading=tuple(sentences))
+    return Reading(settled_plan, choices.direct_reads, choices.cold_direct, on_disk, bytes_per_s)
 
 
 def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Reading:
     """Tell the stores how to read; returns what is true where the filesystem cannot. Raises ConfigError."""
-    refused = stores.read_past_cache() if reading.past_cache else None
+    refused = stores.read_past_cache(only_cold=not reading.past_cache) if reading.cold_past_cache else None
     if refused is None:
         return reading
     if settings.reads == "direct":
         raise ConfigError(f"reads='direct': {refused}. Fix: reads='cached' (--reads cached)")
     sentences = (f"page cache: {refused}", *reading.plan.reading[1:])
-    return dataclasses.replace(reading, plan=dataclasses.replace(reading.plan, reading=sentences), past_cache=False)
+    plan = dataclasses.replace(reading.plan, reading=sentences)
+    return dataclasses.replace(reading, plan=plan, past_cache=False, cold_past_cache=False)
 
 
 def _place_table(
@@ -104,6 +107,7 @@ def _choose(needs: Footprint, settings: Settings, hardware: Hardware, spare_byte
         reasons["direct_reads"] = f"{'O_DIRECT' if settings.reads == 'direct' else 'page cache'}: asked for"
     if isinstance(settings.io_threads, int):
         reasons["io_threads"] = f"{settings.io_threads} thread{'s' if settings.io_threads > 1 else ''}: asked for"
-    direct = choices.direct_reads if settings.reads == "auto" else settings.reads == "direct"
+    asked = settings.reads == "direct"
+    direct, cold = (choices.direct_reads, choices.cold_direct) if settings.reads == "auto" else (asked, asked)
     threads = settings.io_threads if isinstance(settings.io_threads, int) else choices.io_threads
-    return dataclasses.replace(choices, direct_reads=direct, io_threads=threads, reasons=reasons)
+    return dataclasses.replace(choices, direct_reads=direct, cold_direct=cold, io_threads=threads, reasons=reasons)

@@ -244,6 +244,7 @@ def _service(
         deterministic=settings.deterministic and policy is not None,
         may_stream=not settings.deterministic,
         fill=experts.gpu_kernels is not None and not settings.deterministic,  # passes without the pager need every expert
+        fill_ahead=policy is None and isinstance(mover, DiskMover),
         metrics=metrics,
     )
     try:

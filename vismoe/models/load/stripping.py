@@ -2,15 +2,23 @@
 
 `strip_experts` runs on the meta device: parameters that are not there when weights are loaded cost no I/O and no memory.
 `own_memory` runs after loading: transformers leaves parameters as views of mapped files, at addresses aligned to nothing; a
-file truncated later would kill the process, and float32 products change bits with the alignment of an operand.
+file truncated later would kill the process, and float32 products change bits with the alignment of an operand. Large ones are
+read from the files instead of through the mapping, whose page faults wait for the disk one after the other.
 """
 
+import os
 import re
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from vismoe.models.family.families import expert_modules, expert_parameters
+from vismoe.pools.advice import in_huge_pages
+from vismoe.store.files import OpenFiles
+from vismoe.store.page_cache import mappings
+
+LARGE_BYTES = 2**20
 
 
 def strip_experts(model: nn.Module) -> int:
@@ -36,11 +44,13 @@ def strip_experts(model: nn.Module) -> int:
     return elements
 
 
-def own_memory(model: nn.Module) -> int:
+def own_memory(model: nn.Module, files: OpenFiles | None = None) -> int:
     """Copy every CPU parameter and buffer into anonymous memory, one by one; return bytes copied.
 
-    Objects stay the same, so ties stay; tensors that were the same memory become the same copy. The peak is one tensor more.
+    `files`: to read large ones from that lie mapped; None: through the mapping. Objects stay the same, so ties stay; tensors that
+    were the same memory become the same copy. The peak is one tensor more. Raises CheckpointError.
     """
+    place = _places(files) if files is not None else None
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     owned: set[int] = set()
     copied_bytes = 0
@@ -50,7 +60,27 @@ def own_memory(model: nn.Module) -> int:
         owned.add(id(tensor))
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies:
-            copies[key] = tensor.detach().clone()
+            found = place(tensor) if place is not None else None
+            if files is None or found is None:
+                copies[key] = tensor.detach().clone()
+            else:
+                copies[key] = in_huge_pages(torch.empty_like(tensor, requires_grad=False))
+                files.fill_large(*found, copies[key].view(-1).view(torch.uint8).numpy())
             copied_bytes += tensor.nbytes
         tensor.data = copies[key]
     return copied_bytes
+
+
+def _places(files: OpenFiles) -> Callable[[torch.Tensor], tuple[int, int] | None]:
+    """Gives the file, by its number, and the offset in bytes where a large tensor lies mapped; None for others."""
+    numbers = {os.path.realpath(file.path): number for number, file in enumerate(files.files)}
+    mapped = [one for one in mappings() if one.path in numbers and not one.has_copies]
+
+    def place(tensor: torch.Tensor) -> tuple[int, int] | None:
+        begin, nbytes = tensor.data_ptr(), tensor.nbytes
+        if nbytes < LARGE_BYTES or not tensor.is_contiguous():
+            return None
+        inside = (one for one in mapped if one.start <= begin and begin + nbytes <= one.end)
+        return next(((numbers[one.path], begin - one.start + one.offset_bytes) for one in inside), None)
+
+    return place

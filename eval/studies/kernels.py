@@ -185,6 +185,13 @@ def fill(slabs: Tensor, layout: RecordLayout) -> None:
             places.fill_(120)
 
 
+def fill_with_normal(memory: Tensor) -> None:
+    """The same for bfloat16 alone: memory uint8 gets numbers of a normal distribution."""
+    some = torch.randn(2**16).bfloat16().view(torch.uint8)
+    for part in memory.split(len(some)):
+        part.copy_(some[: len(part)])
+
+
 def encoded_layout(shapes: dict[str, tuple[int, int]], encoding: str) -> RecordLayout:
     """A record of matrices in one encoding; the bfloat16 scales of fp8, w8 and w4 belong to 128 inputs."""
     sections: dict[str, tuple[tuple[int, int], torch.dtype]] = {}
@@ -268,7 +275,7 @@ def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchCont
 def linear_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[KernelContest]:
     """Weights and inputs in bfloat16."""
     shapes = {"head": ((geometry.vocabulary, geometry.hidden),), "attention": geometry.projections}
-    working_set.random_(0, 50)
+    fill_with_normal(working_set)
     for name, matrices in shapes.items():
         sizes = [rows * inputs for rows, inputs in matrices]
         sets = working_set.numel() // (2 * sum(sizes))
@@ -295,9 +302,7 @@ def linear_calls(function: Callable[..., Tensor], inputs: list[Tensor], weights:
 def attention_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[KernelContest]:
     """Queries, keys and values in bfloat16; for torch the queries of a group are rows of one head."""
     (heads, groups, columns), scale = geometry.heads, 0.1
-    some = torch.randn(2**16).bfloat16().view(torch.uint8)
-    for part in working_set.split(len(some)):  # the bytes of other contests are denormal numbers, which are slow
-        part.copy_(some[: len(part)])
+    fill_with_normal(working_set)
     query = torch.randn(1, heads, 1, columns).bfloat16()
     rows = query.view(1, groups, heads // groups, columns)
     for context in CONTEXTS:

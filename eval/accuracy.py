@@ -1,24 +1,30 @@
 """Measures how well a model answers questions about held-out scenes, and how its routers used the experts meanwhile.
 
-Works on any Hugging Face image-text model with `generate`, plain or paged: questions go through the processor's chat template,
-answers are decoded greedily, and routing is read from the inputs of the experts modules.
+Questions go through the processor's chat template, answers are decoded greedily, many at once, and routing is read from the
+inputs of the experts modules. `prompts`, `decoded` and `answers` are for studies of any Hugging Face image-text model, paged or
+not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from vismoe.eval.answer_file import questions
+from vismoe.engine.engine import Engine
+from vismoe.engine.generate import Reply
+from vismoe.eval.answer_file import Key, questions
+from vismoe.eval.asking import answered
 from vismoe.eval.questions import FORMS, KINDS, Conversation
 from vismoe.eval.scenes import compose
 from vismoe.eval.scoring import accuracy, score
+from vismoe.models.inputs.images import open_image
+from vismoe.options import RequestOptions
 
 if TYPE_CHECKING:
-    from vismoe.engine.engine import Engine
     from vismoe.engine.generate import Figures
 
 MAX_ANSWER_TOKENS = 96
@@ -39,15 +45,12 @@ def _routing_row(layer: int, count: Tensor) -> dict[str, Any]:
 
 
 @contextmanager
-def routing_counted(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], Callable[[Tensor], None]]]:
-    """Within it, counts the tokens of each expert, by the name of the MoE layer; call the second value with the next attention
-    mask, to leave out padding."""
-    used, mask, hooks = dict[str, Tensor](), [torch.empty(0)], []
+def routing_counted(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Within it, counts the tokens of each expert, by the name of the MoE layer; those of a trial (shared_pass.py) twice."""
+    used, hooks = dict[str, Tensor](), []
 
     def count(name: str, module: Any, arguments: tuple[Any, ...]) -> None:
         index = arguments[1].detach()
-        real = mask[0].flatten().bool()
-        index = index[real.to(index.device)] if len(real) == len(index) else index
         bins = torch.bincount(index.flatten().clamp(max=module.num_experts), minlength=module.num_experts + 1)[
             : module.num_experts
         ]
@@ -57,7 +60,7 @@ def routing_counted(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], Calla
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
             hooks.append(module.register_forward_pre_hook(lambda module, arguments, name=name: count(name, module, arguments)))
     try:
-        yield used, lambda attention_mask: mask.__setitem__(0, attention_mask)
+        yield used
     finally:
         for hook in hooks:
             hook.remove()
@@ -91,25 +94,26 @@ def decoded(model: Any, processor: Any, inputs: Any, most_tokens: int = MAX_ANSW
     return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def answers(
-    model: Any, processor: Any, talks: Sequence[Conversation], told: Callable[[Tensor], None] = lambda mask: None
-) -> list[str]:
-    """Greedy answers to the last question of each conversation, as one left-padded batch."""
-    inputs = prompts(processor, talks).to(model.device)
-    told(inputs["attention_mask"])
-    return decoded(model, processor, inputs)
+def answers(model: Any, processor: Any, talks: Sequence[Conversation]) -> list[str]:
+    """Greedy answers of any model to the last question of each conversation, as one left-padded batch."""
+    return decoded(model, processor, prompts(processor, talks).to(model.device))
+
+
+def ask(engine: Engine, talk: Conversation, draw: int | None = None) -> Reply:
+    """Asks the last question of a conversation; `draw`: seed of the selection `random`."""
+    prompt = engine.prompts.build(messages(talk), open_image, context=engine.plan.context)
+    return engine.answer(prompt, RequestOptions(max_tokens=MAX_ANSWER_TOKENS), draw)
 
 
 def evaluate(
-    model: Any,
-    processor: Any,
+    engine: Engine,
     seed: int,
     n: int,
     kinds: Sequence[str] = KINDS,
-    batch_size: int = 16,
+    together: int = 16,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Ask n questions of each kind about held-out scenes.
+    """Ask n questions of each kind about held-out scenes, so many at once.
 
     -> {"seed", "n", "kinds": {kind: {"mean", "low", "high", "questions"}}, "routing": [one row per MoE layer],
     "answers": [{"kind", "question", "truth", "answer", "score"}]}. The same seed always gives the same questions.
@@ -117,20 +121,19 @@ def evaluate(
     unknown = set(kinds) - set(KINDS + FORMS)
     if unknown:
         raise ValueError(f"no such kinds of question: {', '.join(sorted(unknown))}; there are {', '.join(KINDS + FORMS)}")
-    rows: list[dict[str, Any]] = []
-    with routing_counted(model) as (used, told):
-        for kind in kinds:
-            for first in range(0, n, batch_size):
-                talks = questions(kind, range(first, min(n, first + batch_size)), seed)
-                rows += [_row(talk, said) for talk, said in zip(talks, answers(model, processor, talks, told), strict=True)]
-                if progress:
-                    progress(len(rows), n * len(kinds))
+    talks = {(kind, number): talk for kind in kinds for number, talk in enumerate(questions(kind, range(n), seed))}
+    rows = dict[Key, dict[str, Any]]()
+    with routing_counted(engine.model) as used:
+        for key, reply in answered(engine, ((key, partial(ask, engine, talk)) for key, talk in talks.items()), together):
+            rows[key] = _row(talks[key], reply.text)
+            if progress:
+                progress(len(rows), len(talks))
     return {
         "seed": seed,
         "n": n,
-        "kinds": {kind: asdict(accuracy([row["score"] for row in rows if row["kind"] == kind])) for kind in kinds},
+        "kinds": {kind: asdict(accuracy([row["score"] for row in rows.values() if row["kind"] == kind])) for kind in kinds},
         "routing": [_routing_row(layer, count) for layer, count in enumerate(used.values())],
-        "answers": rows,
+        "answers": [rows[key] for key in talks],
     }
 
 

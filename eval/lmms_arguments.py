@@ -7,12 +7,12 @@ import typing
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from vismoe.config import Settings
+from vismoe.config import MOST_ROWS, Settings
 from vismoe.errors import ConfigError
 from vismoe.flags import add_model_flags, add_option, add_request_options, add_settings
 from vismoe.ranges import Range, Rule, ValueKind
 
-BATCH_SIZE = Rule("batch_size", (ValueKind(int, Range(1, 2**12, "requests")),), 1)
+BATCH_SIZE = Rule("batch_size", (ValueKind(int, Range(1, MOST_ROWS, "requests")),), 1)
 
 SWITCHES = {name for name, hint in typing.get_type_hints(Settings).items() if hint is bool}
 NAMES = ("pretrained", "device", "dtype", "revision", "batch_size", "max_new_tokens", "image_tokens")

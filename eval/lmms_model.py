@@ -1,17 +1,18 @@
-"""The model classes of `lmms-eval --model vismoe`: an engine answers the harness's requests, in real batches.
+"""The model classes of `lmms-eval --model vismoe`: an engine answers the harness's requests, many at once (asking.py).
 
 `VisMoEChat` accepts messages from a task (several images, interleaved with text); `VisMoE` accepts a text and a list of images,
 which multiple-choice tasks need (`--force_simple`), because lmms-eval requests likelihoods only in that form. Both use the
 family's own chat template. Budget, formats and dropping of visual tokens are those of the loaded engine.
 
-Promises: answers come back in the order of the requests; batches never exceed the planned context; requests that cannot be
-answered (videos, audio, several rounds) raise an InputError that names the task.
+Promises: answers come back in the order of the requests, and do not depend on how many are asked at once; requests that
+cannot be answered (videos, audio, several rounds) raise an InputError that names the task.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,17 +23,18 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from lmms_eval.protocol import ChatMessages
 from loguru import logger as eval_logger
 from tqdm import tqdm
-from transformers import StoppingCriteria
 
 from vismoe.engine.engine import Engine, load
+from vismoe.engine.generate import Reply
 from vismoe.errors import ConfigError, ContextError, InputError
+from vismoe.eval.asking import answered
 from vismoe.eval.lmms_arguments import BATCH_SIZE, model_arguments
-from vismoe.eval.lmms_batches import BatchRow, Generation, batches, left_padded
+from vismoe.eval.lmms_generation import Generation
 from vismoe.machine.hardware import cores
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.images import open_image
+from vismoe.models.inputs.prompts import Prompt
 from vismoe.options import RequestOptions
-from vismoe.planning.needs import mask_bytes
 
 Messages = list[dict[str, Any]]
 
@@ -40,9 +42,9 @@ Messages = list[dict[str, Any]]
 class VisMoE(lmms):
     """Answers requests of tasks that have `doc_to_visual` and `doc_to_text`.
 
-    `max_new_tokens`: for tasks that set none; without it, their answers go to the end of the planned context, one at a time.
-    `image_tokens`: least and most visual tokens per image. `clean`, which the harness calls after the last answer, closes an
-    engine that `create_from_arg_string` loaded.
+    `batch_size`: how many are asked at once. `max_new_tokens`: for tasks that set none; without it, their answers go to the
+    end of the planned context. `image_tokens`: least and most visual tokens per image. `clean`, which the harness calls after
+    the last answer, closes an engine that `create_from_arg_string` loaded.
     """
 
     is_simple = True
@@ -69,7 +71,8 @@ class VisMoE(lmms):
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "VisMoE":
         """Makes the model from `--model_args`, and from `--batch_size` and `--device` if those do not set it.
 
-        If several processes share a machine, each uses its share of the cores, and its own GPU.
+        Passes of the engine have `batch_size` rows, unless `parallel` says otherwise. If several processes share a machine, each
+        uses its share of the cores, and its own GPU.
         """
         given = {"batch_size": 1, **{k: v for k, v in (additional_config or {}).items() if v is not None}}
         given.pop("max_batch_size", None)  # only for batch sizes found by trial
@@ -84,6 +87,7 @@ class VisMoE(lmms):
             torch.set_num_threads(max(1, cores() // ranks))
         if torch.cuda.is_available() and given.get("device", "cuda") == "cuda":
             given["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        given.setdefault("parallel", own["batch_size"])
         return cls(load(given.pop("pretrained", None), **given), closes_engine=True, **own)
 
     @property
@@ -104,16 +108,12 @@ class VisMoE(lmms):
         with self._bar(len(requests), "answers") as bar:
             for kwargs, numbers in _alike(requests, self._kwargs):
                 how = self._generation(kwargs, requests[numbers[0]])
-                rows = (self._row(number, requests[number]) for number in numbers)
-                # without a limit, answers of a batch would compete for context
-                together = self.batch_size if how.max_tokens else 1
-                made = self._in_batches(
-                    rows, requests, partial(self._generate, how), together, how.max_tokens or 0, how.num_beams
-                )
-                for row, answer in made:
-                    answers[row.number] = answer
-                    self.cache_hook.add_partial("generate_until", (requests[row.number].args[0], kwargs), answer.text)
+                asked = ((number, requests[number]) for number in numbers)
+                for number, answer in self._searched(how, asked) if how.num_beams > 1 else self._answered(how, asked):
+                    answers[number] = answer
+                    self.cache_hook.add_partial("generate_until", (requests[number].args[0], kwargs), answer.text)
                     bar.update()
+        eval_logger.info(self._engine.backends["passes"])
         seconds, tokens = time.perf_counter() - began_s, sum(answer.token_counts.output_tokens for answer in answers.values())
         log_metrics(seconds, tokens, tokens / seconds, self._formats(self._engine.metrics.snapshot() - before))
         return [answers[number] for number in range(len(requests))]
@@ -122,14 +122,17 @@ class VisMoE(lmms):
         """Per request: (sum of -log p over the continuation's tokens, in nats; whether greedy decoding would give it).
 
         The sign is that of lmms-eval's multiple choice, where the least value wins. A blank before a continuation is left out: it
-        separates an option from a plain prompt, but after a chat template's header the answer begins at once.
+        separates an option from a plain prompt, but after a chat template's header the answer begins at once. Each is a pass of
+        its own: a prompt shares none.
         """
         answers = []
-        rows = (self._row(number, request, self._continuation(request)) for number, request in enumerate(requests))
         with self._bar(len(requests), "likelihoods") as bar:
-            for row, judged in self._in_batches(rows, requests, self._judge, self.batch_size):
+            for request in requests:
+                prompt, continuation = self._prompt(request), self._continuation(request)
+                self._refuse_beyond_context(request, prompt, prompt.tokens + len(continuation))
+                judged = self._engine.with_model(partial(_judged, _continued(prompt, continuation), continuation))
                 answers.append(judged)
-                self.cache_hook.add_partial("loglikelihood", requests[row.number].args[:2], judged.text)
+                self.cache_hook.add_partial("loglikelihood", request.args[:2], judged.text)
                 bar.update()
         return answers
 
@@ -160,10 +163,9 @@ class VisMoE(lmms):
         return self.task_dict[task][split][number]
 
     # -- prompts
-    def _row(self, number: int, request: Instance, continuation: tuple[int, ...] = ()) -> BatchRow:
+    def _prompt(self, request: Instance) -> Prompt:
         with _about(request):
-            prompt = self._prompts.build(self._messages(request), open_image, self._image_tokens)
-        return BatchRow(number, dict(prompt.inputs), continuation)
+            return self._prompts.build(self._messages(request), open_image, self._image_tokens)
 
     def _continuation(self, request: Instance) -> tuple[int, ...]:
         text = request.args[1]
@@ -174,77 +176,58 @@ class VisMoE(lmms):
             raise InputError(f"{_name(request)}: an empty text has no likelihood")
         return ids
 
-    # -- batches
+    # -- answers
     def _generation(self, kwargs: dict[str, Any], request: Instance) -> Generation:
         with _about(request):
             how = Generation.of(kwargs, self._max_new_tokens)
-        if self.batch_size * how.num_beams * (how.max_tokens or 0) > self._engine.plan.context:
+        if how.num_beams == 1 and self.batch_size * (how.max_tokens or 0) > self._engine.plan.context:
             eval_logger.warning(
                 f"{request.task_name}: {self.batch_size} answers of up to {how.max_tokens} tokens exceed the context "
-                f"({self._engine.plan.context}); batches will be smaller. Fix: a larger context in --model_args"
+                f"({self._engine.plan.context}); fewer share a pass. Fix: a larger context in --model_args"
             )
         return how
 
-    def _in_batches(
-        self,
-        rows: Iterator[BatchRow],
-        requests: Sequence[Instance],
-        run: Callable[[Sequence[BatchRow], Any], list[Any]],
-        together: int,
-        new_tokens: int = 0,
-        beams: int = 1,
-    ) -> Iterator[tuple[BatchRow, Any]]:
-        """Every row with its result of `run(batch, model)`."""
-        plan = self._engine.plan
-        context = plan.context // beams
+    def _answered(self, how: Generation, asked: Iterator[tuple[int, Instance]]) -> Iterator[tuple[int, GenerationResult]]:
+        """The answers as they end, by the numbers of their requests."""
+        questions = ((number, partial(self._ask, how, request)) for number, request in asked)
+        for number, reply in answered(self._engine, questions, self.batch_size):
+            counts = TokenCounts(input_tokens=reply.figures.prompt_tokens, output_tokens=reply.figures.answer_tokens)
+            yield number, GenerationResult(reply.text, counts)
 
-        def fits(count: int, tokens: int) -> bool:
-            return mask_bytes(count, tokens, tokens, plan.dtype) <= plan.mask_bytes
+    def _ask(self, how: Generation, request: Instance) -> Reply:
+        prompt = self._prompt(request)
+        if how.sample:  # a generator of its own: the order in which requests share passes draws nothing
+            how = replace(how, seed=int(torch.randint(2**62, ())))
+        with _about(request):
+            return self._engine.answer(prompt, how)
 
-        for batch in batches(rows, together, new_tokens, context, fits):
-            longest, most = max(batch, key=lambda row: row.tokens), min(context, self._positions)
-            if longest.tokens >= most:
-                smaller = ", or smaller images, e.g. image_tokens=64..1024" if "pixel_values" in longest.inputs else ""
-                raise ContextError(
-                    f"{_name(requests[longest.number])} has {longest.tokens} tokens, but the context is {most}. "
-                    f"Fix: context={2 * beams * longest.tokens} in --model_args{smaller}"
-                )
-            yield from zip(batch, self._engine.with_model(partial(run, batch)), strict=True)
+    def _searched(self, how: Generation, asked: Iterator[tuple[int, Instance]]) -> Iterator[tuple[int, GenerationResult]]:
+        """Answers by beam search, one at a time: its rows begin alike, and change places."""
+        for number, request in asked:
+            prompt = self._prompt(request)
+            room = self._refuse_beyond_context(request, prompt, prompt.tokens, how.num_beams)
+            said = self._engine.with_model(partial(self._search, how, prompt, min(how.max_tokens or room, room)))
+            text = self._prompts.tokenizer.decode(said, skip_special_tokens=True)
+            text = min((text.split(stop)[0] for stop in how.stop), key=len, default=text)
+            yield number, GenerationResult(text, TokenCounts(input_tokens=prompt.tokens, output_tokens=len(said)))
 
-    # -- on the model's thread
-    def _generate(self, how: Generation, batch: Sequence[BatchRow], model: Any) -> list[GenerationResult]:
-        inputs = {name: value.to(model.device) for name, value in left_padded(batch, self._pad).items()}
-        width = inputs["input_ids"].shape[1]
-        room = min(self._positions, self._engine.plan.context // (len(batch) * how.num_beams)) - width
-        stops = [Stops(self._prompts.tokenizer, how.stop, width)] if how.stop else []
+    def _search(self, how: Generation, prompt: Prompt, most_tokens: int, model: Any) -> list[int]:
+        stops = {"stop_strings": list(how.stop), "tokenizer": self._prompts.tokenizer} if how.stop else {}
         with torch.inference_mode():
-            ids = model.generate(**inputs, **how.options(min(how.max_tokens or room, room)), stopping_criteria=stops)
-        return [self._answer(row, new, how) for row, new in zip(batch, ids[:, width:].tolist(), strict=True)]
+            ids = model.generate(**prompt.inputs.to(model.device), **how.for_generate(most_tokens), **stops)
+        said: list[int] = ids[0, prompt.tokens :].tolist()
+        return said
 
-    def _answer(self, row: BatchRow, new: list[int], how: Generation) -> GenerationResult:
-        ends = [place for place, token in enumerate(new) if token in self._ends]
-        said = new[: ends[0] + 1] if ends else new
-        text = self._prompts.tokenizer.decode(said, skip_special_tokens=True)
-        text = min((text.split(stop)[0] for stop in how.stop), key=len, default=text)
-        return GenerationResult(text, TokenCounts(input_tokens=row.tokens, output_tokens=len(said)))
-
-    def _judge(self, batch: Sequence[BatchRow], model: Any) -> list["Likelihood"]:
-        inputs = {name: value.to(model.device) for name, value in left_padded(batch, self._pad).items()}
-        seen = max(len(row.continuation) for row in batch) + 1
-        with torch.inference_mode():
-            logits = model(**inputs, logits_to_keep=seen).logits[:, -seen:].float()  # [B, seen, vocabulary]
-        return [_likelihood(values, row.continuation) for values, row in zip(logits, batch, strict=True)]
-
-    @property
-    def _pad(self) -> int:
-        tokenizer = self._prompts.tokenizer
-        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-    @property
-    def _ends(self) -> set[int]:
-        """Tokens that end an answer; later tokens in a batch are padding."""
-        ends = self._engine.model.generation_config.eos_token_id
-        return {self._pad, *([ends] if isinstance(ends, int) else ends or [])}
+    def _refuse_beyond_context(self, request: Instance, prompt: Prompt, tokens: int, rows: int = 1) -> int:
+        """The places that are left for each of so many rows. Raises ContextError if there are none."""
+        most = min(self._engine.plan.context // rows, self._positions)
+        if tokens >= most:
+            smaller = ", or smaller images, e.g. image_tokens=64..1024" if prompt.images else ""
+            raise ContextError(
+                f"{_name(request)}: {tokens} tokens in each of {rows} rows, but the context has {most}. "
+                f"Fix: context={2 * rows * tokens} in --model_args{smaller}"
+            )
+        return most - tokens
 
     def _bar(self, total: int, what: str) -> tqdm:
         return tqdm(total=total, desc=what, disable=self.rank != 0)
@@ -263,20 +246,6 @@ class VisMoEChat(VisMoE):
         return ChatMessages(messages=to_messages(self._document(request, *place))).to_hf_messages()
 
 
-class Stops(StoppingCriteria):
-    """Ends a row once its answer, which begins at token `width`, contains a stop string."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], width: int):
-        self._tokenizer, self._stop, self._width = tokenizer, stop, width
-        # Enough tokens for any stop string, since a token has at least one byte.
-        self._tokens = max(len(string.encode()) for string in stop) + 1
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        ends = input_ids[:, self._width :][:, -self._tokens :]
-        texts = self._tokenizer.batch_decode(ends, skip_special_tokens=True)
-        return torch.tensor([any(string in text for string in self._stop) for text in texts], device=input_ids.device)
-
-
 class Likelihood(GenerationResult):
     """A pair in the only form that the harness of lmms-eval 0.7.3 passes on; it turns other forms into text."""
 
@@ -286,11 +255,23 @@ class Likelihood(GenerationResult):
         return iter(self.text)
 
 
-def _likelihood(logits: torch.Tensor, continuation: Sequence[int]) -> Likelihood:
-    """(sum of -log p, greedy) of the last tokens of a sequence; logits `[seen, vocabulary]`, the last row comes after all of
-    them."""
-    ids = torch.tensor(continuation, device=logits.device)
-    before = logits[-len(ids) - 1 : -1]
+def _continued(prompt: Prompt, continuation: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The inputs of prompt and continuation together; the continuation is attended to, and is text: kind 0."""
+    inputs, ids = dict(prompt.inputs), prompt.inputs["input_ids"]
+    for name, value in inputs.items():
+        if value.shape == ids.shape:
+            new = continuation if name == "input_ids" else [int(name == "attention_mask")] * len(continuation)
+            inputs[name] = torch.cat([value, torch.tensor([new], dtype=value.dtype)], dim=1)
+    return inputs
+
+
+@torch.inference_mode()
+def _judged(inputs: dict[str, torch.Tensor], continuation: Sequence[int], model: Any) -> Likelihood:
+    """(sum of -log p, greedy) of the continuation, the last tokens of the inputs. On the model's thread."""
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    seen = len(continuation) + 1
+    before = model(**inputs, logits_to_keep=seen).logits[0, -seen:-1].float()  # [continuation, vocabulary]
+    ids = torch.tensor(continuation, device=before.device)
     chosen = before.log_softmax(-1).gather(1, ids[:, None])
     return Likelihood((-float(chosen.double().sum()), bool((before.argmax(-1) == ids).all())))
 

@@ -1,4 +1,4 @@
-"""What answers with dropped visual tokens depend on: the code that computes them, and the seed of a batch."""
+"""What answers with dropped visual tokens depend on: the code that computes them, and the seed of a question."""
 
 import vismoe.models.family.token_kinds
 import vismoe.models.moe.experts
@@ -24,6 +24,6 @@ PROGRAM = (
 FEWER_EXPERTS = (vismoe.models.moe.experts, vismoe.models.moe.step_context)  # the code of visual_top_k
 
 
-def draw_of(first: Key) -> int:
-    """The seed of `random` for the batch that begins with this question."""
-    return KINDS.index(first[0]) * 1_000_000 + first[1]
+def draw_of(question: Key) -> int:
+    """The seed of `random` for this question, or for a batch that begins with it."""
+    return KINDS.index(question[0]) * 1_000_000 + question[1]

@@ -29,14 +29,14 @@ with quick_imports():
 
     from vismoe.engine.engine import Engine, demo_model, load
     from vismoe.engine.generate import Figures
-    from vismoe.eval.accuracy import answers, figures_of, messages
+    from vismoe.eval import asking
+    from vismoe.eval.accuracy import ask, figures_of, messages
     from vismoe.eval.answer_file import Key, program_digest, questions
     from vismoe.eval.pruned_answers import FEWER_EXPERTS, PROGRAM, draw_of
     from vismoe.eval.scoring import score
     from vismoe.eval.suite_rows import Answered, SpeedTurn
     from vismoe.machine.facts import facts
     from vismoe.models.load.preview import experts_in_place, model_class, read_config
-    from vismoe.models.load.runtime import runtime_of
     from vismoe.store.pack import pack, refuse_small_disk
     from vismoe.store.packed import contents_of, find_store, formats_in
     from vismoe.types import Format, Phase
@@ -57,7 +57,7 @@ def describe(tell: Tell, model: str | None, options: Mapping[str, str], data: st
             "store": str(beside) if beside else None,
             "packed": [str(format) for format in formats_in(beside)] if beside else [],
             "fingerprint": source.fingerprint,
-            "program": program_digest([*PROGRAM, *FEWER_EXPERTS, sys.modules[__name__], *PROGRAMS[data]()]),
+            "program": program_digest([*PROGRAM, *FEWER_EXPERTS, asking, sys.modules[__name__], *PROGRAMS[data]()]),
             "experts_bytes": source.inventory.total_bytes,
             "machine": {"cpu": machine.cpu, "cores": machine.usable_cores, "gpus": [gpu.name for gpu in machine.gpus]},
             "versions": machine.versions,
@@ -83,7 +83,7 @@ def answer(
     batches: Sequence[Sequence[Key]],
 ) -> dict[str, Any]:
     """Answers every batch; a part is `[[kind, number, fields of Answered], ...]` of one batch."""
-    with load(model, **options, **settings, deterministic=True) as engine:
+    with load(model, **{"parallel": data["batch"], **options, **settings}, deterministic=True) as engine:
         if not hasattr(engine.processor, "image_processor"):
             why = f"{engine.name} is a text model, but the questions are about pictures"
             raise UnsupportedModelError(f"{why}. Instead: use a vision-language model")
@@ -97,12 +97,11 @@ def answer(
 
 
 def _ask_scenes(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> dict[Key, Answered]:
-    talks = questions(keys[0][0], [number for _, number in keys], data["seed"])
-    _draw_anew(engine, keys[0])
-    said = engine.with_model(partial(answers, processor=engine.processor, talks=talks))
-    turns = [talk.turns[-1] for talk in talks]
-    rows = [Answered(turn.question, turn.answer, text, score(turn, text), {}) for turn, text in zip(turns, said, strict=True)]
-    return dict(zip(keys, rows, strict=True))
+    talks = dict(zip(keys, questions(keys[0][0], [number for _, number in keys], data["seed"]), strict=True))
+    asked = ((key, partial(ask, engine, talk, draw_of(key))) for key, talk in talks.items())
+    said = {key: reply.text for key, reply in asking.answered(engine, asked, len(keys))}
+    turns = {key: talk.turns[-1] for key, talk in talks.items()}
+    return {key: Answered(turn.question, turn.answer, said[key], score(turn, said[key]), {}) for key, turn in turns.items()}
 
 
 def _ask_task(engine: Engine, keys: Sequence[Key], data: Mapping[str, Any]) -> dict[Key, Answered]:
@@ -129,14 +128,6 @@ def _program_of_tasks() -> list[ModuleType]:
 
 ASK: dict[str, Callable[..., dict[Key, Answered]]] = {"scenes": _ask_scenes, "tasks": _ask_task}
 PROGRAMS: dict[str, Callable[[], list[ModuleType]]] = {"scenes": list, "tasks": _program_of_tasks}
-
-
-def _draw_anew(engine: Engine, first: Key) -> None:
-    """Makes `random` draw other tokens for every batch, the same ones in every run."""
-    pruner = runtime_of(engine.model).pruner
-    if pruner is not None and pruner.pruning is not None:
-        pruner.begin_request()
-        pruner.pruning = replace(pruner.pruning, seed=draw_of(first))
 
 
 def speed(

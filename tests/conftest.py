@@ -27,7 +27,8 @@ LONGEST = (
     "families", "gpu_kernels", "browser", "memory_agreement", "examples", "precision_engine", "precision_quality", "cli_demo",
     "bench_checkpoint", "request_memory", "lmms", "transitions", "deepseek_vl2", "answer_length", "serving_engine", "suite",
     "formats_quality", "ui_serving", "bench_cli", "kernels", "serve_hostile", "serve_demo", "calibrate", "published_models",
-    "image_cache", "engine", "store", "qwen_images", "gguf_models", "pack_kills", "cli", "packaging", "bench_process", "replay",
+    "shared_passes", "engine", "image_cache", "qwen_images", "gguf_models", "pack_kills", "cli", "packaging", "bench_process",
+    "replay", "store",
 )  # fmt: skip
 
 

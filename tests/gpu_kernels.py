@@ -72,7 +72,7 @@ def seeds():
 def cases() -> list[tuple]:
     """Every format with every form, with shapes that divide the tiles and shapes that do not."""
     shapes = itertools.cycle([(128, 64), (130, 33), (96, 80), (257, 31)])
-    counts = itertools.cycle([[1], [2, 0, 3], [17, 1], [1, 40], [64]])
+    counts = itertools.cycle([[1], [2, 0, 3], [17, 1], [1, 40], [33]])
     dtypes, transposed = itertools.cycle([torch.bfloat16, torch.float16, torch.bfloat16]), itertools.cycle([False, True])
     return [
         (format, form, next(shapes), next(counts), next(dtypes), next(transposed))
@@ -94,11 +94,11 @@ def test_parts_are_those_of_the_oracle(format, form, shape, counts, dtype, trans
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("form", ["qwen", "gpt-oss"])
 def test_the_error_is_at_most_that_of_torch_in_bfloat16(format, form):
-    experts, batch = Experts.of(format, hidden=512, intermediate=256, count=2, form=form), Batch.of([16, 16], 512)
+    experts, batch = Experts.of(format, hidden=256, intermediate=128, count=1, form=form), Batch.of([16], 256)
     oracle = batch.oracle(experts)
     rounded = [{name: weight.bfloat16() for name, weight in weights.items()} for weights in experts.weights]
-    tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(32)
-    eager = reference.parts(experts.form, rounded, [0, 16, 32], tokens, ones, batch.hidden, torch.bfloat16).double()
+    tokens, ones = torch.from_numpy(batch.tokens).long(), torch.ones(16)
+    eager = reference.parts(experts.form, rounded, [0, 16], tokens, ones, batch.hidden, torch.bfloat16).double()
     eager *= torch.from_numpy(batch.factors)[:, None]
     assert rms(parts(experts, batch) - oracle) <= 1.05 * rms(eager - oracle)
 

@@ -156,7 +156,7 @@ def test_an_evaluation_has_an_option_for_tasks_that_do_not_say(monkeypatch):
     )
     monkeypatch.setattr(lmms_run, "run_tasks", lambda *given: asked.append(given[-1]) or {"tasks": {}, "answers": []})
     monkeypatch.setattr(cli_eval, "experts_did", lambda *given: {})
-    monkeypatch.setattr(cli_eval, "experts_line", lambda *given: "")
+    monkeypatch.setattr(cli_eval, "experts_lines", lambda *given: "")
     assert cli.main(["eval", "--lmms", "scenes_ocr"]) == cli.main(["eval", "--lmms", "scenes_ocr", "--max-tokens", "9"]) == 0
     assert asked == [None, 9]
 

@@ -362,7 +362,7 @@ KWARGS += ["repetition_penalty", "stop_sequences"]
 @runs(max_examples=examples(200))
 @given(st.dictionaries(st.sampled_from(KWARGS), ANYTHING, max_size=3))
 def test_generation_kwargs_are_followed_or_refused(kwargs):
-    from vismoe.eval.lmms_batches import Generation
+    from vismoe.eval.lmms_generation import Generation
 
     try:
         how = Generation.of(kwargs, 16)

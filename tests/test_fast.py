@@ -14,8 +14,9 @@ import vismoe
 from vismoe import VisMoEConfig
 from vismoe.cli.main import main
 from vismoe.errors import CheckpointError, ConfigError
+from vismoe.kernels import cpu
 from vismoe.models.moe import step_context
-from vismoe.models.moe.linears import serve_linears
+from vismoe.models.moe.linears import PIECE_ROWS, serve_linears
 from vismoe.models.visual.growing_cache import GrowingLayer
 
 FAMILY, STEPS = "qwen3_vl_moe", 6
@@ -144,6 +145,21 @@ def test_linear_layers_are_served_by_a_forward_that_can_be_taken_off(checkpoint)
     for module in model.modules():
         module.__dict__.pop("forward", None)
     assert [module.forward for module in model.modules() if type(module) is nn.Linear] == own
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("isa, served", [("avx2", True), ("avx512", True), ("avx512bf16", False), ("amx", False)])
+def test_without_instructions_for_bfloat16_the_kernels_compute_linear_layers_of_prompts(checkpoint, monkeypatch, isa, served):
+    model = load(checkpoint)
+    linear = next(module for module in model.modules() if "forward" in module.__dict__ and type(module) is nn.Linear)
+    x = torch.randn(1, 2 * PIECE_ROWS + 1, linear.weight.shape[1]).bfloat16()
+    alone = torch.stack([linear(row) for row in x[0]])
+    calls, torchs = [], nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *arguments: calls.append(1) or torchs(*arguments))
+    monkeypatch.setattr(cpu, "setup", lambda: cpu.KernelSetup(isa, 1, "asked for"))
+    found = linear(x)
+    assert found.shape == (1, *alone.shape) and bool(calls) is not served
+    assert not served or torch.equal(found[0], alone)
 
 
 def test_gradients_flow_through_linear_layers_as_before(checkpoint):

@@ -21,7 +21,9 @@ def test_each_contest_reads_its_weights_once_per_call(monkeypatch, weights):
     working_set = torch.zeros(4 * 2**20, dtype=torch.uint8)
     if weights == "linear":
         contests = list(kernels.linear_contests(SMALL, working_set))
-        assert [contest.our_bytes for contest in contests[::3]] == [2 * 300 * 256, 2 * (64 * 256 + 256 * 64)]
+        projections = 2 * (64 * 256 + 256 * 64)
+        assert [contest.our_bytes for contest in contests[::3]] == [2 * 300 * 256, projections, projections]
+        assert [contest.tokens for contest in contests] == [1, 4, 16, 1, 4, 16, 256]
     elif weights == "attention":
         monkeypatch.setattr(kernels, "CONTEXTS", (7, 300))
         contests = list(kernels.attention_contests(SMALL, working_set))
@@ -54,6 +56,19 @@ def test_contests_in_an_encoding_read_its_bytes(monkeypatch, encoding):
     assert contest.our_bytes == (weights * 4.5 / 8 + factors if encoding == "nvfp4" else weights * bits[encoding] / 8)
     speed = kernels.measure(contest, working_set, threads=1, rounds=1)
     assert speed.times_torch is None and speed.weights_per_s * 4 == pytest.approx(speed.flop_per_s)
+
+
+@pytest.mark.parametrize("encoding", ["fp8", "w4", "mxfp4", "nvfp4"])
+def test_records_hold_no_number_whose_products_are_denormal(encoding):
+    layout = kernels.encoded_layout({"weight": (16, 256)}, encoding)
+    slabs = torch.zeros(3, layout.record_bytes, dtype=torch.uint8)
+    kernels.fill(slabs, layout)
+    for section in layout.sections[1:]:
+        numbers = slabs[:, section.offset_bytes : section.offset_bytes + section.nbytes].view(section.dtype).float()
+        if section.dtype is torch.uint8:  # an exponent of two plus 127, or E4M3
+            assert (numbers == 120).all()
+        else:
+            assert ((numbers > 0.004) & (numbers < 0.016)).all()
 
 
 def test_a_working_set_of_few_experts_is_refused():

@@ -1,5 +1,5 @@
 """lmms-eval and VisMoE: real tasks by their own code on local data, the scenes tasks against `vismoe eval --scenes`, likelihoods,
-several images, batches, stop strings, refusals. One demo engine answers everything; nothing is fetched.
+several images, many at once, stop strings, refusals. One demo engine answers everything; nothing is fetched.
 """
 
 import json
@@ -20,6 +20,7 @@ from searching import long
 
 import vismoe
 from vismoe.cli.main import main
+from vismoe.engine.shared_pass import SharedPasses
 from vismoe.errors import ConfigError, ContextError, InputError
 from vismoe.eval.lmms import TASKS, manifest
 from vismoe.eval.questions import conversation
@@ -267,7 +268,7 @@ def test_a_real_task_runs_by_its_own_code(engine, name, offline, tmp_path):
     assert len(said) == 2 and all(isinstance(answer, str) and answer for answer in said)
 
 
-# -- prompts and batches
+# -- prompts, and many at once
 def test_several_images_between_texts_are_asked_as_the_engine_asks_them(engine):
     held_out = talk("compare", 0)
     first, second = map(compose, held_out.scenes)
@@ -291,13 +292,26 @@ def test_the_simple_form_places_images_where_the_text_names_them(engine):
     assert message["content"][3]["image"] is images[1]
 
 
-def test_a_batch_says_what_its_rows_say_alone_in_the_order_of_the_requests(engine):
+@pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "temperature": 5.0, "top_k": 9, "repetition_penalty": 1.3}])
+def test_requests_that_share_passes_say_what_they_say_alone_in_the_order_of_the_requests(engine, monkeypatch, kwargs):
     messages = [chat_message(kind, number) for number in range(2) for kind in ("compare", "text", "exists")]
-    alone = chat(engine, messages, {"max_new_tokens": 20})
-    together = chat(engine, messages, {"max_new_tokens": 20}, batch_size=4)
-    assert [each.text for each in together] == [each.text for each in alone]
-    assert [each.token_counts for each in together] == [each.token_counts for each in alone]
-    assert alone[1].text == talk("text", 0).turns[-1].answer
+    rows, run = [], SharedPasses.run
+    monkeypatch.setattr(SharedPasses, "run", lambda *given: rows.append(len(given[1])) or run(*given))
+    said = {}
+    for together in (1, 4):
+        torch.manual_seed(3)
+        said[together] = chat(engine, messages, {"max_new_tokens": 20, **kwargs}, batch_size=together)
+        assert max(rows, default=1) == together
+    assert [(each.text, each.token_counts) for each in said[4]] == [(each.text, each.token_counts) for each in said[1]]
+    assert kwargs or said[4][1].text == talk("text", 0).turns[-1].answer
+
+
+def test_beams_are_searched_one_request_at_a_time(engine):
+    messages = [chat_message("describe", number) for number in range(2)]
+    whole = chat(engine, messages, {"num_beams": 2, "max_new_tokens": 12}, batch_size=2)
+    cut = chat(engine, messages, {"num_beams": 2, "max_new_tokens": 12, "until": [" is"]}, batch_size=2)
+    assert all(each.text.startswith("There") and each.token_counts.output_tokens == 12 for each in whole)
+    assert [each.text for each in cut] == [each.text.split(" is")[0] for each in whole]
 
 
 def test_an_answer_ends_before_a_stop_string_and_no_more_is_generated(engine):
@@ -320,7 +334,7 @@ def test_sampling_follows_the_task_and_torch_s_seed(engine):
 
 def test_a_prompt_beyond_the_context_is_refused_with_its_task_and_a_fix_and_answers_end_at_it(engine):
     long = [[{"role": "user", "content": [{"type": "text", "text": "Is there a cat? " * 2000}]}]]
-    with pytest.raises(ContextError, match=r"task made_up, document 0 has \d+ tokens, .* 4096. Fix: context="):
+    with pytest.raises(ContextError, match=r"task made_up, document 0: .* \d+ tokens, .* 4096. Fix: shorten"):
         chat(engine, long)
     (said,) = chat(engine, [chat_message("exists", 0)], {"max_new_tokens": 32_768})
     assert said.text == talk("exists", 0).turns[-1].answer
@@ -379,7 +393,7 @@ def test_multiple_choice_of_the_harness_takes_the_likeliest_option(engine):
 def test_answers_of_the_response_cache_are_not_asked_again(engine, tmp_path, monkeypatch):
     ask = partial(evaluate, VisMoEChat(engine), limit=2, use_cache=str(tmp_path))
     scores = ask(local_task("scenes_pope"))["results"]["scenes_pope"]
-    monkeypatch.setattr(engine, "with_model", None)
+    monkeypatch.setattr(engine, "answer", None)
     assert ask(local_task("scenes_pope"))["results"]["scenes_pope"] == scores and scores["pope_accuracy,none"] == 1
 
 

@@ -1,17 +1,14 @@
-"""What lmms-eval asks for, before any model: arguments as settings, generation_kwargs, rows in batches. Needs no lmms-eval."""
+"""What lmms-eval asks for, before any model: arguments as settings, generation_kwargs. Needs no lmms-eval."""
 
 import json
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vismoe.cli.main import main
 from vismoe.config import SETTINGS
 from vismoe.errors import ConfigError, InputError
 from vismoe.eval.lmms_arguments import SWITCHES, model_arguments
-from vismoe.eval.lmms_batches import BatchRow, Generation, batches, left_padded
+from vismoe.eval.lmms_generation import Generation
 
 
 def test_model_args_have_the_types_that_flags_give():
@@ -57,53 +54,21 @@ def test_model_args_that_cannot_be_are_refused(text, said):
 
 
 def test_generation_follows_the_task():
-    assert Generation.of({}, 256) == Generation(256)
+    assert Generation.of({}, 256) == Generation(max_tokens=256)
     greedy = {"max_new_tokens": 16, "temperature": 0, "do_sample": True, "top_p": 0.9, "num_beams": 1, "until": ["\n\n"]}
-    assert Generation.of(greedy, 256) == Generation(16)  # an empty line is what lmms-eval adds where a task names nothing
-    assert Generation.of({"temperature": 0.7, "do_sample": False, "top_p": 0.9}, 8) == Generation(8)
+    # an empty line is what lmms-eval adds where a task names nothing
+    assert Generation.of(greedy, 256) == Generation(max_tokens=16)
+    assert Generation.of({"temperature": 0.7, "do_sample": False, "top_p": 0.9}, 8) == Generation(max_tokens=8)
     sampled = Generation.of({"temperature": 0.7, "top_p": 0.9, "until": ["</s>", "\n\n"]}, 8)
-    assert sampled == Generation(8, ("</s>",), sample=True, temperature=0.7, top_p=0.9)
-    assert sampled.options(5) == {
+    assert sampled == Generation(max_tokens=8, stop=("</s>",), sample=True, temperature=0.7, top_p=0.9)
+    assert sampled.for_generate(5) == {
         "max_new_tokens": 5, "do_sample": True, "num_beams": 1, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.0,
     }  # fmt: skip
     assert Generation.of({"until": "Q:"}, 8).stop == ("Q:",)
-    assert Generation(5).options(5)["temperature"] is None  # or the model's own would be used with greedy decoding, and warned of
+    # or the model's own would be used with greedy decoding, and warned of
+    assert Generation().for_generate(5)["temperature"] is None
     with pytest.raises(InputError, match="best_of are not supported"):
         Generation.of({"best_of": 3}, 8)
-
-
-def row(tokens: int, number: int = 0, continuation: tuple[int, ...] = (), patches: int = 0) -> BatchRow:
-    ids = torch.arange(10, 10 + tokens)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "kinds": torch.full_like(ids, 7)}
-    return BatchRow(number, inputs | ({"pixels": torch.full((patches, 2), number)} if patches else {}), continuation)
-
-
-def test_rows_are_padded_on_the_left_and_images_are_concatenated_in_order():
-    batch = left_padded([row(2, 1, patches=1), row(4, 2), row(1, 3, (5, 6), patches=2)], pad_token_id=99)
-    assert batch["input_ids"].tolist() == [[99, 99, 10, 11], [10, 11, 12, 13], [99, 10, 5, 6]]
-    assert batch["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
-    assert batch["kinds"].tolist() == [[0, 0, 7, 7], [7, 7, 7, 7], [0, 7, 0, 0]]  # a continuation is text
-    assert batch["pixels"].tolist() == [[1, 1], [3, 3], [3, 3]]
-
-
-@given(
-    st.lists(st.integers(1, 40), max_size=20), st.integers(1, 6), st.integers(0, 30), st.integers(20, 200), st.integers(40, 9000)
-)  # fmt: skip
-def test_batches_keep_the_order_and_never_pass_the_context_nor_the_memory_of_masks(
-    lengths, most_rows, new_tokens, context, most_mask
-):
-    rows = [row(tokens, number) for number, tokens in enumerate(lengths)]
-
-    def fits(count: int, tokens: int) -> bool:
-        return count * tokens**2 <= most_mask
-
-    made = list(batches(iter(rows), most_rows, new_tokens, context, fits))
-    assert [each.number for batch in made for each in batch] == list(range(len(rows)))
-    for batch, after in zip(made, [*made[1:], []]):
-        cost = [len(some) * (max(each.tokens for each in some) + new_tokens) for some in (batch, [*batch, *after[:1]])]
-        small = [fits(len(some), max(each.tokens for each in some)) for some in (batch, [*batch, *after[:1]])]
-        assert len(batch) == 1 or (len(batch) <= most_rows and cost[0] <= context and small[0])
-        assert not after or len(batch) == most_rows or cost[1] > context or not small[1], "shorter than it must be"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Passes as fitted from what they took, and the rows that a latency allows, with a clock that only scripted passes move."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -58,6 +59,25 @@ def test_passes_that_wait_for_the_disk_all_the_time_say_what_a_miss_takes():
     found = pace.expected(4)
     assert found.reading_seconds == pytest.approx(1.0, rel=0.02) and found.compute_seconds == pytest.approx(0.1, rel=0.05)
     assert found.seconds == found.reading_seconds and pace.rho(4) == pytest.approx(0.1, rel=0.06)
+
+
+def test_what_a_miss_takes_is_not_learnt_from_passes_that_compute_meanwhile():
+    """Nor from those that wait for something else: less than half of their time is a stall."""
+    pace, before = Pace(PLAN, EXPERT_BYTES), Pace(PLAN, EXPERT_BYTES)
+    for _ in range(2 * HALF_LIFE_PASSES):
+        pace.passed(4, 1.0, 0.4, misses=100)
+        before.passed(4, 1.0, 0.0, misses=100)
+    assert pace.expected(4).reading_seconds == pytest.approx(before.expected(4).reading_seconds)
+
+
+def test_where_nothing_overlaps_a_pass_takes_the_sum_and_a_miss_its_stall():
+    rates = dataclasses.replace(PLAN.rates, overlaps=False)
+    pace = Pace(dataclasses.replace(PLAN, rates=rates), EXPERT_BYTES)
+    for _ in range(6 * HALF_LIFE_PASSES):
+        pace.passed(4, 1.0, 0.6, misses=100)
+    found = pace.expected(4)
+    assert found.reading_seconds == pytest.approx(0.6, rel=0.02) and found.compute_seconds == pytest.approx(0.4, rel=0.05)
+    assert found.seconds == found.reading_seconds + found.compute_seconds
 
 
 class Row:

@@ -11,6 +11,7 @@ for needed in ("fastapi", "uvicorn", "openai", "prometheus_client"):  # extras
     pytest.importorskip(needed)
 
 from vismoe.eval.studies import soak  # noqa: E402
+from vismoe.eval.studies.soak_clients import WholeAnswer  # noqa: E402
 
 MIB = 2**20
 CALM = soak.Sample(at_s=0.0, memory_bytes=500 * MIB, files=10, threads=8, running=0, waiting=0, context_tokens=0)
@@ -50,8 +51,23 @@ def test_what_clients_and_metrics_say_is_judged():
     assert len(list(soak._of_metrics([{total: 1.0}, {total: 3.0}], 2))) == 1
 
 
+@pytest.mark.parametrize(
+    ("said", "same"),
+    [
+        (WholeAnswer("A cat and a dog.", "stop"), True),
+        (WholeAnswer("A cat a", "length"), True),
+        (WholeAnswer("A cat and a dog.", "length"), True),
+        (WholeAnswer("A cat a", "stop"), False),
+        (WholeAnswer("A cow", "length"), False),
+    ],
+)
+def test_an_answer_that_was_cut_is_compared_up_to_there(said, same):
+    assert said.goes_on_as(WholeAnswer("A cat and a dog.", "stop")) == same
+
+
 def test_some_clients_for_some_seconds_leave_nothing_behind():
     figures = soak.study(clients=6, minutes=0.05, seed=1, memory="25%", context=2048, image_cache="1MiB")
-    assert figures["told"]["answered"] and not figures["told"]["wrong"]
-    assert figures["requests"]["requests"] >= figures["told"]["answered"]
+    told = figures["told"]
+    assert told["answered"] and told["compared"] >= told["requests_alone"] > 0 == told["wrong"]
+    assert figures["requests"]["requests"] >= told["answered"] + told["requests_alone"]
     assert [failure for failure in figures["failures"] if "not every kind" not in failure] == []

@@ -35,10 +35,13 @@ from vismoe.types import ExpertId, MoELayer, Phase
         ({"compute_s": 300.0}, 128, (300.0, 379.36), Verdict.STREAMED, Verdict.STREAMED),  # two layers' absent experts
         ({"compute_s": 300.0, "slabs": 128}, 132, (300.0, 379.36), Verdict.SMALL_POOL, Verdict.SMALL_POOL),
         ({"missed": 0.0}, 6, (64.75, 2.0), Verdict.NO_GAIN, Verdict.NO_GAIN),
+        ({"wanted": 0.49}, 6, (32.7475, 81.36), Verdict.NO_GAIN, Verdict.NO_GAIN),  # most of what comes unasked is in vain
+        ({"in_flight": 0}, 2, (64.25, 81.36), Verdict.STREAMED, Verdict.STREAMED),  # a slab more of the ring is a copy more
+        ({"in_flight": 0, "compute_s": 0.0}, 1, (64.125, 79.36), Verdict.STREAMED, Verdict.STREAMED),
     ],
 )
 def test_the_rule_by_hand(differs, ring, seconds, first, later):
-    given = dict(layers=8, experts=128, slabs=512, copy_s=1.0, compute_s=2.0, wanted=1.0, missed=0.62) | differs
+    given = dict(layers=8, experts=128, slabs=512, copy_s=1.0, compute_s=2.0, wanted=1.0, missed=0.62, in_flight=4) | differs
     estimate = StreamEstimate(**given)
     assert estimate.ring == ring and (estimate.streamed_s, estimate.demanded_s) == pytest.approx(seconds)
     assert (estimate.verdict(streaming=False), estimate.verdict(streaming=True)) == (first, later)
@@ -62,7 +65,7 @@ def test_the_ring_stays_within_two_layers_and_what_streams_goes_on_while_nothing
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.floats(0, 1), st.integers(0, 10**6))
 def test_what_stays_is_the_same_share_of_every_layer_and_the_most_used_of_it(sizes, share, seed):
     rng = np.random.default_rng(seed)
-    uses, resident = rng.integers(0, 4, sum(sizes)).astype(float), rng.random(sum(sizes)) < 0.5
+    uses, resident = rng.integers(0, 8, sum(sizes)).astype(float), rng.random(sum(sizes)) < 0.5
     slabs = int(share * sum(sizes))
     fixed, start = fixed_residents(uses, resident, sizes, slabs), 0
     assert np.count_nonzero(fixed) == slabs
@@ -81,12 +84,13 @@ def test_what_stays_is_the_same_share_of_every_layer_and_the_most_used_of_it(siz
 def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_pool_fills():
     streaming = Streaming([MoELayer(i, "", 8, 4, 0) for i in range(2)], possible=True)
 
-    def a_pass(tokens: int, full: bool = True, missed: int = 4) -> Verdict:
-        streaming.begin_pass(Phase.DECODE, tokens, slabs=12, full=full, compute_s=0.5)
+    def a_pass(tokens: int, full: bool = True, missed: int = 4, phase: Phase = Phase.DECODE) -> Verdict:
+        streaming.begin_pass(phase, tokens, slabs=12, full=full, compute_s=0.5)
         verdict = streaming.verdict
+        late = 1 if streaming.on else missed  # which says nothing of demand paging
         for _ in range(2):
-            streaming.demand(8, missed)
-            streaming.stall_s += missed * 0.5
+            streaming.demand(8, late)
+            streaming.stall_s += late * 0.5
         for number in range(2 * missed):  # two at a time, each of a second
             streaming.copied(a_pass.now_s + number // 2, a_pass.now_s + number // 2 + 1)
         a_pass.now_s += 100
@@ -97,8 +101,8 @@ def test_a_size_of_passes_is_measured_by_demand_paging_first_and_not_while_the_p
     assert [a_pass(16) for _ in range(3)] == [Verdict.UNMEASURED, Verdict.STREAMED, Verdict.STREAMED]
     assert a_pass(32) is Verdict.UNMEASURED, "nothing is known of passes of another size"
     assert a_pass(17) is Verdict.STREAMED
+    assert [a_pass(16, phase=Phase.ENCODE) for _ in range(3)] == [Verdict.UNMEASURED] * 3
     streaming.begin_pass(Phase.ENCODE, 16, slabs=12, full=True, compute_s=0.5)
-    assert not streaming.on
     assert streaming._known[Phase.DECODE, 5] == Passes(pytest.approx(1.0, abs=1e-4), 0.5, 0.5, 1.0, streamed=True)
 
 
@@ -114,20 +118,23 @@ def replayed(demands: Demands, slots: int, streams: bool, **conditions: float) -
     return pager, after
 
 
-@pytest.mark.parametrize("slots", [256, 512])
+@pytest.mark.parametrize("slots", [256, 512, 768])
 def test_where_nearly_everything_is_wanted_streaming_fetches_hardly_more_than_the_oracle(slots):
+    """Or than can be done without foresight: routing is uniform, and an expert that stays until the next pass takes a slab all
+    the time, so at most `slots` stay, of which the next pass wants no larger share than of all."""
     layers, steps, warm = 8, 12, 5
     demands = Demands.of(skewed_trace(layers, 128, 8, tokens=steps, batch=64, skew=0.0, seed=1))
     assert np.mean([len(demand.experts) for demand in demands]) / 128 >= 0.95
     pager, after = replayed(demands, slots, True, link_bytes_per_s=1024, compute_s_per_layer=2.0)
     assert pager.metrics.snapshot().total("streamed") == (steps - 2) * layers  # but the cold pass, and the one that is measured
-    fewest = oracle_misses([demand.experts + 128 * demand.layer for demand in demands], slots)
+    wanted = [demand.experts + 128 * demand.layer for demand in demands]
+    fewest = sum(oracle_misses(wanted, slots)[warm * layers :])
+    unforeseen = sum(map(len, wanted[warm * layers :])) * (1 - slots / (128 * layers))
     fetched = (after[-1][0] - after[warm * layers - 1][0]) / 1024
-    assert fetched <= 1.03 * sum(fewest[warm * layers :])
+    assert fetched <= 1.03 * max(fewest, unforeseen) and (slots > 512 or fetched <= 1.03 * fewest)
 
 
-@pytest.mark.parametrize("skew", [0.0, 1.0])
-@pytest.mark.parametrize("compute_s", [0.1, 2.0, 12.0, 40.0])
+@pytest.mark.parametrize(("skew", "compute_s"), [(1.0, 0.1), (0.0, 2.0), (1.0, 12.0), (0.0, 40.0)])
 def test_streaming_is_never_slower_than_demand_paging(skew, compute_s):
     """Seconds are copies of an expert."""
     streamed = []
@@ -180,9 +187,9 @@ def always(monkeypatch):
 
 @pytest.mark.parametrize(("slabs", "order", "threads"), [([3], "lru", 1), ([16], "lfu", 2), ([40], "lfu", 3)])
 def test_random_steps_keep_every_invariant_while_passes_are_streamed(always, slabs, order, threads):
-    pager = random_walk(7, 1_500, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
+    pager = random_walk(7, 700, [8] * 6, [0] * 6, slabs, order=order, threads=threads)
     counts = pager.metrics.snapshot()
-    assert counts.total("streamed") > 0.7 * counts.total("steps") and counts.total("evictions") > 300
+    assert counts.total("streamed") > 0.7 * counts.total("steps") and counts.total("evictions") > 150
     assert slabs == [3] or counts.total("prefetched_bytes") > 10 * pager.core.ledger.unit_bytes
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import tiny_models
 import torch
+from searching import SEARCHING
 from test_store import on_meta
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -64,7 +65,7 @@ def mapped_checkpoints() -> set[str]:
         return {line.split()[-1] for line in maps if "safetensors" in line and ".so" not in line}
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES if SEARCHING else tiny_models.FAMILIES[::4])
 def test_everything_but_the_experts_loads_as_before_and_nothing_is_reported(family, tmp_path, load_stripped):
     tiny_models.save(family, tmp_path)
     reference = tiny_models.reference(tmp_path)

@@ -233,22 +233,22 @@ def test_a_real_worker_answers_as_the_engine_does_refuses_budgets_and_measures(t
 
     common = {"model": None, "options": {}}
     exact = {"memory": "100%", "keep": 1.0, "format": "raw", "store": "none", "context": 1024}
-    parts = []
+    data, parts = {"data": "scenes", "seed": 3, "batch": 2}, []
     with Worker(tmp_path / "log") as worker:
         about = worker.ask("describe", **common, data="scenes")
         assert about["fingerprint"] and about["packed"] == []
         batches = [["where", 0], ["where", 1]], [["text", 0], ["text", 1]]
-        worker.ask("answer", parts.append, **common, settings=exact, data={"data": "scenes", "seed": 3}, batches=batches)
+        worker.ask("answer", parts.append, **common, settings=exact, data=data, batches=batches)
         with pytest.raises(JobFailed, match="Fix: "):
-            worker.ask("answer", **common, settings=exact | {"memory": "30MiB"}, data={}, batches=batches)
+            worker.ask("answer", **common, settings=exact | {"memory": "30MiB"}, data=data, batches=batches)
         turn = SpeedTurn(**worker.ask("speed", **common, settings=exact | {"memory": "25%"}, requests=1, max_tokens=12))
         worker.ask("pack", **common, format="int4", folder=str(tmp_path))
         policy = {"policy": "importance", "formats": "16/4", "retention": 0.6, "format": "auto", "store": str(tmp_path)}
         two = []
         settings = exact | policy | {"memory": "50%"}
-        worker.ask("answer", two.append, **common, settings=settings, data={"data": "scenes", "seed": 3}, batches=batches[:1])
+        worker.ask("answer", two.append, **common, settings=settings, data=data, batches=batches[:1])
     with vismoe.load(memory="100%", store="none", context=1024, deterministic=True) as engine:
-        truth = evaluate(engine.model, engine.processor, 3, 2, ("where", "text"), batch_size=2)["answers"]
+        truth = evaluate(engine, 3, 2, ("where", "text"), together=1)["answers"]
     said = [{"kind": kind, **fields} for part in parts for kind, _, fields in part]
     assert all(row.pop("computed").keys() == {"raw"} for row in said) and said == truth
     assert all(fields["computed"].keys() == {"raw", "int4"} for part in two for _, _, fields in part)

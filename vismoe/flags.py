@@ -278,7 +278,7 @@ def _scipy_later() -> Iterator[None]:
 
 
 def load_engine(
-    arguments: Namespace, model: str | None, further: Mapping[str, str] = NO_FURTHER, quiet: bool = False
+    arguments: Namespace, model: str | None, further: Mapping[str, Any] = NO_FURTHER, quiet: bool = False
 ) -> "Engine":
     """The engine these flags ask for; `further` settings hold where they say nothing. torch is imported here and not before.
 

@@ -45,7 +45,8 @@ class RequestOptions:
     retention: Retention | None = option(None, SETTINGS["retention"].meaning + AS_LOADED)
 
     def __post_init__(self) -> None:
-        for name, rule in rules_of(RequestOptions).items():
+        own: Any = type(self)
+        for name, rule in rules_of(own).items():
             value = getattr(self, name)
             if name not in ("policy", "formats", "retention"):
                 rule.check(value, InputError)

@@ -1,9 +1,9 @@
 """How close the CPU kernels come to memory speed: `python -m vismoe.eval.studies.kernels [--json]`.
 
 Measures whole experts of Qwen3-30B-A3B's geometry in every format and at several batch sizes, the two kinds of linear that a
-decoded token uses (the language model head and attention projections), and its attention over some numbers of keys. They are
-compared with torch's own operators on weights of the same precision. Every working set is above 1 GiB and is read in random order
-(that of attention in turn), so that no cache holds a weight.
+decoded token uses (the language model head, and attention projections, also for the 256 rows of a prompt), and its attention over
+some numbers of keys. They are compared with torch's own operators on weights of the same precision. Every working set is above
+1 GiB and is read in random order (that of attention in turn), so that no cache holds a weight.
 
 Summing the same bytes, in turn with both contestants, measures the memory's rate: on a shared machine it changes from one second
 to the next, and only rates measured together are comparable. Results are medians over rounds: GB/s of weights read (in their
@@ -157,12 +157,7 @@ def expert_contests(
     kernel = cpu.ExpertKernel.of(format, raw, slab, FORM)
     assert isinstance(kernel, cpu.ExpertKernel), kernel
     slabs = working_set[: working_set.numel() // slab.record_bytes * slab.record_bytes].view(-1, slab.record_bytes)
-    slabs.random_(0, 50)  # as 16-bit numbers these are small, and finite
-    for section in slab.sections:
-        if section.name.endswith((".scale", ".factor")):  # those of 8 and 32 bits would be too small
-            value = {torch.uint8: 120, torch.float32: 0.01}.get(section.dtype)
-            places = slabs[:, section.offset_bytes : section.offset_bytes + section.nbytes].view(section.dtype)
-            places.fill_(value) if value else None
+    fill(slabs, slab)
     theirs = None if encoding else torch_experts(format, slabs, raw)
     name = encoding or (dtype_name(dtype) if format is Format.RAW else str(format))
     for tokens, prompt in [*((tokens, False) for tokens in BATCHES), *((tokens, True) for tokens in PROMPTS)]:
@@ -176,6 +171,25 @@ def expert_contests(
             theirs.calls(x) if theirs else None,
             theirs.bytes_of_one * EXPERTS_OF_A_CALL if theirs else 0,
         )
+
+
+def fill(slabs: Tensor, layout: RecordLayout) -> None:
+    """Records uint8 [N, record bytes] of small codes and scales, whose products are no denormal numbers: a processor takes a
+    hundred times as long for these, and no published checkpoint has them."""
+    slabs.random_(0, 50)
+    for section in layout.sections:
+        places = slabs[:, section.offset_bytes : section.offset_bytes + section.nbytes].view(section.dtype)
+        if section.dtype.is_floating_point:
+            places.copy_((torch.rand(places.shape[1]) + 0.5) / 100)
+        elif section.name.endswith(".scale"):
+            places.fill_(120)
+
+
+def fill_with_normal(memory: Tensor) -> None:
+    """The same for bfloat16 alone: memory uint8 gets numbers of a normal distribution."""
+    some = torch.randn(2**16).bfloat16().view(torch.uint8)
+    for part in memory.split(len(some)):
+        part.copy_(some[: len(part)])
 
 
 def encoded_layout(shapes: dict[str, tuple[int, int]], encoding: str) -> RecordLayout:
@@ -261,7 +275,7 @@ def torch_experts(format: Format, slabs: Tensor, raw: RecordLayout) -> TorchCont
 def linear_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[KernelContest]:
     """Weights and inputs in bfloat16."""
     shapes = {"head": ((geometry.vocabulary, geometry.hidden),), "attention": geometry.projections}
-    working_set.random_(0, 50)
+    fill_with_normal(working_set)
     for name, matrices in shapes.items():
         sizes = [rows * inputs for rows, inputs in matrices]
         sets = working_set.numel() // (2 * sum(sizes))
@@ -269,7 +283,7 @@ def linear_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[Kern
             [part.view(shape) for part, shape in zip(each.split(sizes), matrices)]
             for each in working_set[: 2 * sets * sum(sizes)].view(torch.bfloat16).view(sets, -1)
         ]
-        for tokens in (1, 4, 16):
+        for tokens in (1, 4, 16) if name == "head" else (1, 4, 16, 256):
             inputs = [torch.randn(tokens, shape[1]).bfloat16() for shape in matrices]
             nbytes, flop = 2 * sum(sizes), 2 * tokens * sum(sizes)
             ours, theirs = (linear_calls(function, inputs, weights) for function in (cpu.linear, functional.linear))
@@ -288,9 +302,7 @@ def linear_calls(function: Callable[..., Tensor], inputs: list[Tensor], weights:
 def attention_contests(geometry: KernelShape, working_set: Tensor) -> Iterator[KernelContest]:
     """Queries, keys and values in bfloat16; for torch the queries of a group are rows of one head."""
     (heads, groups, columns), scale = geometry.heads, 0.1
-    some = torch.randn(2**16).bfloat16().view(torch.uint8)
-    for part in working_set.split(len(some)):  # the bytes of other contests are denormal numbers, which are slow
-        part.copy_(some[: len(part)])
+    fill_with_normal(working_set)
     query = torch.randn(1, heads, 1, columns).bfloat16()
     rows = query.view(1, groups, heads // groups, columns)
     for context in CONTEXTS:

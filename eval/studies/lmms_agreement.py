@@ -1,6 +1,6 @@
 """`vismoe eval agreement`: compares the four scenes tasks in lmms-eval with `vismoe eval --scenes`, on the same questions.
 
-Both use one loaded model, in batches of the same size. The last line is one JSON object.
+Both use one loaded model. The last line is one JSON object.
 """
 
 import json
@@ -25,7 +25,7 @@ def agreement(engine: Engine, n: int) -> list[dict[str, Any]]:
     """
     found = {task: run_tasks(engine, [task], (1 + (task == "scenes_mme")) * n, batch_size=EVAL_BATCH) for task in KINDS}
     kinds = sorted({kind for kinds in KINDS.values() for kind in kinds})
-    asked = engine.with_model(lambda model: evaluate(model, engine.processor, 0, n, kinds, EVAL_BATCH))["answers"]
+    asked = evaluate(engine, 0, n, kinds, EVAL_BATCH)["answers"]
     numbered = {(row["kind"], number % n): row for number, row in enumerate(asked)}
     return [_row(task, result, numbered) for task, result in found.items()]
 

@@ -186,6 +186,9 @@ def print_table(figures: dict[str, Any]) -> None:
     table = Table(title=f"{figures['clients']} clients for {figures['minutes']:g} minutes", show_header=False)
     for name in ("answered", "cancelled", "refused", "sent away", "wrong"):
         table.add_row(f"requests {name}", f"{told.get(name, 0):,}")
+    table.add_row(
+        "answers compared with those alone", f"{told.get('compared', 0):,} of {told.get('requests_alone', 0):,} requests"
+    )
     table.add_row("median and longest answer", f"{told.get('median_s', 0):.2f} s, {told.get('longest_s', 0):.2f} s")
     table.add_row("requests at the same time, at most", str(figures["most_running"]))
     for name, shown in (("memory_bytes", format_bytes), ("files", str), ("threads", str)):

@@ -4,7 +4,9 @@
 
 Each client asks, asks again about the same image, streams or waits, hangs up early, and sends invalid requests, as its own random
 numbers decide. The clients also check the server's answers: a good request must get an answer of the right form, a bad one a 4xx
-in OpenAI's form. The last line is one JSON object: counts, times and errors.
+in OpenAI's form. Half of the first questions that are greedy or have a seed ask for no reuse of earlier keys and values, so that
+their answers may not depend on the others': when all clients are done, the same is asked once more, alone. The last line is one
+JSON object: counts, times and errors.
 """
 
 import asyncio
@@ -30,8 +32,21 @@ SCENES = 12  # few, so that images repeat
 MOST_TOKENS = 48
 CANCELLED = 0.45  # share of the good requests; some of these are answered earlier
 BAD = 0.1  # share of all requests
+CHECKED = 0.5  # share of the first questions whose answers are compared with those of being alone, where they are repeatable
 GREETINGS = ("Hello!", "What can you see?", "Thanks.")
 SHOWN = 10  # most errors in the report
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """A completed answer."""
+
+    text: str
+    finish: str  # stop or length
+
+    def goes_on_as(self, whole: "WholeAnswer") -> bool:
+        """Whether a longer answer to the same request begins like this; `whole` ended by itself or at more tokens."""
+        return self == whole if self.finish == "stop" else whole.text.startswith(self.text.rstrip("\ufffd"))
 
 
 @dataclass
@@ -41,11 +56,14 @@ class Told:
     counts: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)  # of completed answers
     wrong: list[str] = field(default_factory=list)
+    # by the request in JSON, without the length of its answer
+    repeatable: dict[str, list[WholeAnswer]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         times = sorted(self.seconds) or [0.0]
         return {
-            **{name: self.counts[name] for name in ("answered", "cancelled", "refused", "sent away")},
+            **{name: self.counts[name] for name in ("answered", "cancelled", "refused", "sent away", "compared")},
+            "requests_alone": len(self.repeatable),
             "wrong": len(self.wrong),
             "first_wrong": self.wrong[:SHOWN],
             "median_s": times[len(times) // 2],
@@ -117,25 +135,41 @@ class Client:
         messages: list[dict[str, Any]] = []
         for turn in self._rng.choice(self._talks)[: self._rng.randint(1, 3)]:
             messages.append(turn)
-            options = {"messages": list(messages), "max_tokens": self._rng.randint(1, MOST_TOKENS), **self._sampling()}
-            answer = await (self._stream if self._rng.random() < 0.5 else self._wait)(options)
-            if answer is None:
+            sampling, own = self._sampling()
+            if checked := not messages[1:] and "top_p" not in sampling and self._rng.random() < CHECKED:
+                own["reuse"] = False
+            options = {"messages": list(messages), "model": self._model, **sampling, "extra_body": {"vismoe": own}}
+            ask = self._stream if self._rng.random() < 0.5 else self._wait
+            said = await ask({**options, "max_tokens": self._rng.randint(1, MOST_TOKENS)})
+            if said is None:
                 self._told.counts["cancelled"] += 1
                 return
             self._told.counts["answered"] += 1
-            messages.append({"role": "assistant", "content": answer})
+            if checked:
+                self._told.repeatable.setdefault(json.dumps(options), []).append(said)
+            messages.append({"role": "assistant", "content": said.text})
 
-    def _sampling(self) -> dict[str, Any]:
+    def _sampling(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(how tokens are chosen, fields of `vismoe`)."""
         chosen: dict[str, Any] = self._rng.choice(
-            ({"temperature": 0}, {"temperature": 1.0, "seed": 1}, {"top_p": 0.9}, {"stop": ["."]})
+            ({"temperature": 0}, {"temperature": 1.0, "seed": 1}, {"top_p": 0.9}, {"stop": ["."], "temperature": 0})
         )
         keep = self._rng.choice((None, 1.0, 0.5))
-        return {**chosen, "model": self._model, "extra_body": {"vismoe": {"keep": keep}} if keep else None}
+        return chosen, {"keep": keep} if keep else {}
 
-    async def _wait(self, options: dict[str, Any]) -> str | None:
-        """A whole answer, or None if this client hung up."""
+    async def alone(self) -> None:
+        """Ask once more for what is repeatable, as the only client, and compare."""
+        for request, answers in self._told.repeatable.items():
+            whole = await self._wait({**json.loads(request), "max_tokens": MOST_TOKENS}, alone=True)
+            self._told.counts["compared"] += len(answers)
+            for said in answers:
+                if whole is None or not said.goes_on_as(whole):
+                    self._told.wrong.append(f"{said} beside others, {whole} alone"[:300])
+
+    async def _wait(self, options: dict[str, Any], alone: bool = False) -> WholeAnswer | None:
+        """A whole answer, or None if this client hung up, which it does not when it is alone."""
         began_s = time.monotonic()
-        patience_s = self._rng.expovariate(1.0) if self._rng.random() < CANCELLED else PATIENCE_S
+        patience_s = self._rng.expovariate(1.0) if not alone and self._rng.random() < CANCELLED else PATIENCE_S
         try:
             async with asyncio.timeout(patience_s):
                 answer = await self._api.chat.completions.create(**options)
@@ -143,12 +177,13 @@ class Client:
             if patience_s == PATIENCE_S:
                 self._told.wrong.append(f"no answer within {PATIENCE_S} s")
             return None
-        self._told.seconds.append(time.monotonic() - began_s)
+        if not alone:
+            self._told.seconds.append(time.monotonic() - began_s)
         if answer.choices[0].finish_reason not in ("stop", "length") or answer.usage is None:
             self._told.wrong.append(f"an odd answer: {answer}"[:300])
-        return answer.choices[0].message.content
+        return WholeAnswer(answer.choices[0].message.content, answer.choices[0].finish_reason)
 
-    async def _stream(self, options: dict[str, Any]) -> str | None:
+    async def _stream(self, options: dict[str, Any]) -> WholeAnswer | None:
         began_s = time.monotonic()
         most_chunks = self._rng.randint(0, 12) if self._rng.random() < CANCELLED else None
         stream = await self._api.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
@@ -165,7 +200,7 @@ class Client:
         self._told.seconds.append(time.monotonic() - began_s)
         if finish not in ("stop", "length") or usage is None:
             self._told.wrong.append(f"a stream that ended oddly: {finish}, {usage}"[:300])
-        return "".join(pieces)
+        return WholeAnswer("".join(pieces), str(finish))
 
 
 async def soak(url: str, clients: int, seconds: float, seed: int) -> Told:
@@ -173,8 +208,9 @@ async def soak(url: str, clients: int, seconds: float, seed: int) -> Told:
     told, conversations, until_s = Told(), talks(seed), time.monotonic() + seconds
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=2 * PATIENCE_S) as api:
         model = (await api.models.list()).data[0].id
-        everybody = (Client(api, model, random.Random(f"{seed}/{number}"), conversations, told) for number in range(clients))
+        everybody = [Client(api, model, random.Random(f"{seed}/{number}"), conversations, told) for number in range(clients)]
         await asyncio.gather(*(client.run(until_s) for client in everybody))
+        await everybody[0].alone()
     return told
 
 

@@ -15,9 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vismoe import flags
-from vismoe.cli.print import experts_did, experts_line, print_accuracy
+from vismoe.cli.print import experts_did, experts_lines, print_accuracy
 from vismoe.cli.study import study_list
 from vismoe.errors import InputError
+from vismoe.eval.lmms_arguments import BATCH_SIZE
 from vismoe.eval.suite_rows import EVAL_BATCH, SUITE_FLAGS, SUITES, add_suite_arguments
 
 QUESTIONS: dict[str, Any] = {"seed": 0, "n": 50, "batch": EVAL_BATCH}
@@ -44,8 +45,9 @@ def eval_arguments(parser: ArgumentParser) -> None:
     flags.add(parser, "--seed S", "seed of the held-out scenes (default: 0)", int, none)
     flags.add(parser, "--n N", "questions of each kind (default: 50)", flags.at_least_one, none)
     flags.add(parser, "--kinds KIND", "with --scenes: only these kinds of question, e.g. count where", None, none, nargs="+")
-    flags.add(parser, "--batch B", f"questions answered together (default: {EVAL_BATCH})", flags.at_least_one, none)
-    flags.add(parser, "--trace FOLDER", "with --scenes: record the routing, for vismoe replay; needs --batch 1", None, none)
+    rows = f"questions asked at once, and rows of a pass (default: {EVAL_BATCH})"
+    flags.add(parser, "--batch B", rows, flags.checked(BATCH_SIZE.read), none)
+    flags.add(parser, "--trace FOLDER", "with --scenes: record the routing, a question at a time, for vismoe replay", None, none)
     flags.add(parser, "--json", "one JSON object with all results")
     add_suite_arguments(parser)
     group = parser.add_argument_group("with --lmms")
@@ -90,13 +92,9 @@ def run_eval(arguments: Namespace) -> int:
 
 
 def run_scenes(arguments: Namespace) -> int:
-    """Asks the questions, as many at a time as fit the planned context."""
+    """Asks the questions, as many at a time as were asked for and fit the planned context."""
     model = flags.one_model(arguments)
     flags.given_settings(arguments)
-    if arguments.trace and arguments.batch > 1:
-        raise InputError(
-            "--trace records one question at a time, since finished rows of a batch would be recorded too. Fix: --batch 1"
-        )
     with flags.quick_imports():
         from vismoe.eval.accuracy import evaluate
         from vismoe.eval.questions import FORMS, KINDS
@@ -113,12 +111,11 @@ def run_scenes(arguments: Namespace) -> int:
         with Progress(console=Console(stderr=True), transient=True) as bar, recording:
             task = bar.add_task("questions", total=None)
             return evaluate(
-                engine.model,
-                engine.processor,
+                engine,
                 arguments.seed,
                 arguments.n,
                 arguments.kinds or KINDS + FORMS,
-                batch_size=arguments.batch,
+                together=arguments.batch,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
 
@@ -145,7 +142,7 @@ def reported(
     arguments: Namespace, model: str | None, evaluate: Callable[[Any], Any], show: Callable[[Console, Any], None]
 ) -> int:
     """Evaluates on one engine; prints the result, and the cache statistics of the experts."""
-    with flags.load_engine(arguments, model) as engine:
+    with flags.load_engine(arguments, model, {"parallel": arguments.batch}) as engine:
         before = engine.metrics.snapshot()
         result = evaluate(engine)
         did = experts_did(engine, engine.metrics.snapshot() - before)
@@ -153,7 +150,7 @@ def reported(
         flags.print_json(arguments, {**result, **did})
     else:
         show(Console(), result)
-        print(experts_line(did))
+        print(experts_lines(did))
     return 0
 
 

@@ -51,17 +51,21 @@ def hit_rate(counts: dict[str, Any]) -> str:
 
 
 def experts_did(engine: "Engine", counters: "Snapshot") -> dict[str, Any]:
-    """What an evaluation reports about experts: the plan, cache statistics, and the formats in which they were computed."""
+    """What an evaluation reports about experts: the plan, cache statistics, the formats in which they were computed, and how
+    requests shared passes."""
     running, shares = engine.precision, counters.shares(engine.format_names)
     precision = asdict(running) if running is not None else None
-    return {"plan": engine.plan.to_json(), "cache": counters.to_json(), "formats": shares, "precision": precision}
+    did = {"plan": engine.plan.to_json(), "cache": counters.to_json(), "formats": shares, "precision": precision}
+    return {**did, "passes": engine.backends["passes"]}
 
 
-def experts_line(did: Mapping[str, Any]) -> str:
-    """The same in one line."""
+def experts_lines(did: Mapping[str, Any]) -> str:
+    """The same in two lines."""
     cache = did["cache"]
     computed = f", computed in {share_words(did['formats'])} by {did['precision']['policy']}" if did["precision"] else ""
-    return f"memory {did['plan']['memory']}: {hit_rate(cache)}, {format_bytes(cache['bytes_read'])} read{computed}"
+    return (
+        f"memory {did['plan']['memory']}: {hit_rate(cache)}, {format_bytes(cache['bytes_read'])} read{computed}\n{did['passes']}"
+    )
 
 
 def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -249,10 +249,8 @@ class Engine:
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
         options = dataclasses.replace(options or RequestOptions(), **given)
-        pruning = self._pruning(options.keep, options.selection)
-        settings = self._changes.with_options_of(options)
-        prompt = self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context)
-        return self._ask(prompt, options, pruning if prompt.images else None, settings)
+        self._pruning(options.keep, options.selection)  # refuses before pictures are fetched
+        return self.answer(self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context), options)
 
     @by_name(OPTIONS.keys() - OF_IMAGES)
     def complete(self, text: str, options: RequestOptions | None = None, **given: Any) -> Reply:
@@ -261,10 +259,15 @@ class Engine:
         for name in OF_IMAGES:
             if (value := getattr(options, name)) is not None:
                 raise InputError(f"{name}={value!r}: a text to go on from has no images. Fix: leave it out")
-        settings = self._changes.with_options_of(options)
-        return self._ask(self.prompts.build_text(text), options, None, settings)
+        return self.answer(self.prompts.build_text(text), options)
 
-    def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
+    def answer(self, prompt: Prompt, options: RequestOptions | None = None, draw: int | None = None) -> Reply:
+        """Answer a prompt that `prompts` has made; otherwise like `chat`. draw: the seed of the selection `random`."""
+        options = options or RequestOptions()
+        pruning = self._pruning(options.keep, options.selection) if prompt.images else None
+        if pruning is not None and draw is not None:
+            pruning = dataclasses.replace(pruning, seed=draw)
+        settings = self._changes.with_options_of(options)
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             visual = f" ({prompt.visual_tokens} of them visual)" if prompt.visual_tokens else ""

@@ -3,6 +3,7 @@
 On Linux the facts come from /proc and /sys; elsewhere facts that cannot be read are None, empty or zero.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -100,7 +101,7 @@ def facts() -> Facts:
         steal_share=getattr(times, "steal", 0.0) / max(sum(times), 1.0),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         omp_threads=os.environ.get("OMP_NUM_THREADS"),
-        libc=" ".join(platform.libc_ver()).strip() or "unknown",
+        libc=_libc(),
         allocator=os.environ.get("LD_PRELOAD") or os.environ.get("DYLD_INSERT_LIBRARIES"),
         gpus=tuple(gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else (),
         cuda_build=torch.version.cuda,
@@ -164,6 +165,12 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     return {package: _version(package) for package in packages}
 
 
+@functools.cache  # platform looks through the interpreter's file
+def _libc() -> str:
+    return " ".join(platform.libc_ver()).strip() or "unknown"
+
+
+@functools.cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

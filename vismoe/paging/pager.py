@@ -61,7 +61,8 @@ class Pager:
     ):
         self.inventory, self.pinned_layers = inventory, pinned_layers
         self.hosts: Sequence[HostTier] = mover.hosts
-        self.core = Residency(inventory, pools, hosts=mover.hosts, **options)
+        in_flight = threads + 2 if threads else 0  # with the thread that waits, which copies too, and what is being computed
+        self.core = Residency(inventory, pools, hosts=mover.hosts, in_flight=in_flight, **options)
         self.window, self.ways = self.core.window, self.core.ways
         self.metrics, self.tables = self.core.metrics, self.core.tables
         self.timeline: Timeline | None = None  # attach one to see copies, computation and stalls

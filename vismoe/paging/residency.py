@@ -69,7 +69,8 @@ class Residency:
     what else than waiting may be done about a miss, where there are `hosts`. `upgrades`: what is done about an expert that is
     there in less precision than was demanded. `deterministic`: nothing is copied unasked. `fill`: where there is a slab for every
     expert, bring in those that nothing demanded yet while nothing else is to be copied. `may_stream`: passes are streamed where
-    measured times say that it pays. `metrics`: to go on counting in.
+    measured times say that it pays; `in_flight`: slabs that copies under way and the experts being computed then hold at a time,
+    beside what waits for the next layer. `metrics`: to go on counting in.
     """
 
     # Copies in flight of absent experts that a lookahead names. One, for it cannot be called back, and a demand should not wait
@@ -88,6 +89,7 @@ class Residency:
         upgrades: Upgrades | None = None,
         deterministic: bool = False,
         may_stream: bool = True,
+        in_flight: int = 0,
         fill: bool = False,
         metrics: Metrics | None = None,
     ):
@@ -106,7 +108,9 @@ class Residency:
         self.wanted = Wanted()
         freely = may_stream and not (self.deterministic or self.ways is not None)
         self.streaming = tuple(
-            Streaming(inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all)
+            Streaming(
+                inventory.layers_of(geometry), freely and table.pool.precision is None and not table.has_room_for_all, in_flight
+            )
             for geometry, table in enumerate(self.tables)
         )
         self.ahead: list[int] = []  # absent experts (flat) of the next layer of a streamed pass, the first to be copied last

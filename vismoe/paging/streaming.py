@@ -21,8 +21,9 @@ from vismoe.types import MoELayer, Phase
 
 GAIN = 0.9  # of demand paging's time, below which streaming begins; it ends where it takes longer than demand paging
 STAYS = 1.5  # how much more than a resident expert an absent one must have been used to take its place for good
-IN_FLIGHT = 4  # slabs of the ring that are being filled, or computed, while the others wait for the next layer
 RING_SHARE = 0.5  # of the slabs that the ring may take
+IN_TURN = 4  # slabs of the ring in a prompt, at least, whose experts wait for their turn, since they are computed by id
+MOSTLY = 0.5  # wanted share, below which what comes unasked is more often in vain than not
 NEWEST_SHARE = 0.25  # of the newest pass in what is known about passes of its size
 
 
@@ -47,12 +48,14 @@ class StreamEstimate:
     wanted: float  # share of a layer's experts that the pass demands
     missed: float  # share of a layer's experts that demand paging copies
     waited: float = 1.0  # share of that copying that layers wait for; the rest lies behind their computation
+    in_flight: int = 0  # slabs of the ring that are being filled, or computed, while the others wait for the next layer
 
     @property
     def ring(self) -> int:
-        """Slabs that the others pass through: what is copied while a layer computes, at most two layers' absent experts."""
+        """Slabs that the others pass through: what is copied while a layer computes, at most two layers' absent experts. Each
+        costs a copy per pass, since it holds no expert for the next one."""
         absent = math.ceil(max(0.0, self.experts - self.slabs / self.layers))
-        return min(2 * absent, self._copied_meanwhile + IN_FLIGHT)
+        return min(2 * absent, max(1, self._copied_meanwhile + self.in_flight))
 
     @property
     def _copied_meanwhile(self) -> int:
@@ -75,7 +78,7 @@ class StreamEstimate:
         if self.ring > RING_SHARE * self.slabs:
             return Verdict.SMALL_POOL
         least = self.demanded_s * (1.0 if streaming else GAIN)
-        return Verdict.STREAMED if self.streamed_s < least else Verdict.NO_GAIN
+        return Verdict.STREAMED if self.wanted >= MOSTLY and self.streamed_s < least else Verdict.NO_GAIN
 
 
 def fixed_residents(uses: np.ndarray, resident: np.ndarray, sizes: Sequence[int], slabs: int) -> np.ndarray:
@@ -107,9 +110,10 @@ class Passes:
 class Streaming:
     """The passes over the layers of one geometry: what they took, and whether the running one is streamed."""
 
-    def __init__(self, layers: Sequence[MoELayer], possible: bool):
-        """`possible`: experts in one format are evicted for others, and what nothing demanded may be copied."""
-        self.possible = possible
+    def __init__(self, layers: Sequence[MoELayer], possible: bool, in_flight: int = 0):
+        """`possible`: experts in one format are evicted for others, and what nothing demanded may be copied. `in_flight`: as of
+        `StreamEstimate`."""
+        self.possible, self._in_flight = possible, in_flight
         self.verdict = Verdict.UNMEASURED
         self.demanded = self.missed = 0  # experts, in the running pass
         self.stall_s = 0.0  # in the running pass
@@ -153,7 +157,9 @@ class Streaming:
         if known.missed is None or known.compute_s is None or self._copy_s <= 0:
             return 0
         seconds = self._copy_s, known.compute_s
-        estimate = StreamEstimate(self._layers, self._experts, slabs, *seconds, known.wanted, known.missed, known.waited)
+        shares = known.wanted, known.missed, known.waited
+        in_flight = self._in_flight if phase is Phase.DECODE else max(self._in_flight, IN_TURN)
+        estimate = StreamEstimate(self._layers, self._experts, slabs, *seconds, *shares, in_flight)
         self.verdict = estimate.verdict(known.streamed)
         known.streamed = self.on
         return estimate.ring if self.on else 0

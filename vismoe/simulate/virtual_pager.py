@@ -142,13 +142,16 @@ class VirtualPager:
         demand.waited(max(0.0, self.now_s - began_s))
 
     def _compute(self, demand: Demand, in_order: bool, come: Collection[int], seconds: float) -> None:
-        """The experts one by one, those that had to `come` last, in `seconds` those that are on the device; the link is free
-        meanwhile."""
+        """In `seconds` those that are on the device: in decode what was here in one call, and what had to `come` one by one after
+        it, otherwise all one by one; the link is free meanwhile."""
         on_host = demand.host_compute.experts if demand.host_compute is not None else ()
         expert_s = seconds / max(1, len(demand.todo) - len(on_host))
+        here = () if in_order else {expert for expert in demand.todo if expert not in come and expert not in on_host}
+        if here:
+            self._use_link_until(self.now_s + expert_s * len(here))
         while demand.todo:
             for one in sorted(demand.next_group(in_order).one_by_one(), key=lambda one: one.experts[0] in come):
-                if not one.on_host:
+                if not one.on_host and one.experts[0] not in here:
                     self._use_link_until(self.now_s + expert_s)
                 demand.computed(one)
 

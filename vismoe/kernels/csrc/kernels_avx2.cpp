@@ -12,7 +12,7 @@ struct Avx2 {
   using Operand = __m256;
   using Sum = __m256;
   static constexpr int kLanes = 8;
-  static constexpr std::size_t kTokens = 2, kDecodingTokens = 1, kScaledTokens = 2, kScaledDecodingTokens = 1, kAttended = 4;
+  static constexpr std::size_t kTokens = 3, kDecodingTokens = 1, kScaledTokens = 3, kScaledDecodingTokens = 1, kAttended = 4;
 
   static __m256 zero() { return _mm256_setzero_ps(); }
   static __m256 all(const std::uint16_t* p) {

@@ -29,7 +29,7 @@ from vismoe.models.moe.experts import bind
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.heavy_hitters import HeavyHitters
-from vismoe.models.moe.linears import MOST_ROWS, serve_linears
+from vismoe.models.moe.linears import MOST_ROWS, serve_linears, served
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs, choose_lookahead
 from vismoe.models.moe.norms import serve_norms
 from vismoe.models.moe.rotary import serve_rotations
@@ -171,7 +171,8 @@ def build(model: Any, configuration: Configuration) -> Runtime:
         backends["rest"] = configuration.backbone.about
     if configuration.experts.kernels is not None:
         linears, routers = serve_linears(model), serve_routers(model)
-        backends["linears"] = f"fast: {linears} linear layers of the decoder and {routers} routers, up to {MOST_ROWS} rows"
+        up_to = f"up to {MOST_ROWS} rows" + (", and linear layers of any number" if served(MOST_ROWS + 1) else "")
+        backends["linears"] = f"fast: {linears} linear layers of the decoder and {routers} routers, {up_to}"
         backends["norms"] = (
             f"fast: {serve_norms(model)} of the decoder, and rotary embeddings of {serve_rotations(model)} attentions"
         )

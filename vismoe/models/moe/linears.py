@@ -3,12 +3,14 @@
 A product with a handful of rows reads every weight once and computes little, so memory speed bounds it; the expert kernels come
 closer to that speed than torch's. The change is a `forward` on the module object.
 
-Layers that a quantised checkpoint encodes stay encoded, as modules of their own. For more rows their weights are restored, piece
-by piece, and torch computes: its products of many rows use what the processor has for matrices (AMX), and ours do not. Of encoded
-token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
+Products of more rows are torch's, which use what the processor has for matrices (AMX) or for bfloat16. Where it has neither,
+torch's take three times as long as the kernels', which then compute any number of rows.
+
+Layers that a quantised checkpoint encodes stay encoded, as modules of their own. Where torch computes, their weights are restored
+piece by piece. Of encoded token embeddings the rows of the tokens are restored; a head that is tied to them has the same bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,12 +26,13 @@ from vismoe.models.moe.own_forward import give_forward
 from vismoe.models.moe.rows import running_rows
 
 MOST_ROWS = 16
+PIECE_ROWS = 128  # of a product of more rows: a bound of the kernels' memory that costs no speed
 PIECE_WEIGHTS = 2**23  # of an encoded layer that are restored at once
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def serve_linears(model: nn.Module) -> int:
-    """Make the kernels compute the decoder's linear layers for up to MOST_ROWS rows; returns the number of these layers."""
+    """Make the kernels compute the decoder's linear layers, as far as `served`; returns the number of these layers."""
     return give_forward(_linears(model), _forward)
 
 
@@ -44,14 +47,29 @@ def _forward(reference: Any, x: torch.Tensor) -> torch.Tensor:
     module = reference()
     weight, bias = module.weight, module.bias
     rows = x.numel() // weight.shape[1]
-    if not few(rows) or x.dtype is not weight.dtype or x.device.type != "cpu" or torch.is_grad_enabled():
+    if not served(rows) or x.dtype is not weight.dtype or x.device.type != "cpu" or torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
-    return cpu.linear(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], -1)
+    return _by_pieces(x.reshape(rows, -1), len(weight), lambda piece: cpu.linear(piece, weight, bias)).view(*x.shape[:-1], -1)
 
 
 def few(rows: int) -> bool:
     """Whether the kernels compute so many rows: few, or those of a shared pass, which are to have the bits of being alone."""
     return 0 < rows <= MOST_ROWS or (rows > 0 and running_rows() is not None)
+
+
+def served(rows: int) -> bool:
+    """Whether the kernels compute a linear layer of so many rows: few, or any number without instructions for bfloat16."""
+    return few(rows) or (rows > 0 and cpu.setup().isa in ("avx2", "avx512"))
+
+
+def _by_pieces(x: torch.Tensor, outputs: int, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """product(x) `[rows, outputs]`, of at most PIECE_ROWS rows at once; a row has the same bits in any company."""
+    if len(x) <= PIECE_ROWS:
+        return product(x)
+    out = x.new_empty(len(x), outputs)
+    for to, piece in zip(out.split(PIECE_ROWS), x.split(PIECE_ROWS), strict=True):
+        to.copy_(product(piece))
+    return out
 
 
 class EncodedModule(nn.Module):
@@ -125,8 +143,12 @@ class EncodedLinear(EncodedModule):
         if torch.is_grad_enabled() and x.requires_grad:
             return nn.functional.linear(x, self.restored(), self.bias)
         rows, parts = x.reshape(count, self.in_features), self.parts
-        if few(count):
-            return cpu.encoded_linear(rows, self.encoding, parts, self.in_features, self.bias).view(*x.shape[:-1], -1)
+        if served(count):
+
+            def product(piece: torch.Tensor) -> torch.Tensor:
+                return cpu.encoded_linear(piece, self.encoding, parts, self.in_features, self.bias)
+
+            return _by_pieces(rows, self.out_features, product).view(*x.shape[:-1], -1)
         out = x.new_empty(count, self.out_features)
         weight = torch.empty(self._piece_outputs, self.in_features, dtype=x.dtype)
         for first in range(0, self.out_features, len(weight)):

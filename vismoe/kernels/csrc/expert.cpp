@@ -353,21 +353,22 @@ class ExpertsJob : public PackedJob {
     for (std::size_t e = task.expert, after; e < records_.count; e = after) {
       after = records_.used(e + 1);
       const bool last = after == records_.count;
-      down(e, task, last ? place(next) : place_of_down(after, task.begin), thread);
+      down(e, task, last ? place(next) : place_of_down(after, task), thread);
     }
   }
 
-  Place place_of_down(std::size_t e, std::size_t row) const {
+  Place place_of_down(std::size_t e, const Task& task) const {
     const Expert& expert = records_.expert(e);
-    return expert.down_section < 0 ? place_of(expert.down, records_.record(e), row) : Place{};
+    return expert.down_section < 0 ? place_of(expert.down, records_.record(e), task.begin, task.end - task.begin) : Place{};
   }
 
   Place place(const Task* task) const {
     if (task == nullptr || task->stage == kPack) return {};
     const Expert& expert = records_.expert(task->expert);
-    if (task->stage == kDown) return place_of_down(task->expert, task->begin);
+    if (task->stage == kDown) return place_of_down(task->expert, *task);
     if (expert.up_section >= 0) return {};
-    return place_of(expert.up, records_.record(task->expert), task->begin * (expert.gate == kInterleaved ? 2 : 1));
+    const std::size_t factor = expert.gate == kInterleaved ? 2 : 1;
+    return place_of(expert.up, records_.record(task->expert), factor * task->begin, factor * (task->end - task->begin));
   }
 
   // The address from which `m` counts the places of its rows, of which begin .. end, and as many `apart` rows later, are there.
@@ -447,7 +448,7 @@ class LinearJob : public PackedJob {
   void run(const Task& task, const Task* next, std::size_t thread) override {
     if (task.stage == kPack) return pack(task, nullptr);
     wait_for_inputs();
-    const Place next_rows = next ? place_of(matrix_, weight_, next->begin) : Place{};
+    const Place next_rows = next ? place_of(matrix_, weight_, next->begin, next->end - next->begin) : Place{};
     kernels_.linear(matrix_, weight_, task.begin, task.end, {x_, rows_, nullptr, nullptr, 0}, out_, input_.dtype,
                     scratch(thread), next_rows);
   }

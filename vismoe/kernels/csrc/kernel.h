@@ -166,10 +166,11 @@ struct Rows {
 
   const std::uint8_t* at;
   const std::uint16_t *scale, *offset;  // bfloat16
-  std::size_t row_bytes, row_groups;
-  std::size_t units;           // whole units in place
-  bool tail;                   // the rows have a rest
-  const std::uint8_t* ahead;   // memory to prefetch during the computation, as many bytes as the rows have; null: none
+  std::size_t row_bytes, row_groups, apart;  // bytes, groups and outputs from one of these rows to the next
+  std::size_t units;                         // whole units in place
+  bool tail;                                 // the rows have a rest
+  const std::uint8_t* ahead;                 // a later row, to prefetch while the first of these is computed; null: none
+  std::size_t ahead_bytes;                   // from there to the one that belongs to the second
   alignas(kAlignment) std::uint8_t rest[kRows][D::kUnitBytes];
   std::uint16_t rest_scale[kRows][kGroups], rest_offset[kRows][kGroups];
   SumScales sums;  // if D::kStep > 0
@@ -196,11 +197,10 @@ inline Unit rest_of(const Rows<D>& rows, std::size_t r) {
   return {rows.rest[r], rows.rest_scale[r], rows.rest_offset[r]};
 }
 
-// Prefetches memory in address order, whatever the order of the rows, because hardware prefetchers follow address order.
 template <std::size_t kBytes>
 inline void prefetch(const std::uint8_t* from) {
 #pragma GCC unroll 16
-  for (std::size_t b = 0; b < kBytes; b += 64) __builtin_prefetch(from + b, 0, 2);  // into L2: L1 has few lines under way
+  for (std::size_t b = 0; b < kBytes; b += 64) __builtin_prefetch(from + b);
 }
 
 template <class S, class D, std::size_t R, std::size_t N>
@@ -273,7 +273,10 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
   for (std::size_t u = 0; u < rows.units; u++) {
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < R; r++) units[r] = unit_at(rows, first + r, u);
-    if (rows.ahead) prefetch<R * D::kUnitBytes>(rows.ahead + u * R * D::kUnitBytes);
+    if (rows.ahead) {
+#pragma GCC unroll 4
+      for (std::size_t r = 0; r < R; r++) prefetch<D::kUnitBytes>(rows.ahead + r * rows.ahead_bytes + u * D::kUnitBytes);
+    }
     step(units, u, sums);
   }
   if (rows.tail) {
@@ -298,7 +301,7 @@ void block(const Rows<D>& rows, std::size_t first, const Inputs<typename S::X>& 
     for (std::size_t r = 0; r < kRows; r++) four[r] = r < R ? sums[n][r < R ? r : 0] : S::zero();
     float totals[kRows];
     S::sum4(four, totals);
-    for (std::size_t r = 0; r < R; r++) y[n * y_stride + r] = totals[r];
+    for (std::size_t r = 0; r < R; r++) y[n * y_stride + r * rows.apart] = totals[r];
   }
 }
 
@@ -322,7 +325,7 @@ inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>
     } else if constexpr (std::is_base_of_v<PlainDecoder<S, D::kStep>, D>) {  // each for itself, which needs little code
       for (std::size_t i = 0; i < tokens * count; i++) {
         const std::size_t n = i / count, r = i % count;
-        block<S, D, 1, 1>(rows, r, in.from(done + n), to + n * y_stride + r, y_stride);
+        block<S, D, 1, 1>(rows, r, in.from(done + n), to + n * y_stride + r * rows.apart, y_stride);
       }
     }
     rows.ahead = nullptr;  // the first block has prefetched it
@@ -331,13 +334,15 @@ inline void blocks(Rows<D>& rows, std::size_t count, const Inputs<typename S::X>
 }
 
 template <class D>
-inline void place_rows(const Matrix& m, const std::uint8_t* record, std::size_t row, std::size_t count, Rows<D>& rows) {
+inline void place_rows(const Matrix& m, const std::uint8_t* record, std::size_t row, std::size_t count, std::size_t apart,
+                       Rows<D>& rows) {
   const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), groups = static_cast<std::size_t>(m.groups);
   rows.at = record + m.codes + row * row_bytes;
   rows.scale = reinterpret_cast<const std::uint16_t*>(record + m.scale) + row * groups;
   rows.offset = reinterpret_cast<const std::uint16_t*>(record + m.offset) + row * groups;
-  rows.row_bytes = row_bytes;
-  rows.row_groups = groups;
+  rows.row_bytes = apart * row_bytes;
+  rows.row_groups = apart * groups;
+  rows.apart = apart;
   rows.units = row_bytes / D::kUnitBytes;
   rows.tail = row_bytes % D::kUnitBytes != 0 || rows.units * D::kGroups > groups;
   if (!rows.tail) return;
@@ -345,11 +350,11 @@ inline void place_rows(const Matrix& m, const std::uint8_t* record, std::size_t 
   const std::size_t whole = rows.units * D::kUnitBytes, whole_groups = rows.units * D::kGroups;
   for (std::size_t r = 0; r < count; r++) {
     std::memset(rows.rest[r], 0, D::kUnitBytes);
-    std::memcpy(rows.rest[r], rows.at + r * row_bytes + whole, row_bytes - whole);
+    std::memcpy(rows.rest[r], rows.at + r * rows.row_bytes + whole, row_bytes - whole);
     for (std::size_t g = 0; g < D::kGroups; g++) {
       const bool there = whole_groups + g < groups;
-      rows.rest_scale[r][g] = there ? rows.scale[r * groups + whole_groups + g] : 0;
-      rows.rest_offset[r][g] = there ? rows.offset[r * groups + whole_groups + g] : 0;
+      rows.rest_scale[r][g] = there ? rows.scale[r * rows.row_groups + whole_groups + g] : 0;
+      rows.rest_offset[r][g] = there ? rows.offset[r * rows.row_groups + whole_groups + g] : 0;
     }
   }
 }
@@ -371,7 +376,7 @@ inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P
   for (std::size_t r = 0; r < count; r++) {
     std::uint8_t* to = static_cast<std::uint8_t*>(tile) + r * row_bytes;
     for (std::size_t u = 0; u < rows.units; u++, to += kMade) {
-      if (rows.ahead) prefetch<D::kUnitBytes>(rows.ahead + r * rows.row_bytes + u * D::kUnitBytes);
+      if (rows.ahead) prefetch<D::kUnitBytes>(rows.ahead + r * rows.ahead_bytes + u * D::kUnitBytes);
       turn(unit_at(rows, r, u), to);
     }
     if (rows.tail) turn(rest_of(rows, r), to);
@@ -380,33 +385,25 @@ inline void into_tile(const Rows<D>& rows, std::size_t count, void* tile, Rows<P
   made.scale = made.offset = nullptr;
   made.row_bytes = row_bytes;
   made.row_groups = 0;
+  made.apart = rows.apart;
   made.units = units * (D::kInputs / kUnit);
   made.tail = false;
   made.ahead = nullptr;
   if constexpr (D::kStep > 0) made.sums = rows.sums;
 }
 
-// Prefetches `count` later rows: scales and offsets now, codes while `rows` are computed.
+// Prefetches for each of these rows the one that begins `row` rows after its place in `later`: scales and offsets now, codes while
+// these are computed.
 template <class D>
-inline void look_ahead(const Place& later, std::size_t count, Rows<D>& rows) {
-  rows.ahead = later.codes;
-  if (later.scale_bytes == 0) return;
-  for (std::size_t b = 0; b < count * later.scale_bytes + 63; b += 64) __builtin_prefetch(later.scale + b);
-  for (std::size_t b = 0; b < count * later.offset_bytes + 63; b += 64) __builtin_prefetch(later.offset + b);
-}
-
-// The same beyond the end of a task: prefetches as many bytes as `count` rows have, from `skip` rows after `next` on. Rows are
-// those of this task; `next` may have another format.
-template <class D>
-inline void look_beyond(const Place& next, std::size_t skip, std::size_t count, Rows<D>& rows) {
-  if (next.codes == nullptr) return look_ahead(next, 0, rows);
-  const std::size_t first = skip * rows.row_bytes, row = first / next.row_bytes;
-  const std::size_t end = (first + count * rows.row_bytes) / next.row_bytes;
-  Place later = next;
-  later.codes += first;
-  later.scale += row * next.scale_bytes;
-  later.offset += row * next.offset_bytes;
-  look_ahead(later, end - row, rows);
+inline void look_ahead(const Place& later, std::size_t row, Rows<D>& rows) {
+  rows.ahead = later.codes == nullptr ? nullptr : later.codes + row * later.row_bytes;
+  rows.ahead_bytes = later.apart * later.row_bytes;
+  if (rows.ahead == nullptr || later.scale_bytes == 0) return;
+  for (std::size_t r = 0; r < kRows; r++) {
+    const std::size_t at = row + r * later.apart;
+    for (std::size_t b = 0; b < later.scale_bytes + 63; b += 64) __builtin_prefetch(later.scale + at * later.scale_bytes + b);
+    for (std::size_t b = 0; b < later.offset_bytes + 63; b += 64) __builtin_prefetch(later.offset + at * later.offset_bytes + b);
+  }
 }
 
 // sums[n, s] = the sum of the inputs of step s, for all steps and zeros up to a multiple of 16.
@@ -466,26 +463,26 @@ void multiply_as(const Matrix& m, const std::uint8_t* record, std::size_t begin,
   using D = typename S::template Decoder<E>;
   const std::size_t inputs = static_cast<std::size_t>(m.inputs);
   const Inputs<typename S::X> in = {x, stride_of(inputs), scratch.x_sums, scratch.steps};
-  const std::size_t ahead = round_up(kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1, kRows);
+  const std::size_t ahead = kAheadBytes / static_cast<std::size_t>(m.row_bytes) + 1;
   Rows<D> rows;
   if constexpr (D::kStep > 0) {
     const std::size_t steps = round_up((inputs + D::kStep - 1) / D::kStep, 16), room = scratch.steps;
     rows.sums = {scratch.scales, has_minima(m) ? scratch.scales + kRows * room : nullptr, steps, room};
     if (rows.sums.minima) sum_inputs<S, D::kStep>(in, inputs, n, scratch.x_sums);
   }
-  for (std::size_t row = begin; row < end; row += kRows) {
-    const std::size_t count = least(kRows, end - row), later = row + ahead;
-    place_rows(m, record, row, count, rows);
-    if (later < end) {
-      look_ahead(place_of(m, record, later), count, rows);
-    } else {
-      const std::size_t skip = later - least(later, round_up(end - begin, kRows) + begin);
-      look_beyond(next, skip, count, rows);
-    }
+  // Rows that are read together are far apart: a hardware prefetcher follows one sequence of addresses in each page of memory.
+  const Place all = place_of(m, record, begin, end - begin);
+  const std::size_t rest = begin + all.apart * kRows;
+  for (std::size_t i = 0; i < all.apart + (rest < end); i++) {
+    const bool whole = i < all.apart;
+    const std::size_t row = whole ? begin + i : rest, count = whole ? kRows : end - rest, apart = whole ? all.apart : 1;
+    place_rows(m, record, row, count, apart, rows);
+    const std::size_t later = i + ahead;
+    look_ahead(later < all.apart ? all : next, later < all.apart ? later : later - all.apart, rows);
     if constexpr (D::kStep > 0) {
       for (std::size_t r = 0; r < count; r++) {
         float* scales = scratch.scales + r * scratch.steps;
-        read_scales<E>(m, record, row + r, scales, scales + kRows * scratch.steps);
+        read_scales<E>(m, record, row + r * apart, scales, scales + kRows * scratch.steps);
       }
     }
     float* to = y + (row - begin);
@@ -555,7 +552,7 @@ void up(const Expert& e, const std::uint8_t* record, std::size_t begin, std::siz
     const std::size_t n = least(kPassTokens, tokens.count - first);
     const X* x = static_cast<const X*>(tokens.x) + first * stride_of(e.hidden());
     if (e.gate == kConcatenated) {
-      const Place ups = place_of(e.up, record, outputs + begin);
+      const Place ups = place_of(e.up, record, outputs + begin, count);
       multiply<S>(e.up, record, begin, end, x, n, scratch, ups, scratch.sums, width);
       multiply<S>(e.up, record, outputs + begin, outputs + end, x, n, scratch, next, scratch.sums + count, width);
     } else {
@@ -790,7 +787,7 @@ void restore_row(const Matrix& m, const std::uint8_t* record, std::size_t row, c
   if constexpr (!is_scaled(E)) {
     using D = FloatDecoder<S, E>;
     Rows<D> rows;
-    place_rows(m, record, row, 1, rows);
+    place_rows(m, record, row, 1, 1, rows);
     for (std::size_t u = 0; u < rows.units; u++) decode_unit<S, D>(unit_at(rows, 0, u), values + u * kUnit);
     if (rows.tail) decode_unit<S, D>(rest_of(rows, 0), values + rows.units * kUnit);
   } else {

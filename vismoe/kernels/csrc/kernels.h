@@ -16,7 +16,7 @@ constexpr std::size_t kUnit = 128;        // inputs that one step of a kernel ta
 constexpr std::size_t kRows = 4;          // rows of weights that share the loads of x
 constexpr std::size_t kPassTokens = 64;   // tokens of one pass over the weights
 constexpr std::size_t kChunkRows = 64;    // outputs of one task, at most
-constexpr std::size_t kAheadBytes = 32768;  // prefetch distance of weights, into L2: what a core reads in some microseconds
+constexpr std::size_t kAheadBytes = 2048;  // least prefetch distance in a row of weights; several rows are read at a time
 constexpr std::size_t kAlignment = 64;
 
 // The numbers are shared with vismoe/kernels/cpu.py.
@@ -88,16 +88,17 @@ struct Scratch {
   }
 };
 
-// Where rows of a matrix begin, for prefetching; raw encodings have no groups.
+// Where the rows of a task begin, for prefetching; raw encodings have no groups.
 struct Place {
   const std::uint8_t *codes, *scale, *offset;
   std::size_t row_bytes, scale_bytes, offset_bytes;  // from row to row
+  std::size_t apart;                                 // rows from one of kRows that are read together to the next
 };
 
-static inline Place place_of(const Matrix& m, const std::uint8_t* record, std::size_t row) {
+static inline Place place_of(const Matrix& m, const std::uint8_t* record, std::size_t row, std::size_t rows) {
   const std::size_t row_bytes = static_cast<std::size_t>(m.row_bytes), scale = m.scale_bytes(), offset = m.offset_bytes();
   return {record + m.codes + row * row_bytes, record + m.scale + row * scale, record + m.offset + row * offset,
-          row_bytes, scale, offset};
+          row_bytes, scale, offset, rows / kRows};
 }
 
 // The tokens of one expert: rows of packed inputs, and where results go.

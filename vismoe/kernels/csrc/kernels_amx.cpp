@@ -145,7 +145,7 @@ void restore_rows(const Matrix& m, const std::uint8_t* record, std::size_t begin
   Rows<D> rows;
   for (std::size_t row = begin; row < end; row++) {
     X* to = scratch.rows + (row - begin) * stride;
-    place_rows(m, record, row, 1, rows);
+    place_rows(m, record, row, 1, 1, rows);
     if constexpr (D::kStep > 0) read_scales<E>(m, record, row, scales, minima);
     for (std::size_t u = 0; u < rows.units + rows.tail; u++) {
       const Unit unit = u < rows.units ? unit_at(rows, 0, u) : rest_of(rows, 0);
@@ -290,11 +290,11 @@ void up_wide(const Expert& e, const std::uint8_t* record, std::size_t begin, std
     const Groups in{static_cast<const std::uint8_t*>(tokens.x) + first * x_bytes, n, x_bytes};
     float *sums = scratch.sums, *second = sums + kChunkRows * kWideTokens;
     if (e.gate == kConcatenated) {
-      multiply_wide(e.up, record, begin, end, in, scratch, place_of(e.up, record, outputs + begin), sums);
+      multiply_wide(e.up, record, begin, end, in, scratch, place_of(e.up, record, outputs + begin, end - begin), sums);
       multiply_wide(e.up, record, outputs + begin, outputs + end, in, scratch, next, second);
     } else if (e.gate == kInterleaved) {
       const std::size_t middle = least(2 * begin + kChunkRows, 2 * end);
-      multiply_wide(e.up, record, 2 * begin, middle, in, scratch, place_of(e.up, record, middle), sums);
+      multiply_wide(e.up, record, 2 * begin, middle, in, scratch, place_of(e.up, record, middle, 2 * end - middle), sums);
       if (middle < 2 * end) multiply_wide(e.up, record, middle, 2 * end, in, scratch, next, second);
     } else {
       multiply_wide(e.up, record, begin, end, in, scratch, next, sums);

@@ -38,6 +38,7 @@ from vismoe.formats.encodings import ENCODINGS
 from vismoe.kernels import cpu
 from vismoe.kernels.attention import attend
 from vismoe.kernels.codecs import codec_of
+from vismoe.pools.advice import in_huge_pages
 from vismoe.types import Activation, ExpertForm, Format, Gate, RecordLayout
 
 FORM = ExpertForm("gate_up_proj", "down_proj", False, Gate.CONCATENATED, Activation.SILU)
@@ -359,7 +360,8 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     backend = cpu.start(arguments.threads, arguments.isa)
-    geometry, working_set = KernelShape(), torch.zeros(int(arguments.working_set * 2**30) // 64 * 64, dtype=torch.uint8)
+    geometry, nbytes = KernelShape(), int(arguments.working_set * 2**30) // 64 * 64
+    working_set = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8)).zero_()  # as slabs and weights lie
     out = sys.stderr if arguments.json else sys.stdout
     print(f"{backend.isa}, {backend.threads} threads; torch {torch.__version__}\n{HEADER}", file=out)
     contests = (

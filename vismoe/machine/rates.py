@@ -13,12 +13,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vismoe.errors import TransferError
 from vismoe.kernels.lossless import FastLossless
 from vismoe.machine.hardware import host_memory
+from vismoe.pools.advice import in_huge_pages
 from vismoe.pools.pool import SlabPool
 from vismoe.types import RecordLayout
 
@@ -133,7 +133,8 @@ def _summing(threads: int, nbytes: int) -> float:
     together = threading.Barrier(threads)
 
     def rounds(_: int) -> list[tuple[float, float]]:
-        mine = np.ones(words, np.int64)  # first touched by the thread that reads it, so it lies on that thread's memory node
+        mine = in_huge_pages(torch.empty(words, dtype=torch.int64)).numpy()  # as slabs and weights lie
+        mine.fill(1)  # first touched by the thread that reads it, so it lies on that thread's memory node
         spans = []
         for _round in range(ROUNDS + 1):
             together.wait()

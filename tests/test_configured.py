@@ -11,6 +11,7 @@ import transformers as T
 from vismoe.cli.main import main
 from vismoe.config import Settings
 from vismoe.errors import UnsupportedModelError
+from vismoe.models.load import reading
 from vismoe.models.load.configured import as_stated
 from vismoe.models.load.preview import preview
 
@@ -74,8 +75,10 @@ def test_an_expert_takes_the_bits_of_the_published_format(repository):
 
 
 @pytest.mark.parametrize(("kind", "kernels"), [*((kind, "auto") for kind in (*WRITTEN, "mxfp4")), ("fp8", "torch")])
-def test_a_plan_before_the_download_is_the_one_after_it(kind, kernels, tmp_path):
+def test_a_plan_before_the_download_is_the_one_after_it(kind, kernels, tmp_path, monkeypatch):
     """Parts, bounce buffers among them, experts that fit, and what is said about the rest."""
+    choose = reading.choose
+    monkeypatch.setattr(reading, "choose", lambda *of, **how: dataclasses.replace(choose(*of, **how), cold_direct=True))
     family, names = ("gpt_oss", "stacked") if kind == "mxfp4" else ("qwen3_moe", "expert first")
     quantised.write(tmp_path, kind, family, backbone=kind != "mxfp4", names=names)
     before, after = before_and_after(tmp_path, kernels=kernels)

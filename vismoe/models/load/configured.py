@@ -29,6 +29,11 @@ Encoder = Callable[[int, int], Mapping[str, Shaped]]  # (outputs, inputs) -> the
 Names = Callable[[str], bool]  # of modules, by path
 LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")  # settings with names of modules
 IN_LAYERS = re.compile(r"(?:^|\.)layers\.\d+\.")
+# In the order of safetensors' enumeration Dtype (tensor.rs).
+TYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int16, torch.uint16,
+    torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.float64, torch.int64, torch.uint64,
+)  # fmt: skip
 
 
 class Stated(NamedTuple):
@@ -89,9 +94,9 @@ def as_stated(model: Any) -> Stated:
 
 
 def _header(shapes: Mapping[str, Shaped]) -> SafetensorsHeader:
-    """As safetensors writes a file: tensors of wide types first, then by name."""
+    """As safetensors writes a file: by type, the last of `TYPES` first, then by name."""
     entries, end = {}, 0
-    for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
+    for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: (-TYPES.index(item[1][1]), item[0])):
         nbytes = math.prod(shape) * dtype.itemsize
         entries[name] = TensorEntry(end, nbytes, shape, dtype)
         end += nbytes

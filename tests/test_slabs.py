@@ -1,4 +1,7 @@
-"""Pools of two formats under one numbering, against the pools themselves."""
+"""Pools of two formats under one numbering, against the pools themselves; and the pages that a pool lies in."""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vismoe.pools.advice import HUGEPAGE, advise
 from vismoe.pools.pool import SlabPool
 from vismoe.pools.slabs import Slabs
 from vismoe.types import HIGH, LOW, RecordLayout
@@ -75,3 +79,26 @@ def test_what_is_aliased_into_a_slab_shows_in_its_address_and_its_weights():
     assert np.unique(slabs.addresses).size == 4
     with pytest.raises(AssertionError):
         Slabs((pool(4, 2, aliased=True), pool(2, 2)))
+
+
+def flags_at(address: int) -> set[str]:
+    """What the kernel noted about the mapping that holds an address."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            within = int(found[1], 16) <= address < int(found[2], 16)
+        elif within and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    return set()
+
+
+def test_a_pool_asks_for_huge_pages_and_memory_that_is_lent_gets_small_ones():
+    pool = SlabPool(RecordLayout.of({"w": (2**20,)}, {"w": torch.uint8}), 8)
+    if not pool.elastic or not advise(int(pool.addresses[7]), 2**20, HUGEPAGE):
+        pytest.skip("this system has no huge pages")
+    lent, other = pool.take(), pool.take()
+    inside = [int(pool.addresses[slab]) + 2**19 for slab in (lent, other)]
+    assert all("hg" in flags_at(address) for address in inside)
+    pool.record(lent).fill_(1)
+    assert pool.unback(lent) and not pool.record(lent).any()
+    assert "nh" in flags_at(inside[0]) and "hg" in flags_at(inside[1])

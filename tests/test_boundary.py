@@ -19,6 +19,7 @@ from vismoe.errors import BusyError
 from vismoe.paging.page_table import FREE, UNBACKED
 from vismoe.planning.boundary import Move, bytes_beyond, next_move, tokens_for
 from vismoe.planning.needs import CacheLayer
+from vismoe.pools.advice import whole_pages
 from vismoe.pools.pool import SlabPool
 from vismoe.types import ExpertId, ExpertInventory, Phase, RecordLayout
 
@@ -41,7 +42,7 @@ def resident_bytes(pool):
     found = []
     with open("/proc/self/pagemap", "rb") as file:
         for slab in range(pool.capacity):
-            first, end = pool._pages(slab)
+            first, end = whole_pages(int(pool.addresses[slab]), pool.layout.record_bytes)
             file.seek(first // 4096 * 8)
             entries = np.frombuffer(file.read((end - first) // 4096 * 8), np.uint64)
             found.append(int((entries >> np.uint64(63)).sum()) * 4096)

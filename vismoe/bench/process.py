@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 
+from vismoe.pools.advice import DONTNEED, PAGEOUT, advise
 from vismoe.store.page_cache import mappings
 
 PROC = Path("/proc/self")
 PR_SET_PDEATHSIG = 1
-MADV_DONTNEED, MADV_PAGEOUT = 4, 21
 
 
 def die_with_parent() -> None:
@@ -50,8 +50,6 @@ def release_mapped(paths: Iterable[str | Path]) -> None:
     A mapping without private copies reads its file again when it is accessed; one with copies keeps those.
     """
     wanted = {os.path.realpath(path) for path in paths}
-    libc = ctypes.CDLL(None)
     for one in sorted(mappings(), key=attrgetter("has_copies")):  # a page that is mapped twice is not paged out
         if one.path in wanted:
-            advice = MADV_PAGEOUT if one.has_copies else MADV_DONTNEED
-            libc.madvise(ctypes.c_void_p(one.start), ctypes.c_size_t(one.end - one.start), advice)
+            advise(one.start, one.end - one.start, PAGEOUT if one.has_copies else DONTNEED)

@@ -249,8 +249,8 @@ class Engine:
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
         options = dataclasses.replace(options or RequestOptions(), **given)
-        self._pruning(options.keep, options.selection)  # refuses before pictures are fetched
-        return self.answer(self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context), options)
+        checked = self._checked(options)  # before pictures are fetched
+        return self._ask(self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context), options, *checked)
 
     @by_name(OPTIONS.keys() - OF_IMAGES)
     def complete(self, text: str, options: RequestOptions | None = None, **given: Any) -> Reply:
@@ -264,10 +264,17 @@ class Engine:
     def answer(self, prompt: Prompt, options: RequestOptions | None = None, draw: int | None = None) -> Reply:
         """Answer a prompt that `prompts` has made; otherwise like `chat`. draw: the seed of the selection `random`."""
         options = options or RequestOptions()
-        pruning = self._pruning(options.keep, options.selection) if prompt.images else None
+        pruning, settings = self._checked(options)
         if pruning is not None and draw is not None:
             pruning = dataclasses.replace(pruning, seed=draw)
-        settings = self._changes.with_options_of(options)
+        return self._ask(prompt, options, pruning, settings)
+
+    def _checked(self, options: RequestOptions) -> tuple[Pruning | None, Settings]:
+        """What to drop of images, and the settings that hold for the request."""
+        return self._pruning(options.keep, options.selection), self._changes.with_options_of(options)
+
+    def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
+        pruning = pruning if prompt.images else None
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
             visual = f" ({prompt.visual_tokens} of them visual)" if prompt.visual_tokens else ""

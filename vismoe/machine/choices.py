@@ -41,12 +41,12 @@ def choose(
     """
     disk = disk_of(profile, path) if profile else None
     copies = fits_page_cache(checkpoint_bytes, spare_bytes)  # after the first read of each, the processor copies it
-    direct, cold_direct, why_direct = _direct(disk, expert_bytes, checkpoint_bytes, spare_bytes)
+    cold_direct, why_direct = _cold_direct(disk, expert_bytes, checkpoint_bytes, spare_bytes)
     link = profile.link(device) if profile else None
     link_bytes_per_s = link.best_bytes_per_s(page_locked=link.page_lock_refused is None) if link else None
     most = max(1, cores) if copies else MOST_THREADS
     threads, why_threads = _threads(disk, cold_direct, expert_bytes, most, link_bytes_per_s)
-    return Choices(direct, cold_direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
+    return Choices(cold_direct and not copies, cold_direct, threads, {"direct_reads": why_direct, "io_threads": why_threads})
 
 
 def fits_page_cache(checkpoint_bytes: int, spare_bytes: int) -> bool:
@@ -69,34 +69,30 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.1f} MB/s"
 
 
-def _direct(disk: DiskRates | None, expert_bytes: int, checkpoint_bytes: int, spare_bytes: int) -> tuple[bool, bool, str]:
-    """(direct_reads, cold_direct, why)."""
+def _cold_direct(disk: DiskRates | None, expert_bytes: int, checkpoint_bytes: int, spare_bytes: int) -> tuple[bool, str]:
+    """(cold_direct, why); what does not fit the page cache is cold again whenever it is read."""
     room = f"the {format_bytes(max(0, spare_bytes))} of RAM beyond the plan"
     past, through = (disk.best(direct=direct, request_bytes=expert_bytes) if disk else None for direct in (True, False))
     if fits_page_cache(checkpoint_bytes, spare_bytes):
         rate = f", which copies {format_rate(disk.cached_bytes_per_s)} when warm" if disk else ""
         why = f"page cache: the experts ({format_bytes(checkpoint_bytes)}) fit {room}{rate}"
         if disk is None:
-            return False, expert_bytes >= UNMEASURED_DIRECT_BYTES, why
+            return expert_bytes >= UNMEASURED_DIRECT_BYTES, why
         if past is None or (through is not None and past.bytes_per_s <= through.bytes_per_s):
-            return False, False, why
-        return False, True, f"{why}; what it lacks is read past it the first time: {_compared(past, through)}"
+            return False, why
+        return True, f"{why}; what it lacks is read past it the first time: {_compared(past, through)}"
     unfit = f"the experts ({format_bytes(checkpoint_bytes)}) do not fit {room}"
     if disk is None:
         direct = expert_bytes >= UNMEASURED_DIRECT_BYTES
         compared = "at least" if direct else "less than"
         way = "O_DIRECT" if direct else "page cache"
         size = f"an expert ({format_bytes(expert_bytes)}) has {compared} {format_bytes(UNMEASURED_DIRECT_BYTES)}"
-        return direct, direct, f"{way}: {size}, and {unfit}; {NOT_MEASURED}"
+        return direct, f"{way}: {size}, and {unfit}; {NOT_MEASURED}"
     if past is None:
-        return False, False, f"page cache: {disk.direct_refused or 'no O_DIRECT rate was measured'}; {unfit}"
+        return False, f"page cache: {disk.direct_refused or 'no O_DIRECT rate was measured'}; {unfit}"
     if through is None or past.bytes_per_s >= GOOD_ENOUGH * through.bytes_per_s:
-        return True, True, f"{_compared(past, through)}; {unfit}"
-    return (
-        False,
-        False,
-        f"page cache: {_reached(through)} when cold, against {format_rate(past.bytes_per_s)} with O_DIRECT; {unfit}",
-    )
+        return True, f"{_compared(past, through)}; {unfit}"
+    return False, f"page cache: {_reached(through)} when cold, against {format_rate(past.bytes_per_s)} with O_DIRECT; {unfit}"
 
 
 def _compared(past: DiskRate, through: DiskRate | None) -> str:

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import torch
 
-from vismoe.pools.advice import DONTNEED, NOHUGEPAGE, advise, in_huge_pages
+from vismoe.pools.advice import DONTNEED, NOHUGEPAGE, advise, in_huge_pages, whole_pages
 from vismoe.pools.page_lock import page_lock
 from vismoe.types import BLOCK_BYTES, RecordLayout
 
@@ -75,13 +75,8 @@ class SlabPool:
 
     def page_bytes(self, slab: int) -> int:
         """Of the pages that lie in this slab alone."""
-        first, end = self._pages(slab)
-        return max(0, end - first)
-
-    def _pages(self, slab: int) -> tuple[int, int]:
-        start = int(self.addresses[slab])
-        page = mmap.PAGESIZE
-        return -(-start // page) * page, (start + self.layout.record_bytes) // page * page
+        first, end = whole_pages(int(self.addresses[slab]), self.layout.record_bytes)
+        return end - first
 
     def unback(self, slab: int) -> bool:
         """Give the pages of a taken slab, and what is in them, back to the system; whether it took them. Where transparent huge

@@ -131,7 +131,7 @@ class Configuration:
         settled = dataclasses.replace(
             settings,
             embeddings="disk" if self.reading.embeddings_on_disk else "memory",
-            reads="direct" if self.reading.past_cache else settings.reads if self.reading.cold_past_cache else "cached",
+            reads=self.reading.chosen,
             parallel=self.plan.rows,  # the passes under way were made for so many
         )
         with torch.device("cpu"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from vismoe.config import Settings, format_bytes
 from vismoe.errors import BudgetError, ConfigError
@@ -25,6 +26,11 @@ class Reading:
     cold_past_cache: bool  # the same, or what the page cache lacks when it is read the first time; so is what is loaded
     embeddings_on_disk: bool
     bytes_per_s: float | None = None  # of reading experts so; None: not measured
+
+    @property
+    def chosen(self) -> Literal["auto", "cached", "direct"]:
+        """The value of `Settings.reads` that leads here again."""
+        return "direct" if self.past_cache else "auto" if self.cold_past_cache else "cached"
 
 
 def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, reads: Reads, table_bytes: int) -> Reading:

@@ -60,12 +60,12 @@ def own_memory(model: nn.Module, files: OpenFiles | None = None) -> int:
         owned.add(id(tensor))
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies:
+            copies[key] = copy = in_huge_pages(torch.empty_like(tensor, requires_grad=False))
             found = place(tensor) if place is not None else None
             if files is None or found is None:
-                copies[key] = tensor.detach().clone()
+                copy.copy_(tensor.detach())
             else:
-                copies[key] = in_huge_pages(torch.empty_like(tensor, requires_grad=False))
-                files.fill_large(*found, copies[key].view(-1).view(torch.uint8).numpy())
+                files.fill_large(*found, copy.view(-1).view(torch.uint8).numpy())
             copied_bytes += tensor.nbytes
         tensor.data = copies[key]
     return copied_bytes

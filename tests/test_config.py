@@ -43,11 +43,25 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
         ({"emulated_link_bytes_per_s": 0.0}, "from 1 to"),
         ({"kernels": "slow"}, "'torch'"),
         ({"selection": "best"}, "'auto', 'affinity'"),
+        ({"draft": "mtp"}, "'none', 'ngram', 'self', 'auto'"),
+        ({"draft_format": "int8"}, "'int4', 'int2'"),
+        ({"draft_tokens": 8}, "from 1 to 7"),
+        ({"draft_tokens": 0}, "from 1 to 7"),
+        ({"draft": "self", "policy": "hotness"}, "policy='exact'"),
+        ({"draft": "auto", "policy": "importance"}, "--draft none"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(values, says):
     with pytest.raises(ConfigError, match=says):
         Settings.of(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "rows"),
+    [({}, 1), ({"draft_tokens": 5}, 1), ({"draft": "self"}, 8), ({"draft": "ngram", "draft_tokens": 3, "policy": "hotness"}, 4)],
+)
+def test_a_draft_and_the_token_before_it_are_checked_in_one_pass(values, rows):
+    assert Settings.of(**values).checked_rows == rows
 
 
 def test_every_selection_is_a_setting():

@@ -33,6 +33,7 @@ MOST_TOKENS = 2**24  # of a context: more than any model is made for
 MOST_LAYERS = 2**12
 MOST_ROWS = 128  # of a decode pass: its logits are held at once
 AUTO_ROWS, TOKENS_PER_ROW = 64, 256  # bounds of a pass with parallel="auto"
+MOST_DRAFTED = 7  # tokens of a draft: with the token before them they are the 8 rows that still count as decode
 MOST_IO_THREADS = 64  # more than any disk wants
 
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
@@ -122,6 +123,7 @@ Rate = Annotated[float, Range(1, MOST_BYTES, "bytes per second")]
 Rows = Annotated[int, Range(1, MOST_ROWS, "requests")]
 Seconds = Annotated[float, Range(0, 10**6, "seconds", above=True)]
 OneLayer = Annotated[int, Range(1, MOST_LAYERS)]
+Drafted = Annotated[int, Range(1, MOST_DRAFTED, "tokens")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,17 @@ class Settings:
     visual_top_k: Annotated[int, Range(1, 2**12, "experts")] | None = option(
         None, "experts that a visual token uses, fewer than the model's own number; cuts what prefill reads", "K"
     )
+    draft: Literal["none", "ngram", "self", "auto"] = option(
+        "none",
+        "guess the next tokens, and check them in one pass, which keeps the answer: ngram repeats what the text has already; self "
+        "asks a copy of all experts in --draft-format (MoE-SpeQ), and fetches the experts it names; auto: what pays",
+    )
+    draft_format: Literal["int4", "int2"] = option(
+        "int4", "format of the copy that drafts; it stays in memory beside the experts, and needs vismoe pack --formats int4"
+    )
+    draft_tokens: Drafted | Auto = option(  # k
+        "auto", "tokens guessed before each check, 1 to 7; auto: as many as give the most tokens per second", "TOKENS"
+    )
     lookahead: Literal["auto", "none", "gate", "learned"] = option("auto", "what predicts which experts are needed soon")
     calibration: File | None = option(None, "what vismoe calibrate made; without it, that beside the checkpoint", "FOLDER|none")
     window: Annotated[int, Range(1, MOST_LAYERS, "layers")] = option(  # W
@@ -255,6 +268,11 @@ class Settings:
                 f"format={self.format!r} is one format for all experts, policy={self.policy!r} chooses from a pair. "
                 "Fix: formats='4/2' (--formats 4/2), or policy='exact'"
             )
+        if pair is not None and self.draft in ("self", "auto"):
+            raise ConfigError(
+                f"draft={self.draft!r} checks what was guessed against experts in one fixed format, policy={self.policy!r} changes "
+                "their formats between the two. Fix: policy='exact' (--policy exact), or draft='none' (--draft none)"
+            )
 
     @property
     def pair(self) -> FormatPair | None:
@@ -265,6 +283,13 @@ class Settings:
     def rows(self) -> int:
         """The most requests that decode in one pass; with parallel="auto" a bound, up to which the plan chooses."""
         return max(1, min(AUTO_ROWS, self.context // TOKENS_PER_ROW)) if self.parallel == "auto" else self.parallel
+
+    @property
+    def checked_rows(self) -> int:
+        """The most tokens of one sequence that a decode pass gives logits for: a draft and the token before it, else one."""
+        if self.draft == "none":
+            return 1
+        return 1 + (MOST_DRAFTED if self.draft_tokens == "auto" else self.draft_tokens)
 
     @property
     def image_cache_bytes(self) -> int:

@@ -37,6 +37,7 @@ class Phase(enum.StrEnum):
     ENCODE = "encode"  # vision tower only
     PREFILL = "prefill"  # more than one new token per sequence
     DECODE = "decode"
+    DRAFT = "draft"  # guesses at the next tokens, with experts out of the draft pool; a pass of decode checks them
 
 
 class TokenKind(enum.IntEnum):

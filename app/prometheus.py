@@ -31,6 +31,13 @@ PAGER_COUNTERS = {  # counter of vismoe.metrics: (name here without _total, help
     "layer_seconds": ("vismoe_expert_layer_seconds", "Time in MoE layers: stalls, arithmetic and control"),
     "prefetched_bytes": ("vismoe_expert_prefetched_bytes", "Bytes of prefetched experts"),
     "wasted_prefetch_bytes": ("vismoe_expert_wasted_prefetch_bytes", "Bytes of prefetched experts that were never demanded"),
+    "promised": ("vismoe_expert_promises", "Experts that draft passes named"),
+    "foreseen": ("vismoe_expert_foreseen", "Experts that draft passes named and verification demanded"),
+    "promised_bytes": ("vismoe_expert_promised_bytes", "Bytes of experts copied since draft passes named them"),
+    "wasted_promised_bytes": (
+        "vismoe_expert_wasted_promised_bytes",
+        "Bytes of experts copied since draft passes named them that verification found no use for",
+    ),
     "steps": ("vismoe_expert_layer_steps", "Times that an MoE layer ran"),
     "served_lower": ("vismoe_expert_served_lower", "Experts needed in the better format but served in the other"),
     "promotions": ("vismoe_expert_promotions", "Experts that moved to the better format in the background"),

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from vismoe.paging.eviction import SlabView, choose_victim
 
-STREAMED, EXPIRED, SPECULATIVE, PROTECTED = range(4)
+STREAMED, EXPIRED, SPECULATIVE, PROTECTED, PROMISED = range(5)
 
 
 def class_of(slabs, slab, running_layer, window):
+    if slabs.promised[slab]:
+        return PROMISED
     if slabs.streamed[slab]:
         return STREAMED
     if not running_layer < slabs.layer[slab] <= running_layer + window:
@@ -23,7 +25,7 @@ def class_of(slabs, slab, running_layer, window):
 def reference(slabs, running_layer, window, prefetch_priority):
     def key(slab):
         kind = class_of(slabs, slab, running_layer, window)
-        farthest_first = -int(slabs.layer[slab]) if kind == PROTECTED else 0
+        farthest_first = -int(slabs.layer[slab]) if kind >= PROTECTED else 0
         return kind, farthest_first, float(slabs.worth[slab]), slab
 
     def may_take(slab):
@@ -62,6 +64,7 @@ def pools(draw, largest=24):
         evictable=column(st.booleans(), bool),
         streamed=column(st.booleans(), bool),
         speculative=column(st.booleans(), bool),
+        promised=column(st.booleans(), bool),
         priority=column(few, np.float32),
         worth=column(few | st.floats(-1e6, 1e6), np.float64),
     )
@@ -97,29 +100,30 @@ def test_the_pool_is_only_read(slabs, running_layer, priority):
 def one_of_each_class(**columns):
     """Slab i is of class i (running layer 2, window 3), all evictable, equal in everything else."""
     defaults = dict(
-        layer=np.array([4, 1, 4, 4], np.int32),
-        evictable=np.ones(4, bool),
-        streamed=np.array([True, False, False, False]),
-        speculative=np.array([False, False, True, False]),
-        priority=np.zeros(4, np.float32),
-        worth=np.zeros(4),
+        layer=np.array([4, 1, 4, 4, 3], np.int32),
+        evictable=np.ones(5, bool),
+        streamed=np.array([True, False, False, False, True]),
+        speculative=np.array([False, False, True, False, True]),
+        promised=np.array([False, False, False, False, True]),
+        priority=np.zeros(5, np.float32),
+        worth=np.zeros(5),
     )
     return SlabView(**{**defaults, **columns})
 
 
 def test_classes_come_before_scores():
-    slabs = one_of_each_class(worth=np.array([9.0, 8.0, 7.0, 6.0]))
-    assert victims(slabs, running_layer=2, window=3) == [STREAMED, EXPIRED, SPECULATIVE, PROTECTED]
+    slabs = one_of_each_class(worth=np.array([9.0, 8.0, 7.0, 6.0, 5.0]))
+    assert victims(slabs, running_layer=2, window=3) == [STREAMED, EXPIRED, SPECULATIVE, PROTECTED, PROMISED]
 
 
 @pytest.mark.parametrize(("priority", "taken"), [(0.5, [0, 1, 2]), (0.2, [0, 1])])
-def test_a_prefetch_takes_a_guess_only_from_a_lower_priority_and_never_what_was_demanded(priority, taken):
-    slabs = one_of_each_class(priority=np.full(4, 0.3, np.float32))
+def test_a_prefetch_takes_a_guess_only_from_a_lower_priority_and_never_what_was_demanded_or_promised(priority, taken):
+    slabs = one_of_each_class(priority=np.full(5, 0.3, np.float32))
     assert victims(slabs, running_layer=2, window=3, prefetch_priority=priority) == taken
 
 
 def test_the_window_does_not_wrap_over_the_end_of_the_model():
     slabs = SlabView(
-        np.array([0, 7], np.int32), *(np.array([value] * 2) for value in (True, False, False)), np.zeros(2), np.zeros(2)
+        np.array([0, 7], np.int32), *(np.array([value] * 2) for value in (True, False, False, False)), np.zeros(2), np.zeros(2)
     )
     assert choose_victim(slabs, running_layer=6, window=5) == 0  # layer 0 is next token's, so it has expired

@@ -31,6 +31,10 @@ COUNTERS = (
     "layer_seconds",  # the whole experts function: stall, compute, and the control path
     "prefetched_bytes",
     "wasted_prefetch_bytes",
+    "promised",  # experts that draft passes named, once per round (paging/promises.py)
+    "foreseen",  # promised experts that verification demanded
+    "promised_bytes",  # copied for promises, whatever became of them
+    "wasted_promised_bytes",  # of these, copied for promises that verification did not demand, or that had left by then
     "steps",  # times the layer ran
     "computed_high",  # computations (an expert for a token) in the only format, or in the more precise of two
     "computed_low",

@@ -61,17 +61,19 @@ class Demand:
         self._streaming = core.streaming[core.inventory.layers[layer].geometry]
         self._fixed: Collection[int] | None = None  # in a streamed decode pass, what stays
         self._guess: Ticket | None = None  # what was on its way, undemanded, when this demand came
+        self._beside_promises = False  # promises were
 
     # -- events
     def open(self, now_s: float) -> None:
         """The layer begins: protect what is here, count, and take slabs for what is not."""
         core, table = self._core, self._table
-        core.enter(self._layer)
+        core.enter(self._layer, self.todo)
         if self._streaming.on and self._keep is None:
             self._keep = self._fixed = set(np.flatnonzero(table.fixed_of(self._layer)).tolist())
         table.enter_layer(self._layer)
         if core.tickets:
             self._guess, self._began_s = core.guess_on_the_way(), now_s
+            self._beside_promises = any(ticket.promised for ticket in core.tickets.values())
         slabs = table.slab_of[np.array(self.todo, dtype=np.intp) + self._base]
         present = slabs >= 0
         if self._upgrading is not None:
@@ -172,10 +174,11 @@ class Demand:
 
     def close(self, now_s: float) -> None:
         """The layer is computed, or its demand was left early: nothing stays protected, and copies under way end as ordinary
-        residents. What waiting says about the cost of a miss, and about the guess it waited behind, goes into the ledger."""
+        residents. What waiting says about the cost of a miss, and about the guess it waited behind, goes into the ledger, unless
+        promises were under way too."""
         if self.todo:
             self._leave_early()
-        elif (self._asked or self._guess is not None) and not self._core.streams:
+        elif (self._asked or self._guess is not None) and not (self._core.streams or self._beside_promises):
             ended_s = (self._guess.ended_s or now_s) if self._guess is not None else 0.0
             self._core.ledger.waited(self._stall_s, len(self._asked), ended_s - self._began_s)
 
@@ -227,7 +230,7 @@ class Demand:
 
     def _leave(self, slabs: np.ndarray) -> None:
         self._core.link.released(self._core.inventory.layers[self._layer].geometry, slabs)
-        if self._table.leave_demand(slabs) or self._core.ahead:
+        if self._table.leave_demand(slabs) or self._core.wants_slabs:
             self._core.link.wake()  # an expert may come there
 
     def _leave_early(self) -> None:

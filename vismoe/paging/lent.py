@@ -1,7 +1,7 @@
 """What the pager hands out: experts that can be computed now, by their weights or by the addresses of their records."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,3 +51,14 @@ class Group:
     def precisions(self) -> np.ndarray | None:
         """uint8 `[n]`: which format of the pair each expert is in; None where there is one format."""
         return None if self._pool.precision is None else self._pool.precision[self.slabs]
+
+
+class Lending(Protocol):
+    """The experts of one layer of a pass, as a backend gets them to compute: the pager's lease, or all of them at once."""
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Some of them will be lent from the host tier."""
+
+    def groups(self, in_order: bool) -> Iterator[Group]:
+        """What can be computed now, until every expert was; by ascending id if `in_order`."""

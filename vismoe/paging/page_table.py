@@ -7,6 +7,7 @@ borrowed copy is never registered: it serves one demand and is given back.
 No method blocks.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -76,6 +77,7 @@ class PageTable:
         self.left_for = np.full(slabs, -1, dtype=np.int32)  # flat expert that had to leave for the guess in this slab
         self.displaced = np.zeros(experts, dtype=bool)  # evicted for a guess, which was not used
         self.fixed = np.zeros(experts, dtype=bool)  # stays in streamed decode passes
+        self.promised = np.zeros(experts, dtype=bool)  # kept for the running round (promises.py)
         self.worth = np.zeros(slabs)  # lru: tick of the last use; otherwise decayed uses
         self._use_weight = 1.0
         self._ring_in_use = self._any_ready = False
@@ -120,6 +122,11 @@ class PageTable:
         """(slab of each expert of a layer, whether it is resident there)."""
         slabs = self.slab_of[self.base[layer] : self.base[layer] + self._experts[layer]]
         return slabs, (slabs >= 0) & (self.state[slabs] == RESIDENT)
+
+    def pins(self, layer: int) -> bool:
+        """Whether the experts of a layer never leave."""
+        slab = self.slab_of[self.base[layer]]
+        return bool(slab >= 0 and self.pinned[slab])
 
     def bound_for(self, layer: int) -> np.ndarray:
         """uint8 `[E]`: like `precisions`, once the copies that are to replace others have done so."""
@@ -167,7 +174,8 @@ class PageTable:
             ahead = self.layer_in - running_layer
             scored = (ahead >= 1) & (ahead <= window)  # scores of layers that have run are this token's past
             priority[scored] = self.priorities[self.expert_in[scored]]
-        view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, priority, self.worth)
+        promised = self.promised[self.expert_in]
+        view = SlabView(self.layer_in, evictable, self.streamed, self.speculative, promised, priority, self.worth)
         return choose_victim(view, running_layer, window, prefetch_priority)
 
     # -- changing
@@ -200,14 +208,22 @@ class PageTable:
 
     def room_for_guess(self, running_layer: int, window: int, priority: float, streaming: bool) -> Room | None:
         """A slab of the more precise format for a prefetch; it never takes the last one that a demand could have."""
-        if self.pool.free_of(HIGH) > 1:
-            slab = self.pool.take()
-            assert slab is not None
-            return Room(slab)
+        if (spare := self._spare()) is not None:
+            return spare
         if streaming and self._ring_slabs(self.ring & self.speculative, HIGH) >= self.ring_limits[HIGH] // 2:
             return None  # the other half of the ring is for what is surely needed
         victim = self.victim(running_layer, window, prefetch_priority=priority)
         return self._evict_for(victim, streaming, self.ring_limits[HIGH], HIGH)
+
+    def room_for_promise(self) -> Room | None:
+        """A slab for a promised expert, from any that is not promised: what the round wants is known, so how far a layer is says
+        nothing about the others. Never the last slab that a demand could have."""
+        return self._spare() or self._evict_for(self.victim(-1, 0, prefetch_priority=math.inf), False, 0, HIGH)
+
+    def _spare(self) -> Room | None:
+        """A free slab of the more precise format that is not the last one."""
+        slab = self.pool.take() if self.pool.free_of(HIGH) > 1 else None
+        return None if slab is None else Room(slab)
 
     def hold_fixed(self) -> None:
         """Choose what stays in streamed decode passes; other residents are the first to leave."""
@@ -216,7 +232,7 @@ class PageTable:
         there = self.state == RESIDENT
         staying = np.zeros(len(self.fixed), dtype=bool)
         staying[self.expert_in[there & ~self.ring]] = True
-        sizes = [count for layer, count in self._experts.items() if not pinned[self.base[layer]]]
+        sizes = [count for layer, count in self._experts.items() if not self.pins(layer)]
         slabs = self.dynamic_slabs - self.streamed_ring
         self.fixed[:] = True
         self.fixed[~pinned] = fixed_residents(self.uses[~pinned], staying[~pinned], sizes, slabs)
@@ -234,10 +250,8 @@ class PageTable:
 
     def room_ahead(self, running_layer: int, window: int) -> Room | None:
         """A slab for an expert of the next layer of a streamed pass, within the ring; never the last that a demand could take."""
-        if self.pool.free > 1:
-            slab = self.pool.take()
-            assert slab is not None
-            return Room(slab)
+        if (spare := self._spare()) is not None:
+            return spare
         if self.pool.free + int(np.count_nonzero(self.evictable())) < 2:
             return None
         return self._evict_for(self.victim(running_layer, window), True, self.streamed_ring, HIGH)
@@ -259,10 +273,8 @@ class PageTable:
         flat = int(uses.argmax())
         if uses[flat] <= 0:
             return None
-        if self.pool.free > 1:
-            slab = self.pool.take()
-            assert slab is not None
-            return flat, Room(slab)
+        if (spare := self._spare()) is not None:
+            return flat, spare
         victim = self.victim(running_layer, window, prefetch_priority=0.0)
         if victim is None or uses[flat] <= ADMISSION_GAIN * self.uses[self.expert_in[victim]]:
             return None

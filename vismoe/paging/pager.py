@@ -30,6 +30,7 @@ from vismoe.timeline import Timeline
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase
 
 Given = ParamSpec("Given")
+Computed = tuple[Any, Sequence[int]]  # a layer's result, and the experts that it wanted
 
 
 def _in_core(event: Callable[Concatenate[Residency, Given], None]) -> Callable[Concatenate["Pager", Given], None]:
@@ -75,6 +76,9 @@ class Pager:
 
     asked, look_ahead = _in_core(Residency.asked), _in_core(Residency.look_ahead)
     end_request, check_integrity = _in_core(Residency.end_request), _in_core(Residency.check_integrity)
+    # a round of drafted tokens (promises.py); where `promises_why_not` says so, these do nothing
+    promise, begin_verifying = _in_core(Residency.promise), _in_core(Residency.begin_verifying)
+    end_drafting = _in_core(Residency.end_drafting)
 
     # -- what the model's thread calls
     @whole
@@ -87,6 +91,18 @@ class Pager:
             self.core.end_request()
         self.core.begin_step(phase, self._step_ended_s - self._step_began_s, tokens)
         self._step_began_s = self._step_ended_s = time.perf_counter()
+
+    @whole
+    def begin_drafting(self) -> None:
+        """A round begins: no layer runs until `begin_verifying`, and all threads copy what is promised meanwhile."""
+        self.core.check_open()
+        self._claim()
+        self.core.begin_drafting()
+
+    @property
+    def promises_why_not(self) -> str | None:
+        """Why nothing is promised to a round that begins now; None: it is."""
+        return self.core.promises_why_not
 
     def demand(
         self,
@@ -110,16 +126,16 @@ class Pager:
         demand = Demand(self.core, layer, experts, keep, counted, tokens, high, first, self.ways)
         return Lease(self, demand, layer)
 
-    def without_demand(self, layer: int, compute: Callable[[float, int], tuple[Any, int] | None]) -> tuple[Any, int] | None:
+    def without_demand(self, layer: int, compute: Callable[[float, int], Computed | None]) -> Computed | None:
         """What `compute(weight, tick)` returns for a layer whose experts are all resident, in one change: no copy is under way,
-        and none can begin meanwhile. `compute` counts their uses, `weight` each, at `tick`; it returns a result and how many
-        experts the layer wants.
+        and none can begin meanwhile. `compute` counts their uses, `weight` each, at `tick`; it returns a result and the
+        experts that the layer wants.
 
         None where the layer must `demand`: something is copied, or `compute` returned None for a missing expert.
         """
         return self.changes.make(self._without_demand, layer, compute)
 
-    def _without_demand(self, layer: int, compute: Callable[[float, int], tuple[Any, int] | None]) -> tuple[Any, int] | None:
+    def _without_demand(self, layer: int, compute: Callable[[float, int], Computed | None]) -> Computed | None:
         if not self.core.hits_only(layer):
             return None
         self._claim()

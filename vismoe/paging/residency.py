@@ -6,6 +6,8 @@ Whatever drives it says what has happened, one event at a time, and does what it
     Demand.open, next_group, computed,          a layer wants experts: which can be computed now, which copies it waits for
         waited, close                           (paging/demand.py)
     look_ahead                                  what the next layers will probably want
+    begin_drafting, promise, begin_verifying,   a round of drafted tokens: what their verification will demand (promises.py)
+    end_drafting
     stream_after                                a router has spoken in a streamed pass: what the next layer lacks can be copied
     retarget                                    which experts belong in the more precise format
     next_copy                                   a copy can begin: the answer is a ticket whose slab is taken, or None
@@ -17,6 +19,7 @@ this core and a virtual clock. Seconds are arguments. Choices among experts are 
 `vismoe.precision.rules`); where each expert is, the page tables alone say.
 """
 
+import bisect
 import collections
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -28,6 +31,7 @@ from vismoe.errors import ClosedError
 from vismoe.metrics import Metrics
 from vismoe.paging.miss import Upgrades, Ways
 from vismoe.paging.page_table import LOADING, NO_EXPERT, RESIDENT, PageTable, Room
+from vismoe.paging.promises import COUNTERS, Promises, Stage
 from vismoe.paging.speculation import Ledger, Wanted, prefetch_order
 from vismoe.paging.streaming import Streaming
 from vismoe.paging.tickets import Ticket
@@ -74,7 +78,8 @@ class Residency:
     """
 
     # Copies in flight of absent experts that a lookahead names. One, for it cannot be called back, and a demand should not wait
-    # for several. In a streamed pass the next layer surely wants most of what it lacks: the ring is the only limit.
+    # for several. In a streamed pass the next layer surely wants most of what it lacks: the ring is the only limit. While tokens
+    # are drafted there is no demand.
     unasked_at_once = 1
 
     def __init__(
@@ -106,6 +111,10 @@ class Residency:
         self.transitions = Transitions(self.table_of, self.metrics)
         self.ledger = Ledger(inventory, [self.copied_bytes(geometry) for geometry in range(len(self.tables))])
         self.wanted = Wanted()
+        self.promises = Promises([table.layer_of for table in self.tables], self.ledger.sizes)
+        self._first = [part.start for part in self.promises.parts]  # of each table's experts, in the numbering of promises
+        for table, part in zip(self.tables, self.promises.parts, strict=True):
+            table.promised = self.promises.kept[part]
         freely = may_stream and not (self.deterministic or self.ways is not None)
         self.streaming = tuple(
             Streaming(
@@ -128,6 +137,10 @@ class Residency:
     # -- steps and requests
     def begin_step(self, phase: Phase, last_step_s: float, tokens: int = 1) -> None:
         """A forward pass over so many `tokens`, of a chunk or one for each row, begins; the one before took `last_step_s`."""
+        if self.promises.stage is Stage.DRAFTED and phase is Phase.DECODE:
+            self.promises.stage = Stage.VERIFYING
+        else:
+            self.end_drafting()  # this pass is no part of the round
         self.ledger.begin_step(phase, last_step_s)
         self.phase, self.running_layer = phase, -1
         self.misses_last_step, self.misses_this_step = self.misses_this_step, 0
@@ -140,16 +153,99 @@ class Residency:
             if ring and phase is Phase.DECODE:
                 table.hold_fixed()
         self.streams = any(streaming.on for streaming in self.streaming)
+        if self.streams:
+            self.end_drafting()
         if not (self.streams and phase is Phase.DECODE):
             self.ahead.clear()
 
     def end_request(self) -> None:
         """Guesses that were not used by now were wasted; what is resident stays."""
+        self.end_drafting()
         self.wanted.begin_step()
         self.ahead.clear()
         for table in self.tables:
             for expert in table.give_up_guesses():
                 self._count_wasted(expert)
+
+    # -- rounds of drafted tokens
+    @property
+    def promises_why_not(self) -> str | None:
+        """Why nothing is promised to a round that begins now; None: it is."""
+        if self.deterministic:
+            return "nothing is copied unasked, for the sake of determinism"
+        if any(table.pool.precision is not None for table in self.tables):
+            return "slabs hold experts in two formats"
+        if self.streams and self.phase is Phase.DECODE:
+            return "passes are streamed"
+        if self._all_resident():
+            return "every expert is resident"
+        return None
+
+    def begin_drafting(self) -> None:
+        """A round begins: until `begin_verifying` no layer runs, and nothing is demanded."""
+        self.end_drafting()
+        if self.promises_why_not is None:
+            self.wanted.begin_step()
+            self.ahead.clear()
+            self.streams, self.running_layer = False, -1  # a prompt may have been
+            self.tick += 1  # what a lookahead still says about the pass before is too late
+            self.promises.begin()
+
+    def promise(self, layer: int, experts: np.ndarray, weights: np.ndarray) -> None:
+        """A draft pass has routed tokens at this layer to `experts` `[T, K]`, with `weights` `[T, K]`. Layers come in order; a
+        pass begins where they begin again."""
+        if self.promises.stage is not Stage.DRAFTING:
+            return
+        table = self.table_of[layer]
+        if not table.pins(layer):
+            self.promises.name(layer, experts + self._numbered(layer), weights)
+        self._keep_promises(self.inventory.layers[layer].geometry)
+
+    def begin_verifying(self) -> None:
+        """Drafting is over, and the next pass verifies."""
+        if self.promises.stage is Stage.DRAFTING:
+            self.promises.stage = Stage.DRAFTED
+            self.link.wake()
+
+    def end_drafting(self) -> None:
+        """The round, if there is one, is over, and its account is settled."""
+        if self.promises:
+            account = self.promises.end()
+            for counter, layer in zip(*np.nonzero(account), strict=True):
+                self.metrics.add(COUNTERS[counter], Phase.DECODE, layer, account[counter, layer])
+
+    def _numbered(self, layer: int) -> int:
+        """The number that promises have for the first expert of a layer."""
+        return self._first[self.inventory.layers[layer].geometry] + self.table_of[layer].base[layer]
+
+    def _keep_promises(self, geometry: int) -> None:
+        self.promises.keep(geometry, self.tables[geometry].dynamic_slabs)
+        if len(self._absent_promises(geometry)):
+            self.link.wake()
+
+    def _absent_promises(self, geometry: int) -> np.ndarray:
+        """Those that may be copied now, in the numbering of promises."""
+        return self.promises.may_copy(geometry, self.tables[geometry].slab_of < 0)
+
+    @property
+    def wants_slabs(self) -> bool:
+        """Something that nothing has demanded yet, but surely will be, may wait for a slab."""
+        return bool(self.ahead) or (bool(self.promises) and any(len(self._absent_promises(g)) for g in range(len(self.tables))))
+
+    def _next_promise(self) -> Ticket | None:
+        """The absent promise of the earliest deadline that may be copied and finds a slab."""
+        absent = np.concatenate([self._absent_promises(geometry) for geometry in range(len(self.tables))])
+        full = set[int]()  # geometries
+        for number in absent[np.argsort(self.promises.deadline(absent))].tolist():
+            geometry = bisect.bisect_right(self._first, number) - 1
+            table, flat = self.tables[geometry], number - self._first[geometry]
+            room = self._settled(table.room_for_promise()) if geometry not in full else None
+            if room is not None:
+                self.promises.copy_begins(number)
+                table.begin_load(flat, room.slab)
+                return self._ticket(table.id_of[flat], room.slab, speculative=True, promised=True)
+            full.add(geometry)
+        return None
 
     # -- what is copied unasked
     def look_ahead(self, layer: int, scores: np.ndarray, high: np.ndarray | None = None) -> None:
@@ -196,11 +292,11 @@ class Residency:
         copied now, and nothing waits for a slab."""
         return not (self.tickets or self.wanted or self.streams or self.closed or self.table_of[layer].ring_in_use)
 
-    def hit(self, layer: int, wanted: int) -> None:
+    def hit(self, layer: int, wanted: Sequence[int]) -> None:
         """The layer has found all the `wanted` experts resident, without a demand."""
-        self.enter(layer)
+        self.enter(layer, wanted)
         self.misses_this_layer = 0
-        self.demanded(layer, wanted, 0)
+        self.demanded(layer, len(wanted), 0)
 
     def demanded(self, layer: int, wanted: int, missed: int) -> None:
         """The layer wants so many experts, of which `missed` are not there."""
@@ -209,11 +305,15 @@ class Residency:
         if streaming.possible:
             self.metrics.add(streaming.verdict, self.phase, layer)
 
-    def enter(self, layer: int) -> None:
-        """The layer begins."""
+    def enter(self, layer: int, wanted: Sequence[int]) -> None:
+        """The layer begins, and its router has spoken."""
         self._next_layer[self.phase, self._entered] = layer
         self.running_layer = self._entered = layer
         self.tick += 1
+        if self.promises:
+            self.promises.demand(layer, np.asarray(wanted, np.int64) + self._numbered(layer))
+            for geometry in range(len(self.tables)):
+                self._keep_promises(geometry)  # there are slabs for later ones now
 
     # -- copies
     def next_copy(self) -> Ticket | None:
@@ -227,7 +327,12 @@ class Residency:
             return self.next_transition()
         if self.streams:
             return self._next_ahead()
-        if sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once:
+        full = sum(ticket.speculative for ticket in self.tickets.values()) >= self.unasked_at_once
+        if self.promises and (self.promises.stage is not Stage.VERIFYING or not full):
+            promised = self._next_promise()
+            if promised is not None:
+                return promised
+        if full:
             return None
         return self._next_guess() or self._next_admission() or self._next_to_fill()
 
@@ -330,10 +435,11 @@ class Residency:
                 return self._filler
         return None
 
-    def _ticket(self, expert: ExpertId, slab: int, speculative: bool = False, transition: bool = False) -> Ticket:
-        self.tickets[expert] = ticket = Ticket(
-            expert, self.inventory.layers[expert.layer].geometry, slab, speculative, transition
-        )
+    def _ticket(
+        self, expert: ExpertId, slab: int, speculative: bool = False, promised: bool = False, transition: bool = False
+    ) -> Ticket:
+        geometry = self.inventory.layers[expert.layer].geometry
+        self.tickets[expert] = ticket = Ticket(expert, geometry, slab, speculative, promised, transition)
         return ticket
 
     def ended(self, ticket: Ticket) -> bool:
@@ -353,6 +459,8 @@ class Residency:
         self.metrics.add("bytes_copied", self.phase, layer, ticket.moved.link_bytes)
         if ticket.error is not None and ticket.speculative:
             logger.warning("prefetch of %s failed: %s", ticket.expert, ticket.error)
+            if ticket.promised:
+                self.promises.copy_failed(self._numbered(layer) + ticket.expert.expert)
             self._none_to_admit_at = self.tick
             self.fill &= ticket is not self._filler
         return True
@@ -405,6 +513,8 @@ class Residency:
         """Count the eviction that made the room."""
         if room is not None and room.evicted is not None:
             self.metrics.add("evictions", self.phase, room.evicted.expert.layer)
+            if self.promises:
+                self.promises.evicted(self._numbered(room.evicted.expert.layer) + room.evicted.expert.expert)
             if room.evicted.unused_prefetch:
                 self._count_wasted(room.evicted.expert)
         return room
@@ -446,6 +556,7 @@ class Residency:
 
     def repair(self, running: Collection[Ticket]) -> None:
         """An interrupt may have torn a change: keep what is certainly true. `running`: the copies that go on all the same."""
+        self.end_drafting()
         self.queue.clear()
         self.ahead.clear()
         self.tickets = {ticket.expert: ticket for ticket in running}
@@ -457,11 +568,12 @@ class Residency:
     def addresses(self) -> list[np.ndarray] | None:
         """By geometry the addresses int64 `[its experts]` of their records; None unless every expert is resident in the one
         format, so that nothing is copied any more."""
-        if self.tickets or any(table.pool.precision is not None for table in self.tables):
-            return None
-        if any((table.slab_of < 0).any() or (table.state[table.slab_of] != RESIDENT).any() for table in self.tables):
+        if self.tickets or any(table.pool.precision is not None for table in self.tables) or not self._all_resident():
             return None
         return [table.pool.addresses[table.slab_of] for table in self.tables]
+
+    def _all_resident(self) -> bool:
+        return all((table.slab_of >= 0).all() and (table.state[table.slab_of] == RESIDENT).all() for table in self.tables)
 
     def of_all(self, read: Callable[[PageTable, int], np.ndarray]) -> np.ndarray:
         """uint8 `[L, E]`: what is read of each layer; layers with fewer experts than E end in NO_EXPERT."""
@@ -471,9 +583,11 @@ class Residency:
         return found
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where page tables, pools and tickets disagree."""
-        for table in self.tables:
+        """Raises AssertionError where page tables, pools, tickets and promises disagree."""
+        for table, part in zip(self.tables, self.promises.parts, strict=True):
             table.check_integrity()
+            assert table.promised is not None and np.shares_memory(table.promised, self.promises.kept[part])
+        self.promises.check_integrity([table.dynamic_slabs for table in self.tables], self.running_layer)
         loading = {(g, int(slab)) for g, table in enumerate(self.tables) for slab in np.flatnonzero(table.state == LOADING)}
         on_the_way = {(ticket.geometry, ticket.slab) for ticket in self.tickets.values()}
         assert loading == on_the_way and len(on_the_way) == len(self.tickets), "tickets and loading slabs disagree"

@@ -63,6 +63,7 @@ class Ledger:
     def __init__(self, inventory: ExpertInventory, sizes: Sequence[int]):
         """`sizes`: bytes of the copy of an expert, per geometry."""
         per_token = sum(layer.top_k * sizes[layer.geometry] for layer in inventory.layers)
+        self.sizes = tuple(sizes)
         self.unit_bytes, self._least_bytes = max(sizes), min(sizes)
         self.caps = {phase: SpeculationCap.open(per_token, self.unit_bytes) for phase in Phase}
         self.miss_s = dict.fromkeys(Phase, 0.0)  # mean stall that one more missing expert causes; 0 until one was waited for
@@ -126,11 +127,8 @@ def prefetch_order(scores: np.ndarray, absent: np.ndarray, count: int, decay: fl
 
 
 class Wanted:
-    """Experts worth copying before anything demands them, by priority. Only what a step still wants: it begins empty.
-
-    What a later step of the same request will want, such as the experts of drafted tokens, belongs here as well: it would stay
-    beyond `begin_step`, and be popped before a guess. Everything that is copied unasked passes through `pop`.
-    """
+    """Guesses worth copying, by priority. Only what a step still wants: it begins empty. What drafted tokens will demand in a
+    later step is promised (promises.py)."""
 
     def __init__(self) -> None:
         self._best_last: list[tuple[ExpertId, float]] = []

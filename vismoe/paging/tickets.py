@@ -21,6 +21,7 @@ class Ticket:
     geometry: int
     slab: int
     speculative: bool = False  # nothing had demanded it when it began
+    promised: bool = False  # to the round that is drafted or verified; it is speculative too
     transition: bool = False  # of a resident expert to the other format, which nothing waits for
     runner: int | None = None  # the thread that copies
     began_s: float = 0.0

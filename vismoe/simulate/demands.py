@@ -54,9 +54,14 @@ def _read(trace: Routing) -> Iterator[RecordedDemand]:
     for number, step in enumerate(trace):
         request += name is not None and step.request != name
         name = step.request
-        for routing in step.layers:
-            experts, tokens, last = step.demand(routing, trace.inventory.layers[routing.layer].num_experts)
-            yield RecordedDemand(number, request, step.phase, routing.layer, experts, tokens, last, routing.scores)
+        yield from demands_of_step(trace.inventory, number, request, step)
+
+
+def demands_of_step(inventory: ExpertInventory, number: int, request: int, step: TraceStep) -> Iterator[RecordedDemand]:
+    """Of one step, which is the `number`-th of the trace and of the `request`-th request."""
+    for routing in step.layers:
+        experts, tokens, last = step.demand(routing, inventory.layers[routing.layer].num_experts)
+        yield RecordedDemand(number, request, step.phase, routing.layer, experts, tokens, last, routing.scores)
 
 
 @dataclass(frozen=True, kw_only=True)

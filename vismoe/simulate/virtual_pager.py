@@ -4,10 +4,10 @@ What is lent, copied and evicted is decided by the core that the pager drives (p
 simpler here is time: one link that carries demands before guesses and finishes what it began, and a layer that computes when its
 last expert has arrived, so transfers of a prefill chunk do not overlap with its own compute: first its experts one by one, as
 long as the tokens take, then a fixed time for the rest of a decoder layer. What the CPU computes below the device takes as long
-as its rates say, beside the link. Without a link rate copies take no time.
+as its rates say, beside the link. Without a link rate copies take no time. A pass that drafts a token takes a given time.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from vismoe.paging.residency import Residency
 from vismoe.paging.tickets import Moved, Ticket
 from vismoe.pools.pool import SlabPool
 from vismoe.simulate.demands import Conditions, RecordedDemand
+from vismoe.trace.steps import Routed
 from vismoe.types import ExpertId, ExpertInventory, MoELayer, Phase, RecordLayout
 
 
@@ -37,7 +38,7 @@ class _AllInHostMemory:
 
 
 class VirtualPager:
-    """Feed it demands in order with `run`, then `end_request`; figures are in `metrics` and `now_s`."""
+    """Feed it demands in order with `run` and `run_round`, then `end_request`; figures are in `metrics` and `now_s`."""
 
     def __init__(self, inventory: ExpertInventory, slabs: tuple[int, ...], order: str, conditions: Conditions):
         self.inventory, self.conditions = inventory, conditions
@@ -54,7 +55,7 @@ class VirtualPager:
             may_stream=conditions.streams,
         )
         self.tables, self.metrics = self.core.tables, self.core.metrics
-        self.now_s = self._step_began_s = self._link_idle_at_s = 0.0
+        self.now_s = self._step_began_s = self._step_ended_s = self._link_idle_at_s = 0.0
         self._s_per_byte = 1 / conditions.link_bytes_per_s if conditions.link_bytes_per_s else 0.0
         self._on_link: Ticket | None = None  # until the link is idle
         self._last: RecordedDemand | None = None
@@ -63,8 +64,7 @@ class VirtualPager:
 
     def run(self, recorded: RecordedDemand) -> None:
         """One MoE layer of one step: serve the demand, refresh the lookahead, compute while the link prefetches."""
-        if self._last is not None and recorded.request != self._last.request:
-            self.end_request()
+        self._go_on_to(recorded)
         if self._last is None or recorded.step != self._last.step:
             self._begin_step(recorded)
         self._last, began_s, in_order = recorded, self.now_s, recorded.phase is not Phase.DECODE
@@ -90,17 +90,43 @@ class VirtualPager:
         self._compute(demand, in_order, come, tokens * self.conditions.compute_s_per_token)
         self._use_link_until(self.now_s + self.conditions.compute_s_per_layer)
         demand.close(self.now_s)
+        self._step_ended_s = self.now_s
         self.metrics.add("compute_seconds", recorded.phase, recorded.layer, cpu_s)
         self.metrics.add("layer_seconds", recorded.phase, recorded.layer, self.now_s - began_s)
+
+    def run_round(
+        self, drafts: Sequence[Sequence[Routed]], draft_s: float, verified: Sequence[RecordedDemand], promises: bool = True
+    ) -> int:
+        """A round: draft passes of `draft_s` seconds each, which route a token at every layer, then the pass that verifies.
+        Without `promises` drafts only take their time. Returns how many layers that verify found all experts resident."""
+        self._go_on_to(verified[0])
+        if promises:
+            self.core.begin_drafting()
+        for layers in drafts:
+            for layer, (experts, weights) in enumerate(layers):
+                self.core.promise(layer, experts, weights)
+                self._use_link_until(self.now_s + draft_s / len(layers))
+        self.core.begin_verifying()
+        covered = 0
+        for demand in verified:
+            self.run(demand)
+            covered += not self.core.misses_this_layer
+        self.core.end_drafting()
+        return covered
 
     def end_request(self) -> None:
         """Guesses that were not used by now were wasted; what is resident stays."""
         self._land()
         self.core.end_request()
 
+    def _go_on_to(self, recorded: RecordedDemand) -> None:
+        if self._last is not None and recorded.request != self._last.request:
+            self.end_request()
+            self._last = None
+
     def _begin_step(self, first: RecordedDemand) -> None:
         tokens = int(first.tokens.sum()) // self.inventory.layers[first.layer].top_k
-        self.core.begin_step(first.phase, self.now_s - self._step_began_s, tokens)
+        self.core.begin_step(first.phase, self._step_ended_s - self._step_began_s, tokens)
         self._step_began_s = self.now_s
         if self.conditions.prefetch_bytes_per_step is not None:
             self.core.ledger.allowance_bytes = self.conditions.prefetch_bytes_per_step

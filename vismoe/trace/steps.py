@@ -66,6 +66,17 @@ class TraceStep:
         return experts, tokens_of[experts], np.flatnonzero(_tokens_of(routing.expert_ids[last], num_experts))
 
 
+Routed = tuple[np.ndarray, np.ndarray]  # ids of experts [T, K], and their weights [T, K]
+
+
+@dataclass(frozen=True)
+class DraftedRound:
+    """Draft passes, each of one token, and the pass that verifies the tokens as rows of one step."""
+
+    drafts: list[list[Routed]]  # of each pass, of each MoE layer
+    verified: TraceStep
+
+
 def _tokens_of(chosen: np.ndarray, num_experts: int) -> np.ndarray:
     """How many tokens chose each expert, int64 `[E]`."""
     return np.bincount(chosen[(chosen >= 0) & (chosen < num_experts)], minlength=num_experts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vismoe.trace.steps import LayerRouting, TraceStep
+from vismoe.trace.steps import DraftedRound, LayerRouting, TraceStep
 from vismoe.types import ExpertInventory, MoELayer, Phase, RecordLayout, TokenKind
 
 
@@ -75,3 +75,50 @@ def skewed_trace(
             steps.append(step(request, Phase.PREFILL, prompt_tokens))
         steps += [step(request, Phase.DECODE, batch) for _ in range(tokens)]
     return SyntheticTrace(inventory_of(layers, experts, top_k, record_bytes), steps)
+
+
+def drafted_rounds(
+    layers: int = 8,
+    experts: int = 32,
+    top_k: int = 4,
+    *,
+    rounds: int = 100,
+    drafts: int = 3,
+    rows: int | None = None,
+    fidelity: float = 0.95,
+    requests: int = 1,
+    skew: float = 1.0,
+    record_bytes: int = 1024,
+    seed: int = 0,
+) -> tuple[ExpertInventory, list[DraftedRound]]:
+    """Rounds of `drafts` passes and of a pass that verifies `rows` tokens (None: one more than were drafted), all routed as in
+    `skewed_trace`. A draft pass routes like the row it drafts for, but for each choice another expert, drawn evenly from the
+    others of the layer, with probability 1 - `fidelity`. Weights are those of the row."""
+    random = np.random.default_rng(seed)
+    taste = skew * random.standard_normal((layers, experts))
+    rows = drafts + 1 if rows is None else rows
+    made = []
+    for number in range(rounds):
+        logits = taste[:, None] + random.gumbel(size=(layers, rows, experts))
+        chosen = np.argsort(-logits, axis=-1)[..., :top_k]
+        weights = np.exp(np.take_along_axis(logits, chosen, axis=-1))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        passes = []
+        for row in range(drafts):
+            others = np.argsort(np.where(_among(chosen[:, row], experts), np.inf, random.random((layers, experts))), axis=-1)
+            wrong = random.random((layers, top_k)) >= fidelity
+            named = np.where(wrong, others[:, :top_k], chosen[:, row])
+            passes.append([(named[layer][None], weights[layer, row][None].astype(np.float32)) for layer in range(layers)])
+        routing = [
+            LayerRouting(layer, chosen[layer].astype(np.int16), weights[layer].astype(np.float16)) for layer in range(layers)
+        ]
+        kinds = np.full((rows, 1), TokenKind.TEXT, np.uint8)
+        made.append(DraftedRound(passes, TraceStep(f"request-{number * requests // rounds}", Phase.DECODE, kinds, routing)))
+    return inventory_of(layers, experts, top_k, record_bytes), made
+
+
+def _among(chosen: np.ndarray, experts: int) -> np.ndarray:
+    """bool `[L, E]` of ids `[L, K]`."""
+    among = np.zeros((len(chosen), experts), dtype=bool)
+    np.put_along_axis(among, chosen, True, axis=1)
+    return among

@@ -52,19 +52,19 @@ class ResidentLayers:
         began_s = time.perf_counter()
         timed: list[float] = []
 
-        def compute(weight: float, tick: int) -> tuple[torch.Tensor, int] | None:
+        def compute(weight: float, tick: int) -> tuple[torch.Tensor, list[int]] | None:
             timed.append(time.perf_counter())
             made = resident.run(hidden, index, factors, weight, tick)
             timed.append(time.perf_counter())
-            return made
+            return None if made is None else (made[0], resident.demanded(made[1]))
 
         made = pager.without_demand(layer, compute)
         if made is None:
             return None
-        out, count = made
+        out, experts = made
         ended_s = time.perf_counter()
-        pager.metrics.count_resident(Phase.DECODE, layer, count, index.numel(), timed[1] - timed[0], ended_s - began_s)
+        pager.metrics.count_resident(Phase.DECODE, layer, len(experts), index.numel(), timed[1] - timed[0], ended_s - began_s)
         if pager.timeline is not None:
-            pager.timeline.span("compute", f"layer {layer}", *timed, experts=resident.demanded(count))
+            pager.timeline.span("compute", f"layer {layer}", *timed, experts=experts)
             pager.timeline.span("layers", f"layer {layer}", began_s, ended_s, tokens=hidden.shape[0])
         return out

@@ -20,7 +20,7 @@ ROWS = {
     "locks": 0, "torchvision_operators": 0, "after_import": 0,
     "formats": 1,
     "store": 2, "pools": 2, "planning": 2, "kernels": 2, "machine": 2, "precision": 2, "vision": 2,
-    "paging": 3, "trace": 3,
+    "paging": 3, "speculate": 3, "trace": 3,
     "models": 4, "lookahead": 4, "simulate": 4,
     "engine": 5, "flags": 5, "words": 5,
     "bench": 6, "cli": 6, "app": 6, "eval": 6, "predictor_training": 6,

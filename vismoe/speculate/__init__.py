@@ -1,0 +1,1 @@
+"""Drafts: tokens guessed ahead of the model, which verifies several in one pass. What is pure: no model, thread or clock."""

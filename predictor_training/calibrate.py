@@ -3,14 +3,15 @@
 1. collect    answers of real prompts, recorded at keep 1 and 0.5 (an interrupted run continues)
 2. prune      from which decoder layer on visual tokens can be dropped: the curve, and how many answers change at each layer;
               which selection of kept tokens costs answers least there
+   drafts     how well copies of the experts in few bits draft, of the formats that are packed
 3. train      the networks of the learned lookahead
 4. evaluate   recall on prompts that were not used in training
-5. replay     which lookahead is best in virtual time, and how many layers are worth pinning
+5. replay     which lookahead is best in virtual time, how many layers are worth pinning, what passes of several tokens fetch
 6. install    calibration.json and predictor.safetensors
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.models.visual.settings import default_prune_layer, joined_layers
 from vismoe.predictor_training.collect import ANSWER_TOKENS, collect
+from vismoe.predictor_training.drafts import SHARES, fidelities, missing_experts
 from vismoe.predictor_training.evaluate import LEARNED, WITHOUT, Judgement, judge
 from vismoe.predictor_training.prompts import CalibrationPrompt, is_validation
 from vismoe.predictor_training.prune_depth import Depth, depth_curve, shallowest
@@ -29,6 +31,7 @@ from vismoe.predictor_training.replayed import ReplayContest, contest, pinned_by
 from vismoe.predictor_training.samples import Samples, read_samples
 from vismoe.predictor_training.selections import SelectionCost, by_turns, cheapest, costs_of, scorer
 from vismoe.predictor_training.train import TrainingRecipe, refuse_too_few, train
+from vismoe.speculate.worth import DraftCurves
 from vismoe.trace.files import Trace
 from vismoe.types import Phase
 
@@ -59,6 +62,7 @@ class Calibrated:
     costs: list[SelectionCost]
     judged: list[Judgement]
     contest: ReplayContest
+    drafts_left_out: dict[str, str]  # draft formats that were not measured, and why
     validation_loss: dict[str, float]
     recorded_with: tuple[int, str] | None  # layer and selection of the training answers at keep 0.5; None: no such answers
 
@@ -89,6 +93,7 @@ class Calibrated:
             "changed": [vars(changed) for changed in self.changed],
             "selections": [vars(cost) for cost in self.costs],
             "judgements": [judgement.to_json() for judgement in self.judged],
+            "drafts": {"left_out": self.drafts_left_out} | ({} if c.drafts is None else asdict(c.drafts)),
             "replay": {"relative_seconds": self.contest.relative_s, "cells": self.contest.cells, "time": "virtual"},
         }
 
@@ -133,6 +138,7 @@ def calibrate(
     if prune_layer is not None:
         _begin_at(engine, prune_layer)
         costs = costs_of(by_turns(prompts), scorer(engine), lambda done, total: told("comparing selections", done, total))
+    drafts, left_out = fidelities(engine, by_turns(prompts), lambda done, total: told("drafting", done, total))
     inventory = runtime_of(engine.model).store.inventory
     geometry = geometry_of(inventory, engine.model.config.get_text_config().hidden_size)
     digest, name = router_digest(engine.model, inventory), Path(engine.name).name or engine.name
@@ -156,6 +162,7 @@ def calibrate(
         won.least_probability,
         recipe.gamma,
         has_predictor=True,
+        drafts=DraftCurves(SHARES, missing_experts(inventory, traces[0]), drafts),
         figures={
             "prompts": len(prompts),
             "forward_passes": sum(len(trace) for trace in traces),
@@ -165,7 +172,7 @@ def calibrate(
             "selections": [vars(cost) for cost in costs],
         },
     )
-    result = Calibrated(calibration, networks, depths, changed, costs, judged, won, losses, recorded_with)
+    result = Calibrated(calibration, networks, depths, changed, costs, judged, won, left_out, losses, recorded_with)
     calibration.save(networks)
     return result
 

@@ -156,7 +156,7 @@ def held_out(path, content):
 
 @pytest.fixture
 def short_answers(monkeypatch):
-    for module in ("collect", "calibrate", "selections"):
+    for module in ("collect", "calibrate", "selections", "drafts"):
         monkeypatch.setattr(f"vismoe.predictor_training.{module}.ANSWER_TOKENS", 4)
 
 
@@ -193,6 +193,12 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
     assert costs.keys() == SELECTIONS.keys() and len(set(costs.values())) > 1, "each keeps other tokens"
     assert max(map(abs, costs.values())) < 3, "the whole model's answers are still likely"
     assert calibration.selection == said["selection"] in SELECTIONS
+    drafts = calibration.drafts
+    assert drafts is not None and not drafts.formats, "the demo model is not packed"
+    assert {"int4", "int2"} == said["drafts"]["left_out"].keys()
+    assert all("vismoe pack MODEL --formats" in why for why in said["drafts"]["left_out"].values())
+    assert list(map(list, drafts.missing)) == said["drafts"]["missing"]
+    assert drafts.experts_missing(0.1, 1) > drafts.experts_missing(0.5, 1) > 0
     as_recorded = (said["prune_layer"], said["selection"]) == (3, "affinity")
     assert said["changed"] and (said["recorded_otherwise"] is None) == as_recorded
     chat = [
@@ -247,7 +253,7 @@ def test_two_answers_to_one_prompt_are_one_question():
 
 def test_answers_that_were_recorded_in_another_way_than_was_found_best_are_said():
     calibration = Calibration(Path(), "tiny", "", RoutingShape(2, 4, 2, 8), "gate", prune_layer=3, selection="distinct")
-    result = Calibrated(calibration, {}, [], [], [], [], None, {}, (1, "affinity"))
+    result = Calibrated(calibration, {}, [], [], [], [], None, {}, {}, (1, "affinity"))
     assert "from decoder layer 1 on (affinity), not from 3 on (distinct)" in result.recorded_otherwise
     assert replace(result, recorded_with=(3, "distinct")).recorded_otherwise is None
     assert replace(result, recorded_with=None).recorded_otherwise is None

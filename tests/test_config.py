@@ -49,6 +49,7 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
         ({"draft_tokens": 0}, "from 1 to 7"),
         ({"draft": "self", "policy": "hotness"}, "policy='exact'"),
         ({"draft": "auto", "policy": "importance"}, "--draft none"),
+        ({"draft": "ngram", "policy": "hotness"}, "--draft none"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(values, says):
@@ -58,7 +59,7 @@ def test_a_setting_that_cannot_work_is_refused_by_name(values, says):
 
 @pytest.mark.parametrize(
     ("values", "rows"),
-    [({}, 1), ({"draft_tokens": 5}, 1), ({"draft": "self"}, 8), ({"draft": "ngram", "draft_tokens": 3, "policy": "hotness"}, 4)],
+    [({}, 1), ({"draft_tokens": 5}, 1), ({"draft": "self"}, 8), ({"draft": "ngram", "draft_tokens": 3}, 4)],
 )
 def test_a_draft_and_the_token_before_it_are_checked_in_one_pass(values, rows):
     assert Settings.of(**values).checked_rows == rows

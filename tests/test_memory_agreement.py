@@ -20,6 +20,7 @@ import transformers as T
 from searching import SEARCHING
 
 from vismoe.bench.checkpoint import write_checkpoint
+from vismoe.cli.main import main
 from vismoe.pools.kernel_cache import VARIABLES
 
 LESS = not SEARCHING  # fewer layers and cases: what a layer takes is planned and measured alike
@@ -195,6 +196,12 @@ def test_so_it_does_with_long_prompts_and_batches(folder_of, tokens, rows, kerne
 @pytest.mark.parametrize("tokens, rows, kernels", [(2000, 1, "auto")] if LESS else EVERY)
 def test_so_it_does_with_wide_experts(folder_of, tokens, rows, kernels):
     assert 0.9 <= growth(folder_of(WIDE), tokens, rows, 0, {"memory": "25%", "kernels": kernels}) <= 1.05
+
+
+def test_so_it_does_with_a_copy_of_all_experts_to_draft_with(folder_of):
+    folder = folder_of(WIDE)
+    assert main(["pack", str(folder), "--formats", "int4"]) == 0
+    assert 0.9 <= growth(folder, 256, 1, 0, {"memory": "25%", "kernels": "auto", "draft": "self"}) <= 1.05
 
 
 def test_so_it_does_when_the_attention_is_in_fp8(folder_of, tmp_path):

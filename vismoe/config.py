@@ -36,6 +36,7 @@ AUTO_ROWS, TOKENS_PER_ROW = 64, 256  # bounds of a pass with parallel="auto"
 MOST_DRAFTED = 7  # tokens of a draft: with the token before them they are the 8 rows that still count as decode
 MOST_IO_THREADS = 64  # more than any disk wants
 
+DraftName = Literal["none", "ngram", "self", "auto"]
 PolicyName = Literal["exact", "hotness", "importance", "hotness+importance"]
 
 
@@ -207,10 +208,10 @@ class Settings:
     visual_top_k: Annotated[int, Range(1, 2**12, "experts")] | None = option(
         None, "experts that a visual token uses, fewer than the model's own number; cuts what prefill reads", "K"
     )
-    draft: Literal["none", "ngram", "self", "auto"] = option(
+    draft: DraftName = option(
         "none",
-        "guess the next tokens, and check them in one pass, which keeps the answer: ngram repeats what the text has already; self "
-        "asks a copy of all experts in --draft-format (MoE-SpeQ), and fetches the experts it names; auto: what pays",
+        "guess the next tokens, and check them in one pass, which keeps the answer: ngram repeats what the text has already; "
+        "self asks a copy of all experts in --draft-format (MoE-SpeQ), and fetches the experts it names; auto: what pays",
     )
     draft_format: Literal["int4", "int2"] = option(
         "int4", "format of the copy that drafts; it stays in memory beside the experts, and needs vismoe pack --formats int4"
@@ -268,10 +269,10 @@ class Settings:
                 f"format={self.format!r} is one format for all experts, policy={self.policy!r} chooses from a pair. "
                 "Fix: formats='4/2' (--formats 4/2), or policy='exact'"
             )
-        if pair is not None and self.draft in ("self", "auto"):
+        if pair is not None and self.draft != "none":
             raise ConfigError(
-                f"draft={self.draft!r} checks what was guessed against experts in one fixed format, policy={self.policy!r} changes "
-                "their formats between the two. Fix: policy='exact' (--policy exact), or draft='none' (--draft none)"
+                f"draft={self.draft!r} checks what was guessed against experts in one fixed format, policy={self.policy!r} "
+                "changes their formats between the two. Fix: policy='exact' (--policy exact), or draft='none' (--draft none)"
             )
 
     @property

@@ -153,6 +153,16 @@ def print_result(console: Any, result: "Calibrated") -> None:
             figures = (cost.nats, cost.error, cost.against_affinity, cost.against_error)
             table.add_row(f"{cost.selection}{mark}", *(f"{figure:.4f}" for figure in figures))
         console.print(table)
+    if (drafts := result.calibration.drafts) is not None and drafts.formats:
+        table = Table(title="drafts by a copy of the experts, of the first to the last token", title_justify="left")
+        for head in ("format", "right tokens", "the same experts", "experts of a check foreseen", "named in vain"):
+            table.add_column(head, justify="left" if head == "format" else "right")
+        for name, of in drafts.formats.items():
+            pairs = ((shares[0], shares[-1]) for shares in (of.acceptance, of.same_set, of.foreseen, of.unused))
+            table.add_row(name, *(f"{first:.0%} to {last:.0%}" for first, last in pairs))
+        console.print(table)
+    for name, why in result.drafts_left_out.items():
+        console.print(f"drafts in {name} were not measured: {why}", soft_wrap=True)
     if result.recorded_otherwise:
         console.print(result.recorded_otherwise)
     times = ", ".join(f"{name} {share:.1%}" for name, share in result.contest.relative_s.items())

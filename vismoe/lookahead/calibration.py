@@ -1,10 +1,10 @@
 """The result of `vismoe calibrate` for one model, in a folder `vismoe-calibration` beside its checkpoint.
 
 `calibration.json` identifies the model by its shape and a digest of its routers' weights; it says from which layer on visual
-tokens can be dropped and which are best kept, how many layers are worth pinning, and which lookahead was best.
-`predictor.safetensors` (network.py) is the trained lookahead. A calibration of another model, or of other weights, is refused.
-Files are replaced as a whole, the JSON last; it names the predictor's content, so that the JSON of one run is never used with the
-predictor of another.
+tokens can be dropped and which are best kept, how many layers are worth pinning, which lookahead was best, and what drafts are
+like. `predictor.safetensors` (network.py) is the trained lookahead. A calibration of another model, or of other weights, is
+refused. Files are replaced as a whole, the JSON last; it names the predictor's content, so that the JSON of one run is never used
+with the predictor of another.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from torch import nn
 from vismoe.config import NO_CALIBRATION, Settings
 from vismoe.errors import CheckpointError, ConfigError
 from vismoe.lookahead.network import Folded, load, predictor_bytes, save_folded
+from vismoe.speculate.worth import DraftCurves
 from vismoe.store.whole import write_whole
 from vismoe.types import ExpertInventory
 from vismoe.vision.selection import SELECTIONS
@@ -56,6 +57,7 @@ class Calibration:
     gamma: float = 0.8
     has_predictor: bool = False
     predictor: str | None = None  # SHA-256 of its file
+    drafts: DraftCurves | None = None  # by which a draft pool is weighed; None: not measured
     figures: dict[str, Any] = field(default_factory=dict)  # measured values, for people
 
     @classmethod
@@ -94,7 +96,8 @@ class Calibration:
                 raise ValueError(f"not marked {FORMAT}")
             if (version := said.pop("version")) > VERSION:
                 raise CheckpointError(f"{path} has version {version}, but this vismoe reads up to {VERSION}. Fix: update vismoe")
-            _refuse_wrong(found := cls(folder, **{**said, "geometry": RoutingShape(**said["geometry"])}))
+            drafts = DraftCurves.from_json(said["drafts"]) if said.get("drafts") else None
+            _refuse_wrong(found := cls(folder, **{**said, "geometry": RoutingShape(**said["geometry"]), "drafts": drafts}))
             return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}). Fix: run vismoe calibrate again, or delete {folder}") from error

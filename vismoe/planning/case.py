@@ -23,7 +23,7 @@ from vismoe.planning.apportion import (
     safe_slabs,
 )
 from vismoe.planning.needs import Footprint, Hardware, decode_read_bytes
-from vismoe.planning.parts import PlanPart, fixed_parts, image_cache_part, request_part, staging_part, total
+from vismoe.planning.parts import PlanPart, draft_part, fixed_parts, image_cache_part, request_part, staging_part, total
 from vismoe.planning.sizes import percent_up, size_down, size_up
 from vismoe.planning.throughput import PassLayer
 
@@ -69,8 +69,10 @@ class Case:
         if self.hardware.device == "cpu":
             staging = [*staging_part(self.need, self.io_threads), *request_part(self.settings.request_memory_bytes)]
         settings, images = self.settings, image_cache_part(self.need, self.settings.image_cache_bytes)
-        fixed = fixed_parts(self.need, settings.context, self.hardware.device, settings.mask_bytes, self.rows)
-        return [*fixed, *staging, *images]
+        drafts = draft_part(self.need)
+        rows = self.rows, settings.checked_rows
+        fixed = fixed_parts(self.need, settings.context, self.hardware.device, settings.mask_bytes, *rows)
+        return [*fixed, *staging, *images, *drafts]
 
     @property
     def is_share(self) -> bool:
@@ -228,19 +230,21 @@ class Case:
         return Case(need, settings, self.hardware)
 
     def fix(self, first: dict[str, Any]) -> str:
-        """The first change of settings that works: `first`, else also a smaller context, else also all free memory, else also
-        another pair of formats."""
+        """The first change of settings that works: `first`, else no drafts, else also a smaller context, else also all free
+        memory, else also another pair of formats."""
         context = self.settings.context
         limit = min(context, self.need.positions or context)  # never advise more than the model has
         shorter = [2**k for k in range(limit.bit_length() - 1, -1, -1) if 2**k < limit]
         shorter = [limit, *shorter] if limit < context else shorter
-        changes = [first, *({"context": c} for c in shorter), *({"memory": self.everything, "context": c} for c in shorter)]
+        everything = {"memory": self.everything}
+        undrafted = [{"draft": "none"}, {**everything, "draft": "none"}] if self.settings.draft == "self" else []
+        changes = [first, *undrafted, *({"context": c} for c in shorter), *({**everything, "context": c} for c in shorter)]
         for change in changes:
             if self.changed(**change).works():
                 return flags(change)
         if self.settings.pair is not None:
-            everything = dataclasses.replace(self.settings, memory=self.everything)
-            for fit in fitting_pairs(self.need, everything, self.hardware):
+            roomier = dataclasses.replace(self.settings, memory=self.everything)
+            for fit in fitting_pairs(self.need, roomier, self.hardware):
                 return flags({"memory": self.everything, "formats": fit.formats})
         device = "GPU " if self.hardware.device == "cuda" else ""
         context = min(limit, SHORT_CONTEXT)

@@ -93,6 +93,8 @@ class Footprint:
     encoded: tuple[RecordLayout, ...] = ()  # per geometry, of records that host memory keeps encoded and the device decodes
     transposed: tuple[frozenset[str], ...] = ()  # per geometry, matrices that the model keeps as [in, out]; empty: none
     pinned_by_share: tuple[tuple[float, int], ...] = ()  # calibrated: (share of the experts in memory, MoE layers worth pinning)
+    draft_bytes: int = 0  # of all experts of the decoder in the format that drafts; 0 without such a pool
+    draft_format: str = ""
     positions: int | None = None  # the longest context of the model, if its configuration gives one
 
     def prompt_bytes(self, context: int) -> int:

@@ -38,31 +38,35 @@ def mask_room(need: Footprint, context: int, most_bytes: int) -> int:
     return min(most_bytes, mask_bytes(1, context, context, need.dtype))
 
 
-def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int, rows: int) -> list[PlanPart]:
+def fixed_parts(
+    need: Footprint, context: int, device: str, most_mask_bytes: int, rows: int, checked_rows: int = 1
+) -> list[PlanPart]:
     """Everything on the device except experts and staging, for `context` tokens, masks of `most_mask_bytes`, and decode passes of
-    `rows` sequences.
+    `rows` sequences, or of `checked_rows` tokens of one: a draft that is checked.
 
     On the CPU, freed tensors go back to the system (malloc.py), and the slack covers holes between small blocks. On a GPU a phase
     cannot use all memory that the previous phase freed, so the two largest phases are counted.
     """
     images = min(need.max_image_tokens, context)
     held = need.image_token_bytes * images
-    combine = need.combine_token_bytes * max(rows, DECODE_ROWS)
-    tokens = need.decode(context) + (rows - 1) * need.decode(1)  # the caches of all rows hold the context together
+    passed = max(rows, checked_rows)
+    combine = need.combine_token_bytes * max(passed, DECODE_ROWS)
+    tokens = need.decode(context) + (passed - 1) * need.decode(1)  # the caches of all rows hold the context together
     prefill, encode, decode = need.prompt_bytes(context) + held, need.encode(images), tokens + combine
     largest, second, _ = sorted((prefill, encode, decode), reverse=True)
     masks = mask_room(need, context, most_mask_bytes)
     padding = max(0, prefill + need.padding(context) + masks - largest)
     slack, why = (HEAP_BYTES, "holes between small blocks of the heap") if device == "cpu" else (second, "between the phases")
     copied = max((layer.copy_token_bytes * layer.tokens(context) for layer in need.cache_layers), default=0)
+    checked = f", or {checked_rows} of one: a draft and the token before it" if checked_rows > 1 else ""
     details = [
         PlanPart("vision", encode, f"{images} image tokens in one request; attention without an N x N matrix", "activations"),
         PlanPart(
             "prefill", prefill, f"{context} tokens in one forward, with {format_bytes(held)} of image features", "activations"
         ),
-        PlanPart("decode", decode, f"one token of each of up to {rows} sequences", "activations"),
+        PlanPart("decode", decode, f"one token of each of up to {rows} sequences{checked}", "activations"),
         PlanPart("KV cache's copy while it grows", copied, "within decode", "activations"),
-        PlanPart("combine buffer", combine, f"within decode, up to {max(rows, DECODE_ROWS)} sequences", "activations"),
+        PlanPart("combine buffer", combine, f"within decode, up to {max(passed, DECODE_ROWS)} rows", "activations"),
     ]
     return [
         *(PlanPart(name, nbytes) for name, nbytes in need.backbone if nbytes),
@@ -71,7 +75,7 @@ def fixed_parts(need: Footprint, context: int, device: str, most_mask_bytes: int
         *(detail for detail in details if detail.bytes),
         PlanPart("attention masks", padding, f"up to {format_bytes(masks)}: padded batches, long new parts after cached prompts"),
         PlanPart("allocator slack", slack, why),
-        PlanPart("logits", need.logits_bytes * rows, f"{rows} rows kept" if rows > 1 else "one row kept"),
+        PlanPart("logits", need.logits_bytes * passed, f"{passed} rows kept" if passed > 1 else "one row kept"),
         *workspace_part(need.workspace_bytes),
         *decoding_part(need),
         *(_of_a_cpu(need) if device == "cpu" else []),
@@ -114,6 +118,12 @@ def decoding_part(need: Footprint) -> list[PlanPart]:
 def image_cache_part(need: Footprint, nbytes: int) -> list[PlanPart]:
     """Encoded images that are cached between requests; none for a text model."""
     return part_of("image cache", nbytes if need.max_image_tokens else 0, "encoded images kept for later requests")
+
+
+def draft_part(need: Footprint) -> list[PlanPart]:
+    """The experts that draft passes compute with."""
+    note = "every expert of the decoder once more; a percentage of the experts does not count it, a budget in bytes does"
+    return part_of(f"draft pool ({need.draft_format})", need.draft_bytes, note)
 
 
 def request_part(nbytes: int) -> list[PlanPart]:

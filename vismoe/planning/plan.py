@@ -54,6 +54,7 @@ class Plan:
     io_threads: int
     rows: int = 1  # the most requests that decode in one pass
     passes: tuple[ExpectedPass, ...] = ()  # expected of one row, and of `rows`
+    checks: tuple[ExpectedPass, ...] = ()  # of 1, 2, ... rows of one sequence, where tokens are drafted
     rates: MachineRates = UNMEASURED  # behind that
     mask_bytes: int = 0  # the most that explicit attention masks may take
     low_slabs: tuple[int, ...] = ()  # slabs of a pair's second format, as in Division; `slabs` are those of the better one
@@ -138,6 +139,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
     emulated = settings.emulated_link_bytes_per_s is not None
     parts = (*case.fixed_parts(), *expert_parts(inventory, division, settings.pair, emulated))
     host = host_tier(footprint, settings, hardware, case.io_threads)
+    checked = range(1, 1 + settings.checked_rows) if settings.draft != "none" else ()
     return Plan(
         family=footprint.family,
         dtype=footprint.dtype,
@@ -156,6 +158,7 @@ def plan(footprint: Footprint, settings: Settings, hardware: Hardware, rates: Ma
         io_threads=case.io_threads,
         rows=case.rows,
         passes=tuple(expected(rows, case.loads(), rates) for rows in dict.fromkeys((1, case.rows))),
+        checks=tuple(expected(rows, case.loads(), rates) for rows in checked),
         rates=rates,
         mask_bytes=mask_room(footprint, settings.context, settings.mask_bytes),
         low_slabs=division.low_slabs,

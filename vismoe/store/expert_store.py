@@ -110,11 +110,12 @@ class Reads:
 class Stores:
     """The stores of one model's experts, combined where the format makes no difference.
 
-    `by_precision`: a store for each format that slabs hold, the most precise first; all of the same checkpoint.
+    `by_precision`: a store for each format that slabs hold, the most precise first; all of the same checkpoint. `draft`: of the
+    format that drafts, which is read once.
     """
 
-    def __init__(self, by_precision: Sequence[StoreOnDisk]):
-        self.by_precision = tuple(by_precision)
+    def __init__(self, by_precision: Sequence[StoreOnDisk], draft: StoreOnDisk | None = None):
+        self.by_precision, self.draft = tuple(by_precision), draft
         self.fingerprint = by_precision[0].fingerprint  # of the checkpoint
         self.reads = Reads(
             max(store.scratch_bytes for store in by_precision),
@@ -125,9 +126,19 @@ class Stores:
 
     def read_past_cache(self, only_cold: bool = False) -> str | None:
         """As `StoreOnDisk.read_past_cache`; returns the reason if a filesystem cannot."""
-        refusals = [store.read_past_cache(only_cold) for store in self.by_precision]
+        refusals = [store.read_past_cache(only_cold) for store in self.all]
         return next((refused for refused in refusals if refused is not None), None)
 
+    def without_draft(self) -> "Stores":
+        """The same without the store of the format that drafts, which is closed."""
+        if self.draft is not None:
+            self.draft.close()
+        return Stores(self.by_precision)
+
+    @property
+    def all(self) -> tuple[StoreOnDisk, ...]:
+        return self.by_precision if self.draft is None else (*self.by_precision, self.draft)
+
     def close(self) -> None:
-        for store in self.by_precision:
+        for store in self.all:
             store.close()

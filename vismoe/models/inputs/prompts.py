@@ -120,6 +120,12 @@ class PromptBuilder:
     def tokenizer(self) -> Any:
         return self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
 
+    @property
+    def stand_ins(self) -> list[int]:
+        """Ids of the family's tokens for images and videos."""
+        ids: list[int] = self.tokenizer.convert_tokens_to_ids(list(self.placeholders))
+        return ids
+
     def vision_towers(self, model: nn.Module) -> Iterator[nn.Module]:
         for path, module in model.named_modules():
             if path.rpartition(".")[2] in VISION_TOWERS:

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from vismoe.config import NO_STORE, Settings
-from vismoe.errors import ConfigError
+from vismoe.config import NO_STORE, Settings, format_bytes
+from vismoe.errors import BudgetError, ConfigError
 from vismoe.formats.codec import Codec
 from vismoe.formats.encoded import encodings_of
 from vismoe.kernels import cpu
@@ -36,6 +36,7 @@ from vismoe.models.load.host_rates import packed_rates, ways_for
 from vismoe.models.load.locate import locate
 from vismoe.models.load.reading import Reading, settle_reading, start_reading
 from vismoe.models.moe.compute import PAIRS_PER_CALL
+from vismoe.models.moe.draft_pool import drafted_layers
 from vismoe.models.moe.gpu_experts import PAIRS_PER_CALL as GPU_PAIRS
 from vismoe.models.moe.heavy_hitters import hitters_bytes
 from vismoe.paging.miss import Ways
@@ -45,6 +46,7 @@ from vismoe.planning.pair_split import paired
 from vismoe.planning.plan import Plan
 from vismoe.pools.gpu_limit import lift, limit
 from vismoe.precision.hotness import profile_bytes, refuse_unwritable
+from vismoe.speculate.worth import DraftCurves, RoundRates, worth
 from vismoe.store.checkpoint import CheckpointStore
 from vismoe.store.expert_store import Reads, StoreOnDisk, Stores
 from vismoe.store.index import command
@@ -53,6 +55,7 @@ from vismoe.store.packed_linears import PackedLinears
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
+REFUSED_DRAFT = "draft='self': "
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
 
@@ -72,6 +75,7 @@ class Experts:
     dtype: torch.dtype  # of the hidden states
     encoded: tuple[RecordLayout, ...] = ()  # per geometry, of the records of the first format that cross the link encoded
     policy_bytes: int = 0  # what choosing formats holds: attention that is listened to, the scores of hot experts
+    draft: "Experts | None" = None  # the copy of the same experts that draft passes compute with
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -87,21 +91,36 @@ class Experts:
     def workspace_bytes(self) -> int:
         """What computing and choosing formats keep: the kernels' own buffers, or the experts that torch computes with, and what a
         policy holds (that of hotness in host memory, and counted here all the same)."""
-        if self.kernels is not None:
-            return self.policy_bytes + self._kernel_bytes(self.kernels)
         if self.gpu_kernels is not None:
             return self.policy_bytes + max(
                 kernel.workspace_bytes(GPU_PAIRS) for kernels in self.gpu_kernels for kernel in kernels
             )
-        restored = any(codec.restores for codecs in self.codecs for codec in codecs)
-        return self.policy_bytes + (sum(codec.raw.record_bytes for codec in self.codecs[0]) if restored else 0)
+        computed = (self,) if self.draft is None else (self, self.draft)
+        kernels = [kernel for experts in computed for kernel in experts.kernels or ()]  # which share a workspace
+        return self.policy_bytes + self._kernel_bytes(kernels) + sum(experts._restored_bytes for experts in computed)
 
     @property
     def host_workspace_bytes(self) -> int:
         """What computing keeps in host memory below a device."""
         return 0 if self.host_kernels is None else self._kernel_bytes(self.host_kernels)
 
+    @property
+    def draft_bytes(self) -> int:
+        """Of the pool that drafts."""
+        if self.draft is None:
+            return 0
+        inventory = self.draft.inventory
+        return sum(layer.num_experts * inventory.layout(layer.index).record_bytes for layer in drafted_layers(inventory))
+
+    @property
+    def _restored_bytes(self) -> int:
+        """Of the experts that torch computes with, where slabs hold them in another type."""
+        restored = self.kernels is None and any(codec.restores for codecs in self.codecs for codec in codecs)
+        return sum(codec.raw.record_bytes for codec in self.codecs[0]) if restored else 0
+
     def _kernel_bytes(self, kernels: Sequence[cpu.ExpertKernel]) -> int:
+        if not kernels:
+            return 0
         setup = cpu.setup()
         return max(cpu.workspace_bytes(k, PAIRS_PER_CALL, self.dtype, setup.threads, setup.isa) for k in kernels)
 
@@ -133,6 +152,7 @@ class Configuration:
             embeddings="disk" if self.reading.embeddings_on_disk else "memory",
             reads=self.reading.chosen,
             parallel=self.plan.rows,  # the passes under way were made for so many
+            draft="self" if self.experts.draft is not None and settings.draft == "auto" else settings.draft,
         )
         with torch.device("cpu"):
             stores, experts = _open_stores(model, self.source, settled, self.device)
@@ -148,7 +168,7 @@ class Configuration:
 
     def close_stores(self) -> None:
         """Close the stores, but for the checkpoint itself, which other configurations may read from."""
-        for store in self.stores.by_precision:
+        for store in self.stores.all:
             if store is not self.source:
                 store.close()
 
@@ -173,9 +193,24 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
         source, stores, experts, backbone = open_experts(model, files, settings, device)
         try:
             calibration = Calibration.find(source.paths[0].parent, settings)
-            needs = needs_of(model, experts, stores.reads, calibration, settings, device)
+            curves, why_not = calibration.drafts if calibration is not None else None, ""
             table, hardware = table_bytes(model) if table_of(model, source.headers) else 0, probe(device)
-            reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
+            if settings.draft == "auto":
+                stores, experts, why_not = _with_weighed_draft(model, source, stores, experts, curves, settings, device)
+            try:
+                needs = needs_of(model, experts, stores.reads, calibration, settings, device)
+                reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
+                why_not = _not_worth(reading.plan, experts, curves, settings) or why_not
+                if why_not and experts.draft is not None:
+                    raise ConfigError(why_not)
+            except (BudgetError, ConfigError) as error:
+                if settings.draft != "auto" or stores.draft is None:
+                    raise
+                stores, experts, why_not = stores.without_draft(), dataclasses.replace(experts, draft=None), str(error)
+                needs = needs_of(model, experts, stores.reads, calibration, settings, device)
+                reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
+            if why_not:
+                reading = _saying(reading, f"no copy of the experts drafts: {why_not.removeprefix(REFUSED_DRAFT)}")
         except BaseException:
             stores.close()
             source.close()
@@ -199,6 +234,10 @@ def _read(
     return dataclasses.replace(reading, plan=with_experts(reading.plan, experts, backbone)), stores, experts
 
 
+def _saying(reading: Reading, sentence: str) -> Reading:
+    return dataclasses.replace(reading, plan=dataclasses.replace(reading.plan, reading=(*reading.plan.reading, sentence)))
+
+
 def settle(
     model: Any,
     needs: Footprint,
@@ -215,9 +254,6 @@ def settle(
         own = with_experts_of(needs, stores.reads, experts)
         return settle_reading(own, settings, hardware, stores.reads, table_bytes)
 
-    def saying(reading: Reading, sentence: str) -> Reading:
-        return dataclasses.replace(reading, plan=dataclasses.replace(reading.plan, reading=(*reading.plan.reading, sentence)))
-
     reading, high = planned(stores, experts), stores.by_precision[0]
     plan = reading.plan
     lossless = experts.formats == (Format.LOSSLESS,) and isinstance(high, PackedStore) and hardware.device == "cpu"
@@ -229,7 +265,7 @@ def settle(
     if isinstance(kernels, str):
         if settings.packed_slabs == "always":
             raise ConfigError(f"packed_slabs='always': {kernels}. Fix: packed_slabs='auto' (--packed-slabs auto)")
-        return saying(reading, f"experts lie decoded in slabs: {kernels}"), stores, experts
+        return _saying(reading, f"experts lie decoded in slabs: {kernels}"), stores, experts
     rates = packed_rates(settings, reading.bytes_per_s)
     raw_bytes, packed_bytes = experts.inventory.slab_bytes, inventory.slab_bytes
     decode_s, read_s = rates.seconds(raw_bytes, packed_bytes)
@@ -240,11 +276,11 @@ def settle(
         read_s,
     )
     if not shares.packed:
-        return saying(reading, rates.says(shares)), stores, experts
+        return _saying(reading, rates.says(shares)), stores, experts
     backend = f"{experts.backend}; lossless records are decoded while they are computed"
     experts = dataclasses.replace(experts, inventory=inventory, kernels=kernels, backend=backend)
-    stores = Stores([high.encoded()])
-    return saying(planned(stores, experts), rates.says(shares)), stores, experts
+    stores = Stores([high.encoded()], stores.draft)
+    return _saying(planned(stores, experts), rates.says(shares)), stores, experts
 
 
 def needs_of(
@@ -266,6 +302,8 @@ def with_experts_of(needs: Footprint, reads: Reads, experts: Experts) -> Footpri
         workspace_bytes=experts.workspace_bytes,
         host_workspace_bytes=experts.host_workspace_bytes,
         encoded=experts.encoded,
+        draft_bytes=experts.draft_bytes,
+        draft_format=str(experts.draft.formats[0]) if experts.draft is not None else "",
     )
 
 
@@ -324,12 +362,94 @@ def _open_stores(model: Any, source: CheckpointStore, settings: Settings, device
             assert isinstance(high, PackedStore), "only packed experts are lossless"
             experts = dataclasses.replace(experts, encoded=high.encoded_layouts)
             opened[0] = high.encoded()
-        return Stores(opened), experts
+        if settings.draft != "self":
+            return Stores(opened), experts
+        return _open_with_draft(model, source, opened, experts, settings, device)
     except BaseException:
         for store in opened:
             if store is not source:
                 store.close()
         raise
+
+
+def _open_with_draft(
+    model: Any,
+    source: CheckpointStore,
+    opened: Sequence[StoreOnDisk],
+    experts: Experts,
+    settings: Settings,
+    device: torch.device,
+) -> tuple[Stores, Experts]:
+    """The same with a copy of the experts that drafts: it is served as if it were the only one, with all of it resident."""
+    try:
+        stores, draft = _open_stores(model, source, _settings_of_drafts(settings, device), device)
+    except ConfigError as error:
+        raise ConfigError(f"draft='self' with draft_format='{settings.draft_format}': {error}") from error
+    try:
+        return Stores(opened, stores.by_precision[0]), _with_draft(experts, draft)
+    except BaseException:
+        stores.close()
+        raise
+
+
+def _with_weighed_draft(
+    model: Any,
+    source: CheckpointStore,
+    stores: Stores,
+    experts: Experts,
+    curves: DraftCurves | None,
+    settings: Settings,
+    device: torch.device,
+) -> tuple[Stores, Experts, str]:
+    """(the stores, the experts, why no copy drafts): with a copy where it is packed, and was calibrated to be weighed."""
+    if curves is None or settings.draft_format not in curves.formats:
+        return stores, experts, f"its worth was not calibrated in {settings.draft_format} (vismoe pack, then vismoe calibrate)"
+    try:
+        return *_open_with_draft(model, source, stores.by_precision, experts, settings, device), ""
+    except ConfigError as error:
+        return stores, experts, str(error)
+
+
+def _not_worth(plan: Plan, experts: Experts, curves: DraftCurves | None, settings: Settings) -> str:
+    """Why the copy that drafts does not pay under this plan; empty where it does, where there is none, or where nothing says.
+
+    A draft pass is taken to last as long as one of the model with all of its experts there: where the processor has AVX2 alone,
+    decoding few bits takes as long as reading many (docs/benchmark.md).
+    """
+    draft = experts.draft
+    if draft is None or curves is None or str(draft.formats[0]) not in curves.formats:
+        return ""
+    compute_s, pool = [one.compute_seconds for one in plan.checks], experts.draft_bytes / experts.inventory.slab_bytes
+    rates = RoundRates(
+        draft_s=compute_s[0],
+        compute_s=lambda rows: compute_s[rows - 1],
+        expert_bytes=experts.inventory.slab_bytes / plan.total_experts,
+        link_bytes_per_s=plan.rates.missing_bytes_per_s,
+    )
+    lengths = range(1, len(compute_s)) if settings.draft_tokens == "auto" else (settings.draft_tokens,)
+    without = plan.resident_experts / plan.total_experts + pool
+    return worth(curves, str(draft.formats[0]), rates, without, pool, lengths).refusal or ""
+
+
+def _settings_of_drafts(settings: Settings, device: torch.device) -> Settings:
+    if device.type != "cpu":
+        raise ConfigError(
+            "draft='self' computes its guesses on the CPU alone so far. Fix: draft='ngram' (--draft ngram), or device='cpu'"
+        )
+    return dataclasses.replace(settings, draft="none", format=settings.draft_format, emulated_link_bytes_per_s=None)
+
+
+def _with_draft(experts: Experts, draft: Experts) -> Experts:
+    """The same with a copy that drafts. Raises ConfigError where it takes no fewer bytes: its passes would not be shorter."""
+    for served, copy in zip(experts.inventory.layouts, draft.inventory.layouts, strict=True):
+        if copy.payload_bytes >= served.payload_bytes:
+            smaller = "a smaller copy (--draft-format int2), or " if draft.formats[0] is not Format.INT2 else ""
+            raise ConfigError(
+                f"draft='self' with draft_format='{draft.formats[0]}': a copy of an expert takes "
+                f"{format_bytes(copy.payload_bytes)}, and the expert itself {format_bytes(served.payload_bytes)}, so that "
+                f"guessing takes as long as computing. Fix: {smaller}draft='ngram' (--draft ngram)"
+            )
+    return dataclasses.replace(experts, draft=draft)
 
 
 def _asked(settings: Settings) -> tuple[Format | None, ...]:
@@ -344,11 +464,15 @@ def arrange_experts(model: Any, inventory: ExpertInventory, settings: Settings, 
     transposed = transposed_sections(model, inventory)
     formats = tuple(format or Format.RAW for format in _asked(settings))
     codecs = tuple(codecs_of(format, inventory, transposed) for format in formats)
+    paired_inventory = inventory
     if formats != (Format.RAW,):
-        inventory = paired(inventory, settings.pair or FormatPair(formats[0], None), transposed)
-    own = " and ".join(encodings_of(inventory)) or "raw"
+        paired_inventory = paired(inventory, settings.pair or FormatPair(formats[0], None), transposed)
+    own = " and ".join(encodings_of(paired_inventory)) or "raw"
     sayings = [f"{own}, in place from the checkpoint" if f is Format.RAW else f"{f}, not packed yet" for f in formats]
-    return _arrange(model, inventory, transposed, codecs, " and ".join(sayings), settings, device)
+    experts = _arrange(model, paired_inventory, transposed, codecs, " and ".join(sayings), settings, device)
+    if settings.draft != "self":
+        return experts
+    return _with_draft(experts, arrange_experts(model, inventory, _settings_of_drafts(settings, device), device))
 
 
 def with_experts(plan: Plan, experts: Experts, backbone: Backbone | None = None) -> Plan:

@@ -21,10 +21,12 @@ from vismoe.lookahead.lookahead import Lookahead
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import stack_of
+from vismoe.models.load.draft_pool import filled_pools
 from vismoe.models.load.host_rates import upgrade_rates
 from vismoe.models.load.opening import Configuration, Experts
 from vismoe.models.moe.attention import group_queries
 from vismoe.models.moe.compute import FastExperts, TorchExperts
+from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.experts import bind
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts
@@ -101,6 +103,12 @@ class Runtime:
         return self.context.lookahead_inputs.lookahead
 
     @property
+    def drafts(self) -> DraftPool | None:
+        """The copy of the experts that draft passes compute with; None: no such pool was asked for."""
+        serving = self.context.now_serving
+        return serving.drafts if serving is not None else None
+
+    @property
     def hotness(self) -> Hotness | None:
         """What was learned about hot experts so far, also while another policy serves."""
         serving = self.context.now_serving
@@ -114,17 +122,18 @@ class Runtime:
         """
         before, timeline = self.configuration, self.pager.timeline
         tiers: Tiers = list(zip(before.stores.by_precision, self.pager.hosts))
+        drafts = self.drafts if _same_drafts(before, configuration) else None
         self._learned = self.hotness
         self.save_hotness()
         self.context.stop_serving()
         _give_back_memory(before.device)  # before any other is taken
         try:
-            served = _service(model, configuration, self.metrics, self._learned, tiers)
+            served = _service(model, configuration, self.metrics, self._learned, tiers, drafts)
         except BaseException as error:
             configuration.close_stores()
             _clear_frames(error)
             _give_back_memory(before.device)
-            self._serve(before, *_service(model, before, self.metrics, self._learned, tiers))
+            self._serve(before, *_service(model, before, self.metrics, self._learned, tiers, drafts))
             self.pager.timeline = timeline
             self.refused = str(error)
             raise
@@ -213,9 +222,11 @@ def _service(
     metrics: Metrics | None = None,
     hotness: Hotness | None = None,
     tiers: Tiers | None = None,
+    drafts: DraftPool | None = None,
 ) -> tuple[ExpertService, dict[str, str]]:
     """(what serves, what was chosen and why). `metrics` go on counting; `hotness` is what an earlier configuration has learned,
-    and `tiers` what it has left: those that fit serve again with all that they hold, the others are dropped.
+    and `tiers` what it has left: those that fit serve again with all that they hold, the others are dropped. `drafts`: the pool
+    of an earlier one with the same copies.
 
     Under hotness every expert is brought in before this returns, otherwise the pinned prefix.
     """
@@ -252,10 +263,29 @@ def _service(
         bringing, total = _bring_in(pager, chooser, plan)
         for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
             pass
+        drafts = _draft_pool(configuration, drafts)
+        about["drafts"] = settings.draft if drafts is None else f"{settings.draft}: {drafts.about}"
     except BaseException:
         pager.close()
         raise
-    return ExpertService(pager, _backend(experts, device), plan, chooser), about
+    return ExpertService(pager, _backend(experts, device), plan, chooser, drafts), about
+
+
+def _draft_pool(configuration: Configuration, kept: DraftPool | None) -> DraftPool | None:
+    """What drafts, with the experts that `kept` holds, where it is given. Raises CheckpointError."""
+    draft, store = configuration.experts.draft, configuration.stores.draft
+    if draft is None or store is None:
+        return None
+    pools = kept.pools if kept is not None else filled_pools(store, draft.inventory, configuration.plan.io_threads)
+    return DraftPool(draft.inventory, pools, _backend(draft, configuration.device), draft.formats[0], draft.backend)
+
+
+def _same_drafts(one: Configuration, other: Configuration) -> bool:
+    """Whether both draft with the same records."""
+    before, now = one.stores.draft, other.stores.draft
+    if before is None or now is None:
+        return False
+    return (before.states, before.inventory.layouts) == (now.states, now.inventory.layouts)
 
 
 def _pools(configuration: Configuration) -> list[list[SlabPool]]:

@@ -17,8 +17,7 @@ from vismoe.formats.codec import Codec
 from vismoe.kernels import cpu
 from vismoe.models.family.families import accumulator_dtype
 from vismoe.models.moe.eager import BLOCK_ROWS, ExpertRows, OneRow, block_rows, expert_output
-from vismoe.paging.lent import Group, Lent
-from vismoe.paging.pager import Lease
+from vismoe.paging.lent import Group, Lending, Lent
 from vismoe.types import ExpertInventory
 
 PAIRS_PER_CALL = 1024  # bounds the intermediate results between an expert's two products
@@ -85,7 +84,7 @@ class _TorchWork:
         """Number of tokens that chose each of `experts`, which ascend."""
         return self._rows.tokens
 
-    def run(self, lease: Lease, in_order: bool) -> torch.Tensor:
+    def run(self, lease: Lending, in_order: bool) -> torch.Tensor:
         """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
         out = torch.zeros_like(self._hidden, dtype=self._accumulator)
         parts: dict[int, torch.Tensor] = {}
@@ -147,7 +146,7 @@ class FastWork:
     def _index(self) -> dict[int, int]:
         return {expert: i for i, expert in enumerate(self.experts)}
 
-    def run(self, lease: Lease, in_order: bool) -> torch.Tensor:
+    def run(self, lease: Lending, in_order: bool) -> torch.Tensor:
         return self._added(lease) if in_order else self._combined(lease)
 
     def part(self, lent: Lent) -> torch.Tensor:
@@ -159,7 +158,7 @@ class FastWork:
         """The rows float32 `[n, H]` of a group's experts, expert by expert."""
         return self._parts(Records(group.experts, group.addresses, group.precisions), self._pairs(group.experts))
 
-    def _added(self, lease: Lease) -> torch.Tensor:
+    def _added(self, lease: Lending) -> torch.Tensor:
         out = torch.zeros(self._hidden.shape, dtype=torch.float32)
         for group in lease.groups(in_order=True):
             records = Records(group.experts, group.addresses, group.precisions)
@@ -167,7 +166,7 @@ class FastWork:
                 self._kernel.parts(*call, self._hidden, out, precisions, adding=True)
         return out.to(self._type)
 
-    def _combined(self, lease: Lease) -> torch.Tensor:
+    def _combined(self, lease: Lending) -> torch.Tensor:
         parts: torch.Tensor | None = None
         for group in lease.groups(in_order=False):
             made, pairs = self.parts_of(group), self._pairs(group.experts)

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from vismoe.errors import BusyError, UnsupportedModelError
 from vismoe.models.family.families import expert_modules
+from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.step_context import ExpertService, Interrupted, Step, StepContext
@@ -77,12 +78,33 @@ class PagedLayer:
         graph = torch.is_grad_enabled() and (hidden.requires_grad or factors.requires_grad)
         try:
             with torch.no_grad() if graph else contextlib.nullcontext():
-                result = self._compute(context.serving, step, module, hidden, index, factors)
-            choices = index.numel() - self._left_out
+                if step.drafts is not None:
+                    result = self._drafted(step.drafts, module, hidden, index, factors)
+                else:
+                    result = self._compute(context.serving, step, module, hidden, index, factors)
+                    choices = index.numel() - self._left_out
         finally:
             skipped = self._skipped if choices else 0
             pager.layer_ended(step.phase, self.layer, began_s, hidden.shape[0], choices, skipped)
         return _NoBackward.apply(hidden, factors, result) if graph else result
+
+    def _drafted(
+        self, drafts: DraftPool, module: Any, hidden: torch.Tensor, index: torch.Tensor, factors: torch.Tensor
+    ) -> torch.Tensor:
+        """Promise the experts to the pager, and compute their copies in the draft pool."""
+        context, layer = self.context, self.layer
+        routing, weights = _on_host(index, factors, with_factors=True)
+        assert weights is not None
+        context.promise(layer, routing, weights)
+        began_s = time.perf_counter()
+        out = drafts.compute(layer, module, hidden, index, factors, routing)
+        ended_s = time.perf_counter()
+        pager = context.serving.pager
+        pager.metrics.add("steps", Phase.DRAFT, layer)
+        pager.metrics.add("compute_seconds", Phase.DRAFT, layer, ended_s - began_s)
+        if pager.timeline is not None:
+            pager.timeline.span("compute", f"draft of layer {layer}", began_s, ended_s)
+        return out
 
     def _compute(
         self,

@@ -17,8 +17,8 @@ from vismoe.errors import UnsupportedModelError
 from vismoe.kernels import cpu
 from vismoe.kernels.gpu import experts as gpu
 from vismoe.models.moe.compute import FastExperts, FastWork
-from vismoe.paging.lent import Group
-from vismoe.paging.pager import Lease, Pager
+from vismoe.paging.lent import Group, Lending
+from vismoe.paging.pager import Pager
 from vismoe.types import ExpertInventory
 
 PAIRS_PER_CALL = 4096  # of a prompt: bounds the results that are kept before they are added
@@ -113,7 +113,7 @@ class _GpuWork:
         assert host is not None, "experts are lent from host memory only if there are kernels"
         return host.begin(self._layer, self._module, self._routing, self._hidden.cpu(), self._factors.cpu())
 
-    def run(self, lease: Lease, in_order: bool) -> torch.Tensor:
+    def run(self, lease: Lending, in_order: bool) -> torch.Tensor:
         """The layer's output `[T, H]` in the hidden states' type. `in_order`: add while experts arrive, in ascending id."""
         device = self._hidden.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -121,7 +121,7 @@ class _GpuWork:
                 _ = self._below  # copies its inputs from the device now, before work is queued there
             return self._added(lease) if in_order else self._combined(lease)
 
-    def _combined(self, lease: Lease) -> torch.Tensor:
+    def _combined(self, lease: Lending) -> torch.Tensor:
         hidden, pairs = self._hidden, len(self._tokens)
         count, sums = gpu.sums_of(self._tokens, len(hidden))
         places, sums_there = gpu.upload([self._places, sums], hidden.device)
@@ -137,7 +137,7 @@ class _GpuWork:
         gpu.combine(parts, sums_there, count, out)
         return out
 
-    def _added(self, lease: Lease) -> torch.Tensor:
+    def _added(self, lease: Lending) -> torch.Tensor:
         hidden, pairs = self._hidden, len(self._tokens)
         out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         parts, activated = self._room(min(pairs, PAIRS_PER_CALL))

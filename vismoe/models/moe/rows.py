@@ -4,6 +4,9 @@ The batch is a view (`RowsCache`): norms, projections, routers, experts and the 
 tokens goes row by row, over the row's own keys and values, as if it were alone. So no cache is padded or copied when a sequence
 comes or goes. Where a layer's cache is more than keys and values (linear attention, a sparse index), its mixer is called row by
 row as a whole.
+
+Several rows may be consecutive tokens of one sequence (drafts being verified): they have the same cache, each row adds its token
+to what the rows before it have added, and `RowsCache.back_to` gives up the tokens behind a row.
 """
 
 import contextlib
@@ -39,21 +42,24 @@ def running_rows() -> "RowsCache | None":
 
 
 class RowsLayer(DynamicLayer):
-    """One decoder layer's keys and values of several sequences. `rows`: the layer of each sequence's own cache.
+    """One decoder layer's keys and values of several sequences. `rows`: the layer of each row's own cache.
 
-    kept: whether the rows keep what `update` adds; a trial leaves them as they are.
+    kept: whether the rows keep what `update` adds; a trial leaves them as they are. note: gets each row's layer once it has its
+    token.
     """
 
-    def __init__(self, rows: Sequence[Any], kept: bool):
+    def __init__(self, rows: Sequence[Any], kept: bool, note: Callable[[Any], None]):
         super().__init__()
         self.rows, self.is_sliding, self.is_initialized = rows, bool(getattr(rows[0], "is_sliding", False)), True
-        self._kept = kept
+        self._kept, self._note = kept, note
         self._now: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Each row takes its own token `[1, heads, 1, D]`; returned are the new tokens `[B, heads, 1, D]`, `taken` has all."""
-        rows = self.rows if self._kept else [copy.copy(row) for row in self.rows]
-        self._now = [row.update(key_states[b : b + 1], value_states[b : b + 1], *args, **kwargs) for b, row in enumerate(rows)]
+        self._now = []
+        for b, row in enumerate(self.rows if self._kept else _each_once(copy.copy, self.rows)):
+            self._now.append(row.update(key_states[b : b + 1], value_states[b : b + 1], *args, **kwargs))
+            self._note(row)
         return key_states, value_states
 
     def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -73,11 +79,14 @@ class RowsCache(Cache):
     """The caches of several sequences, as one. `kept` False: a trial, which leaves them as they are."""
 
     def __init__(self, caches: Sequence[Any], kept: bool = True, whole: bool = False):
-        """whole: each mixer is called row by row, whatever its cache is."""
-        rows = list(caches) if kept else [_for_trial(cache, whole) for cache in caches]
+        """caches: of each row; the same one for consecutive tokens of a sequence. whole: each mixer is called row by row,
+        whatever its cache is."""
+        rows = list(caches) if kept else _each_once(partial(_for_trial, whole=whole), caches)
         plain = [not whole and all(type(layer) in PLAIN for layer in layers) for layers in zip(*(cache.layers for cache in rows))]
+        self._one_each = len({id(cache) for cache in rows}) == len(rows)
+        self._left: list[list[dict[str, Any]]] = [[] for _ in rows[0].layers]  # by layer: what each row has left of its cache
         layers = [
-            RowsLayer([cache.layers[index] for cache in rows], kept) if is_plain else layer
+            RowsLayer([cache.layers[index] for cache in rows], kept, partial(self.note, index)) if is_plain else layer
             for index, (layer, is_plain) in enumerate(zip(rows[0].layers, plain, strict=True))
         ]
         super().__init__(layers=layers)
@@ -86,11 +95,30 @@ class RowsCache(Cache):
     @property
     def tokens(self) -> int:
         """Of all sequences."""
-        return sum(int(cache.get_seq_length()) for cache in self.caches)
+        return sum(int(cache.get_seq_length()) for cache in {id(cache): cache for cache in self.caches}.values())
+
+    def note(self, index: int, layer: Any) -> None:
+        """The next row has its token in this layer of its cache. Layers make new tensors, or views of more of the same memory,
+        when they grow, so a reference is all it takes to go back."""
+        if not self._one_each:
+            self._left[index].append(vars(layer).copy())
+
+    def back_to(self, row: int) -> None:
+        """The row's sequence gives up the tokens of later rows; after the pass, whose rows were of plain layers."""
+        for layer, left in zip(self.caches[row].layers, self._left, strict=True):
+            vars(layer).update(left[row])
 
     def by_attention(self, layer: int) -> bool:
         """Whether the layer's attention goes row by row; otherwise its whole mixer does."""
         return self._plain[layer]
+
+
+def _each_once(made: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
+    """What is made of each thing; of the same one the same."""
+    found = {id(thing): thing for thing in things}
+    for key, thing in found.items():
+        found[key] = made(thing)
+    return [found[id(thing)] for thing in things]
 
 
 def _for_trial(cache: Any, whole: bool) -> Any:
@@ -112,6 +140,26 @@ def why_not_rows(model: nn.Module, cache: Any) -> str | None:
     if any("chunk" in str(kind) for kind in kinds):
         return "its layers attend to chunks"
     return None
+
+
+def why_not_given_up(cache: Any) -> str | None:
+    """Why a sequence cannot give up its latest tokens again; None where it can."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in PLAIN:
+            return f"layer {index} keeps a {type(layer).__name__}, which cannot give up tokens"
+    return None
+
+
+@contextlib.contextmanager
+def giving_up(cache: Any) -> Iterator[None]:
+    """What passes within add to a cache of plain layers is given up at the end."""
+    layers, left = list(cache.layers), [vars(layer).copy() for layer in cache.layers]
+    try:
+        yield
+    finally:
+        cache.layers[:] = layers
+        for layer, before in zip(layers, left, strict=True):
+            vars(layer).update(before)
 
 
 @contextlib.contextmanager
@@ -220,6 +268,7 @@ def _mixed(reference: Any, replaced: Callable[..., Any] | None, *args: Any, **kw
         if (mask := kwargs.get("attention_mask")) is not None and hasattr(cache.layers[index], "get_mask_sizes"):
             kwargs_of["attention_mask"] = _mask_of_mixer(mask, cache.layers[index])
         results.append(forward(*(own(value, "") for value in args), **kwargs_of))
+        rows.note(index, cache.layers[index])
     return _joined(results)
 
 

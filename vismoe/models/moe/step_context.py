@@ -17,12 +17,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from vismoe.config import format_bytes
-from vismoe.errors import ClosedError, ContextError, UnsupportedModelError
+from vismoe.errors import ClosedError, ConfigError, ContextError, UnsupportedModelError
 from vismoe.metrics import Metrics
 from vismoe.models.family.components import is_vision
 from vismoe.models.family.families import expert_modules, stack_of
 from vismoe.models.family.token_kinds import token_kinds
 from vismoe.models.moe.compute import FastExperts, TorchExperts
+from vismoe.models.moe.draft_pool import DraftPool
 from vismoe.models.moe.format_choice import FormatChooser
 from vismoe.models.moe.gpu_experts import GpuExperts
 from vismoe.models.moe.lookahead_inputs import LookaheadInputs
@@ -74,6 +75,7 @@ class Step:
     resident: "ResidentPass | None" = None  # it goes without the pager, because every expert is resident
     short: ResidentLayers | None = None  # computes the layers that find all their experts resident; None: every layer demands
     fewer: bool = False  # some tokens get fewer experts than the router chose: pad slots none, visual ones with visual_top_k
+    drafts: DraftPool | None = None  # computes every layer, with experts of its own; None: the experts that serve do
 
 
 class ResidentPass:
@@ -112,6 +114,7 @@ class ExpertService:
     backend: TorchExperts | FastExperts | GpuExperts  # `begin` prepares a layer of a pass, `run` computes it as experts come
     plan: Plan
     chooser: FormatChooser | None = None  # chooses between two formats; None: there is one
+    drafts: DraftPool | None = None  # computes draft passes; None: there are none, or they are not the model's
 
     def close(self) -> None:
         """Stop copies, and give the model back as it was."""
@@ -143,6 +146,7 @@ class StepContext:
         self.encodes_with_experts = False  # a vision tower has routed experts
         self.more_tokens = 0  # than the planned context, that all sequences of a pass may have: experts gave them their memory
         self._reading_prompt = False
+        self._drafts: DraftPool | None = None  # of the passes that are drafts now
         self._kinds: np.ndarray | None = None
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -194,6 +198,22 @@ class StepContext:
             yield
         finally:
             self._reading_prompt = False
+
+    @contextlib.contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Within, every pass is a draft: it computes experts out of the draft pool, and promises to the pager those that it has
+        routed tokens to. Of the experts that serve it demands, counts, guesses and records nothing. Raises ConfigError."""
+        if self.serving.drafts is None:
+            raise ConfigError("no copy of the experts was loaded to draft with. Fix: load with draft='self' (--draft self)")
+        self._drafts = self.serving.drafts
+        try:
+            yield
+        finally:
+            self._drafts = None
+
+    def promise(self, layer: int, experts: np.ndarray, weights: np.ndarray) -> None:
+        """A draft pass has routed tokens to these experts, int64 and float32 `[T, K]`, at this layer: they will be demanded."""
+        self.serving.pager.promise(layer, experts, weights)
 
     def record_to(self, recorder: RoutingRecorder | None) -> None:
         """From now on the recorder gets the routing of every pass; None: no recorder does."""
@@ -254,9 +274,12 @@ class StepContext:
             )
         kinds = self._kinds if self._kinds is not None and self._kinds.size == batch * new else None
         decoding = not self._reading_prompt and (new == 1 or (past > 0 and new <= SHORT_STEP_TOKENS))
-        phase = Phase.DECODE if decoding else Phase.PREFILL
+        phase = Phase.PREFILL if not decoding else Phase.DECODE if self._drafts is None else Phase.DRAFT
         if past and isinstance(serving.backend, FastExperts) and type(cache) is DynamicCache:
             _let_grow(cache, (serving.plan.context + self.more_tokens) // batch)
+        if self._drafts is not None:
+            self._begin_draft(phase, batch, batch * new)
+            return
         padded = kinds is not None and bool((kinds == TokenKind.PAD).any())
         if new > 1 and (past or padded):
             _refuse_large_mask(serving.plan, batch, new, past + new)
@@ -274,6 +297,15 @@ class StepContext:
         if self.recorder is not None:
             recorded = kinds if kinds is not None else np.full(batch * new, TokenKind.TEXT, dtype=np.uint8)
             self.recorder.step(self.step.phase, recorded.reshape(batch, new))
+
+    def _begin_draft(self, phase: Phase, batch: int, tokens: int) -> None:
+        if phase is Phase.PREFILL:
+            raise UnsupportedModelError(
+                f"a draft goes on behind the tokens of a cache, by up to {SHORT_STEP_TOKENS} at once, and this pass is a prompt. "
+                "Fix: read prompts outside of drafting()"
+            )
+        self.serving.pager.core.check_open()
+        self.begin(Step(phase, batch, tokens, threading.get_ident(), drafts=self._drafts))
 
     def _resident_pass(self, phase: Phase) -> ResidentPass | None:
         """For a pass that needs nothing of the pager, on a GPU: the host would wait for the routing of each layer."""

@@ -5,6 +5,7 @@ tests/test_serve.py checks them with the types of the `openai` package, which ta
 
 import time
 import uuid
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from vismoe.types import Phase
@@ -45,6 +46,7 @@ def vismoe_of(figures: "Figures") -> Json:
         "bytes_copied": int(counters.total("bytes_copied")),  # over the link to the device
         "bytes_read_per_token": per_token("bytes_read"),  # while decoding
         "bytes_copied_per_token": per_token("bytes_copied"),
+        "drafts": asdict(figures.drafts) if figures.drafts else None,  # None: nothing was to guess tokens
     }
 
 

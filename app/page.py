@@ -53,6 +53,7 @@ def chosen(usual: RequestOptions, widgets: Mapping[str, Any]) -> RequestOptions:
         policy=policy,
         formats=widgets["formats"] if policy != "exact" else None,
         retention=widgets["retention"] if "importance" in policy else None,
+        draft=widgets["draft"],
         max_tokens=int(widgets["max_tokens"]) or None,
         sample=temperature > 0,
         temperature=temperature or None,

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from vismoe.app.api_errors import ApiError
-from vismoe.config import Kept, PolicyName, Retention, Selection, Tokens, parse_formats
+from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
 from vismoe.options import COLDEST, HOTTEST, MOST_STOPS, OPTIONS, AnswerTokens, RequestOptions, Seed, StopText
@@ -128,13 +128,15 @@ def _a_pair(text: str) -> str:
 class PrecisionRequest(Strict):
     """Ours: who decides the formats of experts, from which pair, and how large a share of those demanded gets the better one.
 
-    reuse: whether keys and values of an earlier request are taken over, and left for later ones.
+    reuse: whether keys and values of an earlier request are taken over, and left for later ones. draft: what guesses the next
+    tokens, of what the server was started with.
     """
 
     policy: PolicyName | None = None
     formats: Annotated[str, Field(max_length=32), AfterValidator(_a_pair)] | None = None
     retention: Retention | None = None
     reuse: bool | None = None
+    draft: DraftName | None = None
 
     @property
     def change(self) -> str | None:

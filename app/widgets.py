@@ -36,6 +36,10 @@ WORDS = {  # label and explanation of each setting
         "Retention",
         "With importance: the share of a layer's needed experts in the better format, on average over layers.",
     ),
+    "draft": (
+        "Guess ahead",
+        "Guesses the next words and checks several at once. The answer stays the same; texts that repeat get faster.",
+    ),
     "max_tokens": ("Longest answer", "In tokens, which are words or parts of words. 0: to the end of the planned context."),
     "temperature": ("Temperature", "0 always takes the likeliest word, so answers repeat; larger values add randomness."),
 }
@@ -116,6 +120,7 @@ def _settings(page: Page, offered: dict[str, list[str]]) -> dict[str, Any]:
         "policy": gr.Dropdown(list(offered), value=settings.policy, interactive=len(offered) > 1, **words["policy"]),
         "formats": gr.Dropdown(pairs, value=settings.formats, interactive=bool(offered[settings.policy]), **words["formats"]),
         "retention": gr.Slider(retention.low, retention.high, settings.retention, step=0.05, **words["retention"]),
+        "draft": gr.Dropdown(list(engine.drafts), value=settings.draft, visible=len(engine.drafts) > 1, **words["draft"]),
         "max_tokens": gr.Slider(0, most_tokens, longest, step=1, **words["max_tokens"]),
         "temperature": gr.Slider(0, HOTTEST, 0, step=0.1, **words["temperature"]),
     }

@@ -127,6 +127,7 @@ class FakeEngine:
     backends: dict = field(default_factory=lambda: {"kernels": "torch (the only one)"})
     name: str = "a scripted engine"
     can_prune: bool = True
+    drafts: tuple = ("none",)
     settings: Settings = field(default_factory=Settings)
     packed: set = field(default_factory=lambda: {"lossless", "16", "int8", "8", "4", "2", "0"})
 

@@ -41,7 +41,7 @@ class Sequences:
 
     def together(self) -> torch.Tensor:
         """The logits `[B, V]` of the next token of each, in one pass."""
-        outputs = self.passes.run(self.loops, self.inputs(), self.of_images)
+        outputs, _ = self.passes.run(self.loops, self.inputs(), self.of_images)
         for loop, output in zip(self.loops, outputs, strict=True):
             loop.take(output)
         return torch.cat([output.logits[:, -1].float() for output in outputs])
@@ -57,3 +57,25 @@ class Sequences:
             loop.step()
             found += loop.watched
         return torch.cat(found)
+
+    def one_by_one(self, drafted: list[int]) -> torch.Tensor:
+        """The logits `[n + 1, V]` of passes for the first sequence's latest token and each of these; nothing changes."""
+        loop = self._turned(0).ahead()
+        loop._prepared.kwargs["past_key_values"] = copy.deepcopy(loop.cache)
+        loop.watched = []
+        for token in (*drafted, 0):
+            loop.step(said=token)
+        return torch.cat(loop.watched)
+
+    def verified(self, drafted: list[int], keep: int) -> torch.Tensor:
+        """The same in one pass, after which the sequence goes on with the first `keep` of these tokens."""
+        loop = self._turned(0)
+        inputs, passes = loop.inputs_of(drafted), SharedPasses(self.model, 1 + len(drafted), exactly=False)
+        tried = passes.tried([loop] * len(inputs), inputs, self.of_images)
+        outputs, rows = passes.run([loop] * len(inputs), inputs, self.of_images)
+        rows.back_to(keep - 1)  # the latest token is not in the cache
+        for token in drafted[:keep]:
+            loop.add(token)
+        logits = torch.cat([output.logits[:, -1].float() for output in outputs])
+        assert tried is not None and torch.equal(tried, logits), passes.refused
+        return logits

@@ -186,7 +186,10 @@ def test_logits_are_those_of_the_original_implementation(kind, tmp_path):
     assert not any(report.values()), "names of tensors were not understood"
     inputs = {name: expected[name] for name in ("input_ids", "pixel_values", "images_spatial_crop")}
     torch.testing.assert_close(model(**inputs).logits, expected["logits"], rtol=0, atol=1e-5)
-    assert torch.equal(model.model.vision_tower(expected["pixel_values"]).last_hidden_state, expected["features"])
+    features = model.model.vision_tower(expected["pixel_values"]).last_hidden_state
+    torch.testing.assert_close(
+        features, expected["features"], rtol=0, atol=1e-5
+    )  # torch's bits differ from processor to processor
     model.save_pretrained(tmp_path)
     names = [set(safe_open(where / "model.safetensors", "pt").keys()) for where in (ORACLES / kind, tmp_path)]
     assert names[1] == {name for name in names[0] if "attn_pool" not in name}

@@ -11,6 +11,7 @@ bfloat16 says what rounding costs, and medians are compared, because a router's 
 """
 
 import dataclasses
+import re
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from vismoe.models.load.locate import inventory_of
 from vismoe.models.moe.adapters import adapt
 from vismoe.models.moe.attention import IMPLEMENTATION
 from vismoe.models.moe.experts import PagedLayer
+from vismoe.models.moe.rows import why_not_given_up
 from vismoe.planning.plan import Footprint
 from vismoe.types import ExpertInventory
 
@@ -257,6 +259,7 @@ def test_with_kernels_of_ours_logits_are_as_near_to_float32_as_eagers(specimen):
     assert (ours - exact).abs().median() <= 2 * (eager - exact).abs().median() + 1e-6
     if family not in PREFILL_ONLY:
         check_shared_passes(specimen, model)
+        check_verification(specimen, model)
     runtime.pager.check_integrity()
 
 
@@ -275,6 +278,22 @@ def check_shared_passes(specimen: Specimen, model: Any) -> None:
         assert torch.equal(sequences.together(), expected), (sequences.together() - expected).abs().max()
         expected = sequences.alone()
     assert is_oldest() or (specimen.family in BY_MIXER) == sequences.passes.by_mixer
+
+
+def check_verification(specimen: Specimen, model: Any) -> None:
+    """Tokens that follow one another are rows of one pass with the bits of single passes, also after some were given up again;
+    where a cache cannot give them up, its layer is named."""
+    for tokens in (5, 34):  # within a window, and beyond one
+        sequences = Sequences(model, [specimen.prompt(torch.bfloat16, tokens=tokens)])
+        if specimen.family in ALONE:
+            continue
+        if why := why_not_given_up(sequences.loops[0].cache):
+            assert re.fullmatch(r"layer \d+ keeps a \w+, which cannot give up tokens", why)
+            continue
+        drafted = [7, 3, 11]
+        alone = sequences.one_by_one(drafted)
+        assert torch.equal(sequences.verified(drafted, keep=2), alone)
+        assert torch.equal(sequences.alone(), alone[2:3])
 
 
 @pytest.mark.parametrize("family", [family for family in families() if refusal_of(family)])

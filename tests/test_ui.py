@@ -28,7 +28,7 @@ needs_gradio = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None, reason='gradio is missing: pip install "vismoe[serve]"'
 )
 AGAIN = ui._again
-SETTINGS = (1.0, "", "exact", "4/2", 0.75, 256, 0.0)  # as the page's widgets stand at first
+SETTINGS = (1.0, "", "exact", "4/2", 0.75, "none", 256, 0.0)  # as the page's widgets stand at first
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_an_answer_streams_and_ends_with_all_that_is_drawn(picture, monkeypatch)
 
 def asked_for(**widgets):
     """What a question asks for, with these values in widgets that otherwise stand as they do at first."""
-    names = ("keep", "selection", "policy", "formats", "retention", "max_tokens", "temperature")
+    names = ("keep", "selection", "policy", "formats", "retention", "draft", "max_tokens", "temperature")
     return chosen(Page(FakeEngine()).options, {**dict(zip(names, SETTINGS, strict=True)), **widgets})
 
 
@@ -328,7 +328,7 @@ def test_a_question_with_an_image_is_answered_and_repeated_through_the_page(runn
     assert spoken(outputs) == [None, "What is this?", "one two"]
     assert "75.0%" in str(outputs)
     engine.script = [["three"]]
-    *_, outputs = client.submit(0.5, "", "importance", "8/2", 0.9, 9, 0.0, api_name="/again")
+    *_, outputs = client.submit(0.5, "", "importance", "8/2", 0.9, "none", 9, 0.0, api_name="/again")
     assert spoken(outputs) == [None, "What is this?", "three"]
     ((message,), options) = engine.calls[-1]
     assert message["content"][0]["image"].size == (32, 16) and options["keep"] == 0.5 and options["max_tokens"] == 9

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from vismoe.config import SETTINGS, Kept, Pair, PolicyName, Retention, Selection, Tokens
+from vismoe.config import SETTINGS, DraftName, Kept, Pair, PolicyName, Retention, Selection, Tokens
 from vismoe.errors import InputError
 from vismoe.ranges import Range, option, rules_of
 
@@ -43,12 +43,13 @@ class RequestOptions:
     policy: PolicyName | None = option(None, SETTINGS["policy"].meaning + AS_LOADED)
     formats: Pair | None = option(None, SETTINGS["formats"].meaning + AS_LOADED)
     retention: Retention | None = option(None, SETTINGS["retention"].meaning + AS_LOADED)
+    draft: DraftName | None = option(None, "what guesses the next tokens, none among it, of what was loaded" + AS_LOADED)
 
     def __post_init__(self) -> None:
         own: Any = type(self)
         for name, rule in rules_of(own).items():
             value = getattr(self, name)
-            if name not in ("policy", "formats", "retention"):
+            if name not in ("policy", "formats", "retention", "draft"):
                 rule.check(value, InputError)
             elif value is not None:
                 SETTINGS[name].check(value)

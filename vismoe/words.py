@@ -12,6 +12,15 @@ def share_words(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{share:.1%} {name}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
 
 
+def draft_words(drafts: Mapping[str, float]) -> str:
+    """What the rounds of one answer came to; `drafts` is `DraftFigures` as JSON."""
+    if not drafts["rounds"]:
+        return "no token was worth guessing"
+    accepted = f"{drafts['accepted']:,} of {drafts['drafted']:,} guessed tokens were the model's own"
+    promised = f"{drafts['foreseen']:,} of {drafts['promised']:,} experts asked for ahead were demanded"
+    return f"{accepted}; {promised}" if drafts["promised"] else accepted
+
+
 def precision_words(running: "PrecisionInfo | None") -> str:
     """The policy and its formats in one line; `running` is `Engine.precision`."""
     if running is None:

@@ -20,6 +20,7 @@ from vismoe.bench.process import difference, disk_bytes
 from vismoe.bench.prompt import model_inputs
 from vismoe.bench.token_time import token_timer
 from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.engine.drafting import Drafter, Drafts
 from vismoe.engine.generate import TokenLoop
 from vismoe.engine.shared_pass import SharedPasses
 from vismoe.machine.hardware import host_memory
@@ -84,7 +85,7 @@ class TransformersRunner:
         ids = inputs["input_ids"][0]
         disk, self.began_s = disk_bytes(), time.perf_counter()
         with torch.inference_mode():
-            self.model.generate(**inputs, streamer=stamps, logits_processor=LogitsProcessorList([self._look]))
+            self._answer(inputs, stamps)
         if self._job.device != "cpu":
             self.notes["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
         first_s, last_s = stamps.arrived_s[0], stamps.arrived_s[-1]
@@ -101,6 +102,9 @@ class TransformersRunner:
             decode_disk_bytes=difference(disk_bytes(), stamps.first_disk_bytes),
             token_s=tuple(later - earlier for earlier, later in itertools.pairwise(stamps.arrived_s)),
         )
+
+    def _answer(self, inputs: dict[str, Any], stamps: Stamps) -> None:
+        self.model.generate(**inputs, streamer=stamps, logits_processor=LogitsProcessorList([self._look]))
 
     def parallel(self, rows: int) -> ParallelAnswers:
         """So many prompts in a batch of generate()."""
@@ -137,7 +141,32 @@ class TransformersRunner:
 
 
 class VisMoERunner(TransformersRunner):
-    """VisMoE: the same loop, with the pager's counters, and optionally a timeline."""
+    """VisMoE: the same loop, or one of rounds where something drafts, with the pager's counters, and optionally a timeline."""
+
+    @functools.cached_property
+    def _drafts(self) -> Drafts:
+        runtime = runtime_of(self.model)
+        return Drafts(self.model, runtime, runtime.configuration.settings, ())
+
+    def _answer(self, inputs: dict[str, Any], stamps: Stamps) -> None:
+        runtime, tokens = runtime_of(self.model), self._job.new_tokens
+        kind = runtime.configuration.settings.draft
+        if kind == "none":
+            return super()._answer(inputs, stamps)
+        loop = TokenLoop(self.model, inputs, {"logits_processor": LogitsProcessorList([self._look])})
+        drafter, before = Drafter(self._drafts, kind), runtime.metrics.snapshot()
+        stamps.put(loop.ids)
+        with runtime.context.reading_prompt():
+            stamps.put(torch.tensor(loop.step()[0]))
+        loop.reserve(loop.ids.shape[1] + tokens)
+        while (left := tokens - len(stamps.token_ids)) > 0:
+            drafted = drafter.draft(loop, left - 1, frozenset())
+            verified = drafter.verify(loop, drafted)
+            while verified.goes_on:
+                stamps.put(torch.tensor(verified.take()[0]))
+            drafter.ended()
+        figures = drafter.figures(runtime.metrics.snapshot() - before)
+        self.notes["drafts"] = dataclasses.asdict(figures) if figures is not None else None
 
     def request(self, state: str, tokens: int | None = None) -> BenchRequest:
         pager = runtime_of(self.model).pager
@@ -164,7 +193,7 @@ class VisMoERunner(TransformersRunner):
         metrics = runtime_of(self.model).pager.metrics
         before, disk, began_s = metrics.snapshot(), disk_bytes(), time.perf_counter()
         for _ in range(steps):
-            outputs = passes.run(loops, [loop.inputs() for loop in loops], frozenset())
+            outputs, _ = passes.run(loops, [loop.inputs() for loop in loops], frozenset())
             for loop, output in zip(loops, outputs, strict=True):
                 loop.take(output)
         turned_s, read, counted = time.perf_counter(), difference(disk_bytes(), disk), metrics.snapshot() - before

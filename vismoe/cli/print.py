@@ -13,7 +13,7 @@ from rich.text import Text
 
 from vismoe.app.options import served_name
 from vismoe.config import format_bytes
-from vismoe.words import share_words
+from vismoe.words import draft_words, share_words
 
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
@@ -89,6 +89,8 @@ def figure_rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     if figures["precision"] or len(figures["formats"]) > 1:
         policy = figures["precision"]["policy"] if figures["precision"] else "exact"
         rows.append(("computed", policy, share_words(figures["formats"])))
+    if drafts := figures["drafts"]:
+        rows.append(("drafts", f"{drafts['rounds']:,}", draft_words(drafts)))
     rows.append(("read", format_bytes(cache["bytes_read"]), f"stalled {cache['stall_seconds']:.2f} s"))
     if cache["prefetched_bytes"]:
         rows.append(

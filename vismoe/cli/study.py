@@ -19,12 +19,18 @@ STUDIES = {  # name: (module of vismoe with a main(arguments), what it shows)
     "precision-shift": ("eval.studies.precision_shift", "how soon hot experts follow a change of workload, and what that costs"),
     "precision-replay": ("eval.studies.precision_replay", "alpha, T, hysteresis, forecasts and pools of policies, by replay"),
     "orchestrator": ("eval.studies.orchestrator", "eviction orders and lookaheads at several cache sizes, the pinned prefix"),
+    "drafts": (
+        "eval.studies.drafts",
+        "what drafts cost and save: over a link, at equal memory, wrong, on texts",
+    ),
     "ladder": ("eval.studies.ladder", "what pruning, prediction and orchestration each save"),
     "agreement": (
         "eval.studies.lmms_agreement",
         "lmms-eval's scenes tasks compared with vismoe eval --scenes, on the same questions",
     ),
     "soak": ("eval.studies.soak", "memory of a server under clients that ask, hang up and send nonsense"),
+    "draft-replay": ("eval.studies.draft_replay", "whether drafts are taken where they are faster, in virtual time"),
+    "draft-coverage": ("eval.studies.draft_coverage", "layers that find all experts resident when drafted tokens are verified"),
     "formats": ("eval.studies.formats", "quality of the integer formats"),
 }
 

@@ -21,8 +21,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from vismoe.config import ENGINE_DEFAULTS, Settings
+from vismoe.config import ENGINE_DEFAULTS, DraftName, Settings
 from vismoe.engine.boundary import Boundary
+from vismoe.engine.drafting import Drafts
 from vismoe.engine.generate import Reply, refuse_own_loop
 from vismoe.engine.reconfigure import PlanChanges
 from vismoe.engine.request import Request, SharedModel
@@ -134,7 +135,8 @@ class Engine:
         rows = self._runtime.plan.rows
         on_cpu = self._runtime.plan.device == "cpu"  # a GPU's products always depend on their rows
         passes = SharedPasses(model, rows, settings.deterministic or (settings.parallel == "auto" and on_cpu))
-        self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention, passes)
+        drafts = Drafts(model, self._runtime, settings, prompts.stand_ins)
+        self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention, passes, drafts)
         recording = lambda: self._runtime.context.recorder is not None  # noqa: E731
         self._boundary = Boundary(self._runtime)
         self._scheduler = Scheduler(self._runtime.plan.context, recording, rows, self._between)
@@ -167,7 +169,7 @@ class Engine:
     @property
     def backends(self) -> dict[str, str]:
         """What was chosen at start, and why."""
-        return self._runtime.backends | {"passes": self._shared.passes.about}
+        return self._runtime.backends | {"passes": self._shared.passes.about, "drafts": self._shared.drafts.about}
 
     @property
     def can_prune(self) -> bool:
@@ -211,6 +213,11 @@ class Engine:
     def precision(self) -> PrecisionInfo | None:
         """How formats are chosen for requests that ask for nothing else; None: all experts are in one format (exact)."""
         return PrecisionInfo.of(self.settings)
+
+    @property
+    def drafts(self) -> tuple[DraftName, ...]:
+        """What a request may ask for to guess its tokens, as the engine was loaded."""
+        return self._shared.drafts.kinds
 
     @property
     def format_names(self) -> tuple[str, ...]:
@@ -271,6 +278,7 @@ class Engine:
 
     def _checked(self, options: RequestOptions) -> tuple[Pruning | None, Settings]:
         """What to drop of images, and the settings that hold for the request."""
+        self._shared.drafts.refuse_unloaded(options.draft)
         return self._pruning(options.keep, options.selection), self._changes.with_options_of(options)
 
     def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
@@ -289,7 +297,8 @@ class Engine:
             busy = self._scheduler.running or self._scheduler.waiting
             first = prompt.light() if busy else prompt  # no two hold pixels
             precision = PrecisionInfo.of(settings)
-            self._scheduler.ask(Request(first, options, most_tokens, pruning, precision, reply, self._shared, self._others))
+            chosen = pruning, precision, options.draft or settings.draft
+            self._scheduler.ask(Request(first, options, most_tokens, *chosen, reply, self._shared, self._others))
 
         self._changes.behind(settings, ask)
         return reply

@@ -4,7 +4,9 @@ The loop over tokens is transformers' own, cut into single passes, so that one t
 itself prepares everything before the first pass (cache, logits processors, stopping criteria, positions).
 """
 
+import contextlib
 import copy
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +139,43 @@ class TokenLoop:
         at.kwargs = {name: value for name, value in at.kwargs.items() if name != ENCODED and not is_pixels(name)}
         self._prefilled = True
         return self.take(outputs, said)
+
+    def ahead(self) -> "TokenLoop":
+        """The same sequence, to go on without changing this one but for its cache, which both have."""
+        other = copy.copy(self)
+        other._prepared = dataclasses.replace(self._prepared, kwargs=dict(self._prepared.kwargs))
+        other.watched = None
+        return other
+
+    @contextlib.contextmanager
+    def drawing_again(self) -> Iterator[None]:
+        """What is drawn within is drawn once more afterwards, with the same numbers (common random numbers)."""
+        sampling, device = self._prepared.generation_config.do_sample, self.ids.device
+        if self._generator is not None:
+            generator = self._generator
+        else:
+            generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        before = generator.get_state() if sampling else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                generator.set_state(before)
+
+    def add(self, token: int) -> None:
+        """The sequence goes on with this token, whatever the model says."""
+        at = self._prepared
+        at.kwargs = self._model._update_model_kwargs_for_generation({}, at.kwargs, is_encoder_decoder=False)
+        at.ids = torch.cat([at.ids, at.ids.new_tensor([[token]])], dim=-1)
+
+    def inputs_of(self, drafted: Sequence[int]) -> list[dict[str, Any]]:
+        """`inputs` of the next pass, and of those that would follow if these tokens were said."""
+        ahead = self.ahead()
+        inputs = [ahead.inputs()]
+        for token in drafted:
+            ahead.add(token)
+            inputs.append(ahead.inputs())
+        return inputs
 
     def inputs(self) -> dict[str, Any]:
         """What the model gets in a pass after the first: the latest token, its position, the cache."""

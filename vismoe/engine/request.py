@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import BatchFeature
 
+from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.pace import Pace
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
@@ -77,9 +78,10 @@ class SharedModel:
         images: ImageCache | None,
         retention: Callable[[], float],
         passes: SharedPasses,
+        drafts: Drafts,
     ):
         self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
-        self.passes, self.company = passes, Company()
+        self.passes, self.drafts, self.company = passes, drafts, Company()
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
         self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
@@ -180,8 +182,8 @@ class Request:
     """Made in any thread; `step`, `finish` and `fail` run on the model's.
 
     most_tokens: of the answer. pruning: how visual tokens are dropped; None: they are not. precision: what chooses formats; None:
-    exact. others: tokens of the other requests that run. An answer whose length was not said holds places for a part of
-    `most_tokens`, and then for twice as many.
+    exact. draft: what may draft. others: tokens of the other requests that run. An answer whose length was not said holds places
+    for a part of `most_tokens`, and then for twice as many.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class Request:
         most_tokens: int,
         pruning: Pruning | None,
         precision: PrecisionInfo | None,
+        draft: str,
         reply: Reply,
         shared: SharedModel,
         others: Callable[["Request"], int],
@@ -203,6 +206,7 @@ class Request:
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
         self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
+        self._drafter = Drafter(shared.drafts, draft)
         self._loop: TokenLoop | None = None
         self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
         self._numbers: np.ndarray | None = None
@@ -275,16 +279,43 @@ class Request:
             self._shared.begin_request(alone=not self._others(self))
             self.clock.began_s = self.clock.began_s or began_s
         self._make_room()
-        going_on = False
+        going_on, drafted = False, Drafted()
         try:
             with torch.inference_mode(), contextlib.suppress(Interrupted):
-                going_on = self._read_on() if prefilling else self._answer(*self.loop.step(self._repeated))
+                if not prefilling:
+                    drafted = self._draft()
+                    began_s = time.perf_counter()
+                going_on = self._read_on() if prefilling else self._verify(drafted)
         finally:
-            tokens = max(0, self._read_tokens - max(read, self._reused_tokens)) if prefilling else 1  # 0: interrupted
+            self._drafter.ended()
+            tokens = 1 + len(drafted.tokens)
+            if prefilling:
+                tokens = max(0, self._read_tokens - max(read, self._reused_tokens))  # 0: interrupted
             happened = self._shared.count()
-            if not prefilling:
+            if not prefilling and not drafted.tokens:
                 self._shared.decoded(1, began_s, happened)
             self._passed(Phase.PREFILL if prefilling else Phase.DECODE, tokens, began_s, [happened])
+        return going_on
+
+    def _draft(self) -> Drafted:
+        """Tokens for the next pass to verify, where something drafts and that pays."""
+        began_s = time.perf_counter()
+        if not self._drafter.offers or self._repeated is not None:  # what is repeated has passes of one token, as before
+            return Drafted()
+        drafted = self._drafter.draft(self.loop, self.left - 1, self._of_images([self]))
+        happened = self._shared.count()
+        if drafted.kind == "self":
+            self._passed(Phase.DRAFT, len(drafted.tokens), began_s, [happened])
+        else:
+            self._count(happened)  # of a trial
+        return drafted
+
+    def _verify(self, drafted: Drafted) -> bool:
+        """One pass over the latest token and what was drafted; whether a token is wanted after those that it leads to."""
+        verified = self._drafter.verify(self.loop, drafted)
+        going_on = self._answer(*verified.take(self._repeated))
+        while going_on and verified.goes_on and not self.unwanted:
+            going_on = self._answer(*verified.take())
         return going_on
 
     def step_with(self, others: "Sequence[Request]") -> list[bool | BaseException]:
@@ -306,7 +337,7 @@ class Request:
         try:
             with torch.inference_mode():
                 inputs, loops = shared.lend_together(requests), [request.loop for request in requests]
-                outputs = shared.passes.run(loops, inputs, self._of_images(requests))
+                outputs, _ = shared.passes.run(loops, inputs, self._of_images(requests))
         except BaseException as error:  # it leaves each row's keys and values incomplete
             shared.count()
             return [error] * rows
@@ -563,6 +594,7 @@ class Request:
             counters=counters,
             formats=counters.shares(shared.runtime.format_names),
             precision=self.precision,
+            drafts=self._drafter.figures(counters),
             pruning=self.pruning,
             kept=self._kept,
             pictures=prompt.pictures,

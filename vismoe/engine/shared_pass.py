@@ -45,8 +45,12 @@ class SharedPasses:
         """What is known, as a sentence."""
         if self.refused:
             return f"one request per pass: {self.refused}"
-        found = f"; in trials {', '.join(dict.fromkeys(self._judged.values()))}" if self._judged else ""
-        return f"up to {self.most_rows} requests per decode pass, each with its own cache{found}"
+        return f"up to {self.most_rows} requests per decode pass, each with its own cache{self.found}"
+
+    @property
+    def found(self) -> str:
+        """What trials have found, behind a sentence; empty before the first."""
+        return f"; in trials {', '.join(dict.fromkeys(self._judged.values()))}" if self._judged else ""
 
     def takes(self, loop: TokenLoop) -> bool:
         """Whether this sequence can share a pass; for a reason of the family none can from now on."""
@@ -57,11 +61,15 @@ class SharedPasses:
     def wants_trial(self, rows: int) -> bool:
         return _bucket(rows) not in self._judged
 
-    def run(self, loops: Sequence[TokenLoop], inputs: Sequence[dict[str, Any]], of_images: frozenset[str]) -> list[Any]:
-        """The outputs of one shared pass, as each sequence would have them of its own pass."""
+    def run(
+        self, loops: Sequence[TokenLoop], inputs: Sequence[dict[str, Any]], of_images: frozenset[str]
+    ) -> tuple[list[Any], RowsCache]:
+        """(the outputs of one shared pass, as each row would have them of a pass of its own; its rows). A row is the next token
+        of a sequence, or follows the row before it in the same one."""
         caches = [loop.cache for loop in loops]
-        outputs = self._pass(RowsCache(caches, whole=self.by_mixer), inputs, of_images)
-        return [type(outputs)(logits=outputs.logits[b : b + 1], past_key_values=cache) for b, cache in enumerate(caches)]
+        rows = RowsCache(caches, whole=self.by_mixer)
+        outputs = self._pass(rows, inputs, of_images)
+        return [type(outputs)(logits=outputs.logits[b : b + 1], past_key_values=cache) for b, cache in enumerate(caches)], rows
 
     def tried(
         self, loops: Sequence[TokenLoop], inputs: Sequence[dict[str, Any]], of_images: frozenset[str]

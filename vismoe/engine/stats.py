@@ -35,6 +35,25 @@ class PassFigures:
 
 
 @dataclass(frozen=True)
+class DraftFigures:
+    """What drafting came to in one answer. A round drafts tokens and verifies them in one pass; other passes had none."""
+
+    rounds: int
+    drafted: int  # tokens, in all rounds
+    accepted: int  # of these: the model said the same
+    promised: int  # experts that drafts have routed to, each once per round
+    foreseen: int  # of these, what verification demanded
+    draft_seconds: float
+    verify_seconds: float
+    lengths: dict[str, list[int]] = field(default_factory=dict)  # by what drafted: how many rounds drafted 1, 2, ... tokens
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens that a round came to, the one that the model says after the accepted ones included."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+
+@dataclass(frozen=True)
 class Figures:
     """What one answer took. Seconds are wall time; encode, prefill and decode do not overlap."""
 
@@ -46,7 +65,7 @@ class Figures:
     prompt_tokens: int
     visual_tokens: int
     prefill_seconds: float
-    decode_tokens: int  # forward passes after prefill; the first token of the answer comes out of prefill
+    decode_tokens: int  # of the answer but for the first, which comes out of prefill
     decode_seconds: float
     capacity: dict[str, int]  # of prefix and pools: slabs, bytes
     backends: dict[str, str]  # what was chosen at start, and why
@@ -61,6 +80,7 @@ class Figures:
     passes: tuple[PassFigures, ...] = ()
     formats: dict[str, float] = field(default_factory=dict)  # share of its expert computations in each, `skip` among them
     precision: "PrecisionInfo | None" = None  # what chose them; None: exact, all experts are in one format
+    drafts: DraftFigures | None = None  # None: nothing was to draft
 
     @property
     def cancelled(self) -> bool:
@@ -104,6 +124,7 @@ class Figures:
             "cache": {"capacity": self.capacity, **rates, **cache},
             "formats": self.formats,
             "precision": asdict(self.precision) if self.precision is not None else None,
+            "drafts": asdict(self.drafts) if self.drafts is not None else None,
             "passes": [asdict(one) for one in self.passes],
         }
 

@@ -1,0 +1,190 @@
+"""Whether drafts are taken where they are faster, in virtual time: `python -m vismoe.eval.studies.draft_replay`.
+
+The routing of held-out answers, and what the experts in int4 or int2 would have drafted, are recorded once (SelfDrafts). They are
+replayed with every share of the experts in memory and every rate of the link, at equal memory: without drafts, and with a draft
+pool in the place of as many bytes of experts. A drafted token is right with probability alpha, whatever was recorded. Drafts
+of 1, 3 and 7 tokens are compared with those that the governor chooses, and with `auto`: the governor, with the draft pool that
+`worth` promises most of, or none. Each figure is virtual time per token over that without drafts.
+
+Computing takes what the demo model does on one core (v(n) = 3.15 + 1.6 n ms, d = 2.9 ms). Prints a table, then one JSON object.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from vismoe.engine.engine import demo_model
+from vismoe.eval.report import add_several, study_parser, told
+from vismoe.eval.studies.draft_coverage import SelfDrafts
+from vismoe.predictor_training.drafts import SHARES, Rounds, missing_experts
+from vismoe.simulate.demands import Conditions, demands_of_step, slabs_per_geometry
+from vismoe.simulate.virtual_pager import VirtualPager
+from vismoe.speculate.governor import MOST, NONE, Governor, MeasuredRound
+from vismoe.speculate.worth import LEAST, DraftCurves, Fidelity, RoundRates, worth
+from vismoe.trace.steps import DraftedRound, LayerRouting, Routed, TraceStep
+from vismoe.types import ExpertInventory, Format, Phase, TokenKind
+
+DRAFT_S, PASS_S, ROW_S = 2.9e-3, 3.15e-3, 1.6e-3
+POOLS = {"int4": 0.27, "int2": 0.16}  # of the experts' bytes in bfloat16
+SETTLING = 0.2  # share of the tokens that fill the slabs, and are not counted
+
+
+@dataclass(frozen=True)
+class Token:
+    """What it routed to at every layer, and what a draft of it would have."""
+
+    request: str
+    chosen: list[Routed]
+    drafted: list[Routed]
+
+
+def tokens_of(rounds: Sequence[DraftedRound]) -> list[Token]:
+    """The rows of rounds one after the other. What a draft of a round's last row would choose was not recorded: as the model."""
+    tokens = []
+    for each in rounds:
+        for row in range(len(each.drafts) + 1):
+            chosen = [(of.expert_ids[row : row + 1].astype(np.int64), of.weights[row : row + 1]) for of in each.verified.layers]
+            drafted = each.drafts[row] if row < len(each.drafts) else chosen
+            tokens.append(Token(each.verified.request, chosen, drafted))
+    return tokens
+
+
+def verification(tokens: Sequence[Token]) -> TraceStep:
+    """One pass over these tokens."""
+    layers = []
+    for number, of in enumerate(zip(*(token.chosen for token in tokens), strict=True)):
+        experts, weights = np.concatenate([ids for ids, _ in of]), np.concatenate([each for _, each in of])
+        layers.append(LayerRouting(number, experts, weights))
+    return TraceStep(tokens[0].request, Phase.DECODE, np.full((len(tokens), 1), TokenKind.TEXT, np.uint8), layers)
+
+
+def token_s(
+    inventory: ExpertInventory, tokens: Sequence[Token], share: float, link: float, alpha: float, governor: Governor | None
+) -> float:
+    """Virtual seconds per token. governor: chooses the length of drafts; None: there are none."""
+    layers = len(inventory.layers)
+    conditions = Conditions(
+        link_bytes_per_s=link, compute_s_per_layer=PASS_S / layers, compute_s_per_token=ROW_S / layers, streams=False
+    )
+    pager = VirtualPager(inventory, slabs_per_geometry(f"{100 * share:g}%", inventory), "lfu", conditions)
+    mine, chance, expert_bytes = None, random.Random(0), inventory.layouts[0].record_bytes
+    at, began_at, began_s = 0, 0, 0.0
+    while at < len(tokens) - MOST:
+        if not began_at and at >= SETTLING * len(tokens):
+            began_at, began_s = at, pager.now_s
+        if governor is not None and (mine is None or tokens[at].request != tokens[at - 1].request):
+            mine = governor.begin_request()
+        left = next((n for n in range(1, MOST + 1) if tokens[at + n].request != tokens[at].request), MOST + 1) - 1
+        k = mine.choose({"self": left})[1] if mine is not None else 0
+        demands = list(
+            demands_of_step(inventory, at, int(tokens[at].request.split("-")[1]), verification(tokens[at : at + k + 1]))
+        )
+        before, began = pager.metrics.snapshot(), pager.now_s
+        if k:
+            pager.run_round([token.drafted for token in tokens[at : at + k]], DRAFT_S, demands)
+        else:
+            for demand in demands:
+                pager.run(demand)
+        accepted = next((n for n in range(k) if chance.random() >= alpha), k)
+        if mine is not None:
+            count = (pager.metrics.snapshot() - before).total
+            hidden = max(0.0, count("promised_bytes") - count("wasted_promised_bytes") - count("late") * expert_bytes)
+            mine.ended(
+                MeasuredRound(
+                    kind="self" if k else NONE,
+                    k=k,
+                    accepted=accepted,
+                    draft_s=k * DRAFT_S,
+                    verify_s=pager.now_s - began - k * DRAFT_S,
+                    stall_s=count("stall_seconds"),
+                    needed_bytes=count("misses") * expert_bytes + hidden,
+                    hidden_bytes=hidden,
+                    foreseen=count("foreseen") / (count("hits") + count("misses")) if k else None,
+                )
+            )
+        at += accepted + 1
+    return (pager.now_s - began_s) / (at - began_at)
+
+
+def fidelity_of(rounds: Sequence[DraftedRound]) -> Fidelity:
+    measured = Rounds(MOST)
+    for each in rounds:
+        drafted = [np.concatenate([layers[layer][0] for layers in each.drafts]) for layer in range(len(each.drafts[0]))]
+        measured.add(drafted, [of.expert_ids.astype(np.int64) for of in each.verified.layers], MOST)
+    return measured.fidelity()
+
+
+def study(arguments: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    model = SelfDrafts(arguments.model or str(demo_model()), [Format(name) for name in POOLS])
+    inventory = model.inventory
+    recorded = {name: model.rounds(Format(name), MOST, arguments.rounds)[0] for name in POOLS}
+    tokens = {name: tokens_of(rounds) for name, rounds in recorded.items()}
+    fidelities = {name: fidelity_of(rounds) for name, rounds in recorded.items()}
+    missing = missing_experts(inventory, (verification([token]) for token in tokens["int4"]))
+    rows = []
+    for share, link, alpha in itertools.product(arguments.shares, arguments.links, arguments.alphas):
+        rate, right = 1e6 * link, (alpha,) * MOST
+        curves = DraftCurves(
+            SHARES, missing, {of: dataclasses.replace(each, acceptance=right) for of, each in fidelities.items()}
+        )
+        rates = RoundRates(DRAFT_S, lambda rows: PASS_S + rows * ROW_S, inventory.layouts[0].record_bytes, rate)
+        none_s = token_s(inventory, tokens["int4"], share, rate, alpha, None)
+        row: dict[str, Any] = {"share": share, "link": link, "alpha": alpha, "none_ms": 1e3 * none_s}
+        promised = {}
+        for name, pool in POOLS.items():
+            if share - pool < SHARES[0]:
+                continue
+            of_pool = [token_s(inventory, tokens[name], share - pool, rate, alpha, Governor(fixed=k)) for k in (1, 3, 7)]
+            governed = token_s(inventory, tokens[name], share - pool, rate, alpha, Governor())
+            promised[name] = worth(curves, name, rates, share, pool).gain
+            row |= {f"{name}_fixed": min(of_pool) / none_s, name: governed / none_s, f"{name}_promised": promised[name]}
+        best = max(promised, key=promised.__getitem__, default="")
+        row["auto"] = row[best] if promised and promised[best] >= LEAST else 1.0
+        row["best"] = min([1.0, *(row[name] for name in promised), *(row[f"{name}_fixed"] for name in promised)])
+        rows.append(row)
+    print_table(Console(), rows)
+    return {"study": "draft-replay", "rounds": arguments.rounds, "rows": rows}
+
+
+def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(
+        "share",
+        "MB/s",
+        "alpha",
+        "none ms",
+        *(f"{n} {w}" for n in POOLS for w in ("fixed", "governed", "promised")),
+        "auto / best",
+    )
+    for row in rows:
+        cells = [row.get(f"{name}{what}") for name in POOLS for what in ("_fixed", "", "_promised")]
+        figures = [f"{cell:.2f}" if cell is not None else "-" for cell in cells]
+        about = (f"{row['share']:.0%}", f"{row['link']:g}", f"{row['alpha']:g}", f"{row['none_ms']:.2f}")
+        table.add_row(*about, *figures, f"{row['auto'] / row['best']:.3f}")
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = study_parser("vismoe eval draft-replay", __doc__)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder (default: the bundled demo model)")
+    add_several(parser, "--shares", [0.3, 0.5, 0.75, 0.9], "SHARE", "shares of the experts in memory", float)
+    add_several(parser, "--links", [15, 60, 120, 240, 480], "RATE", "rates of the link, MB/s", float)
+    add_several(parser, "--alphas", [0.5, 0.8, 1.0], "SHARE", "probabilities that a drafted token is right", float)
+    parser.add_argument("--rounds", type=int, default=60, help="recorded rounds of 8 tokens (default: 60)")
+    arguments = parser.parse_args(argv)
+    return told(lambda: study(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

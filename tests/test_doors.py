@@ -32,7 +32,7 @@ from vismoe.options import OPTIONS, RequestOptions
 from vismoe.ranges import Several, ValueKind, rules_of
 
 PICTURE = Image.new("RGB", (64, 64), "red")
-ASKED = sorted(OPTIONS.keys() - {"policy", "formats", "retention"})  # of Engine.chat; those are refused as settings are
+ASKED = sorted(OPTIONS.keys() - {"policy", "formats", "retention", "draft"})  # of Engine.chat; those are refused as settings are
 
 
 def names_and_values(rules: dict) -> st.SearchStrategy[tuple[str, Any]]:
@@ -290,7 +290,7 @@ def in_json(value: Any) -> bool:
 
 
 IN_BODY = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream", "user", "model", "n")
-OURS = ("keep", "selection", "image_tokens", "policy", "formats", "retention")
+OURS = ("keep", "selection", "image_tokens", "policy", "formats", "retention", "draft")
 
 
 def rule_of(name: str):

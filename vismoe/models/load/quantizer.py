@@ -111,7 +111,7 @@ class VisMoEQuantizer(HfQuantizer):
         unmark_quantized(model)
         files = self._configuration.source.for_loading(*self._loading)
         if self._configuration.settings.gguf is None:  # of a GGUF file every tensor was read into memory of its own
-            own_memory(model, files if self._loading[0] else None)
+            own_memory(model, files)
         self._configuration.backbone.fill(model, files, self._configuration.device)
         refuse_changed(self._configuration.source.headers, "loaded", "load the model again, when no program writes to its files")
         build(model, self._configuration)

@@ -3,7 +3,8 @@
 `strip_experts` runs on the meta device: parameters that are not there when weights are loaded cost no I/O and no memory.
 `own_memory` runs after loading: transformers leaves parameters as views of mapped files, at addresses aligned to nothing; a
 file truncated later would kill the process, and float32 products change bits with the alignment of an operand. Large ones are
-read from the files instead of through the mapping, whose page faults wait for the disk one after the other.
+read from the files instead of through the mapping: its page faults wait for the disk one after the other, and its pages count as
+the process's memory, beside the copies, until the last tensor of a file has been copied.
 """
 
 import os

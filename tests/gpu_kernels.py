@@ -261,8 +261,9 @@ def test_logits_are_as_near_to_float64_as_eager_experts(checkpoint):
     there = {name: t.to(DEVICE) for name, t in inputs.items()}
     eager = tiny_models.reference(checkpoint, torch.bfloat16).to(DEVICE)(**there).logits.cpu()
     ours = load(checkpoint, memory="100%")(**there).logits.cpu()
-    errors, eagers = ((found - exact).square().mean(dim=2).median() for found in (ours, eager))  # few tokens change their experts
-    assert 0 < errors.sqrt() <= 1.05 * eagers.sqrt()
+    errors, eagers = ((found - exact).square().mean(dim=2).sqrt() for found in (ours, eager))
+    # Token by token: the few that change their experts, whose errors are large, are others on each processor.
+    assert 0 < (errors / eagers).median() <= 1.05
 
 
 @pytest.mark.parametrize("format", ["raw", "int4"])

@@ -71,9 +71,9 @@ def messages(talk: Conversation) -> list[dict[str, Any]]:
     return talk.messages(compose)
 
 
-def figures_of(engine: "Engine", asked: list[dict[str, Any]], most_tokens: int) -> "Figures":
-    """The figures of one request, once it is answered."""
-    reply = engine.chat(asked, max_tokens=most_tokens)
+def figures_of(engine: "Engine", asked: list[dict[str, Any]], most_tokens: int, **options: Any) -> "Figures":
+    """The figures of one request with these options, once it is answered."""
+    reply = engine.chat(asked, max_tokens=most_tokens, **options)
     for _ in reply:
         pass
     return reply.figures

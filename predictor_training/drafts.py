@@ -1,6 +1,6 @@
 """How well copies of the experts in few bits draft for a model, and what verifying several tokens in a pass fetches.
 
-Fidelity is measured in rounds over greedy answers, with the target's keys and values (MoE-SpeQ): the draft pool drafts MOST
+Fidelity is measured in rounds over greedy answers, with the target's keys and values (MoE-SpeQ): the draft pool drafts some
 tokens, the model computes them all, and goes on behind those that are right. What a pass fetches is replayed: consecutive tokens
 of recorded answers as the rows of one pass, with several shares of the experts in memory.
 """
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from vismoe.config import MOST_DRAFTED
 from vismoe.engine.engine import Engine
 from vismoe.errors import BudgetError, ConfigError, InputError
 from vismoe.models.inputs.images import fetch_image
@@ -24,10 +25,9 @@ from vismoe.predictor_training.collect import ANSWER_TOKENS
 from vismoe.predictor_training.prompts import CalibrationPrompt
 from vismoe.simulate.demands import Conditions, Demands, slabs_per_geometry
 from vismoe.simulate.virtual_pager import VirtualPager
-from vismoe.speculate.governor import MOST
 from vismoe.speculate.worth import Fidelity
-from vismoe.trace.steps import LayerRouting, TraceStep
-from vismoe.types import ExpertInventory, Phase
+from vismoe.trace.steps import DraftedRound, LayerRouting, Routed, TraceStep
+from vismoe.types import ExpertInventory, Phase, TokenKind
 
 FORMATS: tuple[Literal["int4", "int2"], ...] = ("int4", "int2")
 PROMPTS = 24  # whose answers are drafted
@@ -46,10 +46,12 @@ class Rounds:
         self._tried, self._right, self._same, self._choices = (np.zeros(most) for _ in range(4))
         self._covered, self._of_drafted, self._foreseen, self._wanted, self._named, self._unused = np.zeros((6, most))
 
-    def add(self, drafted: Sequence[np.ndarray], verified: Sequence[np.ndarray], accepted: int) -> None:
-        """A round: by layer the experts of its drafted rows `[k, K]` and of its verified ones `[k+1, K]`; accepted: of k."""
+    def add(self, one: DraftedRound, accepted: int) -> None:
+        """accepted: of the k drafted tokens."""
         self.rounds += 1
-        count = len(drafted[0])
+        count = len(one.drafts)
+        drafted = [np.concatenate([experts for experts, _ in passes]) for passes in zip(*one.drafts, strict=True)]
+        verified = [layer.expert_ids for layer in one.verified.layers]
         for position in range(min(count, accepted + 1)):
             self._tried[position] += 1
             self._right[position] += position < accepted
@@ -100,12 +102,13 @@ def fidelities(
             except (ConfigError, BudgetError) as error:  # not packed, or no memory for it
                 refused[name] = str(error)
                 continue
-            rounds = Rounds(MOST)
+            rounds = Rounds(MOST_DRAFTED)
             for done, prompt in enumerate(chosen):
                 report(number * len(chosen) + done, len(FORMATS) * len(chosen))
                 with contextlib.suppress(InputError):
                     inputs = builder.build(prompt.messages(), fetch_image).inputs.to(model.device)
-                    _answer(model, runtime, dict(inputs), rounds)
+                    for one, accepted in rounds_of(model, dict(inputs)):
+                        rounds.add(one, accepted)
             if rounds.rounds:
                 found[name] = rounds.fidelity()
         if runtime.drafts is not None:
@@ -116,36 +119,50 @@ def fidelities(
 
 
 @torch.inference_mode()
-def _answer(model: Any, runtime: Runtime, inputs: dict[str, Any], rounds: Rounds) -> None:
-    """Adds the rounds of a greedy answer."""
-    routed: list[np.ndarray] = []
+def rounds_of(
+    model: Any, inputs: dict[str, Any], drafts: int = MOST_DRAFTED, tokens: int = ANSWER_TOKENS, request: str = ""
+) -> Iterator[tuple[DraftedRound, int]]:
+    """The rounds of a greedy answer of at most so many tokens, each with how many of its `drafts` tokens were right. The model
+    is served with a draft pool."""
+    runtime, routed = runtime_of(model), list[Routed]()
     modules = [model.get_submodule(layer.path) for layer in drafted_layers(runtime.store.inventory)]
+
+    def note(module: Any, given: tuple[Any, ...]) -> None:
+        routed.append((given[1].cpu().numpy().copy(), given[2].float().cpu().numpy().copy()))
+
+    def passed(output: Any) -> tuple[list[int], list[Routed]]:
+        """(what the model says behind each token of a pass, what its layers routed to)."""
+        layers = list(routed)
+        routed.clear()
+        return output.logits[0].argmax(-1).tolist(), layers
+
     with contextlib.ExitStack() as hooks:
         for module in modules:
-            hook = module.register_forward_pre_hook(lambda module, given: routed.append(given[1].cpu().numpy().copy()))
-            hooks.callback(hook.remove)
+            hooks.callback(module.register_forward_pre_hook(note).remove)
         begun = model(**inputs, logits_to_keep=1, use_cache=True)
-        cache, latest = begun.past_key_values, _said(begun)[0]
+        cache, (latest,) = begun.past_key_values, passed(begun)[0]
         ends, answered = _ends(model), 1
-        room = min(ANSWER_TOKENS, runtime.plan.context - cache.get_seq_length() - MOST - 1)
+        room = min(tokens, runtime.plan.context - cache.get_seq_length() - drafts - 1)
         while answered < room and latest not in ends:
-            drafted = [latest]
+            drafted, passes = [latest], []
             with giving_up(cache), _promising(runtime):
-                routed.clear()
-                while len(drafted) <= MOST:
-                    drafted += _said(_further(model, cache, drafted[-1:]))
-                drafts = _by_layer(routed, len(modules))
+                while len(drafted) <= drafts:
+                    (token,), layers = passed(_further(model, cache, drafted[-1:]))
+                    drafted.append(token)
+                    passes.append(layers)
             with giving_up(cache):
-                routed.clear()
-                said = _said(_further(model, cache, drafted))
-                verified = _by_layer(routed, len(modules))
-            accepted = next((n for n, (right, token) in enumerate(zip(said, drafted[1:])) if right != token), MOST)
-            rounds.add(drafts, verified, accepted)
+                said, layers = passed(_further(model, cache, drafted))
+            verified = [
+                LayerRouting(n, ids.astype(np.int16), weights.astype(np.float16)) for n, (ids, weights) in enumerate(layers)
+            ]
+            kinds = np.full((len(drafted), 1), TokenKind.TEXT, np.uint8)
+            accepted = next((n for n, (right, token) in enumerate(zip(said, drafted[1:])) if right != token), drafts)
+            yield DraftedRound(passes, TraceStep(request, Phase.DECODE, kinds, verified)), accepted
             kept = drafted[: accepted + 1]
             if stop := next((n for n, token in enumerate(kept[1:], 1) if token in ends), 0):
                 kept = kept[:stop]
             latest = said[len(kept) - 1]
-            _further(model, cache, kept)
+            passed(_further(model, cache, kept))
             answered += len(kept)
 
 
@@ -154,21 +171,10 @@ def _further(model: Any, cache: Any, tokens: Sequence[int]) -> Any:
     return model(input_ids=torch.tensor([tokens], device=model.device), past_key_values=cache, use_cache=True)
 
 
-def _said(outputs: Any) -> list[int]:
-    """The greedy token behind each position."""
-    said: list[int] = outputs.logits[0].argmax(-1).tolist()
-    return said
-
-
 def _ends(model: Any) -> set[int]:
     """Tokens that end an answer."""
     ends = model.generation_config.eos_token_id
     return set(ends if isinstance(ends, list) else [ends]) - {None}
-
-
-def _by_layer(routed: Sequence[np.ndarray], layers: int) -> list[np.ndarray]:
-    """By layer the experts of all rows `[T, K]`, from what the layers of one pass after another chose."""
-    return [np.concatenate(routed[layer::layers]) for layer in range(layers)]
 
 
 @contextlib.contextmanager
@@ -183,7 +189,7 @@ def _promising(runtime: Runtime) -> Iterator[None]:
 
 
 def missing_experts(
-    inventory: ExpertInventory, steps: Iterable[TraceStep], shares: Sequence[float] = SHARES, most: int = MOST + 1
+    inventory: ExpertInventory, steps: Iterable[TraceStep], shares: Sequence[float] = SHARES, most: int = MOST_DRAFTED + 1
 ) -> tuple[tuple[float, ...], ...]:
     """For each share of the experts in memory, what a pass over 1 .. `most` consecutive tokens of answers fetches: experts, by
     demand paging alone. Only decode steps count; they are replayed twice, and counted in the second time."""
@@ -209,7 +215,7 @@ def _decoded(steps: Iterable[TraceStep]) -> list[list[TraceStep]]:
 
 def _fetched(inventory: ExpertInventory, slabs: tuple[int, ...], answers: Sequence[Sequence[TraceStep]], rows: int) -> float:
     """Experts that a pass fetches."""
-    passes = [_one_pass(steps[at : at + rows]) for steps in answers for at in range(0, len(steps) - rows + 1, rows)]
+    passes = [one_pass(steps[at : at + rows]) for steps in answers for at in range(0, len(steps) - rows + 1, rows)]
     if not passes:
         return 0.0
     demands = Demands.of(_Passes(inventory, passes))
@@ -232,7 +238,7 @@ class _Passes:
         return iter(self.steps)
 
 
-def _one_pass(steps: Sequence[TraceStep]) -> TraceStep:
+def one_pass(steps: Sequence[TraceStep]) -> TraceStep:
     """Consecutive tokens of one answer as the rows of one pass."""
     layers = []
     for of in zip(*(step.layers for step in steps), strict=True):

@@ -15,17 +15,24 @@ from vismoe.models.load.runtime import runtime_of
 from vismoe.predictor_training.drafts import Rounds, fidelities, missing_experts
 from vismoe.predictor_training.prompts import scene_prompts
 from vismoe.speculate.worth import DraftCurves, Fidelity
+from vismoe.trace.steps import DraftedRound, LayerRouting, TraceStep
 from vismoe.trace.synthetic import skewed_trace
+from vismoe.types import Phase, TokenKind
 
 DEMO = Path(__file__).resolve().parent.parent / "assets" / "demo-model"
 
 
 def test_rounds_worked_by_hand():
     """One layer, two choices of each token. Of two drafted tokens the first is right, of the next two none."""
+
+    def round_of(drafted: list[list[int]], verified: list[list[int]]) -> DraftedRound:
+        passes = [[(np.array([row]), np.ones((1, 2)))] for row in drafted]
+        kinds, routed = np.full((len(verified), 1), TokenKind.TEXT, np.uint8), np.array(verified)
+        return DraftedRound(passes, TraceStep("", Phase.DECODE, kinds, [LayerRouting(0, routed, np.ones(routed.shape))]))
+
     rounds = Rounds(2)
-    drafted, verified = np.array([[0, 1], [2, 3]]), np.array([[1, 0], [2, 4], [5, 6]])
-    rounds.add([drafted], [verified], accepted=1)
-    rounds.add([np.array([[0, 1], [0, 1]])], [np.array([[0, 7], [0, 1], [0, 1]])], accepted=0)
+    rounds.add(round_of([[0, 1], [2, 3]], [[1, 0], [2, 4], [5, 6]]), accepted=1)
+    rounds.add(round_of([[0, 1], [0, 1]], [[0, 7], [0, 1], [0, 1]]), accepted=0)
     assert rounds.fidelity() == Fidelity(
         acceptance=(1 / 2, 0 / 1),  # the second token of a wrong first one says nothing
         same_set=(1 / 2, 0 / 1),

@@ -31,7 +31,6 @@ def test_a_30b_that_is_resident_on_a_cpu_reads_more_with_drafts_than_without():
     assert found.gain < 1
     said = found.refusal
     assert said is not None and f"{found.tokens_per_s:.3g} tokens/s" in said and f"{found.drafted_tokens_per_s:.3g}" in said
-    assert "Fix: draft='ngram'" in said
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,28 @@ Coverage is the share of layers of verification without a miss. Prints a table, 
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from vismoe.engine.engine import demo_model
-from vismoe.eval.accuracy import prompts
+from vismoe.engine.engine import demo_model, load
+from vismoe.eval.accuracy import messages
 from vismoe.eval.questions import KINDS, conversation
-from vismoe.eval.report import add_several, study_parser, told
-from vismoe.eval.studies.format_quality import SIXTEEN_BIT, ExpertWeights, FormatContestant
-from vismoe.models.family.families import expert_parameters
-from vismoe.models.inputs.processor import load_processor
-from vismoe.models.load.locate import inventory_of
+from vismoe.eval.report import add_several, folder_of, study_parser, told
+from vismoe.eval.studies.precision_speed import pack_experts
+from vismoe.models.inputs.images import fetch_image
+from vismoe.models.inputs.prompts import PromptBuilder
+from vismoe.models.load.runtime import runtime_of
+from vismoe.predictor_training.drafts import rounds_of
 from vismoe.simulate.demands import Conditions, slabs_per_geometry
 from vismoe.simulate.replay import aligned_columns
 from vismoe.simulate.rounds import replay_rounds
 from vismoe.trace.steps import DraftedRound, LayerRouting, TraceStep
 from vismoe.trace.synthetic import drafted_rounds
-from vismoe.types import ExpertInventory, Format, Phase, TokenKind
+from vismoe.types import ExpertInventory, Format
 
 LAYER_COPIES = 0.6  # a layer of the model computes for so many copies of an expert: the demo model at 120 MB/s
 MOST_TOKENS = 60  # of an answer
@@ -51,90 +51,26 @@ def with_rows(rounds: Sequence[DraftedRound], rows: int) -> list[DraftedRound]:
     return [DraftedRound(each.drafts, cut(each.verified)) for each in rounds]
 
 
-class SelfDrafts:
-    """Rounds of a model that drafts with its own experts in another format, recorded by plain transformers."""
+def recorded(
+    folder: str, store: str, format: Format, drafts: int, count: int
+) -> tuple[ExpertInventory, list[DraftedRound], float]:
+    """(the model's experts, `count` rounds over held-out scenes, the share of their drafts that was accepted)."""
 
-    def __init__(self, folder: str, drafts: Sequence[Format]):
-        from transformers import AutoModelForImageTextToText
-
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", experts_implementation="eager").eval()
-        self.processor = load_processor(folder)
-        self.inventory = inventory_of(self.model, None)
-        exact_and_drafts = [SIXTEEN_BIT, *map(FormatContestant, drafts)]
-        weights = ExpertWeights(self.model, exact_and_drafts)
-        self._modules, self._weights = weights.modules, {}
-        for contestant in exact_and_drafts:
-            weights.put(contestant)
-            copies = [{name: each.detach().clone() for name, each in expert_parameters(m).items()} for m in weights.modules]
-            self._weights[contestant.format] = copies
-        self._routed: list[tuple[np.ndarray, np.ndarray]] = []
-        for module in self._modules:
-            module.register_forward_pre_hook(self._note)
-
-    def _note(self, module: Any, args: tuple[Any, ...]) -> None:
-        self._routed.append((args[1].numpy().copy(), args[2].float().numpy().copy()))
-
-    def _compute_in(self, format: Format) -> None:
-        for module, copies in zip(self._modules, self._weights[format], strict=True):
-            for name, parameter in expert_parameters(module).items():
-                parameter.data = copies[name]
-
-    def _routing(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """By layer, of the passes since the last call."""
-        routed, self._routed = self._routed, []
-        return routed
-
-    @torch.inference_mode()
-    def rounds(self, format: Format, drafts: int, count: int) -> tuple[list[DraftedRound], float]:
-        """(`count` rounds, of whose drafts this share was accepted)."""
-        made: list[DraftedRound] = []
-        accepted, asked = 0, self._questions()
-        while len(made) < count:
-            number, inputs = next(asked)
-            self._compute_in(Format.RAW)
-            if hasattr(self.model.model, "rope_deltas"):
-                self.model.model.rope_deltas = None
-            out = self.model(**inputs, use_cache=True)
-            cache, tokens = out.past_key_values, [int(out.logits[0, -1].argmax())]
-            ends = np.atleast_1d(self.model.generation_config.eos_token_id).tolist()
-            while len(tokens) < MOST_TOKENS and tokens[-1] not in ends and len(made) < count:
-                each, ids, targets = self._round(format, drafts, cache, tokens[-1], number)
-                made.append(each)
-                right = next((i for i in range(drafts) if targets[i] != ids[i + 1]), drafts)
-                if right < drafts:
-                    cache.crop(right - drafts)
-                new = targets[: right + 1]
-                ended = next((i for i, token in enumerate(new) if token in ends), None)
-                tokens += new if ended is None else new[: ended + 1]
-                accepted += right
-        return made, accepted / (drafts * len(made))
-
-    def _round(
-        self, format: Format, drafts: int, cache: Any, last: int, request: int
-    ) -> tuple[DraftedRound, list[int], list[int]]:
-        """(a round, its tokens, what the model says after each)."""
-        ids, passes = [last], []
-        self._compute_in(format)
-        self._routing()
-        for _ in range(drafts):
-            out = self.model(input_ids=torch.tensor([ids[-1:]]), past_key_values=cache, use_cache=True)
-            ids.append(int(out.logits[0, -1].argmax()))
-            passes.append(self._routing())
-        cache.crop(-drafts)
-        self._compute_in(Format.RAW)
-        out = self.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
-        layers = [
-            LayerRouting(layer, experts.astype(np.int16), weights.astype(np.float16))
-            for layer, (experts, weights) in enumerate(self._routing())
-        ]
-        kinds = np.full((len(ids), 1), TokenKind.TEXT, np.uint8)
-        verified = TraceStep(f"question-{request}", Phase.DECODE, kinds, layers)
-        return DraftedRound(passes, verified), ids, out.logits[0].argmax(-1).tolist()
-
-    def _questions(self) -> Iterator[tuple[int, Any]]:
+    def rounds(model: Any) -> tuple[ExpertInventory, list[DraftedRound], float]:
+        builder, made, accepted = PromptBuilder(engine.processor, model.config.image_token_id), list[DraftedRound](), 0
         for number in itertools.count():
             talk = conversation(KINDS[number % len(KINDS)], "held-out", 9_000_000 + number)
-            yield number, prompts(self.processor, [talk])
+            inputs = builder.build(messages(talk), fetch_image).inputs.to(model.device)
+            for one, right in rounds_of(model, dict(inputs), drafts, MOST_TOKENS, f"question-{number}"):
+                made.append(one)
+                accepted += right
+                if len(made) == count:
+                    return runtime_of(model).store.inventory, made, accepted / (drafts * count)
+        raise AssertionError
+
+    settings: dict[str, Any] = {"memory": "100%", "store": store, "calibration": "none", "device": "cpu"}
+    with load(folder, draft="self", draft_format=str(format), **settings) as engine:
+        return engine.with_model(rounds)
 
 
 def measure(
@@ -172,13 +108,14 @@ def measure(
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    formats = [Format(name) for name in arguments.formats]
-    model = SelfDrafts(arguments.model or str(demo_model()), formats)
+    formats, folder = [Format(name) for name in arguments.formats], arguments.model or str(demo_model())
     traces: list[tuple[dict[str, Any], ExpertInventory, list[DraftedRound]]] = []
     progress, kinds = Console(stderr=True), list(itertools.product(arguments.drafts, formats))
-    for k, format in track(kinds, "recording", console=progress, transient=True):
-        rounds, accepted = model.rounds(format, k, arguments.rounds)
-        traces.append(({"drafts": str(format), "k": k, "accepted": accepted}, model.inventory, rounds))
+    with folder_of(None) as store:
+        pack_experts(folder, store, formats)
+        for k, format in track(kinds, "recording", console=progress, transient=True):
+            inventory, rounds, accepted = recorded(folder, str(store), format, k, arguments.rounds)
+            traces.append(({"drafts": str(format), "k": k, "accepted": accepted}, inventory, rounds))
     for k, fidelity in itertools.product(arguments.drafts, arguments.fidelities):
         inventory, rounds = drafted_rounds(rounds=arguments.rounds, drafts=k, fidelity=fidelity, seed=k)
         traces.append(({"drafts": f"synthetic {fidelity:g}", "k": k, "accepted": 1.0}, inventory, rounds))

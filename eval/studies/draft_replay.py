@@ -1,6 +1,6 @@
 """Whether drafts are taken where they are faster, in virtual time: `python -m vismoe.eval.studies.draft_replay`.
 
-The routing of held-out answers, and what the experts in int4 or int2 would have drafted, are recorded once (SelfDrafts). They are
+The routing of held-out answers, and what the experts in int4 or int2 would have drafted, are recorded once. They are
 replayed with every share of the experts in memory and every rate of the link, at equal memory: without drafts, and with a draft
 pool in the place of as many bytes of experts. A drafted token is right with probability alpha, whatever was recorded. Drafts
 of 1, 3 and 7 tokens are compared with those that the governor chooses, and with `auto`: the governor, with the draft pool that
@@ -18,21 +18,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from vismoe.config import MOST_DRAFTED
 from vismoe.engine.engine import demo_model
-from vismoe.eval.report import add_several, study_parser, told
-from vismoe.eval.studies.draft_coverage import SelfDrafts
-from vismoe.predictor_training.drafts import SHARES, Rounds, missing_experts
+from vismoe.eval.report import add_several, folder_of, study_parser, told
+from vismoe.eval.studies.draft_coverage import recorded
+from vismoe.eval.studies.precision_speed import pack_experts
+from vismoe.predictor_training.drafts import SHARES, Rounds, missing_experts, one_pass
 from vismoe.simulate.demands import Conditions, demands_of_step, slabs_per_geometry
 from vismoe.simulate.virtual_pager import VirtualPager
-from vismoe.speculate.governor import MOST, NONE, Governor, MeasuredRound
+from vismoe.speculate.governor import NONE, Governor, MeasuredRound
 from vismoe.speculate.worth import LEAST, DraftCurves, Fidelity, RoundRates, worth
 from vismoe.trace.steps import DraftedRound, LayerRouting, Routed, TraceStep
-from vismoe.types import ExpertInventory, Format, Phase, TokenKind
+from vismoe.types import ExpertInventory, Format, Phase
 
 DRAFT_S, PASS_S, ROW_S = 2.9e-3, 3.15e-3, 1.6e-3
 POOLS = {"int4": 0.27, "int2": 0.16}  # of the experts' bytes in bfloat16
@@ -41,11 +42,14 @@ SETTLING = 0.2  # share of the tokens that fill the slabs, and are not counted
 
 @dataclass(frozen=True)
 class Token:
-    """What it routed to at every layer, and what a draft of it would have."""
+    """A pass of its own, and what a draft of it would route to at every layer."""
 
-    request: str
-    chosen: list[Routed]
+    alone: TraceStep
     drafted: list[Routed]
+
+    @property
+    def request(self) -> str:
+        return self.alone.request
 
 
 def tokens_of(rounds: Sequence[DraftedRound]) -> list[Token]:
@@ -53,19 +57,12 @@ def tokens_of(rounds: Sequence[DraftedRound]) -> list[Token]:
     tokens = []
     for each in rounds:
         for row in range(len(each.drafts) + 1):
-            chosen = [(of.expert_ids[row : row + 1].astype(np.int64), of.weights[row : row + 1]) for of in each.verified.layers]
-            drafted = each.drafts[row] if row < len(each.drafts) else chosen
-            tokens.append(Token(each.verified.request, chosen, drafted))
+            layers, mine = each.verified.layers, slice(row, row + 1)
+            of = [LayerRouting(one.layer, one.expert_ids[mine], one.weights[mine]) for one in layers]
+            drafted = each.drafts[row] if row < len(each.drafts) else [(one.expert_ids, one.weights) for one in of]
+            kinds = each.verified.kinds[mine]
+            tokens.append(Token(TraceStep(each.verified.request, Phase.DECODE, kinds, of), drafted))
     return tokens
-
-
-def verification(tokens: Sequence[Token]) -> TraceStep:
-    """One pass over these tokens."""
-    layers = []
-    for number, of in enumerate(zip(*(token.chosen for token in tokens), strict=True)):
-        experts, weights = np.concatenate([ids for ids, _ in of]), np.concatenate([each for _, each in of])
-        layers.append(LayerRouting(number, experts, weights))
-    return TraceStep(tokens[0].request, Phase.DECODE, np.full((len(tokens), 1), TokenKind.TEXT, np.uint8), layers)
 
 
 def token_s(
@@ -79,16 +76,15 @@ def token_s(
     pager = VirtualPager(inventory, slabs_per_geometry(f"{100 * share:g}%", inventory), "lfu", conditions)
     mine, chance, expert_bytes = None, random.Random(0), inventory.layouts[0].record_bytes
     at, began_at, began_s = 0, 0, 0.0
-    while at < len(tokens) - MOST:
+    while at < len(tokens) - MOST_DRAFTED:
         if not began_at and at >= SETTLING * len(tokens):
             began_at, began_s = at, pager.now_s
         if governor is not None and (mine is None or tokens[at].request != tokens[at - 1].request):
             mine = governor.begin_request()
-        left = next((n for n in range(1, MOST + 1) if tokens[at + n].request != tokens[at].request), MOST + 1) - 1
+        left = next((n for n in range(1, MOST_DRAFTED + 1) if tokens[at + n].request != tokens[at].request), MOST_DRAFTED + 1) - 1
         k = mine.choose({"self": left})[1] if mine is not None else 0
-        demands = list(
-            demands_of_step(inventory, at, int(tokens[at].request.split("-")[1]), verification(tokens[at : at + k + 1]))
-        )
+        verified = one_pass([token.alone for token in tokens[at : at + k + 1]])
+        demands = list(demands_of_step(inventory, at, int(tokens[at].request.split("-")[1]), verified))
         before, began = pager.metrics.snapshot(), pager.now_s
         if k:
             pager.run_round([token.drafted for token in tokens[at : at + k]], DRAFT_S, demands)
@@ -97,44 +93,34 @@ def token_s(
                 pager.run(demand)
         accepted = next((n for n in range(k) if chance.random() >= alpha), k)
         if mine is not None:
-            count = (pager.metrics.snapshot() - before).total
-            hidden = max(0.0, count("promised_bytes") - count("wasted_promised_bytes") - count("late") * expert_bytes)
-            mine.ended(
-                MeasuredRound(
-                    kind="self" if k else NONE,
-                    k=k,
-                    accepted=accepted,
-                    draft_s=k * DRAFT_S,
-                    verify_s=pager.now_s - began - k * DRAFT_S,
-                    stall_s=count("stall_seconds"),
-                    needed_bytes=count("misses") * expert_bytes + hidden,
-                    hidden_bytes=hidden,
-                    foreseen=count("foreseen") / (count("hits") + count("misses")) if k else None,
-                )
-            )
+            happened = (pager.metrics.snapshot() - before).total
+            drafted_s = k * DRAFT_S
+            verify_s = pager.now_s - began - drafted_s
+            mine.ended(MeasuredRound.of(happened, expert_bytes, "self" if k else NONE, k, accepted, drafted_s, verify_s))
         at += accepted + 1
     return (pager.now_s - began_s) / (at - began_at)
 
 
 def fidelity_of(rounds: Sequence[DraftedRound]) -> Fidelity:
-    measured = Rounds(MOST)
+    measured = Rounds(MOST_DRAFTED)
     for each in rounds:
-        drafted = [np.concatenate([layers[layer][0] for layers in each.drafts]) for layer in range(len(each.drafts[0]))]
-        measured.add(drafted, [of.expert_ids.astype(np.int64) for of in each.verified.layers], MOST)
+        measured.add(each, MOST_DRAFTED)
     return measured.fidelity()
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model = SelfDrafts(arguments.model or str(demo_model()), [Format(name) for name in POOLS])
-    inventory = model.inventory
-    recorded = {name: model.rounds(Format(name), MOST, arguments.rounds)[0] for name in POOLS}
-    tokens = {name: tokens_of(rounds) for name, rounds in recorded.items()}
-    fidelities = {name: fidelity_of(rounds) for name, rounds in recorded.items()}
-    missing = missing_experts(inventory, (verification([token]) for token in tokens["int4"]))
+    folder = arguments.model or str(demo_model())
+    with folder_of(None) as store:
+        pack_experts(folder, store, [Format(name) for name in POOLS])
+        found = {name: recorded(folder, str(store), Format(name), MOST_DRAFTED, arguments.rounds) for name in POOLS}
+    inventory = found["int4"][0]
+    tokens = {name: tokens_of(rounds) for name, (_, rounds, _) in found.items()}
+    fidelities = {name: fidelity_of(rounds) for name, (_, rounds, _) in found.items()}
+    missing = missing_experts(inventory, (token.alone for token in tokens["int4"]))
     rows = []
     for share, link, alpha in itertools.product(arguments.shares, arguments.links, arguments.alphas):
-        rate, right = 1e6 * link, (alpha,) * MOST
+        rate, right = 1e6 * link, (alpha,) * MOST_DRAFTED
         curves = DraftCurves(
             SHARES, missing, {of: dataclasses.replace(each, acceptance=right) for of, each in fidelities.items()}
         )

@@ -25,9 +25,8 @@ from vismoe.bench.turns import KeptTurns
 from vismoe.config import parse_bytes
 from vismoe.engine.drafting import Drafter
 from vismoe.engine.engine import load
-from vismoe.engine.stats import Figures
 from vismoe.errors import VisMoEError
-from vismoe.eval.accuracy import messages
+from vismoe.eval.accuracy import figures_of, messages
 from vismoe.eval.questions import conversation
 from vismoe.eval.report import add_several, folder_of, study_parser, told
 from vismoe.eval.studies.precision_speed import pack_experts
@@ -82,22 +81,15 @@ def never_right() -> Iterator[None]:
         yield
 
 
-def asked(engine: Any, conversation: Conversation, tokens: int, draft: str) -> Figures:
-    reply = engine.chat(conversation, max_tokens=tokens, draft=draft)
-    for _ in reply:
-        pass
-    return reply.figures
-
-
 def turn(row: Row, conversations: Mapping[str, Sequence[Conversation]], tokens: int) -> dict[str, Any]:
     """One turn of a row: by group of conversations, decode seconds per token and what drafts did; and the answers."""
     settings = {name: value for name, value in row.items() if not name.startswith("_")}
     with load(**settings) as engine, never_right() if row.get("_wrong") else nullcontext():
         kind, found, answers = settings.get("draft", NONE), {}, []
         first = next(iter(conversations.values()))[0]
-        asked(engine, first, tokens, kind)  # trials, and the first reads
+        figures_of(engine, first, tokens, draft=kind)  # trials, and the first reads
         for name, group in conversations.items():
-            figures = [asked(engine, one, tokens, kind) for one in group]
+            figures = [figures_of(engine, one, tokens, draft=kind) for one in group]
             answers += [one.answer for one in figures]
             drafts = [one.drafts for one in figures if one.drafts is not None]
             decoded, rounds = sum(one.decode_tokens for one in figures), sum(one.rounds for one in drafts)
@@ -122,7 +114,7 @@ def conversations_of(setup: str, count: int) -> dict[str, list[Conversation]]:
     again = []
     for talk in talks:  # the same is asked again, behind its answer: a copying task
         with load(memory="100%") as engine:
-            answer = asked(engine, talk, 64, "none").answer
+            answer = figures_of(engine, talk, 64, draft=NONE).answer
         again.append([*talk, {"role": "assistant", "content": [{"type": "text", "text": answer}]}, talk[-1]])
     return {"scenes": talks, "copying": again}
 

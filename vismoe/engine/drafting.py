@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,6 @@ class Drafter:
         self._verified: Verified | None = None
         self._began: tuple[float, Snapshot] | None = None
         self._offered: dict[str, int] = {}  # the first token of drafts that are not verified
-        self._rounds = self._drafted = self._accepted = 0
         self._draft_s = self._verify_s = 0.0
 
     @property
@@ -212,41 +212,28 @@ class Drafter:
         verified.give_up_rest()
         began_s, before = self._began
         seconds, happened = time.perf_counter() - began_s, drafts.runtime.metrics.snapshot() - before
-        self._governed.ended(self._measured(drafted, verified, seconds, happened))
-        if drafted.tokens:
-            self._rounds += 1
-            self._drafted += len(drafted.tokens)
-            self._accepted += verified.accepted
+        total = partial(happened.total, phase=Phase.DECODE)
+        k, expert_bytes = len(drafted.tokens), drafts.runtime.pager.core.ledger.unit_bytes
+        agreed = {kind: token == verified.first for kind, token in self._offered.items()}
+        self._governed.ended(
+            MeasuredRound.of(total, expert_bytes, drafted.kind, k, verified.accepted, drafted.seconds, seconds, agreed)
+        )
+        if k:
             self._draft_s += drafted.seconds
             self._verify_s += seconds
-
-    def _measured(self, drafted: Drafted, verified: Verified, seconds: float, happened: Snapshot) -> MeasuredRound:
-        """What a round took, for the governor. Copies that promises have brought in time are hidden."""
-
-        def count(name: str) -> float:
-            return happened.total(name, Phase.DECODE)
-
-        expert_bytes, demanded = self._drafts.runtime.pager.core.ledger.unit_bytes, count("hits") + count("misses")
-        hidden = max(0.0, count("promised_bytes") - count("wasted_promised_bytes") - count("late") * expert_bytes)
-        return MeasuredRound(
-            kind=drafted.kind,
-            k=len(drafted.tokens),
-            accepted=verified.accepted,
-            draft_s=drafted.seconds,
-            verify_s=seconds,
-            stall_s=count("stall_seconds"),
-            needed_bytes=count("misses") * expert_bytes + hidden,
-            hidden_bytes=hidden,
-            foreseen=count("foreseen") / demanded if drafted.kind == "self" and demanded else None,
-            agreed={kind: token == verified.first for kind, token in self._offered.items()},
-        )
 
     def figures(self, counters: Snapshot) -> DraftFigures | None:
         """Of the whole answer; None where nothing was to draft."""
         if not self._offers:
             return None
-        promised, foreseen = (int(counters.total(name)) for name in ("promised", "foreseen"))
-        times = self._draft_s, self._verify_s
-        governed = self._governed.figures
-        lengths = {kind: list(counts) for kind, counts in governed.rounds.items()}
-        return DraftFigures(self._rounds, self._drafted, self._accepted, promised, foreseen, *times, lengths)
+        lengths, accepted = self._governed.lengths, self._governed.accepted
+        return DraftFigures(
+            rounds=sum(map(sum, lengths.values())),
+            drafted=sum(k * rounds for of in lengths.values() for k, rounds in enumerate(of, 1)),
+            accepted=accepted,
+            promised=int(counters.total("promised")),
+            foreseen=int(counters.total("foreseen")),
+            draft_seconds=self._draft_s,
+            verify_seconds=self._verify_s,
+            lengths=lengths,
+        )

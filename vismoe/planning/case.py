@@ -237,7 +237,7 @@ class Case:
         shorter = [2**k for k in range(limit.bit_length() - 1, -1, -1) if 2**k < limit]
         shorter = [limit, *shorter] if limit < context else shorter
         everything = {"memory": self.everything}
-        undrafted = [{"draft": "none"}, {**everything, "draft": "none"}] if self.settings.draft == "self" else []
+        undrafted = [{"draft": "none"}, {**everything, "draft": "none"}] if self.need.draft_bytes else []
         changes = [first, *undrafted, *({"context": c} for c in shorter), *({**everything, "context": c} for c in shorter)]
         for change in changes:
             if self.changed(**change).works():

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from operator import mul
 from types import MappingProxyType
-from typing import Any
+from typing import Self
+
+from vismoe.config import MOST_DRAFTED
 
 NONE = "none"  # the kind of a round that drafts nothing
-MOST = 7  # tokens of a draft: more than eight rows count as a prompt
 LEARNT = 1 / 8  # of the difference between what a round took and what was believed
 LEVEL_LEARNT = 1 / 16  # of a level, from rounds of several rows
 ACCEPTANCE_LEARNT, MEAN_LEARNT = 1 / 16, 1 / 32  # of a request's acceptance; of the one that requests begin with
@@ -63,6 +64,25 @@ class MeasuredRound:
     hidden_bytes: float = 0.0  # of these, copied before the pass began
     foreseen: float | None = None  # share of the experts demanded by this pass, all its rows, that the draft had named
     agreed: Mapping[str, bool] = field(default_factory=dict)  # of drafts not verified: whether their first token was right
+
+    @classmethod
+    def of(
+        cls,
+        total: Callable[[str], float],
+        expert_bytes: float,
+        kind: str,
+        k: int,
+        accepted: int,
+        draft_s: float,
+        verify_s: float,
+        agreed: Mapping[str, bool] = MappingProxyType({}),
+    ) -> Self:
+        """total: of a counter of the pager, over the round. Copies that promises have brought in time are hidden."""
+        demanded = total("hits") + total("misses")
+        hidden = max(0.0, total("promised_bytes") - total("wasted_promised_bytes") - total("late") * expert_bytes)
+        foreseen = total("foreseen") / demanded if kind == "self" and demanded else None
+        needed = total("misses") * expert_bytes + hidden
+        return cls(kind, k, accepted, draft_s, verify_s, total("stall_seconds"), needed, hidden, foreseen, agreed)
 
     @property
     def seconds(self) -> float:
@@ -177,17 +197,11 @@ class _Believed:
 class Governor:
     """Of one engine: its rates, which requests share, and the account of what drafts lost."""
 
-    def __init__(
-        self,
-        most: int = MOST,
-        fixed: int | None = None,
-        longest_s: float | None = None,
-        kinds: Mapping[str, DraftKind] = KINDS,
-    ):
+    def __init__(self, most: int = MOST_DRAFTED, fixed: int | None = None, longest_s: float | None = None):
         """fixed: always this k, where the draft offers it. longest_s: of a round, since other requests wait for it."""
         self.most, self.fixed, self.longest_s = most, fixed, longest_s
         self.compute_s, self.missing_bytes = _Rows(0.3), _Rows(0.8)
-        self._of = {NONE: _Believed(DraftKind(0.0, 0.0, 0.0)), **{name: _Believed(kind) for name, kind in kinds.items()}}
+        self._of = {NONE: _Believed(DraftKind(0.0, 0.0, 0.0)), **{name: _Believed(kind) for name, kind in KINDS.items()}}
         self.credit_passes = CREDIT_PASSES
         self.seconds_in_all = self.reference_s = 0.0  # of rounds; of those since an ordinary pass
         self._predicted: dict[str, list[float]] = {}  # `seconds`, until the next round
@@ -223,19 +237,6 @@ class Governor:
             self._predicted[kind] = [ordinary_s, *more]
         return self._predicted[kind]
 
-    @property
-    def about(self) -> dict[str, Any]:
-        """What is believed now, as JSON for people. Lists: of 1, 2, ... tokens, or by their position."""
-        kinds = {kind: said for kind, said in self._of.items() if said.rounds and kind != NONE}
-        return {
-            "ordinary_seconds": self.seconds(NONE)[0] if self.measured else None,
-            "may_lose_passes": self.credit_passes,
-            "kinds": {
-                kind: {"rounds": said.rounds, "seconds": self.seconds(kind)[1:], "acceptance": list(said.acceptance)}
-                for kind, said in kinds.items()
-            },
-        }
-
     def learn(self, one: MeasuredRound) -> None:
         """Rates and the account, by a round of any request."""
         self._predicted.clear()
@@ -257,24 +258,6 @@ class Governor:
         self.reference_s = self.reference_s + one.seconds if one.k else 0.0
 
 
-@dataclass(frozen=True)
-class RequestFigures:
-    """What drafts did for one request."""
-
-    rounds: dict[str, tuple[int, ...]]  # by kind of draft: of how many rounds it drafted 1, 2, ... tokens
-    ordinary_passes: int
-    drafted: int
-    accepted: int
-    acceptance: dict[str, tuple[float, ...]]  # at the end, by kind and position: alpha_j
-    tokens: int
-    seconds: float
-    predicted_tokens_per_s: float | None  # of the same rounds, by the model when they were chosen; None: none was
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
-
-
 @dataclass
 class _Followed:
     """One kind of draft in one request."""
@@ -293,33 +276,21 @@ class RequestGovernor:
         self._followed: dict[str, _Followed] = {}
         self._probe: str | None = None  # the kind that the round chosen last is to try
         self._rounds: Counter[tuple[str, int]] = Counter()
-        self._accepted, self._seconds = 0, 0.0
-        self._expected: tuple[float, float] | None = None  # tokens and seconds of the round chosen last
-        self._predicted_tokens = self._predicted_s = 0.0
+        self.accepted = 0  # tokens, in all rounds
 
     def choose(self, offers: Mapping[str, int]) -> tuple[str, int]:
         """(kind, k) of the next round; (NONE, 0): an ordinary pass. offers: by kind, the most tokens that it could draft now."""
-        governor, self._probe, self._expected = self._governor, None, None
+        governor, self._probe = self._governor, None
         offers = {kind: min(most, governor.most) for kind, most in offers.items() if most > 0}
         if governor.fixed is not None:
-            kind, k = next(((kind, min(governor.fixed, most)) for kind, most in offers.items() if governor.fixed), (NONE, 0))
-        elif not offers or not governor.measured:
-            kind, k = NONE, 0
-        else:
-            kind, k = self._best(offers)
-        if governor.measured:
-            self._expected = expected_tokens(self._acceptance(kind))[k] if k else 1.0, governor.seconds(kind)[k]
-        return kind, k
+            return next(((kind, min(governor.fixed, most)) for kind, most in offers.items() if governor.fixed), (NONE, 0))
+        return self._best(offers) if offers and governor.measured else (NONE, 0)
 
     def ended(self, one: MeasuredRound) -> None:
         """The chosen round is over; it may have drafted fewer tokens, or none."""
         self._governor.learn(one)
-        self._seconds += one.seconds
         self._rounds[one.kind, one.k] += 1
-        self._accepted += one.accepted
-        if self._expected is not None:
-            self._predicted_tokens += self._expected[0]
-            self._predicted_s += self._expected[1]
+        self.accepted += one.accepted
         for position in range(min(one.k, one.accepted + 1)):
             self._tried(one.kind, position, position < one.accepted)
         for kind, right in one.agreed.items():
@@ -337,20 +308,10 @@ class RequestGovernor:
             believed.probed_s = self._governor.seconds_in_all
 
     @property
-    def figures(self) -> RequestFigures:
-        most, ordinary = self._governor.most, sum(count for (_, k), count in self._rounds.items() if not k)
-        kinds = {kind for kind, k in self._rounds if k}
-        drafted = sum(k * count for (_, k), count in self._rounds.items())
-        return RequestFigures(
-            rounds={kind: tuple(self._rounds[kind, k] for k in range(1, most + 1)) for kind in sorted(kinds)},
-            ordinary_passes=ordinary,
-            drafted=drafted,
-            accepted=self._accepted,
-            acceptance={kind: tuple(of.acceptance) for kind, of in self._followed.items() if of.acceptance},
-            tokens=self._accepted + self._rounds.total(),
-            seconds=self._seconds,
-            predicted_tokens_per_s=self._predicted_tokens / self._predicted_s if self._predicted_s else None,
-        )
+    def lengths(self) -> dict[str, list[int]]:
+        """By kind of draft, of how many rounds it drafted 1, 2, ... tokens."""
+        kinds = sorted({kind for kind, k in self._rounds if k})
+        return {kind: [self._rounds[kind, k] for k in range(1, self._governor.most + 1)] for kind in kinds}
 
     def _best(self, offers: Mapping[str, int]) -> tuple[str, int]:
         """The (kind, k) that promises most, or what is tried where none promises more than an ordinary pass."""

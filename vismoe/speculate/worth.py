@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from vismoe.speculate.governor import MOST, expected_tokens
+from vismoe.config import MOST_DRAFTED
+from vismoe.speculate.governor import expected_tokens
 
 LEAST = 1.05  # of the rate without drafts, for a draft pool to be made
 
@@ -88,7 +89,7 @@ class Worth:
 
     @property
     def refusal(self) -> str | None:
-        """Why there should be no draft pool, as an error says it; None: there should."""
+        """Why there should be no draft pool; None: there should."""
         if self.gain >= LEAST:
             return None
         without = f"{self.tokens_per_s:.3g} tokens/s are expected with {min(1, self.share):.0%} of the experts in memory"
@@ -100,7 +101,7 @@ class Worth:
                 f"copy in {self.format} that drafts {self.k} tokens each time: {self.gain:.2f} times as many, and less than "
                 f"{LEAST:g} times is not worth it"
             )
-        return f"draft='self': {why}. Fix: draft='ngram' (--draft ngram), which takes no memory, or draft='none'"
+        return why
 
 
 def worth(
@@ -109,7 +110,7 @@ def worth(
     rates: RoundRates,
     share: float,
     pool_share: float,
-    lengths: Iterable[int] = range(1, MOST + 1),
+    lengths: Iterable[int] = range(1, MOST_DRAFTED + 1),
 ) -> Worth:
     """share: of the experts that fit into memory without drafts, above 1 where more than all of them would; pool_share: of them
     that a draft pool displaces. lengths: the k that may be drafted; those that were not calibrated are left out."""

@@ -55,7 +55,6 @@ from vismoe.store.packed_linears import PackedLinears
 from vismoe.types import ExpertForm, ExpertInventory, Format, FormatPair, RecordLayout
 
 K = TypeVar("K")
-REFUSED_DRAFT = "draft='self': "
 BEST_FIRST = (Format.LOSSLESS, Format.RAW)  # of a store's exact formats: fewer bytes to read
 
 
@@ -200,17 +199,20 @@ def open_model(model: Any, files: Sequence[str | Path] | None, settings: Setting
             try:
                 needs = needs_of(model, experts, stores.reads, calibration, settings, device)
                 reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
-                why_not = _not_worth(reading.plan, experts, curves, settings) or why_not
-                if why_not and experts.draft is not None:
-                    raise ConfigError(why_not)
+                unpaid = _not_worth(reading.plan, experts, curves, settings)
             except (BudgetError, ConfigError) as error:
                 if settings.draft != "auto" or stores.draft is None:
                     raise
-                stores, experts, why_not = stores.without_draft(), dataclasses.replace(experts, draft=None), str(error)
+                unpaid = str(error)
+            if unpaid and settings.draft == "self":
+                fix = "draft='ngram' (--draft ngram), which takes no memory, or draft='none'"
+                raise ConfigError(f"draft='self': {unpaid}. Fix: {fix}")
+            if unpaid:
+                stores, experts, why_not = stores.without_draft(), dataclasses.replace(experts, draft=None), unpaid
                 needs = needs_of(model, experts, stores.reads, calibration, settings, device)
                 reading, stores, experts = _read(model, needs, stores, experts, backbone, settings, hardware, table)
             if why_not:
-                reading = _saying(reading, f"no copy of the experts drafts: {why_not.removeprefix(REFUSED_DRAFT)}")
+                reading = _saying(reading, f"no copy of the experts drafts: {why_not}")
         except BaseException:
             stores.close()
             source.close()

@@ -264,7 +264,11 @@ def _service(
         for _ in tqdm(bringing, "Bringing in experts", total, unit="expert", delay=1, disable=None):
             pass
         drafts = _draft_pool(configuration, drafts)
-        about["drafts"] = settings.draft if drafts is None else f"{settings.draft}: {drafts.about}"
+        if settings.draft == "none":
+            about["drafts"] = "none"
+        else:
+            pool = f", {drafts.about}" if drafts is not None else ""
+            about["drafts"] = f"none in model.generate(); vismoe.load() drafts ({settings.draft}{pool})"
     except BaseException:
         pager.close()
         raise

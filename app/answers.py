@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 OF_FIGURES = (  # what `vismoe_of` takes over from `Figures`
     "images", "encoded_images", "visual_tokens", "kept_visual_tokens", "reused_tokens", "queue_seconds", "encode_seconds",
-    "prefill_seconds", "decode_seconds", "decode_tokens_per_s",
+    "prefill_seconds", "decode_seconds", "decode_tokens_per_s", "grammar_seconds",
 )  # fmt: skip
 
 

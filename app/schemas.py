@@ -4,6 +4,7 @@ Numbers are numbers and strings are strings (no coercion), unknown fields are re
 here are taken only with the value that means "not used".
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,7 +17,7 @@ from vismoe.app.api_errors import ApiError
 from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
-from vismoe.options import COLDEST, HOTTEST, MOST_STOPS, OPTIONS, AnswerTokens, RequestOptions, Seed, StopText
+from vismoe.options import COLDEST, HOTTEST, MOST_STOPS, OPTIONS, AnswerTokens, GrammarText, RequestOptions, Seed, StopText
 from vismoe.ranges import Range
 
 MAX_MESSAGES = 10_000
@@ -125,11 +126,40 @@ def _a_pair(text: str) -> str:
     return text
 
 
+class JsonSchema(Strict):
+    """name, description, strict: taken, and not used: an answer always follows the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Strict):
+    """What form an answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """The schema that an answer follows; None: it is any text."""
+        if self.type == "text":
+            return None
+        return json.dumps({"type": "object"} if self.json_schema is None else self.json_schema.schema_ or {})
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("response_format", "json_schema goes with type json_schema, and type json_schema with it")
+        return self
+
+
 class PrecisionRequest(Strict):
     """Ours: who decides the formats of experts, from which pair, and how large a share of those demanded gets the better one.
 
     reuse: whether keys and values of an earlier request are taken over, and left for later ones. draft: what guesses the next
-    tokens, of what the server was started with.
+    tokens, of what the server was started with. grammar: what the answer follows, in llguidance's form of Lark.
     """
 
     policy: PolicyName | None = None
@@ -137,6 +167,7 @@ class PrecisionRequest(Strict):
     retention: Retention | None = None
     reuse: bool | None = None
     draft: DraftName | None = None
+    grammar: GrammarText | None = None
 
     @property
     def change(self) -> str | None:
@@ -177,6 +208,7 @@ class Sampling(Strict):
     top_p: Kept | None = None
     seed: Seed | None = None
     stop: Annotated[list[StopText] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -205,6 +237,11 @@ class Sampling(Strict):
             given |= {"temperature": None, "top_p": None}
         reuse = usual.reuse and given.get("reuse", True)
         return replace(usual, **{**given, "sample": sample, "reuse": reuse, "max_tokens": self.length or usual.max_tokens})
+
+    @property
+    def json_schema(self) -> str | None:
+        """What the answer follows, as text."""
+        return self.response_format.schema_text if self.response_format else None
 
     @property
     def length(self) -> int | None:
@@ -301,7 +338,6 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((True, False), ANSWERS_ONLY),
     "functions": (([],), ANSWERS_ONLY),
     "function_call": (("none", "auto"), ANSWERS_ONLY),
-    "response_format": (({"type": "text"},), ANSWERS_ONLY + "; ask for the form in the prompt"),
     "modalities": ((["text"],), ANSWERS_ONLY),
     "audio": ((), ANSWERS_ONLY),
     "prediction": ((), "predicted outputs are not used"),

@@ -63,7 +63,7 @@ FIELDS = {
     "logit_bias": [{"1": 100}],
     "tools": [[{"type": "function", "function": {"name": "f"}}], 1],
     "tool_choice": ["required", {"type": "function"}],
-    "response_format": [{"type": "json_object"}, "json"],
+    "response_format": [{"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "json"],
     "presence_penalty": [1.5, "1"],
     "frequency_penalty": [1.5],
     "modalities": [["audio"], ["text", "audio"]],

@@ -41,6 +41,7 @@ def figures(answer: str, finish: str, precision: SimpleNamespace | None) -> Simp
         decode_tokens_per_s=10.0,
         pruning=SimpleNamespace(keep=0.5, selection="affinity"),
         drafts=None,
+        grammar_seconds=None,
         counters=metrics.snapshot(),
         precision=precision,
         formats={"raw": 1.0} if precision is None else dict(zip(precision.formats.split("/"), (0.75, 0.25), strict=True)),

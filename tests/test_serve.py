@@ -219,6 +219,13 @@ GREEDY = {"sample": False, "temperature": None, "top_p": None}
         ({"extra_body": {"vismoe": {"retention": 0.9}}}, {"retention": 0.9, "keep": None}),
         ({"extra_body": {"vismoe": {"reuse": False}}}, {"reuse": False}),
         ({"extra_body": {"vismoe": {"reuse": True}}}, {"reuse": True}),
+        ({"response_format": {"type": "text"}}, {"json_schema": None, "grammar": None}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"enum": [1]}}}},
+            {"json_schema": '{"enum": [1]}'},
+        ),
+        ({"extra_body": {"vismoe": {"grammar": 'start: "a"'}}}, {"grammar": 'start: "a"', "json_schema": None}),
     ],
 )
 def test_parameters_reach_the_engine(server, asked, reaches):
@@ -349,7 +356,9 @@ def test_a_server_with_a_fixed_policy_lets_requests_choose_the_retention_only():
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"presence_penalty": 0.1}, "presence_penalty"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": 5.5}, "max_tokens"),

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from served import served, wait_until
 
@@ -75,6 +77,28 @@ def test_keep_takes_effect_and_the_answer_says_so(server):
     assert whole["kept_visual_tokens"] == whole["visual_tokens"] and whole["selection"] is None
     with pytest.raises(openai.BadRequestError, match="Input should be"):
         ask(server, asking(PICTURES[0], question=SHORT), extra_body={"vismoe": {"keep": 0.5, "selection": "best"}})
+
+
+class Seen(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    kind: Literal["dog", "cat", "tree"]
+    count: int = pydantic.Field(ge=0, le=20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_gets_the_object_that_it_asked_for(server, stream):
+    """By the client's own helper, which makes the schema of a class and reads the answer as one."""
+    how = dict(model=MODEL, messages=asking(PICTURES[0]), response_format=Seen, max_tokens=60)
+    if stream:
+        with server.client().chat.completions.stream(**how) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = server.client().chat.completions.parse(**how)
+        assert answer.vismoe["grammar_seconds"] > 0
+    assert isinstance(answer.choices[0].message.parsed, Seen)
+    with pytest.raises(openai.BadRequestError, match="Invalid type: strin"):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+        ask(server, asking(PICTURES[0]), response_format=form, stream=stream)
 
 
 def test_a_request_chooses_who_decides_formats_and_the_next_one_has_what_the_server_was_started_with(server):

@@ -18,6 +18,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -190,7 +191,22 @@ def image_token_range(text: str) -> tuple[int, int]:
     return least, most
 
 
-READERS = {"emulated_link_bytes_per_s": bytes_per_s, "image_tokens": image_token_range}  # of what is not typed as it is meant
+def text_or_file(text: str) -> str:
+    """`@FILE` -> its text."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentTypeError(f"{text[1:]} cannot be read: {error}") from error
+
+
+READERS = {  # of what is not typed as it is meant
+    "emulated_link_bytes_per_s": bytes_per_s,
+    "image_tokens": image_token_range,
+    "json_schema": text_or_file,
+    "grammar": text_or_file,
+}
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ AS_LOADED = "; None: as the engine was loaded"
 AnswerTokens = Annotated[int, Range(1, INT64 - 1, "tokens")]
 Seed = Annotated[int, Range(-INT64, INT64 - 1)]
 StopText = Annotated[str, Range(1, 1000, "characters")]
+GrammarText = Annotated[str, Range(1, 100_000, "characters")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class RequestOptions:
     top_p: Kept | None = option(None, "of sampling, in place of the model's own")
     seed: Seed | None = option(None, "makes sampling repeatable", "S")
     stop: StopText | Annotated[Sequence[StopText], Range(0, MOST_STOPS)] = option((), "the answer ends before any of these texts")
+    json_schema: GrammarText | None = option(None, "the answer is JSON that follows this schema (a flag: or @FILE)", "SCHEMA")
+    grammar: GrammarText | None = option(None, "the answer follows this grammar, in llguidance's Lark", "GRAMMAR")
     image_tokens: tuple[Tokens, Tokens] | None = option(None, "visual tokens for each image", "MIN..MAX")
     keep: Kept | None = option(None, SETTINGS["keep"].meaning + AS_LOADED)
     selection: Selection | None = option(None, "which visual tokens are kept" + AS_LOADED)
@@ -57,6 +60,8 @@ class RequestOptions:
             raise InputError(
                 f"temperature={self.temperature}, top_p={self.top_p} with sample=False, which is greedy. Fix: sample=True"
             )
+        if self.json_schema is not None and self.grammar is not None:
+            raise InputError("json_schema and grammar: an answer follows one of them. Fix: leave one out")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
 
     def for_generate(self, max_new_tokens: int) -> dict[str, Any]:

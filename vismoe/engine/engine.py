@@ -279,6 +279,7 @@ class Engine:
     def _checked(self, options: RequestOptions) -> tuple[Pruning | None, Settings]:
         """What to drop of images, and the settings that hold for the request."""
         self._shared.drafts.refuse_unloaded(options.draft)
+        self._shared.grammars.check(options)
         return self._pruning(options.keep, options.selection), self._changes.with_options_of(options)
 
     def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:

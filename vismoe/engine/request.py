@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import BatchFeature
+from transformers import BatchFeature, LogitsProcessorList
 
 from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
+from vismoe.engine.grammar import GrammarMask, Grammars
 from vismoe.engine.pace import Pace
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.shared_pass import SharedPasses
@@ -82,6 +83,7 @@ class SharedModel:
     ):
         self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
         self.passes, self.drafts, self.company = passes, drafts, Company()
+        self.grammars = Grammars(model, prompts.tokenizer)
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
         self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
@@ -208,6 +210,7 @@ class Request:
         self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
         self._drafter = Drafter(shared.drafts, draft)
         self._loop: TokenLoop | None = None
+        self._mask: GrammarMask | None = None
         self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
         self._numbers: np.ndarray | None = None
         self._counters: Snapshot | None = None
@@ -469,7 +472,10 @@ class Request:
     def _new_loop(self, inputs: BatchFeature) -> TokenLoop:
         model, seed = self._shared.model, self.options.seed
         generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
-        return TokenLoop(model, inputs.to(model.device), self.options.for_generate(self.most_tokens), generator)
+        how, self._mask = self.options.for_generate(self.most_tokens), self._shared.grammars.mask_of(self.options)
+        if self._mask is not None:
+            how["logits_processor"] = LogitsProcessorList([self._mask])
+        return TokenLoop(model, inputs.to(model.device), how, generator)
 
     def _beginning(self) -> tuple[Prefix | None, list[int]]:
         """(what an earlier request has left of this prompt, the ends of the pieces in which the rest is read).
@@ -595,6 +601,7 @@ class Request:
             formats=counters.shares(shared.runtime.format_names),
             precision=self.precision,
             drafts=self._drafter.figures(counters),
+            grammar_seconds=self._mask.seconds if self._mask is not None else None,
             pruning=self.pruning,
             kept=self._kept,
             pictures=prompt.pictures,

@@ -81,6 +81,7 @@ class Figures:
     formats: dict[str, float] = field(default_factory=dict)  # share of its expert computations in each, `skip` among them
     precision: "PrecisionInfo | None" = None  # what chose them; None: exact, all experts are in one format
     drafts: DraftFigures | None = None  # None: nothing was to draft
+    grammar_seconds: float | None = None  # that following its schema or grammar took, within decode; None: it had none
 
     @property
     def cancelled(self) -> bool:
@@ -121,6 +122,7 @@ class Figures:
                 "seconds": self.prefill_seconds,
             },
             "decode": {"tokens": self.decode_tokens, "answer_tokens": self.answer_tokens, "seconds": self.decode_seconds},
+            "grammar": {"seconds": self.grammar_seconds} if self.grammar_seconds is not None else None,
             "cache": {"capacity": self.capacity, **rates, **cache},
             "formats": self.formats,
             "precision": asdict(self.precision) if self.precision is not None else None,

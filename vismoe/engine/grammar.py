@@ -1,0 +1,109 @@
+"""Answers that follow a JSON schema or a grammar: other tokens get no chance (constrained decoding, by llguidance)."""
+
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from vismoe.errors import ConfigError, InputError
+from vismoe.options import RequestOptions
+
+SPACES = r"( |\n {0,8})?"  # between the parts of a JSON text: a model that is unsure may otherwise go on with spaces for good
+
+
+class Grammars:
+    """Of one engine: its vocabulary as grammars need it, made at the first request that has one."""
+
+    def __init__(self, model: Any, tokenizer: Any):
+        self._tokenizer, self._vocabulary = tokenizer, model.config.get_text_config().vocab_size
+        ends = model.generation_config.eos_token_id
+        self._ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self._lock = threading.Lock()
+        self._known: Any = None  # llguidance's tokenizer
+
+    def check(self, options: RequestOptions) -> None:
+        """Raises InputError for a schema or grammar that cannot be followed, ConfigError where none can."""
+        if (grammar := self._grammar_of(options)) is not None and (why_not := self._matchers().validate_grammar(*grammar)):
+            name = "json_schema" if options.json_schema is not None else "grammar"
+            raise InputError(f"{name}: {' '.join(why_not.split())}. Fix: write it without that (docs/serving.md)")
+
+    def mask_of(self, options: RequestOptions) -> "GrammarMask | None":
+        """Of one answer; None: it may be any text."""
+        grammar = self._grammar_of(options)
+        return GrammarMask(self._matchers()(grammar[1], grammar[0]), self._ends) if grammar is not None else None
+
+    def _grammar_of(self, options: RequestOptions) -> tuple[str, Any] | None:
+        """(the grammar as llguidance writes it, its tokenizer)."""
+        if options.json_schema is options.grammar is None:
+            return None
+        matchers = self._matchers()
+        try:
+            if options.json_schema is not None:
+                return matchers.grammar_from_json_schema(
+                    options.json_schema, overrides={"whitespace_pattern": SPACES}
+                ), self._known
+            return matchers.grammar_from_lark(options.grammar), self._known
+        except ValueError as error:
+            raise InputError(f"json_schema: {error}. Fix: a JSON object that is a schema, as text") from error
+
+    def _matchers(self) -> Any:
+        """llguidance's class, once it knows the vocabulary."""
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ConfigError(
+                "json_schema and grammar need llguidance, which is not installed. Fix: pip install 'vismoe[serve]'"
+            ) from error
+        with self._lock:
+            if self._known is None:
+                size, end = max(self._vocabulary, len(self._tokenizer)), self._ends[0] if self._ends else None
+                try:
+                    self._known = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=end)
+                except ValueError as error:  # it is not made of merged bytes or pieces
+                    raise ConfigError(
+                        f"json_schema and grammar: llguidance cannot read this model's tokenizer ({error}). Fix: leave them out, "
+                        "and say in the prompt what form the answer shall have"
+                    ) from error
+        return LLMatcher
+
+
+class GrammarMask(LogitsProcessor):
+    """Leaves a chance to the tokens with which an answer can go on. The answer begins where it is asked for the first time.
+
+    A sequence may come back shorter than before, or with other tokens at its end: drafts that were not accepted.
+    """
+
+    def __init__(self, matcher: Any, ends: Collection[int]):
+        self._matcher, self._ends = matcher, list(ends)
+        self._prompt_tokens, self._said = -1, list[int]()
+        self.seconds = 0.0  # that it took, of all tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """input_ids int64 `[1, S]`, scores float32 `[1, V]`. Raises InputError where the vocabulary cannot spell what follows."""
+        began_s = time.perf_counter()
+        if self._prompt_tokens < 0:
+            self._prompt_tokens = input_ids.shape[1]
+        self._follow(input_ids[0, self._prompt_tokens :].tolist())
+        may = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: scores.shape[1]] != 0
+        may = torch.nn.functional.pad(may, (0, scores.shape[1] - len(may)))
+        ends = [end for end in self._ends if end < len(may)]
+        if may[ends].any():
+            may[ends] = True
+        if self._matcher.is_error() or not may.any():
+            why = self._matcher.get_error() or "no token of this model's vocabulary can follow"
+            raise InputError(f"the answer cannot go on by its json_schema or grammar: {why}. Fix: another schema or grammar")
+        self.seconds += time.perf_counter() - began_s
+        return scores.masked_fill(~may.to(scores.device), -torch.inf)
+
+    def _follow(self, said: list[int]) -> None:
+        """The grammar goes back to where this text left the one before, and on to its end."""
+        pairs = zip(said, self._said, strict=False)
+        same = next((n for n, (now, before) in enumerate(pairs) if now != before), min(len(said), len(self._said)))
+        if same < len(self._said):
+            self._matcher.rollback(len(self._said) - same)
+        self._matcher.consume_tokens(said[same:])
+        self._said = said

@@ -26,7 +26,7 @@ def opened(folder, memory: str = "40%"):
     return cls.from_pretrained(
         folder,
         dtype=torch.bfloat16,
-        quantization_config=VisMoEConfig(memory=memory, kernels="torch"),
+        quantization_config=VisMoEConfig(memory=memory, kernels="torch", context=256),
         attn_implementation="eager",
     )
 

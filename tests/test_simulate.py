@@ -142,6 +142,24 @@ def test_what_is_not_modelled_is_refused_by_name(changed, named):
         predict(model(), machine(), of("25%", **changed), UNIFORM)
 
 
+def test_drafts_that_are_right_save_passes():
+    """With everything resident a round of n-grams takes one pass, and gives as many tokens as are right and one more."""
+    box, asked = machine(gpu=200.0), of("100%", draft="ngram", draft_tokens=3)
+    told = predict(model(), box, asked, dataclasses.replace(UNIFORM, accepted=0.5))
+    read = OTHER + LAYERS * EXPERTS * RECORD * (1 - (1 - TOP_K / EXPERTS) ** 4)
+    assert told.tokens_per_s == pytest.approx((1 + 0.5 + 0.25 + 0.125) * 200e9 / read, rel=0.03)
+    wrong = predict(model(), box, asked, dataclasses.replace(UNIFORM, accepted=0.0))
+    assert wrong.tokens_per_s < predict(model(), box, of("100%"), UNIFORM).tokens_per_s < told.tokens_per_s
+
+
+def test_a_copy_that_drafts_promises_what_is_missing():
+    """Its passes take time, in which the link carries what they name."""
+    slow = machine(gpu=1.0, link=10.0)
+    asked, work = dict(draft_tokens=3), dataclasses.replace(UNIFORM, accepted=0.9)
+    copy, text = (predict(model(), slow, of("50%", draft=kind, **asked), work) for kind in ("self", "ngram"))
+    assert copy.waiting_s < text.waiting_s
+
+
 # -- machines
 def test_a_machine_is_read_from_its_parts():
     found = TABLE.machine("rtx4060-8gb, ddr5-5600 64GB, pcie4x4, nvme 5GB/s")

@@ -12,7 +12,19 @@ if TYPE_CHECKING:
     from vismoe.simulate.find import Found
     from vismoe.simulate.predict import Prediction
 
-TAKEN = {"memory", "context", "parallel", "format", "policy", "misses", "draft", "draft_tokens", "draft_format", "eviction"}
+TAKEN = {
+    "memory",
+    "context",
+    "parallel",
+    "format",
+    "policy",
+    "misses",
+    "draft",
+    "draft_tokens",
+    "draft_format",
+    "eviction",
+    "reads",
+}
 SPARE_TOKENS = 64  # of each row's context, beyond its prompt
 
 

@@ -30,15 +30,16 @@ from vismoe.planning.case import Case
 from vismoe.planning.needs import Footprint
 from vismoe.planning.plan import Plan
 from vismoe.planning.throughput import PassLayer
-from vismoe.simulate.demands import Conditions, Demands, RecordedDemand
+from vismoe.simulate.demands import Conditions, Demands, RecordedDemand, demands_of_step
 from vismoe.simulate.machines import VirtualMachine
 from vismoe.simulate.virtual_pager import VirtualPager
 from vismoe.trace.steps import TraceStep
-from vismoe.trace.synthetic import SyntheticTrace, skewed_trace
+from vismoe.trace.synthetic import SyntheticTrace, drafted_rounds, skewed_trace
 from vismoe.types import ExpertId, ExpertInventory, Phase, RecordLayout
 
 SAMPLED_LAYERS = 16  # replayed of more: tests compare with all of them
 SETTLING, COUNTED = 32, 32  # decode steps that fill the slabs, and those whose time counts
+ROUNDS = 32  # of drafts; the second half counts
 LOSSLESS_SHARE = 0.70  # of bfloat16's bytes (docs/formats.md)
 LOSSLESS_DECODE_BYTES_PER_S = 4e9  # of one core with AVX2 (models/load/host_rates.py)
 FIDELITY = 0.95  # of the experts that a draft names, the share that its row is routed to: an assumption
@@ -223,6 +224,8 @@ class SimulatedRun:
     @property
     def cached(self) -> bool:
         """Whether a processor's page cache holds all experts, beside the plan."""
+        if self.settings.reads != "auto":
+            return self.settings.reads == "cached"
         free = self.machine.hardware().free_host_bytes - self.plan.total_bytes
         return free >= PAGE_CACHE_MARGIN * self.needs.inventory.slab_bytes * self.stored_share
 
@@ -309,9 +312,9 @@ class SimulatedRun:
         """Fills the slabs with a prompt and some steps, then counts."""
         demands = self.demands()
         prompt = [each for each in demands if each.phase is not Phase.DECODE]
-        decode = [each for each in demands if each.phase is Phase.DECODE]
         if self.settings.draft != "none":
             return self.drafted(prompt)
+        decode = [each for each in demands if each.phase is Phase.DECODE]
         rate, rows, layers = self.machine.weights_bytes_per_s, self.rows, len(self.needs.inventory.layers)
         read = self.beside_bytes(rows) + self.expert_bytes(decode)
         fixed_s = self.arithmetic_s(rows) + self.beside_bytes(rows) / rate
@@ -404,5 +407,38 @@ class SimulatedRun:
         )
 
     def drafted(self, prompt: list[RecordedDemand]) -> Prediction:
-        """Rounds of drafts and of the pass that checks them; `accepted` of the drafted tokens are right, each by itself."""
-        raise ConfigError(f"draft={self.settings.draft!r} is not simulated. Fix: --draft none")
+        """Rounds of drafts and of the pass that checks them; `accepted` of the drafted tokens are right, each by itself.
+
+        n-grams take no time and promise nothing; a copy of the experts drafts in as many passes as tokens.
+        """
+        count, right, layer = self.settings.draft_tokens, self.workload.accepted, self.sampled.layers[0]
+        assert isinstance(count, int) and right is not None  # refuse_unmodelled
+        by_copy, rate, checked = self.settings.draft == "self", self.machine.weights_bytes_per_s, count + 1
+        work, layers = self.workload, len(self.needs.inventory.layers)
+        _, rounds = drafted_rounds(
+            len(self.sampled.layers), layer.num_experts, layer.top_k,
+            rounds=ROUNDS, drafts=count, rows=checked, fidelity=FIDELITY,
+            skew=work.zipf if work.zipf is not None else work.normal, zipf=work.zipf is not None, seed=work.seed,
+        )  # fmt: skip
+        demanded = [
+            list(demands_of_step(self.sampled, number + 1, 0, dataclasses.replace(each.verified, request="request-0")))
+            for number, each in enumerate(rounds)
+        ]
+        read = self.beside_bytes(1) + self.expert_bytes(demand for each in demanded for demand in each)
+        copied = self.layer.other_bytes + layer.top_k * self.needs.draft_bytes / self.experts if by_copy else 0.0
+        guessing_s = self.arithmetic_s(1) if by_copy else 0.0
+        fixed_s = self.arithmetic_s(checked) + self.beside_bytes(1) / rate
+        pager = self.pager(self.conditions(fixed_s, (read - self.beside_bytes(1)) / rate / checked))
+        draft_s = len(self.sampled.layers) * (guessing_s + copied / rate)
+        for demand in prompt:
+            pager.run(demand)
+        before, began_s, disk = pager.metrics.snapshot(), pager.now_s, pager.disk_bytes
+        for number, (each, verified) in enumerate(zip(rounds, demanded, strict=True)):
+            if number == ROUNDS // 2:
+                before, began_s, disk = pager.metrics.snapshot(), pager.now_s, pager.disk_bytes
+            pager.run_round(each.drafts, draft_s, verified, promises=by_copy)
+        tokens = sum(right**guess for guess in range(checked))  # of a round: those that are right, and the one after them
+        did, seconds, disk = pager.metrics.snapshot() - before, pager.now_s - began_s, pager.disk_bytes - disk
+        per_token = self.scale / (ROUNDS // 2 * tokens)
+        arithmetic_s = (self.arithmetic_s(checked) + count * guessing_s) * layers / tokens
+        return self.told(did, seconds, disk, per_token, layers * (read + count * copied) / tokens, arithmetic_s, prompt)

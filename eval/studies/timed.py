@@ -146,12 +146,12 @@ def ask_tokens(folder: Path, settings: Mapping[str, Any], requests: TokenRequest
     runtime = runtime_of(model)
     try:
         inputs = requests.inputs(model.config)
-        _generate(model, inputs[0], 2)
+        generated(model, inputs[0], 2)
         before = runtime.pager.metrics.snapshot()
         store = runtime.store
         writer = trace and TraceWriter(trace, store.inventory, fingerprint=store.fingerprint)
         with recording(runtime, writer) if writer else nullcontext():
-            times = [_generate(model, each, requests.new_tokens) for each in inputs]
+            times = [generated(model, each, requests.new_tokens) for each in inputs]
         prefill_s, decode_s = (sum(part) for part in zip(*times, strict=True))
         tokens = requests.count * (requests.new_tokens - 1)
         return Run(prefill_s, decode_s, tokens, runtime.pager.metrics.snapshot() - before)
@@ -171,7 +171,7 @@ def recording(runtime: Runtime, trace: TraceWriter) -> Iterator[TraceWriter]:
             runtime.context.record_to(None)
 
 
-def _generate(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:
+def generated(model: Any, inputs: Mapping[str, torch.Tensor], new_tokens: int) -> tuple[float, float]:
     """(seconds until the first token, seconds of the other tokens)."""
     clock = _Clock()
     with torch.inference_mode():

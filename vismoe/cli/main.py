@@ -1,4 +1,5 @@
-"""The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `calibrate`, `doctor`, `bench`, `gpu-check`.
+"""The `vismoe` command: `chat`, `ui`, `serve`, `plan`, `pack`, `eval`, `replay`, `simulate`, `calibrate`,
+`doctor`, `bench`, `gpu-check`.
 
 Exit codes: 0; 2 for an error that the user can fix, reported in one message without a traceback; 130 after Ctrl-C. With `--json`
 stdout is exactly one JSON object, `{"error": ...}` for an error. Heavy imports happen after the arguments are parsed.
@@ -21,6 +22,7 @@ from vismoe.cli.gpu_check import GPU_CHECK
 from vismoe.cli.measure import PLAN, REPLAY
 from vismoe.cli.pack import PACK
 from vismoe.cli.serve import SERVE
+from vismoe.cli.simulate import SIMULATE
 from vismoe.cli.study import STUDIES, run_study
 from vismoe.errors import ConfigError, VisMoEError
 from vismoe.flags import INTERRUPTED, SuggestingParser, did_you_mean, error_report, print_json
@@ -43,6 +45,7 @@ COMMANDS = {
     "calibrate": CALIBRATE,
     "eval": EVAL,
     "replay": REPLAY,
+    "simulate": SIMULATE,
     "doctor": DOCTOR,
     "bench": BENCH,
     "gpu-check": GPU_CHECK,

@@ -31,6 +31,7 @@ STUDIES = {  # name: (module of vismoe with a main(arguments), what it shows)
     "soak": ("eval.studies.soak", "memory of a server under clients that ask, hang up and send nonsense"),
     "draft-replay": ("eval.studies.draft_replay", "whether drafts are taken where they are faster, in virtual time"),
     "draft-coverage": ("eval.studies.draft_coverage", "layers that find all experts resident when drafted tokens are verified"),
+    "simulated": ("eval.studies.simulated", "vismoe simulate against measured decode; the page of machines for models"),
     "formats": ("eval.studies.formats", "quality of the integer formats"),
 }
 

@@ -49,9 +49,7 @@ def skewed_trace(
     of the last token's next choices, blurred by normal noise of deviation `score_noise`, as probabilities.
     """
     random = np.random.default_rng(seed)
-    taste = skew * random.standard_normal((layers, experts))
-    if zipf:
-        taste = -skew * np.log(1 + np.argsort(taste, axis=-1))
+    taste = _taste(random, layers, experts, skew, zipf)
     window = min(window, layers - 1)
 
     def step(request: int, phase: Phase, count: int) -> TraceStep:
@@ -88,6 +86,7 @@ def drafted_rounds(
     fidelity: float = 0.95,
     requests: int = 1,
     skew: float = 1.0,
+    zipf: bool = False,
     record_bytes: int = 1024,
     seed: int = 0,
 ) -> tuple[ExpertInventory, list[DraftedRound]]:
@@ -95,7 +94,7 @@ def drafted_rounds(
     `skewed_trace`. A draft pass routes like the row it drafts for, but for each choice another expert, drawn evenly from the
     others of the layer, with probability 1 - `fidelity`. Weights are those of the row."""
     random = np.random.default_rng(seed)
-    taste = skew * random.standard_normal((layers, experts))
+    taste = _taste(random, layers, experts, skew, zipf)
     rows = drafts + 1 if rows is None else rows
     made = []
     for number in range(rounds):
@@ -115,6 +114,12 @@ def drafted_rounds(
         kinds = np.full((rows, 1), TokenKind.TEXT, np.uint8)
         made.append(DraftedRound(passes, TraceStep(f"request-{number * requests // rounds}", Phase.DECODE, kinds, routing)))
     return inventory_of(layers, experts, top_k, record_bytes), made
+
+
+def _taste(random: np.random.Generator, layers: int, experts: int, skew: float, zipf: bool) -> np.ndarray:
+    """Logits `[L, E]` that stay."""
+    taste = skew * random.standard_normal((layers, experts))
+    return -skew * np.log(1 + np.argsort(taste, axis=-1)) if zipf else taste
 
 
 def _among(chosen: np.ndarray, experts: int) -> np.ndarray:

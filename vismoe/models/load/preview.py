@@ -31,7 +31,7 @@ from vismoe.models.family.checkpoint_files import (
 from vismoe.models.family.components import backbone_bytes
 from vismoe.models.family.families import refuse_unsupported
 from vismoe.models.family.forms import transposed_sections
-from vismoe.models.load.backbone import linears_of, settle_backbone
+from vismoe.models.load.backbone import Backbone, linears_of, settle_backbone
 from vismoe.models.load.configured import Stated, as_stated
 from vismoe.models.load.embeddings import table_bytes, table_of
 from vismoe.models.load.gguf import with_gguf
@@ -39,7 +39,7 @@ from vismoe.models.load.locate import locate, locate_experts
 from vismoe.models.load.opening import Experts, arrange_experts, needs_of, open_experts, settle, with_experts
 from vismoe.models.load.reading import settle_reading
 from vismoe.models.moe.adapters import adapt
-from vismoe.planning.needs import decode_read_bytes
+from vismoe.planning.needs import Footprint, decode_read_bytes
 from vismoe.planning.plan import Plan
 from vismoe.ranges import shown
 from vismoe.store.checkpoint import CheckpointStore
@@ -83,13 +83,20 @@ def _preview(described: PreTrainedModel, files: list[Path], settings: Settings, 
         needs = needs_of(described, experts, stores.reads, calibration, settings, place)
         reading, _, experts = settle(described, needs, stores, experts, settings, hardware, table)
     else:
-        stated = as_stated(described)
-        backbone = settle_backbone(described, stated.others, settings, place)
-        experts = arrange_experts(described, stated.inventory, settings, place)
-        reads = _reads_of(experts, stated)
-        needs = needs_of(described, experts, reads, calibration, settings, place)
+        needs, reads, experts, backbone = stated_needs(described, settings, place, calibration)
         reading = settle_reading(needs, settings, hardware, reads, table_bytes(described))
     return with_experts(reading.plan, experts, backbone)
+
+
+def stated_needs(
+    described: PreTrainedModel, settings: Settings, place: torch.device, calibration: Calibration | None = None
+) -> tuple[Footprint, Reads, Experts, Backbone]:
+    """(what it needs, how it is read, how experts are served, what else is encoded), by its configuration alone."""
+    stated = as_stated(described)
+    backbone = settle_backbone(described, stated.others, settings, place)
+    experts = arrange_experts(described, stated.inventory, settings, place)
+    reads = _reads_of(experts, stated)
+    return needs_of(described, experts, reads, calibration, settings, place), reads, experts, backbone
 
 
 def _reads_of(experts: Experts, stated: Stated) -> Reads:

@@ -39,7 +39,7 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     `table_bytes`: token embeddings that could stay on disk, 0 where they cannot.
     Raises what `plan` raises, and ConfigError.
     """
-    draft, _ = _place_table(needs, settings, hardware, table_bytes)
+    draft, _ = place_table(needs, settings, hardware, table_bytes)
     held_bytes = (draft.total_bytes if hardware.device == "cpu" else 0) + draft.host_bytes
     spare_bytes = hardware.free_host_bytes - held_bytes * hardware.local_world_size
     choices = _choose(needs, settings, hardware, spare_bytes, reads)
@@ -50,7 +50,7 @@ def settle_reading(needs: Footprint, settings: Settings, hardware: Hardware, rea
     bytes_per_s = read_rate(settings, needs.inventory, reads, choices.direct_reads, cached)
     rates = machine_rates(needs, settings, hardware, reads.stored_bytes, bytes_per_s, cached, host_share)
     settled = dataclasses.replace(settings, io_threads=choices.io_threads)
-    memory, on_disk = _place_table(needs, settled, hardware, table_bytes, rates)
+    memory, on_disk = place_table(needs, settled, hardware, table_bytes, rates)
     sentences = [choices.reasons["direct_reads"], choices.reasons["io_threads"]]
     if memory.io_threads != choices.io_threads:
         sentences[1] += f"; {memory.io_threads} in each of {hardware.local_world_size} processes"
@@ -72,7 +72,7 @@ def start_reading(stores: Stores, reading: Reading, settings: Settings) -> Readi
     return dataclasses.replace(reading, plan=plan, past_cache=False, cold_past_cache=False)
 
 
-def _place_table(
+def place_table(
     needs: Footprint, settings: Settings, hardware: Hardware, table_bytes: int, rates: MachineRates = UNMEASURED
 ) -> tuple[Plan, bool]:
     """(the plan, whether the embeddings stay on disk): `auto` leaves them there where that makes room for experts."""

@@ -192,9 +192,10 @@ def test_settings_that_cannot_be_are_refused_by_name(setting):
 
 # -- where affinity pays: routing with the property that VisMMoE builds on, planted
 def deep_demand(kept, selection, tokens):
-    """Experts that a deep layer's tokens demand when half of an image's tokens are kept, a mean: of 32 experts, of Zipf popularity
-    2, four to a token. A share `kept` of the tokens routes to its favourites in every layer, each of which numbers experts in its
-    own way; the others draw anew. Two layers are known to the selection, four lie behind it; saliency is by chance."""
+    """Experts that a deep layer's tokens demand when half of an image's tokens are kept, a mean: of 32 experts, of Zipf
+    popularity 2, four to a token. A share `kept` of the tokens routes to its favourites in every layer, each of which numbers
+    experts in its own way; the others draw anew. Two layers are known to the selection, four lie behind it; saliency is by
+    chance."""
     experts, known, layers, found = 32, 2, 6, []
     for seed in range(8):
         random = np.random.default_rng(seed)

@@ -2,7 +2,7 @@
 
 The measure: the mean negative log-likelihood per token of the answer that the whole model gives, in nats, minus its value with
 all visual tokens. It is continuous, so it separates selections long before an answer changes. The rule: the selection with the
-lowest mean, if it is below `affinity` by more than the standard error of their paired difference; otherwise `affinity`.
+lowest mean, if it is below the default by more than the standard error of their paired difference; otherwise the default.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from vismoe.errors import InputError
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import PromptBuilder
 from vismoe.models.load.runtime import runtime_of
-from vismoe.models.visual.settings import UNCALIBRATED_SELECTION, pruning_of
+from vismoe.models.visual.settings import pruning_of
 from vismoe.predictor_training.prompts import CalibrationPrompt
-from vismoe.vision.selection import SELECTIONS
+from vismoe.vision.selection import DEFAULT_SELECTION, SELECTIONS
 
 KEEP = 0.5
 MOST_PROMPTS = 48
@@ -39,7 +39,7 @@ class SelectionCost:
     selection: str
     nats: float
     error: float
-    against_affinity: float
+    against_default: float
     against_error: float  # of the paired difference
 
 
@@ -64,7 +64,7 @@ def costs_of(prompts: Sequence[CalibrationPrompt], score: Scorer, told: Callable
     if len(scores) < 2:
         return []
     nats = {name: np.array([scored[name] for scored in scores]) for name in scores[0]}
-    costs = [SelectionCost(name, *_mean(of), *_mean(of - nats[UNCALIBRATED_SELECTION])) for name, of in nats.items()]
+    costs = [SelectionCost(name, *_mean(of), *_mean(of - nats[DEFAULT_SELECTION])) for name, of in nats.items()]
     return sorted(costs, key=lambda cost: cost.nats)
 
 
@@ -73,7 +73,7 @@ def cheapest(costs: Sequence[SelectionCost]) -> str | None:
     if not costs:
         return None
     best = min(costs, key=lambda cost: cost.nats)
-    return best.selection if best.against_affinity < -best.against_error else UNCALIBRATED_SELECTION
+    return best.selection if best.against_default < -best.against_error else DEFAULT_SELECTION
 
 
 def _mean(values: np.ndarray) -> tuple[float, float]:

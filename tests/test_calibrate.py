@@ -37,7 +37,7 @@ from vismoe.predictor_training.selections import by_turns, cheapest, costs_of
 from vismoe.predictor_training.train import TrainingRecipe, train
 from vismoe.trace.files import Trace, TraceWriter
 from vismoe.types import Evidence, ExpertInventory, MoELayer, Phase, RecordLayout
-from vismoe.vision.selection import SELECTIONS
+from vismoe.vision.selection import DEFAULT_SELECTION, SELECTIONS
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEMO = ASSETS / "demo-model"
@@ -199,7 +199,7 @@ def test_a_calibrated_demo_model_is_installed_and_used(prompts, tmp_path, capsys
     assert all("vismoe pack MODEL --formats" in why for why in said["drafts"]["left_out"].values())
     assert list(map(list, drafts.missing)) == said["drafts"]["missing"]
     assert drafts.experts_missing(0.1, 1) > drafts.experts_missing(0.5, 1) > 0
-    as_recorded = (said["prune_layer"], said["selection"]) == (3, "affinity")
+    as_recorded = (said["prune_layer"], said["selection"]) == (3, DEFAULT_SELECTION)
     assert said["changed"] and (said["recorded_otherwise"] is None) == as_recorded
     chat = [
         "chat",
@@ -418,30 +418,30 @@ def test_the_prune_layer_is_the_shallowest_that_is_nearly_as_good_as_the_best():
 
 
 @pytest.mark.parametrize(
-    ("affinity", "uniform", "best"),
+    ("distinct", "uniform", "best"),
     [
         ((0.2, 0.3, 1.0), (0.0, 0.1, 0.8), "uniform"),  # 0.2 less each time: no error at all
-        ((0.1, 0.3, 0.85), (0.2, 0.2, 0.8), "affinity"),  # 0.017 less, with an error of 0.060
+        ((0.1, 0.3, 0.85), (0.2, 0.2, 0.8), "distinct"),  # 0.017 less, with an error of 0.060
         ((0.3,), (0.1,), None),
     ],
 )
-def test_another_selection_than_affinity_has_to_be_better_by_more_than_the_standard_error(affinity, uniform, best):
+def test_another_selection_than_the_default_has_to_be_better_by_more_than_the_standard_error(distinct, uniform, best):
     def score(number):
-        if number >= len(affinity):
+        if number >= len(distinct):
             raise InputError("damaged")
-        return {"affinity": affinity[number], "uniform": uniform[number]}
+        return {"distinct": distinct[number], "uniform": uniform[number]}
 
     told = []
     costs = costs_of(range(4), score, lambda done, total: told.append((done, total)))
     assert cheapest(costs) == best and told == [(number, 4) for number in range(4)]
     if costs:
         lowest, other = costs
-        assert (lowest.selection, other.selection) == ("uniform", "affinity")
-        difference = np.subtract(uniform, affinity)
-        assert (lowest.nats, lowest.against_affinity) == pytest.approx((np.mean(uniform), difference.mean()))
+        assert (lowest.selection, other.selection) == ("uniform", "distinct")
+        difference = np.subtract(uniform, distinct)
+        assert (lowest.nats, lowest.against_default) == pytest.approx((np.mean(uniform), difference.mean()))
         assert lowest.error == pytest.approx(np.std(uniform, ddof=1) / 3**0.5)
         assert lowest.against_error == pytest.approx(np.std(difference, ddof=1) / 3**0.5)
-        assert (other.against_affinity, other.against_error) == (0, 0)
+        assert (other.against_default, other.against_error) == (0, 0)
 
 
 def test_kinds_take_turns_and_what_has_no_image_is_not_asked(prompts):

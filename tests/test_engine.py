@@ -162,7 +162,7 @@ def test_keep_holds_for_one_request_and_is_reported(engine):
     ("settings", "selection", "why"),
     [
         ({}, Calibration.read(demo_model() / FOLDER).selection, "calibrated"),
-        ({"calibration": "none"}, "affinity", "not calibrated"),
+        ({"calibration": "none"}, "distinct", "not calibrated"),
         ({"selection": "uniform"}, "uniform", "asked for"),
     ],
 )

@@ -160,7 +160,7 @@ def test_loads_of_prefill_are_those_of_the_replay_prompt_by_prompt():
 
 
 def test_everybody_is_compared_at_the_same_share_and_layer():
-    affinity = PruningContestant(Pruning(0.5, core_share=0.1), 2)
+    affinity = PruningContestant(Pruning(0.5, "affinity", 0.1), 2)
     assert rivals(affinity) == {
         "all tokens": PruningContestant(Pruning(), 2),
         "random": PruningContestant(Pruning(0.5, "random"), 2),
@@ -252,6 +252,11 @@ def test_the_command_measures_the_demo_model_and_draws(tmp_path, capsys, monkeyp
             assert active[:first] == everything["by_layer"][group]["active_experts"][:first]  # nothing was dropped yet
         assert row["against"]["all tokens"]["active_experts"]["value"] < 0
         assert all(np.diff(row["by_layer"]["all"]["coverage_curve"]) >= 0)
+    (ceiling,) = result["ceilings"].values()
+    text = np.mean(everything["by_layer"]["text"]["active_experts"][first:])
+    assert ceiling["active_experts"]["value"] == pytest.approx(text) and any(line.startswith("ceiling") for line in tables)
+    spared = [row["against"]["all tokens"]["loads"]["value"] for row in (ceiling, *pruned)]
+    assert spared[0] == min(spared) < 0
     assert {path.name for path in tmp_path.glob("*.png")} == {"expert-demand.png", "layer-similarity.png"}
     assert all(path.stat().st_size < 60_000 for path in tmp_path.glob("*.png"))
     assert all(Trace.open(path).complete for path in (tmp_path / "work").iterdir())

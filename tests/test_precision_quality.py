@@ -284,9 +284,9 @@ def test_experts_are_ordered_by_other_questions_seen_token_by_token(experts, pro
     np.testing.assert_allclose(orders[HOTNESS, 0][3], scores, rtol=1e-5)
 
 
-def outcomes(divergence, surprise, scores) -> list[JudgedAnswer]:
+def outcomes(divergence, surprise, scores, raw=0.25) -> list[JudgedAnswer]:
     return [
-        JudgedAnswer(2, *each, {"raw": 0.25, "int2": 0.75}, {"int2": 1.0}, "", score)
+        JudgedAnswer(2, *each, {"raw": raw, "int2": 1 - raw}, {"int2": 1.0}, "", score)
         for *each, score in zip(divergence, surprise, scores)
     ]
 
@@ -294,7 +294,7 @@ def outcomes(divergence, surprise, scores) -> list[JudgedAnswer]:
 def test_figures_of_a_line_worked_out_by_hand():
     raw, one, two = Everywhere(Format.RAW), Demoted(RAW_INT2, 0.5, RANDOM, 1), Demoted(RAW_INT2, 0.5, RANDOM, 2)
     table = {
-        raw: outcomes([0, 0], [0.2, 0.2], [1.0, 1.0]),
+        raw: outcomes([0, 0], [0.2, 0.2], [1.0, 1.0], raw=1.0),
         one: outcomes([0.1, 0.3], [0.4, 0.6], [1.0, 0.0]),
         two: outcomes([0.3, 0.5], [0.4, 0.2], [1.0, 1.0]),
     }
@@ -306,8 +306,11 @@ def test_figures_of_a_line_worked_out_by_hand():
     assert [draw["divergence"] for draw in point["draws"]] == pytest.approx([0.1, 0.2])
     assert point["count"]["accuracy"]["mean"] == 0.5 and point["count"]["accuracy"]["difference"]["value"] == -0.5
     lines = [TableLine("16/2", name, {0.0: [raw], 0.5: [each]}) for name, each in (("one", one), ("two", two))]
-    compared = found.compared(*lines)
+    compared = found.compared(*lines, raw)
     assert [at["x"] for at in compared["points"]] == [0.5]  # at 0 both are 16 bit
+    (matched,) = compared["matched"]  # at 0.5, both compute 75% of prompts and all of answers in int2
+    assert (matched["x"], matched["rival_x"], matched["low"], matched["rival_low"]) == (0.5, 0.5, [0.75, 1.0], [0.75, 1.0])
+    assert matched["all"] == compared["points"][0]["all"]
     assert compared["all"]["divergence_ratio"]["value"] == pytest.approx(0.5)
     assert compared["all"]["surprise_difference"]["value"] == pytest.approx(0.1)
     assert compared["what"]["accuracy_difference"]["value"] == 0 and compared["count"]["accuracy_difference"]["value"] == -1
@@ -355,7 +358,7 @@ def test_studies_with_answers_have_accuracies_per_kind(encoded_once, study, tmp_
     command = ["--study", study, "--formats", formats, "--questions", "18", "--work", str(tmp_path), "--figures", str(tmp_path)]
     printed, result = run(capsys, *command)
     assert len(result["lines"]) == {"retention": 9, "layers": 1, "hitters": 2}[study]
-    assert len(result["comparisons"]) == {"retention": 9, "layers": 0, "hitters": 1}[study]
+    assert len(result["comparisons"]) == {"retention": 7, "layers": 0, "hitters": 1}[study]
     assert len(result["trends"]) == (study == "layers")
     assert result["lines"][0]["points"][0]["turns"]["accuracy"]["questions"] == 2
     assert any("describe" in line for line in printed) and (tmp_path / f"precision-{study}.png").exists()

@@ -38,7 +38,7 @@ from vismoe.vision.selection import Pruning, Selection
 
 STEPS = 3
 pytestmark = pytest.mark.usefixtures("one_thread")
-HALF = Pruning(keep=0.5)
+HALF = Pruning(0.5, "affinity")
 Turn = dict[str, torch.Tensor]
 
 

@@ -21,7 +21,7 @@ from vismoe.vision.selection import KeptImage, Pruning, Selection
 
 DEMO = str(assets_folder() / "demo-model")
 EVERYTHING = PruningContestant(Pruning(), 3)
-AFFINITY, SALIENCY = PruningContestant(Pruning(0.5), 3), PruningContestant(Pruning(0.5, "saliency"), 3)
+AFFINITY, SALIENCY = (PruningContestant(Pruning(0.5, name), 3) for name in ("affinity", "saliency"))
 
 
 def test_contestants_have_names_of_their_own():
@@ -29,10 +29,7 @@ def test_contestants_have_names_of_their_own():
         contestants = [EVERYTHING, *study.contestants(3)]
         assert len({str(contestant) for contestant in contestants}) == len(contestants)
     assert str(EVERYTHING) == "all tokens" and str(AFFINITY) == "affinity 50%, layer 3"
-    assert (
-        str(PruningContestant(Pruning(0.3, core_share=0.1, expansion_weight=4), 2, 1))
-        == "affinity 30%, layer 2, alpha 0.1, lambda 4, top 1"
-    )
+    assert str(PruningContestant(Pruning(0.3, "affinity", 0.1, 4), 2, 1)) == "affinity 30%, layer 2, alpha 0.1, lambda 4, top 1"
 
 
 def test_an_answer_counts_what_was_kept_of_all_its_images():
@@ -95,8 +92,8 @@ def test_all_tokens_answer_as_the_model_does_without_a_pruner(engines):
 
 def test_lambda_zero_and_alpha_beta_are_selection_by_saliency_and_random_draws_by_its_seed(engines):
     expected = ask(engines, dataclasses.replace(SALIENCY, prune_layer=engines.prune_layer))
-    here = PruningContestant(Pruning(0.5), engines.prune_layer)
-    for same in (Pruning(0.5, expansion_weight=0.0), Pruning(0.5, core_share=0.5)):
+    here = PruningContestant(Pruning(0.5, "affinity"), engines.prune_layer)
+    for same in (Pruning(0.5, "affinity", expansion_weight=0.0), Pruning(0.5, "affinity", core_share=0.5)):
         assert ask(engines, dataclasses.replace(here, pruning=same)) == expected
     assert ask(engines, here) != expected
     drawn = dataclasses.replace(here, pruning=Pruning(0.5, "random"))
@@ -111,7 +108,7 @@ def test_every_selection_keeps_half_of_every_image(engines):
 
 
 def test_the_command_goes_on_where_it_was_and_refuses_answers_of_another_program(tmp_path, capsys, monkeypatch):
-    study = dataclasses.replace(STUDIES["selection"], contestants=lambda layer: [PruningContestant(Pruning(0.5), layer)])
+    study = dataclasses.replace(STUDIES["selection"], contestants=lambda layer: [PruningContestant(AFFINITY.pruning, layer)])
     monkeypatch.setitem(STUDIES, "selection", study)
     command = ["--questions", "9", "--work", str(tmp_path / "work"), "--figures", str(tmp_path)]
     assert main(command) == 0

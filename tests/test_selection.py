@@ -188,3 +188,35 @@ def test_saliency_that_is_not_finite_is_refused(bad):
 def test_settings_that_cannot_be_are_refused_by_name(setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
         Pruning(**setting)
+
+
+# -- where affinity pays: routing with the property that VisMMoE builds on, planted
+def deep_demand(kept, selection, tokens):
+    """Experts that a deep layer's tokens demand when half of an image's tokens are kept, a mean: of 32 experts, of Zipf
+    popularity 2, four to a token. A share `kept` of the tokens routes to its favourites in every layer, each of which numbers
+    experts in its own way; the others draw anew. Two layers are known to the selection, four lie behind it; saliency is by
+    chance."""
+    experts, known, layers, found = 32, 2, 6, []
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+
+        def drawn(random=random):
+            return (2 * np.log(np.arange(1, experts + 1)) - random.gumbel(size=(tokens, experts))).argsort(axis=1)[:, :4]
+
+        favourites, keeps = drawn(), random.random((tokens, 1)) < kept
+        routed = [random.permutation(experts)[np.where(keeps, favourites, drawn())] for _ in range(layers)]
+        active = np.concatenate([layer * experts + routed[layer] for layer in range(known)], axis=1)
+        chosen = select(Pruning(0.5, selection, seed=seed), random.random(tokens), active, known * experts).kept
+        found += [len(np.unique(each[chosen])) for each in routed[known:]]
+    return np.mean(found)
+
+
+def test_affinity_shrinks_deep_demand_where_tokens_keep_their_experts_and_only_there():
+    """The numbers in docs/visual-tokens.md. More tokens weaken it: those of the core alone then demand nearly all experts."""
+    rivals = ("random", "saliency")
+    assert 13.8 < deep_demand(0.9, "affinity", 64) < 14.8
+    assert all(18.7 < deep_demand(0.9, rival, 64) < 20.3 for rival in rivals)
+    assert 17.7 < deep_demand(0.3, "affinity", 64) < 18.7
+    assert all(18.1 < deep_demand(0.0, name, 64) < 19.7 for name in ("affinity", *rivals))
+    ratios = [deep_demand(0.9, "affinity", tokens) / deep_demand(0.9, "random", tokens) for tokens in (64, 256, 1024)]
+    assert ratios == sorted(ratios) and ratios[0] < 0.78 and ratios[1] > 0.82 and ratios[2] > 0.93

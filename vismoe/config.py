@@ -196,7 +196,7 @@ class Settings:
     mmproj: File | None = option(None, "with --gguf: the vision tower, from the mmproj file that belongs to it", "FILE")
     keep: Kept = option(1.0, "share of the visual tokens that the deeper layers see, e.g. 0.5; 1 is exact", "SHARE")  # beta
     selection: Auto | Selection = option(
-        "auto", "which visual tokens are kept; auto takes what was calibrated, else affinity (experts needed anyway)"
+        "auto", "which visual tokens are kept; auto takes what was calibrated, else distinct (least like the mean of their image)"
     )
     core_share: Share = option(0.2, "with affinity: share of the kept tokens that saliency alone decides", "SHARE")  # alpha
     expansion_weight: Annotated[float, Range(0, 10**6)] = option(  # lambda

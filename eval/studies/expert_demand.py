@@ -2,7 +2,8 @@
 
 One model (the bundled demo model unless another is named) prefills prompts about held-out scenes, with every expert in memory and
 the routing recorded, for each selection of visual tokens and each share kept. Selections with the same share keep the same number
-of tokens of every image, so `random` shows the effect of fewer tokens alone. Results over the MoE layers after the pruning:
+of tokens of every image, so `random` shows the effect of fewer tokens alone; the *ceiling* is what a selection that keeps nothing
+would spare, at the routing that the text has beside all tokens. Results over the MoE layers after the pruning:
 active experts, the share of assignments to the most used quarter of the experts, how similarly consecutive layers route
 (`routing.py`), and how much of the next layer's load falls on the quarter of its experts that this layer's load predicts. The
 prefills are also replayed one after another with a quarter of the experts in memory, to count loaded experts.
@@ -52,7 +53,7 @@ from vismoe.simulate.virtual_pager import VirtualPager
 from vismoe.trace.files import Trace, TraceWriter
 from vismoe.trace.steps import LayerRouting, TraceStep
 from vismoe.trace.synthetic import SyntheticTrace
-from vismoe.types import Phase
+from vismoe.types import Phase, TokenKind
 from vismoe.vision.selection import Pruning
 
 QUESTIONS = 180
@@ -71,6 +72,7 @@ PER_PAIR = {
     "predicted_coverage": "predicted",
     "popular_coverage": "by popularity",
 }
+CEILING = {"active_experts": "active experts", "loads": "loads"}
 OF_PREFILL = {"loads": "loads", "loaded_bytes": "KiB", "hit_rate": "hits"}
 RANDOM = "random"
 DRAWN = ("affinity", "saliency", RANDOM)
@@ -102,6 +104,7 @@ def measure(model_path: str, study: str, per_kind: int, seed: int, folder: Path)
         "prune_layer": engines.prune_layer,
         "budget": BUDGET,
         "contestants": summary(traces),
+        "ceilings": ceilings(traces),
     }
 
 
@@ -170,6 +173,36 @@ def summary(traces: dict[PruningContestant, SyntheticTrace]) -> dict[str, dict[s
             if rival in values and rival != contestant
         }
     return {str(contestant): row for contestant, row in out.items()}
+
+
+def ceilings(traces: dict[PruningContestant, SyntheticTrace]) -> dict[int, dict[str, Any]]:
+    """By prune layer: demand when no visual token reaches the layers behind it, and the difference from all tokens."""
+    everything = next(iter(traces.values()))
+    experts = [layer.num_experts for layer in everything.inventory.layers]
+    pruned: dict[int, Prompts] = {
+        each.prune_layer: [prompt_layers(next(iter(trace)))] for each, trace in traces.items() if each.pruning.keep < 1
+    }
+    out = {}
+    for at, deep in deepest(pruned).items():
+        measured = []
+        for trace in (everything, SyntheticTrace(everything.inventory, [without_visual(step, deep) for step in everything])):
+            loads = [[active_experts(load(layer, count)) for layer, count in zip(prompt_layers(step), experts)] for step in trace]
+            measured.append({"active_experts": np.array(loads)[:, deep].mean(axis=1), **prefill_loads(trace)})
+        whole, text = measured
+        out[at] = means(text) | {"against": {ALL: means(differences(text, whole))}}
+    return out
+
+
+def without_visual(step: TraceStep, layers: Sequence[int]) -> TraceStep:
+    """The step of one prompt that kept all tokens, as if its visual ones did not reach these MoE layers."""
+    text = np.flatnonzero(step.kinds[0] != TokenKind.VISUAL)
+    return replace(
+        step,
+        layers=[
+            replace(each, expert_ids=each.expert_ids[text], weights=each.weights[text], kept=text) if at in layers else each
+            for at, each in enumerate(step.layers)
+        ],
+    )
 
 
 def rivals(contestant: PruningContestant) -> dict[str, PruningContestant]:
@@ -263,6 +296,9 @@ def print_summary(console: Console, result: dict[str, Any]) -> None:
             if rival in row["against"]:
                 against.add_row(name, *(difference(key, row["against"][rival][key]) for key in (*shown, *OF_PREFILL)))
         console.print(against)
+    for layer, row in result["ceilings"].items():
+        spared = ", ".join(f"{name} {difference(key, row['against'][ALL][key])}" for key, name in CEILING.items())
+        console.print(f"ceiling, no visual token from decoder layer {layer} on, against all tokens: {spared}")
     first = next(iter(result["contestants"].values()))
     console.print(
         f"{result['questions']:,} prompts; MoE layers {first['deep_layers'][0]} to {first['deep_layers'][-1]}, all tokens. "

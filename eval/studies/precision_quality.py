@@ -127,7 +127,7 @@ STUDIES = {
     "retention": QualityStudy(
         retained,
         [
-            *(Comparison(BY_DEPTH, rival) for rival in ("importance, equal", "random, by depth", "random, equal", WEIGHTS_LEFT)),
+            *(Comparison(BY_DEPTH, rival) for rival in ("importance, equal", "random, by depth", WEIGHTS_LEFT)),
             Comparison("importance, equal", "random, equal"),
         ],
         "retention",

@@ -1,7 +1,8 @@
 """Lines of contestants over a swept setting: results with intervals over questions, comparisons of lines, tables, plots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vismoe.eval.studies.precision_rules import Everywhere, PrecisionContestant
 
 ALL = "all"
 RESAMPLES = 1000
+EQUAL_LOW = 0.02  # by at most this do shares of low computations differ that count as equal
 
 
 @dataclass(frozen=True)
@@ -96,19 +98,26 @@ class Summary:
         own = {"name": str(base), **self._point([base], base)}
         return {"panel": line.panel, "name": line.name, "base": own, "points": its}
 
+    def _low(self, contestants: Sequence[PrecisionContestant], base: Everywhere) -> list[float]:
+        """Share of the computations that are not in the format of `base`: of prompts, and of answers."""
+        outcomes = [row for contestant in contestants for row in self._table[contestant]]
+        high = [[computed.get(base.format, 0) for computed in (row.prompt, row.decoded)] for row in outcomes]
+        return (1 - np.mean(high, axis=0)).tolist()
+
     def _point(self, contestants: Sequence[PrecisionContestant], base: Everywhere) -> dict[str, Any]:
         column, rival = self._column(contestants), self._column([base])
         draws = [self._column([contestant]).figures(rival) for contestant in contestants]
-        outcomes = [row for contestant in contestants for row in self._table[contestant]]
+        prompt_low, decoded_low = self._low(contestants, base)
         return {
-            "prompt_low": float(np.mean([1 - row.prompt.get(base.format, 0) for row in outcomes])),
-            "decoded_low": float(np.mean([1 - row.decoded.get(base.format, 0) for row in outcomes])),
+            "prompt_low": prompt_low,
+            "decoded_low": decoded_low,
             "draws": [{name: draw[name]["value"] for name in ("divergence", "perplexity")} for draw in draws],
             **{group: column.among(chosen).figures(rival.among(chosen)) for group, chosen in self._groups.items()},
         }
 
-    def compared(self, own: TableLine, rival: TableLine) -> dict[str, Any]:
-        """The comparison at each x where both lines have different contestants, and over all of these together."""
+    def compared(self, own: TableLine, rival: TableLine, base: Everywhere) -> dict[str, Any]:
+        """The comparison at each x where both lines have different contestants, and over all of these together; `matched`: of
+        every two places, at any x, where both compute equal shares in the low format."""
         shared = [x for x in own.points if x in rival.points and own.points[x] != rival.points[x]]
         first, second = (self._column([one for x in shared for one in line.points[x]]) for line in (own, rival))
         pairs = [(x, self._column(own.points[x]), self._column(rival.points[x])) for x in shared]
@@ -117,8 +126,16 @@ class Summary:
             "own": own.name,
             "rival": rival.name,
             "points": [{"x": x, ALL: mine.against(its)} for x, mine, its in pairs],
+            "matched": list(self._matched(own, rival, base)),
             **{group: first.among(chosen).against(second.among(chosen)) for group, chosen in self._groups.items()},
         }
+
+    def _matched(self, own: TableLine, rival: TableLine, base: Everywhere) -> Iterator[dict[str, Any]]:
+        low = [{x: self._low(contestants, base) for x, contestants in line.points.items()} for line in (own, rival)]
+        for (x, here), (rival_x, there) in product(low[0].items(), low[1].items()):
+            if own.points[x] != rival.points[rival_x] and np.abs(np.subtract(here, there)).max() < EQUAL_LOW:
+                mine, its = self._column(own.points[x]), self._column(rival.points[rival_x])
+                yield {"x": x, "rival_x": rival_x, "low": here, "rival_low": there, ALL: mine.against(its)}
 
     def trend(self, line: TableLine) -> dict[str, Any]:
         """Whether the divergence grows (1) or falls (-1) along a line, for all questions and per kind."""
@@ -152,9 +169,9 @@ def summary(
     return {
         "lines": [found.line(line, base) for line, base in lines],
         "comparisons": [
-            found.compared(own, rival)
+            found.compared(own, rival, base)
             for wanted in comparisons
-            for own in drawn
+            for own, base in lines
             for rival in drawn
             if (own.name, rival.name) == (wanted.own, wanted.rival) and own.panel == rival.panel
         ],
@@ -204,7 +221,11 @@ def _print_comparisons(console: Console, result: dict[str, Any], answered: bool)
     ratios, differences = Table("of its KL", "line", "against", *KINDS), Table("accuracy, points", "line", "against", *KINDS)
     for each in result["comparisons"]:
         names = each["panel"], each["own"], each["rival"]
-        for x, found in [*((f"{point['x']:g}", point[ALL]) for point in each["points"]), (ALL, each[ALL])]:
+        places = [
+            *((f"{point['x']:g}", point[ALL]) for point in each["points"]),
+            *((f"{point['x']:g} against {point['rival_x']:g}, equal shares low", point[ALL]) for point in each["matched"]),
+        ]
+        for x, found in [*places, (ALL, each[ALL])]:
             right = [points(found["accuracy_difference"])] if answered else []
             table.add_row(
                 *names, x, spread(found["divergence_ratio"], ".2f"), spread(found["surprise_difference"], ".5f"), *right

@@ -167,8 +167,8 @@ class PruningStudy:
     line: Callable[[PruningContestant], str] = lambda contestant: contestant.pruning.selection
 
 
-def halved(**pruning: Any) -> Pruning:
-    return Pruning(0.5, **pruning)
+def by_affinity(**weights: Any) -> Pruning:
+    return Pruning(0.5, "affinity", **weights)
 
 
 STUDIES = {
@@ -178,24 +178,24 @@ STUDIES = {
         lambda contestant: 100 * contestant.pruning.keep,
     ),
     "core-share": PruningStudy(  # at 0.5 the whole budget goes to the core: selection by saliency
-        lambda layer: [PruningContestant(halved(core_share=share), layer) for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)],
+        lambda layer: [PruningContestant(by_affinity(core_share=share), layer) for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)],
         "core share (alpha), half of the tokens kept",
         lambda contestant: contestant.pruning.core_share,
     ),
     "expansion-weight": PruningStudy(  # at 0 routing does not count: selection by saliency
-        lambda layer: [PruningContestant(halved(expansion_weight=weight), layer) for weight in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)],
+        lambda layer: [PruningContestant(by_affinity(expansion_weight=each), layer) for each in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)],
         "expansion weight (lambda), half of the tokens kept",
         lambda contestant: contestant.pruning.expansion_weight,
     ),
     "prune-layer": PruningStudy(
         lambda _: [
-            PruningContestant(halved(selection=name), deep) for name in ("affinity", "saliency", "random") for deep in range(1, 7)
+            PruningContestant(Pruning(0.5, name), deep) for name in ("affinity", "saliency", "random") for deep in range(1, 7)
         ],
         "prune layer, half of the tokens kept",
         lambda contestant: contestant.prune_layer,
     ),
     "visual-top-k": PruningStudy(
-        lambda layer: [PruningContestant(pruning, layer, top) for pruning in (Pruning(), halved()) for top in (3, 2, 1)],
+        lambda layer: [PruningContestant(pruning, layer, top) for pruning in (Pruning(), by_affinity()) for top in (3, 2, 1)],
         "experts of a visual token",
         lambda contestant: contestant.visual_top_k or 0,
         lambda contestant: f"{contestant.pruning.keep:.0%} of the tokens kept",

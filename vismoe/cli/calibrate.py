@@ -146,11 +146,11 @@ def print_result(console: Any, result: "Calibrated") -> None:
         console.print(table)
     if result.costs:
         table = Table(title="nats per answer token that half of the visual tokens cost", title_justify="left")
-        for head in ("selection", "nats", "standard error", "against affinity", "standard error"):
+        for head in ("selection", "nats", "standard error", "against the default", "standard error"):
             table.add_column(head, justify="left" if head == "selection" else "right")
         for cost in result.costs:
             mark = " <" if cost.selection == result.calibration.selection else ""
-            figures = (cost.nats, cost.error, cost.against_affinity, cost.against_error)
+            figures = (cost.nats, cost.error, cost.against_default, cost.against_error)
             table.add_row(f"{cost.selection}{mark}", *(f"{figure:.4f}" for figure in figures))
         console.print(table)
     if (drafts := result.calibration.drafts) is not None and drafts.formats:

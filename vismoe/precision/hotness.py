@@ -29,7 +29,9 @@ def profile_bytes(experts: Sequence[int]) -> int:
 
 
 class Hotness:
-    """The hotness score of every expert: an exponential mean of the probability with which a token selects it.
+    """The hotness score of every expert: an exponential mean of the weight with which a token selects it.
+
+    The paper's g is "the router probability"; here it is the weight handed to the expert, which some families normalise or scale.
 
     A forward pass is one update with the mean over its tokens, which has the weight of that many tokens (at most the period). In
     a layer that the pass reached, experts that no token selects decay (algorithm 1, passive decay).

@@ -7,9 +7,8 @@ from vismoe.errors import ConfigError
 from vismoe.lookahead.calibration import Calibration
 from vismoe.models.visual.prune import VisualPruner
 from vismoe.types import ExpertInventory
-from vismoe.vision.selection import Pruning
+from vismoe.vision.selection import DEFAULT_SELECTION, Pruning
 
-UNCALIBRATED_SELECTION = "affinity"  # the paper's choice
 UNCALIBRATED_DEPTH = 1 / 6  # share of the decoder layers that see all tokens: 8 of 48; the paper pins 8 to 12
 
 
@@ -17,7 +16,7 @@ def pruning_of(settings: Settings, calibrated: str | None) -> Pruning:
     """The pruning of these settings; `calibrated`: the selection that calibration found."""
     return Pruning(
         keep=settings.keep,
-        selection=settings.selection if settings.selection != "auto" else calibrated or UNCALIBRATED_SELECTION,
+        selection=settings.selection if settings.selection != "auto" else calibrated or DEFAULT_SELECTION,
         core_share=settings.core_share,
         expansion_weight=settings.expansion_weight,
     )

@@ -63,6 +63,7 @@ SUBSTITUTES = (  # what stands in a command, and what is run in its place
     (r"\bTRACE(\.\.\.)?|\bT\b", "routing"),
     (r"\bDIR\b", "nvme/my-model"),
     (r"\bKEEP\b", "0.5"),
+    (r"--json-schema @FILE", "--json-schema {}"),
     (r"TASK\[,TASK\]", "scenes_pope"),
     (r"^(vismoe (?:ui|serve))(?: (.*?))??(?: --port \d+)?$", r"\1 \2 --port 0"),
     (r"^(vismoe doctor.*?)(?= --json|$)", r"\1 --quick"),
@@ -77,6 +78,7 @@ NOT_HERE = (  # what cannot be run here, and why; commands of ours among them mu
     (r"vismoe bench", "writes gigabytes or takes minutes; test_bench_*.py run it small"),
     (r"vismoe gpu-check(?! --roofline)", "takes minutes; test_gpu_check.py runs it with stages that are faked or few"),
     (r"vismoe calibrate", "takes minutes; test_calibrate.py runs it small"),
+    (r"vismoe simulate .* --machine here", "needs what vismoe doctor measured of the model's disk, in minutes"),
     (r"vismoe eval --suite", "takes many minutes; test_suite.py runs it small"),
     (r"vismoe eval --compare", "needs two suites; test_compare.py makes them"),
     (rf"vismoe eval ({'|'.join(STUDIES)})\b", "takes minutes to hours: a study"),
@@ -281,6 +283,7 @@ RUNNERS = {
     "plan": printed("expert pool"), "pack": printed("int4|lossless"), "doctor": printed("experts"),
     "gpu-check": printed("Tokens per second at most"),
     "eval": printed("100|pope_accuracy"), "replay": printed("oracle|crossover"),
+    "simulate": printed("simulated, not measured|rtx4060-8gb"),
 }  # fmt: skip
 
 

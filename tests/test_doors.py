@@ -130,6 +130,8 @@ def effect(name: str, asked: Any) -> Any:
         "keep": asked.pruning.keep if asked.pruning else 1,
         "selection": asked.pruning.selection if asked.pruning else None,
         "reuse": asked.options.reuse,
+        "json_schema": asked.options.json_schema,
+        "grammar": asked.options.grammar,
     }[name]
 
 
@@ -289,8 +291,20 @@ def in_json(value: Any) -> bool:
     return True
 
 
-IN_BODY = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream", "user", "model", "n")
-OURS = ("keep", "selection", "image_tokens", "policy", "formats", "retention", "draft")
+IN_BODY = (
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "stream",
+    "user",
+    "model",
+    "n",
+    "response_format",
+)
+OURS = ("keep", "selection", "image_tokens", "policy", "formats", "retention", "draft", "grammar")
 
 
 def rule_of(name: str):

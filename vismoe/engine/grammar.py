@@ -28,7 +28,7 @@ class Grammars:
         """Raises InputError for a schema or grammar that cannot be followed, ConfigError where none can."""
         if (grammar := self._grammar_of(options)) is not None and (why_not := self._matchers().validate_grammar(*grammar)):
             name = "json_schema" if options.json_schema is not None else "grammar"
-            raise InputError(f"{name}: {' '.join(why_not.split())}. Fix: write it without that (docs/serving.md)")
+            raise InputError(f"{name}: {' '.join(why_not.split())[:500]}. Fix: write it without that (docs/serving.md)")
 
     def mask_of(self, options: RequestOptions) -> "GrammarMask | None":
         """Of one answer; None: it may be any text."""

@@ -96,7 +96,6 @@ def test_every_answer_to_a_corpus_of_schemas_is_valid(tokenizer, grammars, part)
     for seed in range(80 * part, 80 * part + 80):
         schema = schema_of(random.Random(seed))
         options = RequestOptions(json_schema=json.dumps(schema))
-        grammars.check(options)
         said = answered(tokenizer, grammars.mask_of(options), torch.Generator().manual_seed(seed), prompt)
         assert said is not None, schema
         jsonschema.validate(json.loads(said), schema)

@@ -669,7 +669,9 @@ def test_a_resident_layer_takes_the_short_way_in_a_round_and_its_promises_end_th
 
 
 def walk(pager: Pager, store: NumberStore, seed: int, rounds: int) -> tuple[int, int]:
-    """Random rounds, of which some are left early; reads fail now and then. Gives what whole rounds promised and foresaw."""
+    """Random rounds, of which some are left early; reads fail now and then. Gives what whole rounds promised and foresaw.
+
+    A streamed pass reads all, promised or not: counts are constant where `may_stream` is not."""
     counted = lambda: np.array([pager.metrics.snapshot().total(name) for name in ("promised", "foreseen")])  # noqa: E731
     whole = np.zeros(2)
     layers, experts = len(store.inventory.layers), store.inventory.layers[0].num_experts
@@ -697,7 +699,7 @@ def walk(pager: Pager, store: NumberStore, seed: int, rounds: int) -> tuple[int,
                             pager.check_integrity()
                     pager.check_integrity()
                 pager.end_drafting()
-                if not store.broken and pager.core.promises_why_not is None:  # a streamed pass reads all, promised or not
+                if not store.broken:
                     whole += counted() - before
             if rng.random() < 0.1:
                 pager.end_request()
@@ -715,12 +717,12 @@ def walk(pager: Pager, store: NumberStore, seed: int, rounds: int) -> tuple[int,
 @pytest.mark.parametrize("geometries", [1, 2])
 def test_random_rounds_with_threads_keep_every_invariant(slabs, more, geometries):
     store = NumberStore([8] * 6, [i % geometries for i in range(6)])
-    pager = make_pager(store, slabs * geometries, **more)
+    pager = make_pager(store, slabs * geometries, may_stream=False, **more)
     promised, foreseen = walk(pager, store, 5, 600 if SEARCHING else 30)
     count = pager.metrics.snapshot().total
     assert count("hits") + count("misses") > 300
     if geometries == 1 and 9 < slabs[0] < 48:
-        assert count("promised_bytes") > 20 * RECORD and foreseen > 0.7 * promised > 140
+        assert count("promised_bytes") > 20 * RECORD and foreseen > 0.7 * promised > 200
 
 
 @pytest.mark.parametrize("policy", ["wait", "auto", "cpu"])

@@ -49,7 +49,7 @@ def of(memory: str, **further) -> Settings:
     return Settings(**{"memory": memory, "context": 1024, "parallel": 1, "misses": "wait", **further})
 
 
-UNIFORM = Workload(prompt_tokens=16, zipf=0.0)
+UNIFORM = Workload(prompt_tokens=16, skew=0.0)
 
 
 def test_a_resident_model_takes_its_bytes_over_the_bandwidth():

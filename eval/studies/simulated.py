@@ -55,7 +55,7 @@ MACHINES = (
     "rtx4090-24gb, ddr5-5600 64GB, nvme4",
     "rtx5090-32gb, ddr5-6400 128GB, nvme5",
 )
-FORMATS = ("int4",)
+FORMAT = "int4"
 PAGE = """\
 # Which machine for which model
 
@@ -137,27 +137,25 @@ def compared(folder: Path, settings: Sequence[tuple[str, str, str]] = SETTINGS) 
         best = disk_rates(folder, QUICK).best(direct=True) if below == "disk" else None
         rate = statistics.mean(rates)
         place = machine(parts, rate, best.bytes_per_s if best else None, link)
-        guess = predict(described(str(model)), place, asked, Workload(prompt_tokens=PROMPT, zipf=SKEW))
+        guess = predict(described(str(model)), place, asked, Workload(prompt_tokens=PROMPT, skew=SKEW))
         yield Compared(memory, below, misses, speed, hits, guess, rate)
 
 
 def page(table: PartsTable) -> str:
     """docs/machines.md."""
-    text, work = PAGE, Workload(zipf=table.routing["olmoe"]["zipf"])
-    for name in FORMATS:
-        text += f"\n## {name}\n\n| model | {' | '.join(MACHINES)} |\n|{'---|' * (1 + len(MACHINES))}\n"
-        for model in MODELS:
-            subject, cells = described(model), []
-            for parts in MACHINES:
-                asked = Settings.of(context=4096, parallel=1, format=name)
-                try:
-                    found = predict(subject, table.machine(parts), asked, work)
-                    cells.append(f"{found.tokens_per_s:.2g} ({found.first_token_s:.2g} s), {found.limit.partition(' (')[0]}")
-                except BudgetError:
-                    cells.append("no")
-                except ConfigError as error:
-                    cells.append(f"not simulated: {error}".partition(". Fix")[0])
-            text += f"| {model} | {' | '.join(cells)} |\n"
+    work, asked = Workload(skew=table.routing["olmoe"]["skew"]), Settings.of(context=4096, parallel=1, format=FORMAT)
+    text = PAGE + f"\n## {FORMAT}\n\n| model | {' | '.join(MACHINES)} |\n|{'---|' * (1 + len(MACHINES))}\n"
+    for model in MODELS:
+        subject, cells = described(model), []
+        for parts in MACHINES:
+            try:
+                found = predict(subject, table.machine(parts), asked, work)
+                cells.append(f"{found.tokens_per_s:.2g} ({found.first_token_s:.2g} s), {found.limit.partition(' (')[0]}")
+            except BudgetError:
+                cells.append("no")
+            except ConfigError as error:
+                cells.append(f"not simulated: {error}".partition(". Fix")[0])
+        text += f"| {model} | {' | '.join(cells)} |\n"
     return text
 
 

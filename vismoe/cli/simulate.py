@@ -97,8 +97,8 @@ def workload(arguments: Namespace, table: Any) -> Any:
     trace = tuple(s for s in Trace.open(arguments.trace) if s.phase is Phase.DECODE) if arguments.trace else ()
     return Workload(
         prompt_tokens=arguments.prompt_tokens,
-        zipf=routing.get("zipf"),
-        normal=routing.get("normal", 0.0),
+        skew=routing["skew"],
+        zipf=routing["zipf"],
         accepted=arguments.accepted,
         trace=trace,
         seed=arguments.seed,

@@ -25,6 +25,7 @@ from vismoe.config import ENGINE_DEFAULTS, DraftName, Settings
 from vismoe.engine.boundary import Boundary
 from vismoe.engine.drafting import Drafts
 from vismoe.engine.generate import Reply, refuse_own_loop
+from vismoe.engine.grammar import GrammarMask, Grammars
 from vismoe.engine.reconfigure import PlanChanges
 from vismoe.engine.request import Request, SharedModel
 from vismoe.engine.scheduler import Scheduler
@@ -137,6 +138,7 @@ class Engine:
         passes = SharedPasses(model, rows, settings.deterministic or (settings.parallel == "auto" and on_cpu))
         drafts = Drafts(model, self._runtime, settings, prompts.stand_ins)
         self._shared = SharedModel(model, self._runtime, prompts, images, lambda: self.settings.retention, passes, drafts)
+        self._grammars = Grammars(model, prompts.tokenizer)
         recording = lambda: self._runtime.context.recorder is not None  # noqa: E731
         self._boundary = Boundary(self._runtime)
         self._scheduler = Scheduler(self._runtime.plan.context, recording, rows, self._between)
@@ -271,18 +273,20 @@ class Engine:
     def answer(self, prompt: Prompt, options: RequestOptions | None = None, draw: int | None = None) -> Reply:
         """Answer a prompt that `prompts` has made; otherwise like `chat`. draw: the seed of the selection `random`."""
         options = options or RequestOptions()
-        pruning, settings = self._checked(options)
+        pruning, settings, mask = self._checked(options)
         if pruning is not None and draw is not None:
             pruning = dataclasses.replace(pruning, seed=draw)
-        return self._ask(prompt, options, pruning, settings)
+        return self._ask(prompt, options, pruning, settings, mask)
 
-    def _checked(self, options: RequestOptions) -> tuple[Pruning | None, Settings]:
-        """What to drop of images, and the settings that hold for the request."""
+    def _checked(self, options: RequestOptions) -> tuple[Pruning | None, Settings, GrammarMask | None]:
+        """What to drop of images, the settings that hold for the request, and what its answer follows."""
         self._shared.drafts.refuse_unloaded(options.draft)
-        self._shared.grammars.check(options)
-        return self._pruning(options.keep, options.selection), self._changes.with_options_of(options)
+        pruning, settings = self._pruning(options.keep, options.selection), self._changes.with_options_of(options)
+        return pruning, settings, self._grammars.mask_of(options)
 
-    def _ask(self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings) -> Reply:
+    def _ask(
+        self, prompt: Prompt, options: RequestOptions, pruning: Pruning | None, settings: Settings, mask: GrammarMask | None
+    ) -> Reply:
         pruning = pruning if prompt.images else None
         longest, whose, more = self._longest(prompt, pruning)
         if prompt.tokens >= longest:
@@ -298,7 +302,7 @@ class Engine:
             busy = self._scheduler.running or self._scheduler.waiting
             first = prompt.light() if busy else prompt  # no two hold pixels
             precision = PrecisionInfo.of(settings)
-            chosen = pruning, precision, options.draft or settings.draft
+            chosen = pruning, precision, options.draft or settings.draft, mask
             self._scheduler.ask(Request(first, options, most_tokens, *chosen, reply, self._shared, self._others))
 
         self._changes.behind(settings, ask)

@@ -24,30 +24,26 @@ class Grammars:
         self._lock = threading.Lock()
         self._known: Any = None  # llguidance's tokenizer
 
-    def check(self, options: RequestOptions) -> None:
-        """Raises InputError for a schema or grammar that cannot be followed, ConfigError where none can."""
-        if (grammar := self._grammar_of(options)) is not None and (why_not := self._matchers().validate_grammar(*grammar)):
-            name = "json_schema" if options.json_schema is not None else "grammar"
-            raise InputError(f"{name}: {' '.join(why_not.split())[:500]}. Fix: write it without that (docs/serving.md)")
-
     def mask_of(self, options: RequestOptions) -> "GrammarMask | None":
-        """Of one answer; None: it may be any text."""
-        grammar = self._grammar_of(options)
-        return GrammarMask(self._matchers()(grammar[1], grammar[0]), self._ends) if grammar is not None else None
+        """Of one answer; None: it may be any text.
 
-    def _grammar_of(self, options: RequestOptions) -> tuple[str, Any] | None:
-        """(the grammar as llguidance writes it, its tokenizer)."""
+        Raises InputError for a schema or grammar that cannot be followed, ConfigError where none can.
+        """
         if options.json_schema is options.grammar is None:
             return None
-        matchers = self._matchers()
+        matchers, name = self._matchers(), "json_schema" if options.grammar is None else "grammar"
         try:
-            if options.json_schema is not None:
-                return matchers.grammar_from_json_schema(
-                    options.json_schema, overrides={"whitespace_pattern": SPACES}
-                ), self._known
-            return matchers.grammar_from_lark(options.grammar), self._known
+            if options.grammar is None:
+                grammar = matchers.grammar_from_json_schema(options.json_schema, overrides={"whitespace_pattern": SPACES})
+            else:
+                grammar = matchers.grammar_from_lark(options.grammar)
         except ValueError as error:
-            raise InputError(f"json_schema: {error}. Fix: a JSON object that is a schema, as text") from error
+            raise InputError(f"{name}: {error}. Fix: a JSON object that is a schema, as text") from error
+        matcher = matchers(self._known, grammar)
+        if matcher.is_error():
+            why = " ".join(matcher.get_error().split())[:500]
+            raise InputError(f"{name}: {why}. Fix: write it without that (docs/serving.md)")
+        return GrammarMask(matcher, self._ends)
 
     def _matchers(self) -> Any:
         """llguidance's class, once it knows the vocabulary."""
@@ -72,7 +68,7 @@ class Grammars:
 
 
 class GrammarMask(LogitsProcessor):
-    """Leaves a chance to the tokens with which an answer can go on. The answer begins where it is asked for the first time.
+    """Leaves a chance to the tokens with which an answer can go on. The answer begins where it is asked for first, or restarted.
 
     A sequence may come back shorter than before, or with other tokens at its end: drafts that were not accepted.
     """
@@ -81,6 +77,12 @@ class GrammarMask(LogitsProcessor):
         self._matcher, self._ends = matcher, list(ends)
         self._prompt_tokens, self._said = -1, list[int]()
         self.seconds = 0.0  # that it took, of all tokens
+
+    def restart(self) -> "GrammarMask":
+        """For an answer from its beginning."""
+        self._matcher.reset()
+        self._prompt_tokens, self._said = -1, []
+        return self
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """input_ids int64 `[1, S]`, scores float32 `[1, V]`. Raises InputError where the vocabulary cannot spell what follows."""

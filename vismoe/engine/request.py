@@ -22,7 +22,7 @@ from transformers import BatchFeature, LogitsProcessorList
 
 from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
-from vismoe.engine.grammar import GrammarMask, Grammars
+from vismoe.engine.grammar import GrammarMask
 from vismoe.engine.pace import Pace
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.shared_pass import SharedPasses
@@ -83,7 +83,6 @@ class SharedModel:
     ):
         self.model, self.runtime, self.prompts, self.images, self._retention = model, runtime, prompts, images, retention
         self.passes, self.drafts, self.company = passes, drafts, Company()
-        self.grammars = Grammars(model, prompts.tokenizer)
         self.prefix_cache = PrefixCache()
         self.ended = Counter[str]()  # requests by their end: stop, length, cancelled, failed
         self._counted = runtime.metrics.snapshot()  # what passes so far have accounted for
@@ -196,6 +195,7 @@ class Request:
         pruning: Pruning | None,
         precision: PrecisionInfo | None,
         draft: str,
+        mask: GrammarMask | None,
         reply: Reply,
         shared: SharedModel,
         others: Callable[["Request"], int],
@@ -208,9 +208,8 @@ class Request:
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
         self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
-        self._drafter = Drafter(shared.drafts, draft)
+        self._drafter, self._mask = Drafter(shared.drafts, draft), mask
         self._loop: TokenLoop | None = None
-        self._mask: GrammarMask | None = None
         self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
         self._numbers: np.ndarray | None = None
         self._counters: Snapshot | None = None
@@ -472,9 +471,9 @@ class Request:
     def _new_loop(self, inputs: BatchFeature) -> TokenLoop:
         model, seed = self._shared.model, self.options.seed
         generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
-        how, self._mask = self.options.for_generate(self.most_tokens), self._shared.grammars.mask_of(self.options)
+        how = self.options.for_generate(self.most_tokens)
         if self._mask is not None:
-            how["logits_processor"] = LogitsProcessorList([self._mask])
+            how["logits_processor"] = LogitsProcessorList([self._mask.restart()])
         return TokenLoop(model, inputs.to(model.device), how, generator)
 
     def _beginning(self) -> tuple[Prefix | None, list[int]]:

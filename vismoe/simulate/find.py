@@ -54,7 +54,7 @@ def _smallest(
     model: Described, machine: VirtualMachine, settings: Settings, workload: Workload, wanted: float, enough: int
 ) -> int:
     """By halving between the least that works and `enough`; speed grows with memory but for the noise of one trace."""
-    least, _ = planned(model, machine, replace(settings, memory="auto"))
+    least, *_ = planned(model, machine, replace(settings, memory="auto"))
     low = least.minimum_bytes
 
     def reaches(memory: int) -> bool:

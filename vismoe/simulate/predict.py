@@ -12,10 +12,9 @@ lookahead guesses. Prompts are text; what attention to a prompt's own tokens and
 Of models with equal layers only some are replayed (SAMPLED_LAYERS), with their share of the slabs.
 """
 
-import collections
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,27 +22,26 @@ import numpy as np
 
 from vismoe.config import Settings
 from vismoe.errors import ConfigError
+from vismoe.machine.choices import PAGE_CACHE_MARGIN
 from vismoe.metrics import Snapshot
+from vismoe.models.load.host_rates import DECODE_BYTES_PER_S
 from vismoe.models.load.reading import place_table
-from vismoe.paging.tickets import Ticket
 from vismoe.planning.case import Case
 from vismoe.planning.needs import Footprint
 from vismoe.planning.plan import Plan
 from vismoe.planning.throughput import PassLayer
 from vismoe.simulate.demands import Conditions, Demands, RecordedDemand, demands_of_step
 from vismoe.simulate.machines import VirtualMachine
-from vismoe.simulate.virtual_pager import VirtualPager
+from vismoe.simulate.virtual_pager import TieredPager
 from vismoe.trace.steps import TraceStep
 from vismoe.trace.synthetic import SyntheticTrace, drafted_rounds, skewed_trace
-from vismoe.types import ExpertId, ExpertInventory, Phase, RecordLayout
+from vismoe.types import ExpertInventory, Phase, RecordLayout
 
 SAMPLED_LAYERS = 16  # replayed of more: tests compare with all of them
 SETTLING, COUNTED = 32, 32  # decode steps that fill the slabs, and those whose time counts
 ROUNDS = 32  # of drafts; the second half counts
 LOSSLESS_SHARE = 0.70  # of bfloat16's bytes (docs/formats.md)
-LOSSLESS_DECODE_BYTES_PER_S = 4e9  # of one core with AVX2 (models/load/host_rates.py)
 FIDELITY = 0.95  # of the experts that a draft names, the share that its row is routed to: an assumption
-PAGE_CACHE_MARGIN = 1.1  # as in machine/choices.py
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Described:
     """A model: its name, and what it needs with given settings on a device; bytes of embeddings that can stay on disk."""
 
     name: str
-    needs: Any  # (Settings, device) -> (Footprint, table bytes)
+    needs: Callable[[Settings, str], tuple[Footprint, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +57,8 @@ class Workload:
     """What is asked of the machine. Rows are in the settings (`parallel`)."""
 
     prompt_tokens: int = 512  # of each row; at least 1
-    zipf: float | None = 0.65  # None: `normal`
-    normal: float = 0.0
+    skew: float = 0.65  # of generated routing, as in trace/synthetic.py
+    zipf: bool = True
     accepted: float | None = None  # the chance that a drafted token is right
     trace: tuple[TraceStep, ...] = ()  # recorded decode steps, instead of generated ones
     seed: int = 0
@@ -101,35 +99,6 @@ class Prediction:
         return {"simulated": True, **dataclasses.asdict(self), "limit": self.limit}
 
 
-class TieredPager(VirtualPager):
-    """The virtual pager above a host tier that may lack experts: LRU, and the device's experts are in it (pools/host_tier.py)."""
-
-    def __init__(
-        self,
-        inventory: ExpertInventory,
-        slabs: tuple[int, ...],
-        order: str,
-        conditions: Conditions,
-        host: int,
-        disk_s_per_byte: float,
-    ):
-        super().__init__(inventory, slabs, order, conditions)
-        everyone = (ExpertId(layer.index, e) for layer in inventory.layers for e in range(layer.num_experts))
-        self._host = collections.OrderedDict((expert, None) for expert, _ in zip(everyone, range(host), strict=False))
-        self._records, self._disk_s_per_byte, self.disk_bytes = host, disk_s_per_byte, 0
-
-    def _carry(self, ticket: Ticket) -> None:
-        super()._carry(ticket)
-        nbytes, there = ticket.moved.disk_bytes, ticket.expert in self._host
-        self._host[ticket.expert] = None
-        self._host.move_to_end(ticket.expert)
-        if not there:
-            self.disk_bytes += nbytes
-            self._link_idle_at_s = ticket.began_s + nbytes * max(self._s_per_byte, self._disk_s_per_byte)
-            if len(self._host) > self._records:
-                self._host.popitem(last=False)
-
-
 def refuse_unmodelled(settings: Settings, workload: Workload, machine: VirtualMachine) -> None:
     """Raises ConfigError for what is not modelled, by name."""
     rows = settings.rows
@@ -160,8 +129,8 @@ def refuse_unmodelled(settings: Settings, workload: Workload, machine: VirtualMa
         refuse("misses='cpu'", "there is no host memory below a processor", "--misses auto")
 
 
-def planned(model: Described, machine: VirtualMachine, settings: Settings) -> tuple[Plan, Footprint]:
-    """The plan on this machine, and the needs that it is made of. Raises BudgetError."""
+def planned(model: Described, machine: VirtualMachine, settings: Settings) -> tuple[Plan, Footprint, PassLayer]:
+    """The plan on this machine, the needs that it is made of, and what a layer of a pass takes. Raises BudgetError."""
     settings = dataclasses.replace(settings, pinned_layers=0, misses="wait")
     if machine.gpu is None and machine.link is not None:
         settings = dataclasses.replace(settings, emulated_link_bytes_per_s=machine.link_bytes_per_s)
@@ -174,16 +143,29 @@ def planned(model: Described, machine: VirtualMachine, settings: Settings) -> tu
         needs = dataclasses.replace(
             needs, backbone=tuple((name, size - table if name == "embeddings" else size) for name, size in needs.backbone)
         )
-    return plan, needs
+    return plan, needs, Case(needs, settings, machine.hardware()).loads()[0]
 
 
 def predict(model: Described, machine: VirtualMachine, settings: Settings, workload: Workload) -> Prediction:
     """Raises ConfigError for what is not modelled, BudgetError where the plan does not fit the machine."""
     refuse_unmodelled(settings, workload, machine)
-    plan, needs = planned(model, machine, settings)
-    case = Case(needs, dataclasses.replace(settings, pinned_layers=0), machine.hardware())
-    layer = case.loads()[0]
-    return SimulatedRun(model.name, plan, needs, layer, machine, settings, workload).prediction()
+    return SimulatedRun(model.name, *planned(model, machine, settings), machine, settings, workload).prediction()
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a pager did."""
+
+    metrics: Snapshot
+    seconds: float
+    disk_bytes: float
+
+    @classmethod
+    def by(cls, pager: TieredPager) -> "Counted":
+        return cls(pager.metrics.snapshot(), pager.now_s, pager.disk_bytes)
+
+    def __sub__(self, before: "Counted") -> "Counted":
+        return Counted(self.metrics - before.metrics, self.seconds - before.seconds, self.disk_bytes - before.disk_bytes)
 
 
 @dataclass(frozen=True)
@@ -246,7 +228,7 @@ class SimulatedRun:
         read = machine.cached_bytes_per_s if machine.gpu is None and self.cached else machine.disk_bytes_per_s
         if self.settings.format != "lossless":
             return read
-        decoded = LOSSLESS_DECODE_BYTES_PER_S * machine.cpu.cores if not self.needs.encoded else float("inf")
+        decoded = DECODE_BYTES_PER_S["avx2"] * machine.cpu.cores if not self.needs.encoded else float("inf")
         return min(read / LOSSLESS_SHARE, decoded)
 
     @property
@@ -277,7 +259,12 @@ class SimulatedRun:
         disk = 0.0 if self.machine.link is None else 1 / self.stored_bytes_per_s
         return TieredPager(self.sampled, slabs, self.settings.eviction, conditions, host, disk)
 
-    def conditions(self, fixed_s: float, token_s: float) -> Conditions:
+    def conditions(self, rows: int, experts: float) -> Conditions:
+        """Of a pass of so many rows whose layers read so many bytes of experts."""
+        rate = self.machine.weights_bytes_per_s
+        return self._conditions(self.arithmetic_s(rows) + self.beside_bytes(self.rows) / rate, experts / rate / rows)
+
+    def _conditions(self, fixed_s: float, token_s: float) -> Conditions:
         machine, raw = self.machine, self.needs.inventory.raw_layouts[0].payload_bytes
         below: dict[str, Any] = {}
         if (misses := self.misses) != "wait":  # of bfloat16: a multiplication and an addition for each two bytes
@@ -315,55 +302,45 @@ class SimulatedRun:
         if self.settings.draft != "none":
             return self.drafted(prompt)
         decode = [each for each in demands if each.phase is Phase.DECODE]
-        rate, rows, layers = self.machine.weights_bytes_per_s, self.rows, len(self.needs.inventory.layers)
-        read = self.beside_bytes(rows) + self.expert_bytes(decode)
-        fixed_s = self.arithmetic_s(rows) + self.beside_bytes(rows) / rate
-        pager = self.pager(self.conditions(fixed_s, self.expert_bytes(decode) / rate / rows))
-        steps = len(decode) // len(self.sampled.layers)
-        settled = min(SETTLING, steps // 2) * len(self.sampled.layers)
-        for demand in [*prompt, *decode[:settled]]:
+        rows, layers = self.rows, len(self.sampled.layers)
+        settled = min(SETTLING, len(decode) // layers // 2)
+        experts = self.expert_bytes(decode)
+        pager = self.pager(self.conditions(rows, experts))
+        for demand in [*prompt, *decode[: settled * layers]]:
             pager.run(demand)
-        before, began_s, disk = pager.metrics.snapshot(), pager.now_s, pager.disk_bytes
-        for demand in decode[settled:]:
+        began = Counted.by(pager)
+        for demand in decode[settled * layers :]:
             pager.run(demand)
-        counted = (len(decode) - settled) // len(self.sampled.layers)
-        did, seconds, disk = pager.metrics.snapshot() - before, pager.now_s - began_s, pager.disk_bytes - disk
-        per_token = self.scale / (counted * rows)
-        return self.told(did, seconds, disk, per_token, layers * read / rows, layers * self.arithmetic_s(rows) / rows, prompt)
+        tokens = (len(decode) // layers - settled) * rows
+        return self.told(Counted.by(pager) - began, tokens, self.beside_bytes(rows) + experts, self.arithmetic_s(rows), rows, prompt)
 
     def told(
-        self,
-        did: Snapshot,
-        seconds: float,
-        disk: float,
-        per_token: float,
-        read: float,
-        arithmetic_s: float,
-        prompt: list[RecordedDemand],
+        self, did: "Counted", tokens: float, read: float, arithmetic_s: float, of_tokens: float, prompt: list[RecordedDemand]
     ) -> Prediction:
-        """did, seconds, disk: of what was counted; per_token makes them those of one token of all layers."""
-        token_s, copied = seconds * per_token, did.total("bytes_read") * per_token
+        """did: by the replayed layers while `tokens` came; read, arithmetic_s: bytes and seconds of one layer, for `of_tokens`."""
+        layers = len(self.needs.inventory.layers)
+        read, arithmetic_s = read * layers / of_tokens, arithmetic_s * layers / of_tokens
+        token_s, copied = did.seconds * self.scale / tokens, did.metrics.total("bytes_read") * self.scale / tokens
         memory_s = read / self.machine.weights_bytes_per_s
-        below = copied if self.machine.link is None else disk * per_token
-        over = 0.0 if self.machine.link is None else copied
+        linked, from_cache = self.machine.link is not None, self.machine.gpu is None and self.cached
+        below, over = (did.disk_bytes * self.scale / tokens, copied) if linked else (copied, 0.0)
         below_s = below / self.stored_bytes_per_s
+        resident, in_host = self.plan.resident_experts / self.experts, min(1.0, self.host_records / self.experts)
         return Prediction(
             model=self.model,
             machine=str(self.machine),
             memory_bytes=self.plan.budget_bytes,
-            resident=self.plan.resident_experts / self.experts,
-            in_host=1.0
-            if self.machine.gpu is None and self.cached
-            else min(1.0, self.host_records / self.experts) or self.plan.resident_experts / self.experts,
+            resident=resident,
+            in_host=1.0 if from_cache else in_host or resident,
             rows=self.rows,
             tokens_per_s=1 / token_s,
             first_token_s=self.first_token_s(prompt),
-            hit_rate=did.hit_rate(Phase.DECODE) or 0.0,
+            hit_rate=did.metrics.hit_rate(Phase.DECODE) or 0.0,
             arithmetic_s=arithmetic_s,
-            memory_s=memory_s + (below_s if self.machine.link is None and self.cached else 0.0),
+            memory_s=memory_s + (below_s if self.cached and not linked else 0.0),
             link_s=over / self.link_bytes_per_s,
-            disk_s=0.0 if self.machine.link is None and self.cached else below_s,
-            host_s=did.total("compute_seconds") * per_token,
+            disk_s=0.0 if self.cached and not linked else below_s,
+            host_s=did.metrics.total("compute_seconds") * self.scale / tokens,
             waiting_s=max(0.0, token_s - memory_s - arithmetic_s),
             link_bytes=over * self.link_share,
             disk_bytes=below * self.stored_share,
@@ -376,7 +353,7 @@ class SimulatedRun:
         tokens, rate = self.workload.prompt_tokens, self.machine.weights_bytes_per_s
         fixed_s = self.machine.layer_s + self.layer.other_bytes / rate
         token_s = self.layer.row_flop / self.machine.flop_per_s + self.expert_bytes(prompt) / rate / tokens
-        pager = self.pager(self.conditions(fixed_s, token_s))
+        pager = self.pager(self._conditions(fixed_s, token_s))
         for demand in prompt:
             pager.run(demand)
         began_s, later = pager.now_s, prompt[0].step + 1
@@ -393,52 +370,38 @@ class SimulatedRun:
 
     def generated(self, prompt_tokens: int, tokens: int) -> SyntheticTrace:
         layer, work = self.sampled.layers[0], self.workload
-        zipf = work.zipf is not None
-        return skewed_trace(
-            len(self.sampled.layers),
-            layer.num_experts,
-            layer.top_k,
-            prompt_tokens=prompt_tokens,
-            tokens=tokens,
-            skew=work.zipf if work.zipf is not None else work.normal,
-            zipf=zipf,
-            batch=self.rows,
-            seed=work.seed,
-        )
+        sizes = len(self.sampled.layers), layer.num_experts, layer.top_k
+        chosen = dict(skew=work.skew, zipf=work.zipf, seed=work.seed)
+        return skewed_trace(*sizes, prompt_tokens=prompt_tokens, tokens=tokens, batch=self.rows, **chosen)
 
     def drafted(self, prompt: list[RecordedDemand]) -> Prediction:
         """Rounds of drafts and of the pass that checks them; `accepted` of the drafted tokens are right, each by itself.
 
         n-grams take no time and promise nothing; a copy of the experts drafts in as many passes as tokens.
         """
-        count, right, layer = self.settings.draft_tokens, self.workload.accepted, self.sampled.layers[0]
+        count, right, layer, work = self.settings.draft_tokens, self.workload.accepted, self.sampled.layers[0], self.workload
         assert isinstance(count, int) and right is not None  # refuse_unmodelled
-        by_copy, rate, checked = self.settings.draft == "self", self.machine.weights_bytes_per_s, count + 1
-        work, layers = self.workload, len(self.needs.inventory.layers)
+        by_copy, checked, layers = self.settings.draft == "self", count + 1, len(self.sampled.layers)
         _, rounds = drafted_rounds(
-            len(self.sampled.layers), layer.num_experts, layer.top_k,
-            rounds=ROUNDS, drafts=count, rows=checked, fidelity=FIDELITY,
-            skew=work.zipf if work.zipf is not None else work.normal, zipf=work.zipf is not None, seed=work.seed,
+            layers, layer.num_experts, layer.top_k, rounds=ROUNDS, drafts=count, rows=checked, fidelity=FIDELITY,
+            skew=work.skew, zipf=work.zipf, seed=work.seed,
         )  # fmt: skip
         demanded = [
             list(demands_of_step(self.sampled, number + 1, 0, dataclasses.replace(each.verified, request="request-0")))
             for number, each in enumerate(rounds)
         ]
-        read = self.beside_bytes(1) + self.expert_bytes(demand for each in demanded for demand in each)
+        experts = self.expert_bytes(demand for each in demanded for demand in each)
         copied = self.layer.other_bytes + layer.top_k * self.needs.draft_bytes / self.experts if by_copy else 0.0
         guessing_s = self.arithmetic_s(1) if by_copy else 0.0
-        fixed_s = self.arithmetic_s(checked) + self.beside_bytes(1) / rate
-        pager = self.pager(self.conditions(fixed_s, (read - self.beside_bytes(1)) / rate / checked))
-        draft_s = len(self.sampled.layers) * (guessing_s + copied / rate)
+        draft_s = layers * (guessing_s + copied / self.machine.weights_bytes_per_s)
+        pager = self.pager(self.conditions(checked, experts))
         for demand in prompt:
             pager.run(demand)
-        before, began_s, disk = pager.metrics.snapshot(), pager.now_s, pager.disk_bytes
+        began = Counted.by(pager)
         for number, (each, verified) in enumerate(zip(rounds, demanded, strict=True)):
             if number == ROUNDS // 2:
-                before, began_s, disk = pager.metrics.snapshot(), pager.now_s, pager.disk_bytes
+                began = Counted.by(pager)
             pager.run_round(each.drafts, draft_s, verified, promises=by_copy)
         tokens = sum(right**guess for guess in range(checked))  # of a round: those that are right, and the one after them
-        did, seconds, disk = pager.metrics.snapshot() - before, pager.now_s - began_s, pager.disk_bytes - disk
-        per_token = self.scale / (ROUNDS // 2 * tokens)
-        arithmetic_s = (self.arithmetic_s(checked) + count * guessing_s) * layers / tokens
-        return self.told(did, seconds, disk, per_token, layers * (read + count * copied) / tokens, arithmetic_s, prompt)
+        read, arithmetic_s = self.beside_bytes(1) + experts + count * copied, self.arithmetic_s(checked) + count * guessing_s
+        return self.told(Counted.by(pager) - began, ROUNDS // 2 * tokens, read, arithmetic_s, tokens, prompt)

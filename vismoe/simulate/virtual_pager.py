@@ -7,6 +7,7 @@ long as the tokens take, then a fixed time for the rest of a decoder layer. What
 as its rates say, beside the link. Without a link rate copies take no time. A pass that drafts a token takes a given time.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -207,3 +208,32 @@ class VirtualPager:
             ticket, self._on_link = self._on_link, None
             ticket.done, ticket.ended_s = True, self._link_idle_at_s
             self.core.ended(ticket)
+
+
+class TieredPager(VirtualPager):
+    """The virtual pager above a host tier that may lack experts: LRU, and the device's experts are in it (pools/host_tier.py)."""
+
+    def __init__(
+        self,
+        inventory: ExpertInventory,
+        slabs: tuple[int, ...],
+        order: str,
+        conditions: Conditions,
+        host: int,
+        disk_s_per_byte: float,
+    ):
+        super().__init__(inventory, slabs, order, conditions)
+        everyone = (ExpertId(layer.index, e) for layer in inventory.layers for e in range(layer.num_experts))
+        self._host = OrderedDict((expert, None) for expert, _ in zip(everyone, range(host), strict=False))
+        self._records, self._disk_s_per_byte, self.disk_bytes = host, disk_s_per_byte, 0
+
+    def _carry(self, ticket: Ticket) -> None:
+        super()._carry(ticket)
+        nbytes, there = ticket.moved.disk_bytes, ticket.expert in self._host
+        self._host[ticket.expert] = None
+        self._host.move_to_end(ticket.expert)
+        if not there:
+            self.disk_bytes += nbytes
+            self._link_idle_at_s = ticket.began_s + nbytes * max(self._s_per_byte, self._disk_s_per_byte)
+            if len(self._host) > self._records:
+                self._host.popitem(last=False)

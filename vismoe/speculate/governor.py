@@ -206,10 +206,12 @@ class Governor:
         self.seconds_in_all = self.reference_s = 0.0  # of rounds; of those since an ordinary pass
         self._predicted: dict[str, list[float]] = {}  # `seconds`, until the next round
         self._usual_s = 0.0  # of an ordinary pass: changes too slowly for a round to be chosen, and excused, by chance
+        self._ordinary_before = False  # whether the last round drafted nothing
 
     def begin_request(self) -> "RequestGovernor":
         for believed in self._of.values():
             believed.failures = min(believed.failures, AT_BEGINNING)
+        self._ordinary_before = False
         return RequestGovernor(self)
 
     def of(self, kind: str) -> _Believed:
@@ -238,9 +240,15 @@ class Governor:
         return self._predicted[kind]
 
     def learn(self, one: MeasuredRound) -> None:
-        """Rates and the account, by a round of any request."""
+        """Rates and the account, by a round of any request.
+
+        An ordinary pass counts if another one came before it: behind a prompt or a draft it finds other experts, and cold caches.
+        """
         self._predicted.clear()
         self.seconds_in_all += one.seconds
+        settled, self._ordinary_before = self._ordinary_before, not one.k
+        if not one.k and not settled:
+            return
         self.compute_s.add(one.k + 1, max(0.0, one.verify_s - one.stall_s))
         self.missing_bytes.add(one.k + 1, one.needed_bytes)
         said = self._of[one.kind]

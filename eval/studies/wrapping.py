@@ -3,22 +3,30 @@
 The pager's window ends with the last MoE layer, since what the next token will want is not known before it is. Here, in virtual
 time only, the link copies experts of the next token's first layers while the last layer is computed: those that it will want
 (`oracle`, the most that there is to win) or those used most in this request, each pass counting 0.8 of the one after it (`use`).
+`python -m vismoe.eval.studies.wrapping [TRACE ...]`: recorded traces with scores, or generated ones. One JSON object.
 """
 
-from collections.abc import Mapping
-from typing import Literal, get_args
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from vismoe.eval.report import study_parser, told
 from vismoe.paging.speculation import Wanted, prefetch_order
 from vismoe.paging.tickets import Ticket
-from vismoe.simulate.demands import Conditions, Demands, RecordedDemand
+from vismoe.simulate.demands import Conditions, Demands, RecordedDemand, slabs_per_geometry
 from vismoe.simulate.virtual_pager import VirtualPager
+from vismoe.trace.files import Trace
+from vismoe.trace.synthetic import skewed_trace
 from vismoe.types import ExpertId, Phase
 
 Wrapped = Literal["none", "use", "oracle"]
 WRAPPED = get_args(Wrapped)
 FADED = 0.8
+LAYER_S, COPIES = 1e-3, (0.25, 1, 4, 16)  # of a layer's computing, and copies of experts that the link does meanwhile
+GENERATED = ((8, 32, 4), (24, 64, 6))  # layers, experts of one, experts of a token
+COLUMNS = ("routing", "experts in memory", "copies per layer's compute", "time, by use", "bytes read, by use", "time, oracle")
 
 
 class WrappingPager(VirtualPager):
@@ -82,3 +90,53 @@ class WrappingPager(VirtualPager):
             finally:
                 core.wanted, core.running_layer = own, running
         return ticket
+
+
+def decoded(pager: VirtualPager, demands: Demands) -> tuple[float, float, float]:
+    """(virtual seconds, bytes read, misses) of decoding."""
+    last = None
+    for demand in demands:
+        if last is not None and demand.request != last:
+            pager.end_request()
+        pager.run(demand)
+        last = demand.request
+    pager.end_request()
+    found = pager.metrics.snapshot()
+    seconds, nbytes, misses = (found.total(name, Phase.DECODE) for name in ("layer_seconds", "bytes_read", "misses"))
+    return seconds, nbytes, misses
+
+
+def rows_of(name: str, demands: Demands) -> Iterator[list[Any]]:
+    """COLUMNS: time and bytes over those of a window that does not wrap."""
+    record_bytes = demands.inventory.layouts[0].record_bytes
+    for share in ("25%", "50%"):
+        slabs = slabs_per_geometry(share, demands.inventory)
+        for copies in COPIES:
+            link = copies * record_bytes / LAYER_S
+            conditions = Conditions(prefetch=True, link_bytes_per_s=link, compute_s_per_layer=LAYER_S, streams=False)
+            none, use, oracle = (decoded(WrappingPager(demands, slabs, "lfu", conditions, way), demands) for way in WRAPPED)
+            yield [name, share, copies, round(use[0] / none[0], 3), round(use[1] / none[1], 3), round(oracle[0] / none[0], 3)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = study_parser(None, __doc__ or "")
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="recorded with scores (default: two that are generated)")
+    asked = parser.parse_args(arguments)
+
+    def study() -> dict[str, Any]:
+        recorded = {path: Demands.of(Trace.open(path)) for path in asked.traces}
+        made = recorded or {
+            f"synthetic, {layers} x {experts}, top-{top_k}": Demands.of(
+                skewed_trace(
+                    layers, experts, top_k, requests=4, prompt_tokens=30, tokens=80, window=5, score_noise=1.0, zipf=False
+                )
+            )
+            for layers, experts, top_k in GENERATED
+        }
+        return {"columns": COLUMNS, "rows": [row for name, demands in made.items() for row in rows_of(name, demands)]}
+
+    return told(study)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,15 +5,17 @@ tests/test_serve.py checks them with the types of the `openai` package, which ta
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
+from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
     from vismoe.engine.stats import Figures, PrecisionInfo
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 Json = dict[str, Any]
 
 
@@ -75,6 +77,10 @@ def finish_of(figures: "Figures") -> Finish:
     return "length" if figures.finish == "length" else "stop"
 
 
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
 class TextAnswer:
     """The answer to a completion request, whole or in chunks, which have the same form."""
 
@@ -86,22 +92,25 @@ class TextAnswer:
         self._made: Json = {"created": int(time.time()), "model": model}
         self._include_usage = include_usage
 
-    def whole(self, text: str, figures: "Figures") -> Json:
-        return self._part(text, finish_of(figures), usage=usage_of(figures), vismoe=vismoe_of(figures))
+    def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
+        return self._part(_text(pieces), self._finish(figures), usage=usage_of(figures), vismoe=vismoe_of(figures))
 
     def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
         return []
 
-    def piece(self, text: str) -> Json:
-        return self._part(text)
+    def piece(self, piece: Piece) -> Json:
+        return self._part(_text([piece]))
+
+    def _finish(self, figures: "Figures") -> Finish:
+        return finish_of(figures)
 
     def closing(self, figures: "Figures") -> list[Json]:
         """Chunks after the last piece of text; the very last one has the statistics."""
         extras = {"vismoe": vismoe_of(figures)}
         if not self._include_usage:
-            return [self._part(None, finish_of(figures), **extras)]
-        return [self._part(None, finish_of(figures)), self._chunk([], usage=usage_of(figures), **extras)]
+            return [self._part(None, self._finish(figures), **extras)]
+        return [self._part(None, self._finish(figures)), self._chunk([], usage=usage_of(figures), **extras)]
 
     def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> Json:
         """One chunk; `text` None: it has no text."""
@@ -117,11 +126,32 @@ class ChatAnswer(TextAnswer):
     kind = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def whole(self, text: str, figures: "Figures") -> Json:
-        message = dict(content=text, refusal=None, role="assistant")
-        choice = dict(finish_reason=finish_of(figures), index=0, logprobs=None, message=message)
+    def __init__(self, model: str, include_usage: bool = False):
+        super().__init__(model, include_usage)
+        self._calls = 0  # that were told
+
+    def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCall)]
+        message: Json = dict(content=_text(pieces) or (None if calls else ""), refusal=None, role="assistant")
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
+        choice = dict(finish_reason=self._finish(figures), index=0, logprobs=None, message=message)
         further = dict(usage=usage_of(figures), vismoe=vismoe_of(figures))
         return self._chunk([choice], **further) | {"object": "chat.completion"}
+
+    def piece(self, piece: Piece) -> Json:
+        if isinstance(piece, ToolCall):
+            return self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))
+        return self._delta(dict(reasoning_content=piece.text)) if isinstance(piece, Reasoning) else self._part(piece)
+
+    def _call(self, call: ToolCall) -> Json:
+        self._calls += 1
+        return dict(id=call.id, type="function", function=call.function)
+
+    def _finish(self, figures: "Figures") -> Finish:
+        usual = finish_of(figures)
+        return "tool_calls" if self._calls and usual == "stop" else usual
 
     def opening(self) -> list[Json]:
         return [self._delta(dict(content="", role="assistant"))]

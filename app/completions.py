@@ -27,6 +27,7 @@ from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
 from vismoe.app.schemas import ChatRequest, CompletionRequest, ContentPart, Sampling, count_values, parse
 from vismoe.errors import InputError
+from vismoe.models.inputs.responses import Piece
 from vismoe.models.inputs.rgb import Header
 from vismoe.options import RequestOptions
 
@@ -57,7 +58,7 @@ class Completions:
         async def call(request: ChatRequest, share: MemoryShare) -> Call:
             options = self._chat_options(request)
             messages = await self._messages(request, share, options.image_tokens)
-            return partial(self._engine.chat, messages, options)
+            return partial(self._engine.chat, messages, options, **request.of_template)
 
         return await self._answer(http, ChatRequest, call, ChatAnswer)
 
@@ -91,13 +92,13 @@ class Completions:
                 if wish.change:  # a change may be impossible, so the response waits until that is known
                     pieces = await begun(pieces)
                 return EventStream(answer, reply, pieces, caller, partial(self._callers.ends, caller))
-            text = "".join([piece async for piece in said.pieces()])
+            whole = [piece async for piece in said.pieces()]
             caller.check()
         except BaseException:
             self._callers.ends(caller)
             raise
         self._callers.ends(caller)
-        return JSONResponse(answer.whole(text, reply.figures), headers={REQUEST_ID: answer.id})
+        return JSONResponse(answer.whole(whole, reply.figures), headers={REQUEST_ID: answer.id})
 
     async def _asked(
         self, http: Request, caller: Caller, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
@@ -133,6 +134,9 @@ class Completions:
         """The conversation in the engine's form, with opened images."""
         messages, sizes = request.conversation, request.sizes
         texts = [part.text for message in messages for part in message.content or () if part.text]
+        texts += [json.dumps(message.further) for message in messages if message.further]
+        if request.tools:
+            texts.append(json.dumps([tool.model_dump() for tool in request.tools]))
         self._check_length(sum(map(len, texts)), "messages")
         opened = await self._pictures(
             [part.source or "" for part in request.pictures], sizes, share, image_tokens, text_bytes(texts)
@@ -145,6 +149,7 @@ class Completions:
                     {"type": "text", "text": part.text} if part.source is None else next(images)
                     for part in message.content or [EMPTY]
                 ],
+                **message.further,
             }
             for message in messages
         ]
@@ -192,7 +197,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: TextAnswer, reply: Any, pieces: AsyncIterator[str], caller: Caller, ends: Callable[[], None]):
+    def __init__(self, answer: TextAnswer, reply: Any, pieces: AsyncIterator[Piece], caller: Caller, ends: Callable[[], None]):
         super().__init__(headers={REQUEST_ID: answer.id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._answer, self._reply, self._pieces, self._caller, self._ends = answer, reply, pieces, caller, ends
@@ -241,23 +246,23 @@ class Said:
     """A reply's text as it arrives. The reply and its caller both hold `share` until the reply has ended."""
 
     def __init__(self, reply: Any, share: MemoryShare):
-        arrived = asyncio.Queue[str | None]()
+        arrived = asyncio.Queue[Piece | None]()
         self._reply, self._arrived = reply, arrived
         share.users += 1
         loop = asyncio.get_running_loop()
 
-        def arrive(piece: str | None) -> None:
+        def arrive(piece: Piece | None) -> None:
             arrived.put_nowait(piece)
             if piece is None:
                 share.let_go()
 
-        def put(piece: str | None) -> None:  # runs on the model's thread
+        def put(piece: Piece | None) -> None:  # runs on the model's thread
             with suppress(RuntimeError):  # the loop was closed, so there is no reader
                 loop.call_soon_threadsafe(arrive, piece)
 
         reply.deliver_to(put)
 
-    async def pieces(self, beat_s: float | None = None) -> AsyncIterator[str]:
+    async def pieces(self, beat_s: float | None = None) -> AsyncIterator[Piece]:
         """Yields the text, and an empty piece whenever `beat_s` passed without any. Raises the reply's error."""
         while True:
             try:
@@ -288,11 +293,11 @@ async def body_of(http: Request, share: MemoryShare) -> bytearray:
     return body
 
 
-async def begun(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+async def begun(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
     """The same pieces, after the first piece or keep-alive arrived. Raises the error that came instead."""
     first = await anext(pieces, None)
 
-    async def all_of_them() -> AsyncIterator[str]:
+    async def all_of_them() -> AsyncIterator[Piece]:
         if first is not None:
             yield first
         async for piece in pieces:

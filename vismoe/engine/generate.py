@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.generation.streamers import TextStreamer
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
+from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.models.visual.growing_cache import grow_in_place
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
@@ -206,9 +207,11 @@ class TokenLoop:
 class TextPieces(TextStreamer):
     """Turns generated ids into printable pieces; holds back what may still change (half a character, half a word)."""
 
-    def __init__(self, tokenizer: Any, emit: Callable[[str], None], stop: Sequence[str] = ()):
-        super().__init__(tokenizer, skip_special_tokens=True)
+    def __init__(self, tokenizer: Any, emit: Callable[[str], None], stop: Sequence[str] = (), kept: Collection[int] = ()):
+        """kept: special tokens that stay in the text."""
+        super().__init__(tokenizer, skip_special_tokens=not kept)
         self._emit, self._stop = emit, StopStrings(stop)
+        self._left_out = set(tokenizer.all_special_ids) - set(kept) if kept else set[int]()
 
     @property
     def stopped(self) -> bool:
@@ -216,7 +219,8 @@ class TextPieces(TextStreamer):
         return self._stop.found
 
     def add(self, token: int) -> None:
-        self.put(torch.tensor([token]))
+        if token not in self._left_out:
+            self.put(torch.tensor([token]))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         piece = self._stop.before(text, last=stream_end)
@@ -253,30 +257,46 @@ class StopStrings:
 
 @dataclass
 class Reply:
-    """Iterate it for pieces of text; then `answer` and `figures` are there. An error of the request is raised while iterating."""
+    """Iterate it for pieces of text; then `answer` and `figures` are there. An error of the request is raised while iterating.
+
+    `pieces` has what the model thinks and the calls that it asks for as well, which are in `reasoning` and `tool_calls`.
+    """
 
     answer: str = ""  # what was iterated so far
     text: str = ""  # what was generated so far
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     error: BaseException | None = None  # what ended it, once it has ended
     flag: threading.Event = field(default_factory=threading.Event)  # set: stop
     _figures: Figures | None = None
     _ended: bool = False  # the iterator has seen the end
-    _pieces: "queue.SimpleQueue[str | None]" = field(default_factory=queue.SimpleQueue)
-    _put: Callable[[str | None], None] | None = None
+    _pieces: "queue.SimpleQueue[Piece | None]" = field(default_factory=queue.SimpleQueue)
+    _put: Callable[[Piece | None], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __iter__(self) -> Iterator[str]:
+        yield from (piece for piece in self.pieces() if isinstance(piece, str))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Text, Reasoning and ToolCall, as they come."""
         while not self._ended:
             piece = self._pieces.get()
             if piece is None:
                 self._ended = True
             else:
-                self.answer += piece
+                self.answer += piece if isinstance(piece, str) else ""
                 yield piece
         if self.error is not None:
             raise self.error
 
-    def deliver_to(self, put: Callable[[str | None], None]) -> None:
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation that goes on."""
+        calls = [{"id": call.id, "type": "function", "function": call.function} for call in self.tool_calls]
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.text, **thought, **({"tool_calls": calls} if calls else {})}
+
+    def deliver_to(self, put: Callable[[Piece | None], None]) -> None:
         """Instead of iterating: `put` gets every piece so far, now, and those to come on the model's thread, then None.
 
         It must not wait, nor close the engine. After None there are `figures`, or an `error`.
@@ -297,8 +317,13 @@ class Reply:
         return self._figures
 
     # -- the model thread's side
-    def emit(self, piece: str) -> None:
-        self.text += piece
+    def emit(self, piece: Piece) -> None:
+        if isinstance(piece, str):
+            self.text += piece
+        elif isinstance(piece, Reasoning):
+            self.reasoning += piece.text
+        else:
+            self.tool_calls.append(piece)
         self._deliver(piece)
 
     def end(self, figures: Figures | None = None, error: BaseException | None = None) -> None:
@@ -306,6 +331,6 @@ class Reply:
         self.error = error
         self._deliver(None)
 
-    def _deliver(self, piece: str | None) -> None:
+    def _deliver(self, piece: Piece | None) -> None:
         with self._lock:
             (self._put or self._pieces.put)(piece)

@@ -22,7 +22,7 @@ from transformers import BatchFeature, LogitsProcessorList
 
 from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
-from vismoe.engine.grammar import GrammarMask
+from vismoe.engine.grammar import GrammarMask, ReasoningLimit, Thought
 from vismoe.engine.pace import Pace
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.shared_pass import SharedPasses
@@ -207,8 +207,17 @@ class Request:
         self._said: list[int] = []  # tokens of the answer
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
-        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
+        self._parser = prompt.parser() if prompt.parser is not None else None
+        kept = shared.prompts.kept_specials if self._parser is not None else frozenset[int]()
+        self._text = TextPieces(shared.prompts.tokenizer, self._say, options.stop, kept)
         self._drafter, self._mask = Drafter(shared.drafts, draft), mask
+        self._limit: ReasoningLimit | None = None
+        if self._parser is not None and (around := shared.prompts.around_reasoning) is not None:
+            thought = partial(Thought, shared.prompts.tokenizer, *around, self._parser.thinking)
+            if mask is not None and self._parser.thinking:
+                mask.thought = thought()
+            if options.reasoning_tokens is not None:
+                self._limit = ReasoningLimit(thought(), options.reasoning_tokens)
         self._loop: TokenLoop | None = None
         self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
         self._numbers: np.ndarray | None = None
@@ -397,6 +406,8 @@ class Request:
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""
         self._text.end()
+        for piece in self._parser.end() if self._parser is not None else ():
+            self.reply.emit(piece)
         figures = self._figures()
         self._leave()
         self._shared.ended[figures.finish] += 1
@@ -472,8 +483,9 @@ class Request:
         model, seed = self._shared.model, self.options.seed
         generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
         how = self.options.for_generate(self.most_tokens)
-        if self._mask is not None:
-            how["logits_processor"] = LogitsProcessorList([self._mask.restart()])
+        processors = [one for one in (self._limit, self._mask) if one is not None]
+        if processors:
+            how["logits_processor"] = LogitsProcessorList([one.restart() for one in processors])
         return TokenLoop(model, inputs.to(model.device), how, generator)
 
     def _beginning(self) -> tuple[Prefix | None, list[int]]:
@@ -543,6 +555,10 @@ class Request:
             if pruner is not None:
                 pruner.pruning = usual
 
+    def _say(self, text: str) -> None:
+        for piece in self._parser.feed(text) if self._parser is not None else (text,):
+            self.reply.emit(piece)
+
     def _answer(self, token: int, last: bool) -> bool:
         """A token of the answer is there; whether another one is wanted."""
         assert self._loop is not None
@@ -581,6 +597,8 @@ class Request:
         counters = happened if self._counters is None else self._counters + happened
         return Figures(
             answer=self.reply.text,
+            reasoning=self.reply.reasoning,
+            tool_calls=tuple(self.reply.tool_calls),
             finish="stop" if self._text.stopped else self._finish or "cancelled",
             plan=shared.plan,
             images=prompt.images,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vismoe.engine.engine import Engine, load
     from vismoe.engine.generate import Figures, Reply
     from vismoe.errors import VisMoEError
-    from vismoe.models.load.quantizer import VisMoEConfig
     from vismoe.models.inputs.responses import Tools
+    from vismoe.models.load.quantizer import VisMoEConfig
     from vismoe.models.load.runtime import runtime_of
     from vismoe.options import RequestOptions
     from vismoe.planning.plan import Plan

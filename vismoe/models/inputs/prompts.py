@@ -1,6 +1,7 @@
 """Turns a conversation into model inputs, with the family's chat template and processor, and finds its visual tokens."""
 
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -250,8 +251,9 @@ class PromptBuilder:
             raise InputError(
                 "this model's chat template knows no tools. Fix: leave tools out, and say in the text what can be called and how"
             )
+        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in template:
-            if name in ("messages", "tools", "add_generation_prompt") or not self.knows(name):
+            if name in own or not self.knows(name):
                 raise InputError(f"this model's chat template has no variable {name!r}. Fix: leave it out")
         return {**template, **({"tools": offered} if offered else {})}
 

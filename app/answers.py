@@ -5,12 +5,14 @@ tests/test_serve.py checks them with the types of the `openai` package, which ta
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
+    from vismoe.engine.logprobs import TokenLogprob
     from vismoe.engine.stats import Figures, PrecisionInfo
 
 Finish = Literal["stop", "length"]
@@ -75,26 +77,38 @@ def finish_of(figures: "Figures") -> Finish:
     return "length" if figures.finish == "length" else "stop"
 
 
+LEAST_LOGPROB = -9999.0  # of what is impossible; JSON has no infinity
+
+
+def tokens_of(piece: str) -> "tuple[TokenLogprob, ...]":
+    """The tokens that a piece brings, where their log probabilities were asked for."""
+    return getattr(piece, "logprobs", ())
+
+
+def _entry(token: "TokenLogprob") -> Json:
+    return dict(token=token.text, bytes=list(token.bytes), logprob=max(token.logprob, LEAST_LOGPROB))
+
+
 class TextAnswer:
     """The answer to a completion request, whole or in chunks, which have the same form."""
 
     kind = "cmpl"  # the beginning of its id
     object = "text_completion"
 
-    def __init__(self, model: str, include_usage: bool = False):
+    def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
         self._made: Json = {"created": int(time.time()), "model": model}
-        self._include_usage = include_usage
+        self._include_usage, self._logprobs = include_usage, logprobs
 
-    def whole(self, text: str, figures: "Figures") -> Json:
-        return self._part(text, finish_of(figures), usage=usage_of(figures), vismoe=vismoe_of(figures))
+    def whole(self, text: str, figures: "Figures", tokens: "Sequence[TokenLogprob]" = ()) -> Json:
+        return self._part(text, finish_of(figures), tokens, usage=usage_of(figures), vismoe=vismoe_of(figures))
 
     def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
         return []
 
     def piece(self, text: str) -> Json:
-        return self._part(text)
+        return self._part(text, None, tokens_of(text))
 
     def closing(self, figures: "Figures") -> list[Json]:
         """Chunks after the last piece of text; the very last one has the statistics."""
@@ -103,9 +117,20 @@ class TextAnswer:
             return [self._part(None, finish_of(figures), **extras)]
         return [self._part(None, finish_of(figures)), self._chunk([], usage=usage_of(figures), **extras)]
 
-    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> Json:
+    def _part(self, text: str | None, finish: Finish | None = None, tokens: "Sequence[TokenLogprob]" = (), **extras: Any) -> Json:
         """One chunk; `text` None: it has no text."""
-        return self._chunk([dict(finish_reason=finish, index=0, logprobs=None, text=text or "")], **extras)
+        logprobs = self._probabilities(tokens) if self._logprobs and text is not None else None
+        return self._chunk([dict(finish_reason=finish, index=0, logprobs=logprobs, text=text or "")], **extras)
+
+    def _probabilities(self, tokens: "Sequence[TokenLogprob]") -> Json:
+        entries = list(map(_entry, tokens))
+        top = [[*map(_entry, token.top[::-1]), entry] for token, entry in zip(tokens, entries)]  # the likelier one of equal texts
+        return dict(
+            tokens=[entry["token"] for entry in entries],
+            token_logprobs=[entry["logprob"] for entry in entries],
+            top_logprobs=[{one["token"]: one["logprob"] for one in likely} for likely in top],
+            text_offset=[token.offset for token in tokens],
+        )
 
     def _chunk(self, choices: list[Json], **extras: Any) -> Json:
         return dict(id=self.id, choices=choices, **self._made, object=self.object, **extras)
@@ -117,18 +142,24 @@ class ChatAnswer(TextAnswer):
     kind = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def whole(self, text: str, figures: "Figures") -> Json:
+    def whole(self, text: str, figures: "Figures", tokens: "Sequence[TokenLogprob]" = ()) -> Json:
         message = dict(content=text, refusal=None, role="assistant")
-        choice = dict(finish_reason=finish_of(figures), index=0, logprobs=None, message=message)
+        logprobs = self._probabilities(tokens) if self._logprobs else None
+        choice = dict(finish_reason=finish_of(figures), index=0, logprobs=logprobs, message=message)
         further = dict(usage=usage_of(figures), vismoe=vismoe_of(figures))
         return self._chunk([choice], **further) | {"object": "chat.completion"}
 
     def opening(self) -> list[Json]:
         return [self._delta(dict(content="", role="assistant"))]
 
-    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> Json:
-        return self._delta({} if text is None else dict(content=text), finish, **extras)
+    def _part(self, text: str | None, finish: Finish | None = None, tokens: "Sequence[TokenLogprob]" = (), **extras: Any) -> Json:
+        logprobs = self._probabilities(tokens) if self._logprobs and text is not None else None
+        return self._delta({} if text is None else dict(content=text), finish, logprobs, **extras)
 
-    def _delta(self, delta: Json, finish: Finish | None = None, **extras: Any) -> Json:
-        choice = dict(delta=delta, index=0, finish_reason=finish, logprobs=None)
+    def _probabilities(self, tokens: "Sequence[TokenLogprob]") -> Json:
+        content = [_entry(token) | {"top_logprobs": list(map(_entry, token.top))} for token in tokens]
+        return dict(content=content, refusal=None)
+
+    def _delta(self, delta: Json, finish: Finish | None = None, logprobs: Json | None = None, **extras: Any) -> Json:
+        choice = dict(delta=delta, index=0, finish_reason=finish, logprobs=logprobs)
         return self._chunk([choice], **({"usage": None} if self._include_usage else {}), **extras)

@@ -24,6 +24,7 @@ from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.grammar import GrammarMask
 from vismoe.engine.pace import Pace
+from vismoe.engine.penalties import Penalties
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.shared_pass import SharedPasses
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
@@ -207,7 +208,8 @@ class Request:
         self._said: list[int] = []  # tokens of the answer
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
-        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop)
+        logprobs = reply.logprobs if options.logprobs is not None else None
+        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop, logprobs)
         self._drafter, self._mask = Drafter(shared.drafts, draft), mask
         self._loop: TokenLoop | None = None
         self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
@@ -471,10 +473,15 @@ class Request:
     def _new_loop(self, inputs: BatchFeature) -> TokenLoop:
         model, seed = self._shared.model, self.options.seed
         generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
-        how = self.options.for_generate(self.most_tokens)
-        if self._mask is not None:
-            how["logits_processor"] = LogitsProcessorList([self._mask.restart()])
-        return TokenLoop(model, inputs.to(model.device), how, generator)
+        how, processors = self.options.for_generate(self.most_tokens), LogitsProcessorList()
+        presence, frequency = self.options.presence_penalty or 0.0, self.options.frequency_penalty or 0.0
+        if presence or frequency:
+            processors.append(Penalties(inputs["input_ids"].shape[1], presence, frequency))
+        if self._mask is not None:  # the last one before sampling: what may not follow stays without a chance
+            processors.append(self._mask.restart())
+        loop = TokenLoop(model, inputs.to(model.device), {**how, "logits_processor": processors}, generator)
+        loop.logprobs = self.options.logprobs
+        return loop
 
     def _beginning(self) -> tuple[Prefix | None, list[int]]:
         """(what an earlier request has left of this prompt, the ends of the pieces in which the rest is read).
@@ -551,7 +558,7 @@ class Request:
             return True
         self._said.append(token)
         self.clock.token()
-        self._text.add(token)
+        self._text.add(token, self._loop.chances)
         if self._text.stopped or self._loop.ends_with(token):
             self._finish = "stop"
         elif last:

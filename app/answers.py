@@ -13,6 +13,7 @@ from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
+    from vismoe.engine.logprobs import TokenLogprob
     from vismoe.engine.stats import Figures, PrecisionInfo
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -77,8 +78,21 @@ def finish_of(figures: "Figures") -> Finish:
     return "length" if figures.finish == "length" else "stop"
 
 
-def _text(pieces: Sequence[Piece]) -> str:
+LEAST_LOGPROB = -9999.0  # of what is impossible; JSON has no infinity
+
+
+def text_of(pieces: Sequence[Piece]) -> str:
+    """Without reasoning and calls."""
     return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+def tokens_of(pieces: Sequence[Piece]) -> "list[TokenLogprob]":
+    """The tokens that these pieces bring, where their log probabilities were asked for."""
+    return [token for piece in pieces for token in getattr(piece, "logprobs", ())]
+
+
+def _entry(token: "TokenLogprob") -> Json:
+    return dict(token=token.text, bytes=list(token.bytes), logprob=max(token.logprob, LEAST_LOGPROB))
 
 
 class TextAnswer:
@@ -87,34 +101,46 @@ class TextAnswer:
     kind = "cmpl"  # the beginning of its id
     object = "text_completion"
 
-    def __init__(self, model: str, include_usage: bool = False):
+    def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
         self._made: Json = {"created": int(time.time()), "model": model}
-        self._include_usage = include_usage
+        self._include_usage, self._logprobs = include_usage, logprobs
 
     def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
-        return self._part(_text(pieces), self._finish(figures), usage=usage_of(figures), vismoe=vismoe_of(figures))
+        text, finish, tokens = text_of(pieces), self._finish(figures), tokens_of(pieces)
+        return self._part(text, finish, tokens, usage=usage_of(figures), vismoe=vismoe_of(figures))
 
     def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
         return []
 
     def piece(self, piece: Piece) -> Json:
-        return self._part(_text([piece]))
+        return self._part(text_of([piece]), None, tokens_of([piece]))
 
     def _finish(self, figures: "Figures") -> Finish:
         return finish_of(figures)
 
     def closing(self, figures: "Figures") -> list[Json]:
         """Chunks after the last piece of text; the very last one has the statistics."""
-        extras = {"vismoe": vismoe_of(figures)}
+        ours = vismoe_of(figures)
         if not self._include_usage:
-            return [self._part(None, self._finish(figures), **extras)]
-        return [self._part(None, self._finish(figures)), self._chunk([], usage=usage_of(figures), **extras)]
+            return [self._part(None, self._finish(figures), vismoe=ours)]
+        return [self._part(None, self._finish(figures)), self._chunk([], usage=usage_of(figures), vismoe=ours)]
 
-    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> Json:
+    def _part(self, text: str | None, finish: Finish | None = None, tokens: "Sequence[TokenLogprob]" = (), **extras: Any) -> Json:
         """One chunk; `text` None: it has no text."""
-        return self._chunk([dict(finish_reason=finish, index=0, logprobs=None, text=text or "")], **extras)
+        logprobs = self._probabilities(tokens) if self._logprobs and text is not None else None
+        return self._chunk([dict(finish_reason=finish, index=0, logprobs=logprobs, text=text or "")], **extras)
+
+    def _probabilities(self, tokens: "Sequence[TokenLogprob]") -> Json:
+        entries = list(map(_entry, tokens))
+        top = [[*map(_entry, token.top[::-1]), entry] for token, entry in zip(tokens, entries)]  # the likelier one of equal texts
+        return dict(
+            tokens=[entry["token"] for entry in entries],
+            token_logprobs=[entry["logprob"] for entry in entries],
+            top_logprobs=[{one["token"]: one["logprob"] for one in likely} for likely in top],
+            text_offset=[token.offset for token in tokens],
+        )
 
     def _chunk(self, choices: list[Json], **extras: Any) -> Json:
         return dict(id=self.id, choices=choices, **self._made, object=self.object, **extras)
@@ -126,24 +152,25 @@ class ChatAnswer(TextAnswer):
     kind = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def __init__(self, model: str, include_usage: bool = False):
-        super().__init__(model, include_usage)
+    def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
+        super().__init__(model, include_usage, logprobs)
         self._calls = 0  # that were told
 
     def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
         calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCall)]
-        message: Json = dict(content=_text(pieces) or (None if calls else ""), refusal=None, role="assistant")
+        message: Json = dict(content=text_of(pieces) or (None if calls else ""), refusal=None, role="assistant")
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        choice = dict(finish_reason=self._finish(figures), index=0, logprobs=None, message=message)
+        logprobs = self._probabilities(tokens_of(pieces)) if self._logprobs else None
+        choice = dict(finish_reason=self._finish(figures), index=0, logprobs=logprobs, message=message)
         further = dict(usage=usage_of(figures), vismoe=vismoe_of(figures))
         return self._chunk([choice], **further) | {"object": "chat.completion"}
 
     def piece(self, piece: Piece) -> Json:
         if isinstance(piece, ToolCall):
             return self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))
-        return self._delta(dict(reasoning_content=piece.text)) if isinstance(piece, Reasoning) else self._part(piece)
+        return self._delta(dict(reasoning_content=piece.text)) if isinstance(piece, Reasoning) else super().piece(piece)
 
     def _call(self, call: ToolCall) -> Json:
         self._calls += 1
@@ -156,9 +183,14 @@ class ChatAnswer(TextAnswer):
     def opening(self) -> list[Json]:
         return [self._delta(dict(content="", role="assistant"))]
 
-    def _part(self, text: str | None, finish: Finish | None = None, **extras: Any) -> Json:
-        return self._delta({} if text is None else dict(content=text), finish, **extras)
+    def _part(self, text: str | None, finish: Finish | None = None, tokens: "Sequence[TokenLogprob]" = (), **extras: Any) -> Json:
+        logprobs = self._probabilities(tokens) if self._logprobs and text is not None else None
+        return self._delta({} if text is None else dict(content=text), finish, logprobs, **extras)
 
-    def _delta(self, delta: Json, finish: Finish | None = None, **extras: Any) -> Json:
-        choice = dict(delta=delta, index=0, finish_reason=finish, logprobs=None)
+    def _probabilities(self, tokens: "Sequence[TokenLogprob]") -> Json:
+        content = [_entry(token) | {"top_logprobs": list(map(_entry, token.top))} for token in tokens]
+        return dict(content=content, refusal=None)
+
+    def _delta(self, delta: Json, finish: Finish | None = None, logprobs: Json | None = None, **extras: Any) -> Json:
+        choice = dict(delta=delta, index=0, finish_reason=finish, logprobs=logprobs)
         return self._chunk([choice], **({"usage": None} if self._include_usage else {}), **extras)

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vismoe.app.answers import ChatAnswer, TextAnswer
+from vismoe.app.answers import ChatAnswer, TextAnswer, tokens_of
 from vismoe.app.api_errors import ApiError, api_error_of, error_body
 from vismoe.app.callers import Caller, Callers
 from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes, picture_cost, text_bytes
@@ -86,7 +86,7 @@ class Completions:
             said = Said(reply, caller.memory)
             caller.memory.is_built()
             caller.takes(reply)
-            answer = form(self._model, wish.include_usage)
+            answer = form(self._model, wish.include_usage, wish.logprobs)
             if wish.stream:
                 pieces = said.pieces(BEAT_S)
                 if wish.change:  # a change may be impossible, so the response waits until that is known
@@ -114,7 +114,9 @@ class Completions:
         self._check_model(request.model)
         caller.watch(http.receive)
         change = bool(request.vismoe and request.vismoe.change)
-        return await call_of(request, share), Wish(bool(request.stream), request.include_usage, change)
+        return await call_of(request, share), Wish(
+            bool(request.stream), request.include_usage, change, request.most_likely is not None
+        )
 
     def _check_model(self, asked: str | None) -> None:
         if asked not in (None, self._model):
@@ -216,7 +218,7 @@ class EventStream(Response):
             for chunk in self._answer.opening():
                 yield data(chunk)
             async for piece in self._pieces:
-                yield data(self._answer.piece(piece)) if piece else BEAT
+                yield data(self._answer.piece(piece)) if piece or tokens_of([piece]) else BEAT
             self._caller.check()
             for chunk in self._answer.closing(self._reply.figures):
                 yield data(chunk)
@@ -240,6 +242,7 @@ class Wish:
     stream: bool
     include_usage: bool
     change: bool  # the request changes policy or formats
+    logprobs: bool
 
 
 class Said:

@@ -5,6 +5,7 @@ here are taken only with the value that means "not used".
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,13 +23,20 @@ from vismoe.options import (
     COLDEST,
     HOTTEST,
     MOST_STOPS,
+    MOST_TOP,
+    OF_SAMPLING,
     OPTIONS,
     AnswerTokens,
+    Bias,
     GrammarText,
+    MinP,
+    Penalty,
     ReasoningEffort,
+    RepetitionPenalty,
     RequestOptions,
     Seed,
     StopText,
+    TopK,
 )
 from vismoe.ranges import Range
 
@@ -265,6 +273,15 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _by_token(value: Any) -> Any:
+    """Keys of JSON are strings."""
+    if not isinstance(value, dict):
+        return value
+    if not all(re.fullmatch("0|[1-9][0-9]{0,17}", key) for key in value):
+        raise PydanticCustomError("logit_bias", 'keys are ids of tokens, e.g. {{"42": -100}}')
+    return {int(key): bias for key, bias in value.items()}
+
+
 class Sampling(Strict):
     """What both kinds of request have. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` are taken and not used."""
 
@@ -272,6 +289,13 @@ class Sampling(Strict):
     max_tokens: AnswerTokens | None = None
     temperature: Annotated[float, Range(0, HOTTEST)] | None = None  # 0: greedy
     top_p: Kept | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None  # llama.cpp's name of it
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[int, Bias] | None, BeforeValidator(_by_token)] = None
     seed: Seed | None = None
     stop: Annotated[list[StopText] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
     response_format: ResponseFormat | None = None
@@ -289,18 +313,28 @@ class Sampling(Strict):
             raise ApiError(400, "stream_options goes with stream=true", "stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _one_repetition_penalty(self) -> "Sampling":
+        if len({self.repetition_penalty, self.repeat_penalty} - {None}) > 1:
+            both = f"repetition_penalty={self.repetition_penalty} and repeat_penalty={self.repeat_penalty}"
+            raise ApiError(400, f"{both} differ. Fix: give one of them", "repeat_penalty")
+        return self
+
     def options(self, usual: RequestOptions, model_samples: bool) -> RequestOptions:
-        """What it asks of the engine; `usual`: where it says nothing. Temperature 0, or nearly 0, is greedy; without temperature
-        and top_p the model's generation config decides.
+        """What it asks of the engine; `usual`: where it says nothing. Temperature 0, or nearly 0, is greedy; without temperature,
+        top_p, top_k and min_p the model's generation config decides.
 
         model_samples: whether it says `do_sample`.
         """
         given = {**_options_in(self), **(_options_in(self.vismoe) if self.vismoe else {})}
         sample = self.temperature is None or self.temperature >= COLDEST
-        if self.temperature is self.top_p is None:
+        if all(getattr(self, name) is None for name in OF_SAMPLING):
             sample = model_samples
         if not sample:
-            given |= {"temperature": None, "top_p": None}
+            given |= dict.fromkeys(OF_SAMPLING)
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        given["logprobs"] = self.most_likely
         reuse = usual.reuse and given.get("reuse", True)
         return replace(usual, **{**given, "sample": sample, "reuse": reuse, "max_tokens": self.length or usual.max_tokens})
 
@@ -308,6 +342,11 @@ class Sampling(Strict):
     def json_schema(self) -> str | None:
         """What the answer follows, as text."""
         return self.response_format.schema_text if self.response_format else None
+
+    @property
+    def most_likely(self) -> int | None:
+        """Tokens whose log probabilities come with each one of the answer; None: not even its own."""
+        return None
 
     @property
     def length(self) -> int | None:
@@ -330,12 +369,18 @@ class ChatRequest(Sampling):
 
     messages: list[Message] | None = Field(None, max_length=MAX_MESSAGES)
     max_completion_tokens: AnswerTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Range(0, MOST_TOP)] | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     vismoe: VismoeRequest | None = None
+
+    @property
+    def most_likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def reasoning(self) -> str | None:
@@ -393,6 +438,12 @@ class ChatRequest(Sampling):
         return self
 
     @model_validator(mode="after")
+    def _logprobs_of_something(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, f"top_logprobs={self.top_logprobs} goes with logprobs=true", "top_logprobs")
+        return self
+
+    @model_validator(mode="after")
     def _one_length(self) -> "ChatRequest":
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             both = f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}"
@@ -408,17 +459,17 @@ class CompletionRequest(Sampling):
     """The body of /v1/completions: one prompt as text."""
 
     prompt: Annotated[str, Field(min_length=1), BeforeValidator(_one_prompt)]
+    logprobs: Annotated[int, Range(0, 5)] | None = None
+
+    @property
+    def most_likely(self) -> int | None:
+        return self.logprobs
 
 
 # Known to the API and not done here: the values that ask for nothing, and what to do about any other.
 ANSWERS_ONLY = "this server answers with text only"
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "one answer a request; send it again for another"),
-    "logprobs": ((False,), "log probabilities are not computed"),
-    "top_logprobs": ((0,), "log probabilities are not computed"),
-    "logit_bias": (({},), "logits are not changed"),
-    "presence_penalty": ((0,), "penalties are not applied"),
-    "frequency_penalty": ((0,), "penalties are not applied"),
     "functions": (([],), "they are called tools now"),
     "function_call": (("none", "auto"), "it is called tool_choice now"),
     "modalities": ((["text"],), ANSWERS_ONLY),

@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from vismoe.config import MOST_TOKENS
 from vismoe.errors import InputError
-from vismoe.options import COLDEST, RequestOptions
+from vismoe.options import COLDEST, OF_SAMPLING, RepetitionPenalty, RequestOptions
 from vismoe.ranges import Range, shown, unencodable
 
 ADDED_BY_LMMS_EVAL = "\n\n"  # its default stop string for tasks without one; its own models ignore this
 HOTTEST = 100  # highest temperature of a task; tasks are not bound by the engine's limit
 UNDERSTOOD = {
-    "until", "stop_sequences", "max_new_tokens", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "num_beams",
-    "repetition_penalty",
+    "until", "stop_sequences", "max_new_tokens", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p",
+    "num_beams", "repetition_penalty",
 }  # fmt: skip
 FOR_OTHERS = {"image_aspect_ratio", "seed"}  # options for other models' image cropping; lmms-eval seeds torch itself
 
@@ -24,9 +23,8 @@ class Generation(RequestOptions):
 
     temperature: Annotated[float, Range(0, HOTTEST)] | None = None
     stop: str | Sequence[str] = ()
-    top_k: Annotated[int, Range(0, MOST_TOKENS)] | None = None
     num_beams: Annotated[int, Range(1, 2**12)] = 1
-    repetition_penalty: Annotated[float, Range(0, 100, above=True)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
     @classmethod
     def of(cls, asked: dict[str, Any], usual_tokens: int | None) -> "Generation":
@@ -43,7 +41,7 @@ class Generation(RequestOptions):
             raise InputError(
                 f"generation_kwargs: {', '.join(sorted(unknown))} are not supported. Fix: only {', '.join(sorted(UNDERSTOOD))}"
             )
-        chosen: dict[str, Any] = {name: asked.get(name) if sample else None for name in ("temperature", "top_p", "top_k")}
+        chosen: dict[str, Any] = {name: asked.get(name) if sample else None for name in OF_SAMPLING}
         return cls(
             max_tokens=asked.get("max_new_tokens") or asked.get("max_gen_toks") or usual_tokens,
             stop=tuple(string for string in _texts(until) if string != ADDED_BY_LMMS_EVAL),
@@ -55,9 +53,7 @@ class Generation(RequestOptions):
 
     def for_generate(self, max_new_tokens: int) -> dict[str, Any]:
         """As of any request. Values of sampling that the task does not set are the model's own."""
-        options = super().for_generate(max_new_tokens)
-        options |= {} if self.top_k is None else {"top_k": self.top_k}
-        return {**options, "num_beams": self.num_beams, "repetition_penalty": float(self.repetition_penalty)}
+        return {**super().for_generate(max_new_tokens), "num_beams": self.num_beams}
 
 
 def _texts(until: Any) -> list[str]:

@@ -28,7 +28,7 @@ from vismoe.config import SETTINGS, Settings
 from vismoe.errors import ConfigError, InputError, VisMoEError
 from vismoe.models.family import checkpoint_files as checked
 from vismoe.models.load.quantizer import VisMoEConfig
-from vismoe.options import OPTIONS, RequestOptions
+from vismoe.options import OF_SAMPLING, OPTIONS, RequestOptions
 from vismoe.ranges import Several, ValueKind, rules_of
 
 PICTURE = Image.new("RGB", (64, 64), "red")
@@ -124,7 +124,8 @@ def effect(name: str, asked: Any) -> Any:
         "max_tokens": asked.most_tokens,
         "sample": asked.options.for_generate(1)["do_sample"],
         "temperature": asked.options.for_generate(1).get("temperature"),
-        "top_p": asked.options.for_generate(1).get("top_p"),
+        **{name: asked.options.for_generate(1).get(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
+        **{name: getattr(asked.options, name) for name in ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs")},
         "seed": asked.options.seed,
         "stop": asked.options.stop,
         "keep": asked.pruning.keep if asked.pruning else 1,
@@ -142,7 +143,7 @@ def effect(name: str, asked: Any) -> Any:
 def test_a_request_takes_an_option_or_says_what_it_can_be(engine, asked, drawn):
     name, value = drawn
     picture = {"type": "image", "image": PICTURE}
-    options = {"sample": True} if name in ("temperature", "top_p") else {"keep": 0.5} if name == "selection" else {}
+    options = {"sample": True} if name in OF_SAMPLING else {"keep": 0.5} if name == "selection" else {}
     options |= {name: value}
     try:
         engine.chat([{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}], **options)
@@ -262,7 +263,21 @@ def test_a_flag_is_taken_or_refused_with_exit_code_2_and_a_sentence(loading, cap
         assert len(said) < 6000 and not SETTINGS[name].holds(text)
 
 
-@pytest.mark.parametrize("flag", ["--max-tokens", "--image-tokens", "--seed", "--device", "--dtype", "--revision", "--model"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--max-tokens",
+        "--image-tokens",
+        "--seed",
+        "--top-k",
+        "--min-p",
+        "--presence-penalty",
+        "--device",
+        "--dtype",
+        "--revision",
+        "--model",
+    ],
+)
 @pytest.mark.parametrize("text", [odd for odd in ODD if isinstance(odd, str)], ids=lambda text: ascii(text)[:20])
 def test_other_flags_never_end_in_a_traceback(loading, capsys, flag, text):
     assert cli.main(["chat", f"{flag}={text}", "Hi?"]) == 2
@@ -298,6 +313,14 @@ IN_BODY = (
     "max_completion_tokens",
     "temperature",
     "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_logprobs",
     "seed",
     "stop",
     "stream",
@@ -310,7 +333,7 @@ OURS = ("keep", "selection", "image_tokens", "policy", "formats", "retention", "
 
 
 def rule_of(name: str):
-    return OPTIONS.get(name) or OPTIONS["max_tokens"]
+    return OPTIONS.get(name) or OPTIONS["repetition_penalty" if name == "repeat_penalty" else "max_tokens"]
 
 
 @runs(max_examples=examples(250), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -371,7 +394,7 @@ def test_the_model_class_of_lmms_eval_takes_its_arguments_or_refuses_them(name, 
     assert getattr(made, name if name == "batch_size" else f"_{name}") == value
 
 
-KWARGS = ["max_new_tokens", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "num_beams", "until"]
+KWARGS = ["max_new_tokens", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p", "num_beams", "until"]
 KWARGS += ["repetition_penalty", "stop_sequences"]
 
 

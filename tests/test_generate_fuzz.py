@@ -23,7 +23,7 @@ from vismoe.app.schemas import ChatRequest, CompletionRequest, parse
 from vismoe.config import Settings
 from vismoe.engine.stats import Figures
 from vismoe.errors import InputError, VisMoEError
-from vismoe.options import COLDEST, OPTIONS, RequestOptions
+from vismoe.options import COLDEST, OF_SAMPLING, OPTIONS, PENALTIES, RequestOptions
 
 SHARED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 QUESTIONS = ("What is a cache?", "Describe the red circle.", "\n\n", "naïve 图 🙂 \u202e", "a" * 60)
@@ -47,6 +47,13 @@ ANSWER_OPTIONS = st.fixed_dictionaries(
         "max_tokens": st.one_of(st.integers(1, 8), st.integers(1, 8), st.none()),
         "temperature": st.one_of(st.floats(COLDEST, 2), st.just(COLDEST)),
         "top_p": shares,
+        "top_k": st.integers(0, 600),
+        "min_p": st.floats(0, 1),
+        "repetition_penalty": st.floats(0.01, 100),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "logit_bias": st.dictionaries(st.integers(0, 999), st.floats(-100, 100), max_size=3),
+        "logprobs": st.integers(0, 20),
         "seed": st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, -1, 2**32])),
         "stop": st.one_of(
             st.sampled_from(["e", " ", "\n", "图", "is a"]), st.lists(st.sampled_from(["a", "the", "?"]), max_size=4)
@@ -70,7 +77,7 @@ def test_an_answer_keeps_to_its_options_whatever_they_are(engine, question, imag
     try:
         text, figures = answer(engine, question, options, images)
     except InputError as error:
-        assert not options["sample"] and options.keys() & {"temperature", "top_p"}, error
+        assert not options["sample"] and options.keys() & set(OF_SAMPLING), error
         assert "sample=True" in str(error)
         return
     most = CONTEXT - figures.prompt_tokens
@@ -79,7 +86,7 @@ def test_an_answer_keeps_to_its_options_whatever_they_are(engine, question, imag
         assert figures.answer_tokens == min(options.get("max_tokens") or most, most)
     stops = options.get("stop", ())
     assert not any(stop in text for stop in ([stops] if isinstance(stops, str) else stops))
-    same = {name: options[name] for name in ("keep", "selection", "image_tokens") if name in options}
+    same = {name: options[name] for name in ("keep", "selection", "image_tokens", *PENALTIES, "logit_bias") if name in options}
     if not options["sample"]:
         other, _ = answer(engine, question, {**same, "max_tokens": 8}, images)
         shorter, longer = sorted((text.rstrip("\ufffd"), other.rstrip("\ufffd")), key=len)
@@ -183,6 +190,15 @@ BODIES = st.fixed_dictionaries(
         "max_completion_tokens": WHOLE,
         "temperature": mostly(st.floats(0, 2)),
         "top_p": mostly(shares),
+        "top_k": mostly(st.integers(0, 99)),
+        "min_p": mostly(shares),
+        "repetition_penalty": mostly(shares),
+        "repeat_penalty": mostly(shares),
+        "presence_penalty": mostly(shares),
+        "frequency_penalty": mostly(shares),
+        "logit_bias": mostly(st.dictionaries(st.integers(0, 99).map(str), mostly(shares), max_size=3)),
+        "logprobs": mostly(st.booleans()),
+        "top_logprobs": mostly(st.integers(0, 20)),
         "seed": mostly(st.integers(-(2**63), 2**63 - 1)),
         "stop": mostly(st.text(min_size=1, max_size=4)),
         "n": st.just(1),
@@ -201,8 +217,9 @@ def test_what_the_schemas_let_through_is_what_the_engine_takes(fields, chat, mod
     except (ApiError, ValidationError):
         return
     options = request.options(RequestOptions(), model_samples)  # which checks itself
-    assert options.sample or options.temperature is options.top_p is None
+    assert options.sample or all(getattr(options, name) is None for name in OF_SAMPLING)
     ours = fields.get("vismoe") or {}
     given = {**fields, **ours, "max_tokens": fields.get("max_completion_tokens") or fields.get("max_tokens")}
-    for name in ("max_tokens", "seed", "keep", "selection", "retention"):
+    given["repetition_penalty"] = fields.get("repeat_penalty") or fields.get("repetition_penalty")
+    for name in ("max_tokens", "seed", "keep", "selection", "retention", *PENALTIES):
         assert getattr(options, name) == given.get(name)

@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ from vismoe.app.options import ServeOptions
 from vismoe.cli import serve as cli_serve
 from vismoe.cli.serve import OPTIONS, SERVE, serve_options
 from vismoe.config import Settings
+from vismoe.engine.logprobs import ScoredText, TokenLogprob
 from vismoe.errors import BudgetError, ClosedError, ConfigError, ContextError, InputError, TransferError
 
 MODEL = "example/scripted"
@@ -176,6 +178,46 @@ def test_what_is_answered_has_every_field_of_the_clients_own_types(server):
     assert len(chunks) == 6 and checked.usage
 
 
+def with_tokens():
+    """A script of two pieces, whose tokens end one piece later than they begin, and one that comes with no text at all."""
+    likely = TokenLogprob(3, b"Hi", -0.5), TokenLogprob(4, b"\xe2", -math.inf)
+    first, second = TokenLogprob(1, b"Hel", -0.25, likely), TokenLogprob(2, b"lo \xe2", -1.5, (), 3)
+    pieces = ScoredText("Hello "), ScoredText(""), "?"
+    pieces[0].logprobs, pieces[1].logprobs = (first,), (second,)
+    return pieces
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_come_with_the_text_in_the_form_of_each_api(server, stream):
+    server.engine.script += [with_tokens(), with_tokens()]
+    ask = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "stream": stream}
+    old = {"prompt": "Once", "logprobs": 2, "stream": stream}
+    found = []
+    for body, path, kind in (
+        (ask, "/v1/chat/completions", ChatCompletionChunk if stream else ChatCompletion),
+        (old, "/v1/completions", Completion),
+    ):
+        response = server.post(body, path)
+        chunks = [event for event in events(response) if isinstance(event, dict)] if stream else [response.json()]
+        for chunk in chunks if kind is Completion else ():  # the client's type has no chunk without an end
+            chunk["choices"][0]["finish_reason"] = "stop"
+        found.append([choice.logprobs for chunk in chunks for choice in kind.model_validate(chunk, strict=True).choices])
+    chat, text = ([one for one in each if one is not None] for each in found)
+    assert [len(one.content) for one in chat] == [len(one.tokens) for one in text] == ([1, 1, 0] if stream else [2])
+    assert not stream or (found[0][0] is found[0][-1] is found[1][-1] is None), "neither the first nor the last chunk has text"
+    first, second = (entry for one in chat for entry in one.content)
+    assert (first.token, first.bytes, first.logprob) == ("Hel", [*b"Hel"], -0.25)
+    assert [(one.token, one.logprob) for one in first.top_logprobs] == [("Hi", -0.5), ("\\xe2", -9999.0)]
+    assert (second.token, second.bytes, second.top_logprobs) == ("lo \\xe2", [*b"lo \xe2"], [])
+    joined = {name: [value for one in text for value in getattr(one, name)] for name in type(text[0]).model_fields}
+    assert joined == {
+        "tokens": ["Hel", "lo \\xe2"],
+        "token_logprobs": [-0.25, -1.5],
+        "top_logprobs": [{"Hi": -0.5, "\\xe2": -9999.0, "Hel": -0.25}, {"lo \\xe2": -1.5}],
+        "text_offset": [0, 3],
+    }
+
+
 def test_models_are_listed_by_name_and_never_by_path(tmp_path):
     folder = tmp_path / "my-model"
     folder.mkdir()
@@ -206,6 +248,16 @@ GREEDY = {"sample": False, "temperature": None, "top_p": None}
         ({"temperature": 0, "top_p": 0.9}, GREEDY),
         ({"temperature": 0.7}, {"sample": True, "temperature": 0.7, "top_p": None}),
         ({"top_p": 0.9}, {"sample": True, "temperature": None, "top_p": 0.9}),
+        ({"extra_body": {"top_k": 5, "min_p": 0.1}}, {"sample": True, "top_k": 5, "min_p": 0.1}),
+        ({"temperature": 0, "extra_body": {"top_k": 5, "min_p": 0.1}}, {**GREEDY, "top_k": None, "min_p": None}),
+        ({"presence_penalty": -2, "frequency_penalty": 0.5}, {"presence_penalty": -2, "frequency_penalty": 0.5}),
+        ({"extra_body": {"repetition_penalty": 1.1}}, {"repetition_penalty": 1.1, "sample": True}),
+        ({"extra_body": {"repeat_penalty": 1.2, "repetition_penalty": 1.2}}, {"repetition_penalty": 1.2}),
+        ({"logit_bias": {"0": -100, "42": 1.5}}, {"logit_bias": {0: -100, 42: 1.5}}),
+        ({}, {"logprobs": None, "logit_bias": None, "presence_penalty": None}),
+        ({"logprobs": False, "top_logprobs": 0}, {"logprobs": None}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
         ({"seed": 5, "stop": "\n"}, {"seed": 5, "stop": ("\n",)}),
         ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
         ({"max_tokens": 7}, {"max_tokens": 7}),
@@ -247,10 +299,10 @@ def test_a_model_that_decodes_greedily_does_so_unless_it_is_asked_to_sample():
     engine = ScriptedEngine()
     engine.model.generation_config.do_sample = False
     with served(engine) as server:
-        for asked in ({}, {"temperature": 0.5}, {"top_p": 0.5}):
+        for asked in ({}, {"logprobs": None}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.5}):
             server.post({"messages": HELLO, **asked})
             server.post({"prompt": "x", **asked}, "/v1/completions")
-    assert [options["sample"] for _, options in engine.calls] == [False, False, True, True, True, True]
+    assert [options["sample"] for _, options in engine.calls] == [False] * 4 + [True] * 8
 
 
 def test_a_conversation_with_images_reaches_the_engine_in_order(server):
@@ -352,9 +404,22 @@ def test_a_server_with_a_fixed_policy_lets_requests_choose_the_retention_only():
     ("change", "param"),
     [
         ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]"),
+        ({"logit_bias": {"1": "5"}}, "logit_bias[1]"),
+        ({"logit_bias": {"dog": 5}}, "logit_bias"),
+        ({"logit_bias": {"01": 5}}, "logit_bias"),
+        ({"logit_bias": {"1" * 30: 5}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

@@ -170,6 +170,31 @@ def test_length_stop_and_seed(server):
     assert len({answer.choices[0].message.content for answer in sampled}) == 1
 
 
+def test_log_probabilities_whole_and_streamed_are_the_engines_own(server):
+    asked = dict(messages=asking(PICTURES[0]), logprobs=True, top_logprobs=3, frequency_penalty=0.5, seed=1, temperature=1.5)
+    image = {"type": "image", "image": str(PICTURES[0])}
+    reply = server.engine.chat(
+        [{"role": "user", "content": [{"type": "text", "text": QUESTION}, image]}],
+        **dict(logprobs=3, frequency_penalty=0.5, seed=1, sample=True, temperature=1.5, max_tokens=30),
+    )
+    text = "".join(reply)
+    answer = ask(server, max_tokens=30, extra_body={"vismoe": {"reuse": False}}, **asked).choices[0]
+    assert answer.message.content == text == b"".join(bytes(entry.bytes) for entry in answer.logprobs.content).decode()
+    mine = reply.logprobs[: len(answer.logprobs.content)]
+    assert [entry.logprob for entry in answer.logprobs.content] == [entry.logprob for entry in mine]
+    assert [[one.token for one in entry.top_logprobs] for entry in answer.logprobs.content] == [
+        [one.text for one in entry.top] for entry in mine
+    ]
+    chunks = list(ask(server, max_tokens=30, stream=True, extra_body={"vismoe": {"reuse": False}}, **asked))
+    logprobs = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].delta.content]
+    assert [entry for each in logprobs for entry in each.content] == answer.logprobs.content
+    old = dict(model=MODEL, prompt="What is", max_tokens=6, temperature=0, logprobs=2)
+    found = server.client().completions.create(**old).choices[0]
+    assert "".join(found.logprobs.tokens) == found.text and {2, 3} >= set(map(len, found.logprobs.top_logprobs))
+    for place, token in zip(found.logprobs.text_offset, found.logprobs.tokens, strict=True):
+        assert found.text[place:].startswith(token)
+
+
 def test_completions_go_on_from_raw_text(server):
     answer = server.client().completions.create(model=MODEL, prompt="What is", temperature=0, max_tokens=4)
     assert answer.usage.completion_tokens <= 4 and answer.choices[0].text

@@ -2,19 +2,23 @@
 
 import inspect
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from vismoe.config import SETTINGS, DraftName, Kept, Pair, PolicyName, Retention, Selection, Tokens
-from vismoe.errors import InputError
-from vismoe.ranges import Range, option, rules_of
+from vismoe.config import MOST_TOKENS, SETTINGS, DraftName, Kept, Pair, PolicyName, Retention, Selection, Tokens
+from vismoe.errors import ConfigError, InputError
+from vismoe.ranges import Range, Read, option, rules_of, shown
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 INT64 = 2**63
 MOST_STOPS = 4
 COLDEST, HOTTEST = 1e-9, 2  # of a temperature: logits divided by less than that may be infinite
+MOST_BIAS = 100  # of a token, up or down
+MOST_TOP = 20  # tokens looked up beside each one of an answer
+OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # options that greedy decoding has not
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OF_IMAGES = ("image_tokens", "keep", "selection")
 OF_CHAT = (*OF_IMAGES, "reasoning", "reasoning_tokens")  # options that a text alone has not
 AS_LOADED = "; None: as the engine was loaded"
@@ -24,6 +28,20 @@ Seed = Annotated[int, Range(-INT64, INT64 - 1)]
 StopText = Annotated[str, Range(1, 1000, "characters")]
 ReasoningEffort = Literal["none", "low", "medium", "high"]
 GrammarText = Annotated[str, Range(1, 100_000, "characters")]
+TopK = Annotated[int, Range(0, MOST_TOKENS)]
+MinP = Annotated[float, Range(0, 1)]
+RepetitionPenalty = Annotated[float, Range(0.01, 100)]
+Penalty = Annotated[float, Range(-2, 2)]
+Bias = Annotated[float, Range(-MOST_BIAS, MOST_BIAS)]
+
+
+def _refuse_other_biases(given: Mapping[int, float]) -> None:
+    for token, bias in given.items():
+        if type(token) is not int or token < 0 or type(bias) not in (int, float) or not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise ConfigError(f"logit_bias has {shown(token)}: {shown(bias)}; {BIASES}")
+
+
+BIASES = f"numbers from -{MOST_BIAS} to {MOST_BIAS} by the ids of tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +53,21 @@ class RequestOptions:
         None, "length of an answer, where nothing else says it (default: to the end of the planned context)", "N"
     )
     sample: bool = option(False, "sample as the model's generation config says (default: greedy)")
-    temperature: Annotated[float, Range(COLDEST, HOTTEST)] | None = option(None, "of sampling, in place of the model's own")
-    top_p: Kept | None = option(None, "of sampling, in place of the model's own")
+    temperature: Annotated[float, Range(COLDEST, HOTTEST)] | None = option(None, "of sampling, in place of the model's own", "T")
+    top_p: Kept | None = option(None, "of sampling, in place of the model's own", "P")
+    top_k: TopK | None = option(None, "sample from so many tokens, the most likely ones; 0: from all", "K")
+    min_p: MinP | None = option(None, "sample from tokens at least so likely, as a share of the most likely one", "P")
+    repetition_penalty: RepetitionPenalty | None = option(
+        None, "divide the logits of tokens that prompt or answer have; above 1: fewer repetitions", "X"
+    )
+    presence_penalty: Penalty | None = option(None, "taken off the logits of tokens that the answer has", "X")
+    frequency_penalty: Penalty | None = option(None, "the same, for each time that the answer has them", "X")
+    logit_bias: Annotated[Mapping[int, float], Read(_refuse_other_biases, BIASES)] | None = option(
+        None, "added to the logits of tokens, by their ids"
+    )
+    logprobs: Annotated[int, Range(0, MOST_TOP)] | None = option(
+        None, "log probabilities of the answer's tokens, and of so many of the most likely ones at each place", "N"
+    )
     seed: Seed | None = option(None, "makes sampling repeatable", "S")
     stop: StopText | Annotated[Sequence[StopText], Range(0, MOST_STOPS)] = option((), "the answer ends before any of these texts")
     json_schema: GrammarText | None = option(None, "the answer is JSON that follows this schema (a flag: or @FILE)", "SCHEMA")
@@ -60,21 +91,25 @@ class RequestOptions:
                 rule.check(value, InputError)
             elif value is not None:
                 SETTINGS[name].check(value)
-        if not self.sample and (self.temperature is not None or self.top_p is not None):
-            raise InputError(
-                f"temperature={self.temperature}, top_p={self.top_p} with sample=False, which is greedy. Fix: sample=True"
-            )
+        given = [f"{name}={value}" for name in OF_SAMPLING if (value := getattr(self, name)) is not None]
+        if given and not self.sample:
+            raise InputError(f"{', '.join(given)} with sample=False, which is greedy. Fix: sample=True")
         if self.json_schema is not None and self.grammar is not None:
             raise InputError("json_schema and grammar: an answer follows one of them. Fix: leave one out")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
 
     def for_generate(self, max_new_tokens: int) -> dict[str, Any]:
         """How tokens are chosen, as keyword arguments of transformers' generate."""
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": self.sample}
+        values = {name: getattr(self, name) for name in (*OF_SAMPLING, "repetition_penalty")}
+        how |= {name: value if name == "top_k" else float(value) for name, value in values.items() if value is not None}
         if not self.sample:
-            return {"max_new_tokens": max_new_tokens, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        given = {"temperature": self.temperature, "top_p": self.top_p}
-        chosen = {name: float(value) for name, value in given.items() if value is not None}
-        return {"max_new_tokens": max_new_tokens, "do_sample": True, **chosen}
+            how |= dict.fromkeys(OF_SAMPLING)
+        if self.logit_bias:
+            how["sequence_bias"] = [[[token], float(bias)] for token, bias in self.logit_bias.items()]
+        return how
 
 
 OPTIONS = rules_of(RequestOptions)  # what each can be

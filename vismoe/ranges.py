@@ -253,7 +253,7 @@ def _kinds(hint: Any, told: ValueKind = ValueKind(None)) -> Iterator[ValueKind |
         inner = [kind for kind in _kinds(arguments[0]) if isinstance(kind, ValueKind)]
         yield Several(tuple(inner), Range(2, 2) if pair else told.range)
     else:
-        yield dataclasses.replace(told, type=None if hint is types.NoneType else hint)
+        yield dataclasses.replace(told, type=None if hint is types.NoneType else origin or hint)
 
 
 def _joined(kinds: Iterable[ValueKind | Several]) -> tuple[ValueKind | Several, ...]:

@@ -12,7 +12,7 @@ from vismoe.cli.conversation import ChatSession, introduce, open_images, open_me
 from vismoe.config import SERVING_DEFAULTS
 from vismoe.errors import InputError
 from vismoe.models.inputs.message_files import user_message
-from vismoe.options import RequestOptions
+from vismoe.options import OF_SAMPLING, PENALTIES, RequestOptions
 
 if TYPE_CHECKING:
     from vismoe.engine.engine import Engine
@@ -33,8 +33,8 @@ def chat_arguments(parser: ArgumentParser) -> None:
         "--messages FILE",
         "answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
     )
-    flags.add_request_options(parser, "max_tokens", "image_tokens", "sample", "seed", "json_schema", "grammar")
-    flags.add_request_options(parser, "reasoning", "reasoning_tokens")
+    flags.add_request_options(parser, "max_tokens", "image_tokens", "sample", *OF_SAMPLING, *PENALTIES, "seed")
+    flags.add_request_options(parser, "json_schema", "grammar", "reasoning", "reasoning_tokens")
     flags.add(parser, "--trace FOLDER", "record the routing, for vismoe replay")
     flags.add(parser, "--kept-map FOLDER", "save the images, with the visual tokens that --keep dropped in grey")
     flags.add(parser, "--json", "one JSON object with the answer and all statistics")

@@ -309,6 +309,9 @@ class Engine:
     def _checked(self, options: RequestOptions) -> tuple[Pruning | None, Settings, GrammarMask | None]:
         """What to drop of images, the settings that hold for the request, and what its answer follows."""
         self._shared.drafts.refuse_unloaded(options.draft)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if options.logit_bias and (most := max(options.logit_bias)) >= vocabulary:
+            raise InputError(f"logit_bias: token {most}, but the vocabulary ends at {vocabulary - 1}. Fix: leave it out")
         pruning, settings = self._pruning(options.keep, options.selection), self._changes.with_options_of(options)
         return pruning, settings, self._grammars.mask_of(options)
 

@@ -17,6 +17,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.streamers import TextStreamer
 
+from vismoe.engine.logprobs import Chances, ScoredText, TokenBytes, TokenLogprob
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
@@ -80,6 +81,8 @@ class TokenLoop:
         mask = inputs.get("attention_mask")
         self.padded = mask is not None and not bool(mask.all())
         self.watched: list[torch.Tensor] | None = None  # gets each pass's logits float32 [1, V]; None: they are not kept
+        self.logprobs: int | None = None  # how many of the most likely tokens `chances` has; None: there are none
+        self.chances: Chances | None = None  # of the latest token
 
     @property
     def ids(self) -> torch.Tensor:
@@ -145,7 +148,7 @@ class TokenLoop:
         """The same sequence, to go on without changing this one but for its cache, which both have."""
         other = copy.copy(self)
         other._prepared = dataclasses.replace(self._prepared, kwargs=dict(self._prepared.kwargs))
-        other.watched = None
+        other.watched = other.logprobs = None
         return other
 
     @contextlib.contextmanager
@@ -192,10 +195,13 @@ class TokenLoop:
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=at.ids.device)
         if self.watched is not None:
             self.watched.append(logits)
+        logprobs = logits[0].log_softmax(-1) if self.logprobs is not None and said is None else None
         scores = at.logits_processor(at.ids, logits.clone() if self.watched is not None else logits)
         token = self._drawn(scores) if at.generation_config.do_sample else torch.argmax(scores, dim=-1)
         if said is not None:
             token = torch.full_like(token, said)
+        if logprobs is not None and self.logprobs is not None:
+            self.chances = Chances.of(logprobs, int(token), self.logprobs)
         at.ids = torch.cat([at.ids, token[:, None]], dim=-1)
         return int(token), bool(at.stopping_criteria(at.ids, None).all())
 
@@ -205,27 +211,60 @@ class TokenLoop:
 
 
 class TextPieces(TextStreamer):
-    """Turns generated ids into printable pieces; holds back what may still change (half a character, half a word)."""
+    """Turns generated ids into printable pieces; holds back what may still change (half a character, half a word).
 
-    def __init__(self, tokenizer: Any, emit: Callable[[str], None], stop: Sequence[str] = (), kept: Collection[int] = ()):
-        """kept: special tokens that stay in the text."""
+
+    kept: special tokens that stay in the text. logprobs: gets an entry of each token added with its chances. A piece brings those
+    of the tokens whose text ends in it; tokens without text of the answer (its end, what a stop string cuts off) come with none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        emit: Callable[[str], None],
+        stop: Sequence[str] = (),
+        kept: Collection[int] = (),
+        logprobs: list[TokenLogprob] | None = None,
+    ):
         super().__init__(tokenizer, skip_special_tokens=not kept)
-        self._emit, self._stop = emit, StopStrings(stop)
+        self._emit, self._stop, self._logprobs = emit, StopStrings(stop), logprobs
         self._left_out = set(tokenizer.all_special_ids) - set(kept) if kept else set[int]()
+        self._bytes = TokenBytes(tokenizer) if logprobs is not None else None
+        self._length = self._finalized = self._emitted = 0  # characters; each of them is one of those before
+        self._brought = 0  # entries
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string came."""
         return self._stop.found
 
-    def add(self, token: int) -> None:
-        if token not in self._left_out:
-            self.put(torch.tensor([token]))
+    def add(self, token: int, chances: Chances | None = None) -> None:
+        said = [token] if token not in self._left_out else []
+        if self._bytes is not None and self._logprobs is not None and chances is not None:
+            self._logprobs.append(self._bytes.entry(chances, self._length))
+            text = self.tokenizer.decode([*self.token_cache, *said], **self.decode_kwargs)
+            self._length = self._finalized - self.print_len + len(text.rstrip("\ufffd"))
+        if said:
+            self.put(torch.tensor(said))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        piece = self._stop.before(text, last=stream_end)
-        if piece:
+        piece, tokens = self._stop.before(text, last=stream_end), tuple[TokenLogprob, ...]()
+        if self._logprobs is not None:
+            self._finalized += len(text)
+            self._emitted += len(piece)
+            tokens = tuple(self._ripe(self._logprobs, stream_end or self.stopped))
+            piece = ScoredText.of(piece, tokens)
+        if piece or tokens:
             self._emit(piece)
+
+    def _ripe(self, entries: list[TokenLogprob], last: bool) -> Iterator[TokenLogprob]:
+        """The next entries whose text was emitted, or where it goes no further the part of it that there is."""
+        while self._brought < len(entries) and entries[self._brought].offset < self._emitted:
+            after = self._brought + 1
+            if not last and (entries[after].offset if after < len(entries) else self._length) > self._emitted:
+                return
+            yield entries[self._brought]
+            self._brought = after
 
 
 class StopStrings:
@@ -267,6 +306,7 @@ class Reply:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     error: BaseException | None = None  # what ended it, once it has ended
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of every token that was generated; where they were asked for
     flag: threading.Event = field(default_factory=threading.Event)  # set: stop
     _figures: Figures | None = None
     _ended: bool = False  # the iterator has seen the end

@@ -11,7 +11,7 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,13 +23,16 @@ from transformers import BatchFeature, LogitsProcessorList
 from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.grammar import GrammarMask, ReasoningLimit, Thought
+from vismoe.engine.logprobs import ScoredText, TokenLogprob
 from vismoe.engine.pace import Pace
+from vismoe.engine.penalties import Penalties
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
 from vismoe.engine.shared_pass import SharedPasses
 from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
+from vismoe.models.inputs.responses import Piece
 from vismoe.models.load.opening import Configuration
 from vismoe.models.load.runtime import Runtime
 from vismoe.models.moe.step_context import Interrupted
@@ -208,8 +211,10 @@ class Request:
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
         self._parser = prompt.parser() if prompt.parser is not None else None
+        self._scored: tuple[TokenLogprob, ...] = ()  # tokens that wait for the words which they are told with
         kept = shared.prompts.kept_specials if self._parser is not None else frozenset[int]()
-        self._text = TextPieces(shared.prompts.tokenizer, self._say, options.stop, kept)
+        logprobs = reply.logprobs if options.logprobs is not None else None
+        self._text = TextPieces(shared.prompts.tokenizer, self._say, options.stop, kept, logprobs)
         self._drafter, self._mask = Drafter(shared.drafts, draft), mask
         self._limit: ReasoningLimit | None = None
         if self._parser is not None and (around := shared.prompts.around_reasoning) is not None:
@@ -406,8 +411,8 @@ class Request:
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""
         self._text.end()
-        for piece in self._parser.end() if self._parser is not None else ():
-            self.reply.emit(piece)
+        if self._parser is not None:
+            self._tell(self._parser.end())
         figures = self._figures()
         self._leave()
         self._shared.ended[figures.finish] += 1
@@ -482,11 +487,15 @@ class Request:
     def _new_loop(self, inputs: BatchFeature) -> TokenLoop:
         model, seed = self._shared.model, self.options.seed
         generator = torch.Generator(model.device).manual_seed(seed) if seed is not None else None
-        how = self.options.for_generate(self.most_tokens)
-        processors = [one for one in (self._limit, self._mask) if one is not None]
-        if processors:
-            how["logits_processor"] = LogitsProcessorList([one.restart() for one in processors])
-        return TokenLoop(model, inputs.to(model.device), how, generator)
+        how, processors = self.options.for_generate(self.most_tokens), LogitsProcessorList()
+        presence, frequency = self.options.presence_penalty or 0.0, self.options.frequency_penalty or 0.0
+        if presence or frequency:
+            processors.append(Penalties(inputs["input_ids"].shape[1], presence, frequency))
+        # the last ones before sampling: what may not follow stays without a chance
+        processors.extend(one.restart() for one in (self._limit, self._mask) if one is not None)
+        loop = TokenLoop(model, inputs.to(model.device), {**how, "logits_processor": processors}, generator)
+        loop.logprobs = self.options.logprobs
+        return loop
 
     def _beginning(self) -> tuple[Prefix | None, list[int]]:
         """(what an earlier request has left of this prompt, the ends of the pieces in which the rest is read).
@@ -556,8 +565,17 @@ class Request:
                 pruner.pruning = usual
 
     def _say(self, text: str) -> None:
-        for piece in self._parser.feed(text) if self._parser is not None else (text,):
-            self.reply.emit(piece)
+        """Tokens with their chances go with the words of the answer that come next."""
+        if self._parser is None:
+            self.reply.emit(text)
+            return
+        self._scored += getattr(text, "logprobs", ())
+        self._tell(self._parser.feed(text))
+
+    def _tell(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self.reply.emit(ScoredText.of(piece, self._scored) if isinstance(piece, str) and self._scored else piece)
+            self._scored = ()
 
     def _answer(self, token: int, last: bool) -> bool:
         """A token of the answer is there; whether another one is wanted."""
@@ -567,7 +585,7 @@ class Request:
             return True
         self._said.append(token)
         self.clock.token()
-        self._text.add(token)
+        self._text.add(token, self._loop.chances)
         if self._text.stopped or self._loop.ends_with(token):
             self._finish = "stop"
         elif last:

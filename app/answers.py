@@ -3,12 +3,14 @@
 tests/test_serve.py checks them with the types of the `openai` package, which takes a third of a second and 22 MiB to import.
 """
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
+from vismoe.app.api_errors import ApiError, error_body
 from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.types import Phase
 
@@ -100,6 +102,7 @@ class TextAnswer:
 
     kind = "cmpl"  # the beginning of its id
     object = "text_completion"
+    end = b"data: [DONE]\n\n"  # of a stream
 
     def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
@@ -110,12 +113,22 @@ class TextAnswer:
         text, finish, tokens = text_of(pieces), self._finish(figures), tokens_of(pieces)
         return self._part(text, finish, tokens, usage=usage_of(figures), vismoe=vismoe_of(figures))
 
+    @staticmethod
+    def encoded(chunk: Json) -> bytes:
+        """One event, in ASCII, because some clients break lines at characters that Unicode calls line separators."""
+        return f"data: {json.dumps(chunk, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+
+    @staticmethod
+    def error(error: ApiError) -> bytes:
+        """The event with which an answer ends that fails in its middle."""
+        return b"event: error\n" + TextAnswer.encoded(error_body(error))
+
     def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
         return []
 
-    def piece(self, piece: Piece) -> Json:
-        return self._part(text_of([piece]), None, tokens_of([piece]))
+    def piece(self, piece: Piece) -> list[Json]:
+        return [self._part(text_of([piece]), None, tokens_of([piece]))]
 
     def _finish(self, figures: "Figures") -> Finish:
         return finish_of(figures)
@@ -167,10 +180,10 @@ class ChatAnswer(TextAnswer):
         further = dict(usage=usage_of(figures), vismoe=vismoe_of(figures))
         return self._chunk([choice], **further) | {"object": "chat.completion"}
 
-    def piece(self, piece: Piece) -> Json:
+    def piece(self, piece: Piece) -> list[Json]:
         if isinstance(piece, ToolCall):
-            return self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))
-        return self._delta(dict(reasoning_content=piece.text)) if isinstance(piece, Reasoning) else super().piece(piece)
+            return [self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))]
+        return [self._delta(dict(reasoning_content=piece.text))] if isinstance(piece, Reasoning) else super().piece(piece)
 
     def _call(self, call: ToolCall) -> Json:
         self._calls += 1

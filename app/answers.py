@@ -112,7 +112,7 @@ class TextAnswer:
 
     def closing(self, figures: "Figures") -> list[Json]:
         """Chunks after the last piece of text; the very last one has the statistics."""
-        extras = {"vismoe": vismoe_of(figures)}
+        extras: Json = {"vismoe": vismoe_of(figures)}
         if not self._include_usage:
             return [self._part(None, finish_of(figures), **extras)]
         return [self._part(None, finish_of(figures)), self._chunk([], usage=usage_of(figures), **extras)]

@@ -242,13 +242,16 @@ class TextPieces(TextStreamer):
         self.put(torch.tensor([token]))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        piece = self._stop.before(text, last=stream_end)
-        if self._logprobs is not None:
-            self._finalized += len(text)
-            self._emitted += len(piece)
-            piece = Piece(piece)
-            piece.logprobs = tuple(self._ripe(self._logprobs, stream_end or self.stopped))
-        if piece or getattr(piece, "logprobs", ()):
+        text, finalized = self._stop.before(text, last=stream_end), len(text)
+        if self._logprobs is None:
+            if text:
+                self._emit(text)
+            return
+        self._finalized += finalized
+        self._emitted += len(text)
+        piece = Piece(text)
+        piece.logprobs = tuple(self._ripe(self._logprobs, stream_end or self.stopped))
+        if piece or piece.logprobs:
             self._emit(piece)
 
     def _ripe(self, entries: list[TokenLogprob], last: bool) -> Iterator[TokenLogprob]:

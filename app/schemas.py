@@ -40,6 +40,7 @@ from vismoe.ranges import Range
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
+MOST_ANSWERS = 8
 MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text
 
 
@@ -241,6 +242,7 @@ class Sampling(Strict):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias] | None, BeforeValidator(_by_token)] = None
     seed: Seed | None = None
+    n: Annotated[int, Range(1, MOST_ANSWERS)] | None = None
     stop: Annotated[list[StopText] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
@@ -393,7 +395,6 @@ class CompletionRequest(Sampling):
 # Known to the API and not done here: the values that ask for nothing, and what to do about any other.
 ANSWERS_ONLY = "this server answers with text only"
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "one answer a request; send it again for another"),
     "tools": (([],), ANSWERS_ONLY),
     "tool_choice": (("none", "auto"), ANSWERS_ONLY),
     "parallel_tool_calls": ((True, False), ANSWERS_ONLY),

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
+from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
     from vismoe.engine.logprobs import TokenLogprob
     from vismoe.engine.stats import Figures, PrecisionInfo
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 Json = dict[str, Any]
 
 
@@ -80,9 +81,14 @@ def finish_of(figures: "Figures") -> Finish:
 LEAST_LOGPROB = -9999.0  # of what is impossible; JSON has no infinity
 
 
-def tokens_of(piece: str) -> "tuple[TokenLogprob, ...]":
-    """The tokens that a piece brings, where their log probabilities were asked for."""
-    return getattr(piece, "logprobs", ())
+def text_of(pieces: Sequence[Piece]) -> str:
+    """Without reasoning and calls."""
+    return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+def tokens_of(pieces: Sequence[Piece]) -> "list[TokenLogprob]":
+    """The tokens that these pieces bring, where their log probabilities were asked for."""
+    return [token for piece in pieces for token in getattr(piece, "logprobs", ())]
 
 
 def _entry(token: "TokenLogprob") -> Json:
@@ -100,22 +106,26 @@ class TextAnswer:
         self._made: Json = {"created": int(time.time()), "model": model}
         self._include_usage, self._logprobs = include_usage, logprobs
 
-    def whole(self, text: str, figures: "Figures", tokens: "Sequence[TokenLogprob]" = ()) -> Json:
-        return self._part(text, finish_of(figures), tokens, usage=usage_of(figures), vismoe=vismoe_of(figures))
+    def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
+        text, finish, tokens = text_of(pieces), self._finish(figures), tokens_of(pieces)
+        return self._part(text, finish, tokens, usage=usage_of(figures), vismoe=vismoe_of(figures))
 
     def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
         return []
 
-    def piece(self, text: str) -> Json:
-        return self._part(text, None, tokens_of(text))
+    def piece(self, piece: Piece) -> Json:
+        return self._part(text_of([piece]), None, tokens_of([piece]))
+
+    def _finish(self, figures: "Figures") -> Finish:
+        return finish_of(figures)
 
     def closing(self, figures: "Figures") -> list[Json]:
         """Chunks after the last piece of text; the very last one has the statistics."""
-        extras: Json = {"vismoe": vismoe_of(figures)}
+        ours = vismoe_of(figures)
         if not self._include_usage:
-            return [self._part(None, finish_of(figures), **extras)]
-        return [self._part(None, finish_of(figures)), self._chunk([], usage=usage_of(figures), **extras)]
+            return [self._part(None, self._finish(figures), vismoe=ours)]
+        return [self._part(None, self._finish(figures)), self._chunk([], usage=usage_of(figures), vismoe=ours)]
 
     def _part(self, text: str | None, finish: Finish | None = None, tokens: "Sequence[TokenLogprob]" = (), **extras: Any) -> Json:
         """One chunk; `text` None: it has no text."""
@@ -142,12 +152,33 @@ class ChatAnswer(TextAnswer):
     kind = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def whole(self, text: str, figures: "Figures", tokens: "Sequence[TokenLogprob]" = ()) -> Json:
-        message = dict(content=text, refusal=None, role="assistant")
-        logprobs = self._probabilities(tokens) if self._logprobs else None
-        choice = dict(finish_reason=finish_of(figures), index=0, logprobs=logprobs, message=message)
+    def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
+        super().__init__(model, include_usage, logprobs)
+        self._calls = 0  # that were told
+
+    def whole(self, pieces: Sequence[Piece], figures: "Figures") -> Json:
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCall)]
+        message: Json = dict(content=text_of(pieces) or (None if calls else ""), refusal=None, role="assistant")
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
+        logprobs = self._probabilities(tokens_of(pieces)) if self._logprobs else None
+        choice = dict(finish_reason=self._finish(figures), index=0, logprobs=logprobs, message=message)
         further = dict(usage=usage_of(figures), vismoe=vismoe_of(figures))
         return self._chunk([choice], **further) | {"object": "chat.completion"}
+
+    def piece(self, piece: Piece) -> Json:
+        if isinstance(piece, ToolCall):
+            return self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))
+        return self._delta(dict(reasoning_content=piece.text)) if isinstance(piece, Reasoning) else super().piece(piece)
+
+    def _call(self, call: ToolCall) -> Json:
+        self._calls += 1
+        return dict(id=call.id, type="function", function=call.function)
+
+    def _finish(self, figures: "Figures") -> Finish:
+        usual = finish_of(figures)
+        return "tool_calls" if self._calls and usual == "stop" else usual
 
     def opening(self) -> list[Json]:
         return [self._delta(dict(content="", role="assistant"))]
@@ -171,18 +202,15 @@ class Choices:
     def __init__(self, answers: Sequence[TextAnswer]):
         self._answers, self.id = answers, answers[0].id
 
-    def whole(self, said: Sequence[Sequence[str]], figures: "Sequence[Figures]") -> Json:
+    def whole(self, said: Sequence[Sequence[Piece]], figures: "Sequence[Figures]") -> Json:
         """said: the pieces of each."""
-        wholes = [
-            answer.whole("".join(pieces), of, [token for piece in pieces for token in tokens_of(piece)])
-            for answer, pieces, of in zip(self._answers, said, figures, strict=True)
-        ]
+        wholes = [answer.whole(pieces, of) for answer, pieces, of in zip(self._answers, said, figures, strict=True)]
         return {**self._joined(wholes), **_together(wholes)}
 
     def opening(self) -> list[Json]:
         return [self._numbered(place, chunk) for place, answer in enumerate(self._answers) for chunk in answer.opening()]
 
-    def piece(self, place: int, piece: str) -> Json:
+    def piece(self, place: int, piece: Piece) -> Json:
         return self._numbered(place, self._answers[place].piece(piece))
 
     def closing(self, figures: "Sequence[Figures]") -> list[Json]:

@@ -27,6 +27,7 @@ from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
 from vismoe.app.schemas import ChatRequest, CompletionRequest, ContentPart, Sampling, count_values, parse
 from vismoe.errors import InputError
+from vismoe.models.inputs.responses import Piece
 from vismoe.models.inputs.rgb import Header
 from vismoe.options import INT64, RequestOptions
 
@@ -39,7 +40,7 @@ REQUEST_ID = "X-Request-ID"
 STEP_BYTES = 2**20  # buffer growth for a body of unknown length
 
 Call = Callable[..., Any]  # starts and returns the engine's reply; its seed may be given by name
-Placed = tuple[int, str]  # a piece, of which answer
+Placed = tuple[int, Piece]  # a piece, of which answer
 Result = TypeVar("Result")
 
 
@@ -58,7 +59,7 @@ class Completions:
         async def call(request: ChatRequest, share: MemoryShare) -> Call:
             options = self._chat_options(request)
             messages = await self._messages(request, share, options.image_tokens)
-            return partial(self._engine.chat, messages, options)
+            return partial(self._engine.chat, messages, options, **request.of_template)
 
         return await self._answer(http, ChatRequest, call, ChatAnswer)
 
@@ -92,7 +93,7 @@ class Completions:
                 if wish.change:  # a change may be impossible, so the response waits until that is known
                     pieces = await begun(pieces)
                 return EventStream(answer, replies, pieces, caller, partial(self._callers.ends, caller))
-            whole: list[list[str]] = [[] for _ in replies]
+            whole: list[list[Piece]] = [[] for _ in replies]
             async for place, piece in said.pieces():
                 whole[place].append(piece)
             caller.check()
@@ -137,6 +138,9 @@ class Completions:
         """The conversation in the engine's form, with opened images."""
         messages, sizes = request.conversation, request.sizes
         texts = [part.text for message in messages for part in message.content or () if part.text]
+        texts += [json.dumps(message.further) for message in messages if message.further]
+        if request.tools:
+            texts.append(json.dumps([tool.model_dump() for tool in request.tools]))
         self._check_length(sum(map(len, texts)), "messages")
         opened = await self._pictures(
             [part.source or "" for part in request.pictures], sizes, share, image_tokens, text_bytes(texts)
@@ -149,6 +153,7 @@ class Completions:
                     {"type": "text", "text": part.text} if part.source is None else next(images)
                     for part in message.content or [EMPTY]
                 ],
+                **message.further,
             }
             for message in messages
         ]
@@ -217,7 +222,7 @@ class EventStream(Response):
             for chunk in self._answer.opening():
                 yield data(chunk)
             async for place, piece in self._pieces:
-                yield data(self._answer.piece(place, piece)) if piece or tokens_of(piece) else BEAT
+                yield data(self._answer.piece(place, piece)) if piece or tokens_of([piece]) else BEAT
             self._caller.check()
             for chunk in self._answer.closing([reply.figures for reply in self._replies]):
                 yield data(chunk)
@@ -263,17 +268,17 @@ class Said:
     """The text of replies as it arrives. The replies and their caller hold `share` until all of them have ended."""
 
     def __init__(self, replies: Sequence[Any], share: MemoryShare):
-        arrived = asyncio.Queue[tuple[int, str | None]]()
+        arrived = asyncio.Queue[tuple[int, Piece | None]]()
         self._replies, self._arrived = replies, arrived
         share.users += len(replies)
         loop = asyncio.get_running_loop()
 
-        def arrive(place: int, piece: str | None) -> None:
+        def arrive(place: int, piece: Piece | None) -> None:
             arrived.put_nowait((place, piece))
             if piece is None:
                 share.let_go()
 
-        def put(place: int, piece: str | None) -> None:  # runs on the model's thread
+        def put(place: int, piece: Piece | None) -> None:  # runs on the model's thread
             with suppress(RuntimeError):  # the loop was closed, so there is no reader
                 loop.call_soon_threadsafe(arrive, place, piece)
 

@@ -5,6 +5,7 @@ per session; the caller holds the histories.
 """
 
 import dataclasses
+import html
 import itertools
 import queue
 import threading
@@ -27,6 +28,7 @@ from vismoe.errors import BusyError, InputError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.images import open_image
 from vismoe.models.inputs.message_files import user_message
+from vismoe.models.inputs.responses import Piece
 from vismoe.options import RequestOptions
 from vismoe.types import Phase
 
@@ -68,6 +70,11 @@ class PageTurn:
     files: tuple[str, ...]
     images: tuple[Any, ...]
     answer: str = ""
+    reasoning: str = ""  # before it
+
+    def answered(self, reply: Reply) -> "PageTurn":
+        """With what was said so far."""
+        return dataclasses.replace(self, answer=reply.text, reasoning=reply.reasoning)
 
     @classmethod
     def of(cls, question: str, files: list[str]) -> "PageTurn":
@@ -80,7 +87,7 @@ class PageTurn:
         """The same pictures with another question and no answer yet; raises InputError for an empty question."""
         if not question.strip():
             raise InputError("there is no question")
-        return dataclasses.replace(self, question=question, answer="")
+        return dataclasses.replace(self, question=question, answer="", reasoning="")
 
     def messages(self) -> list[dict[str, Any]]:
         """Messages for the engine; without an answer, only the question."""
@@ -109,8 +116,16 @@ def shown(history: History) -> list[dict[str, Any]]:
         waiting = "*Looking at the picture ...*" if turn.files else "*Reading ...*"
         messages += [{"role": "user", "content": {"path": file}} for file in turn.files]
         messages.append({"role": "user", "content": turn.question})
-        messages.append({"role": "assistant", "content": turn.answer or waiting})
+        messages.append({"role": "assistant", "content": _thought(turn) + turn.answer or waiting})
     return messages
+
+
+def _thought(turn: PageTurn) -> str:
+    """What the model thinks: open until the answer begins."""
+    if not turn.reasoning:
+        return ""
+    opened = "" if turn.answer else " open"
+    return f"<details{opened}><summary>Thinking</summary>\n\n{html.escape(turn.reasoning)}\n\n</details>\n\n"
 
 
 def turn_at(history: History, message: int) -> int:
@@ -233,29 +248,29 @@ class Page:
     def _answer(self, turn: PageTurn, history: History, running: RunningAnswer, options: RequestOptions) -> Updates:
         """All updates but the last one, which is returned; None if the visitor left the conversation."""
         since = Baseline(self.engine)
-        turn = dataclasses.replace(turn, answer="")
+        turn = dataclasses.replace(turn, answer="", reasoning="")
         reply = self.engine.chat([message for past in (*history, turn) for message in past.messages()], options)
         running.begin(reply)
-        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         reply.deliver_to(pieces.put)
         first_s, now_s, machine_s = 0.0, time.perf_counter(), 0.0
         yield PageUpdate((*history, turn), tiles())  # the question was accepted
         while not self._wait(pieces, now_s + REFRESH_S):
             now_s = time.perf_counter()
-            first_s = first_s or (now_s if reply.text else 0.0)
+            first_s = first_s or (now_s if reply.text or reply.reasoning else 0.0)
             if running.dropped:
                 continue
             heat = None
             if now_s - machine_s >= MACHINE_REFRESH_S:
                 machine_s, heat = now_s, since.heat()
             live = since.tiles(now_s - first_s if first_s else 0.0)
-            yield PageUpdate((*history, dataclasses.replace(turn, answer=reply.text)), live, heat)
+            yield PageUpdate((*history, turn.answered(reply)), live, heat)
         if reply.error is not None:
             raise reply.error
         return None if running.dropped else self._finished(reply, history, turn, since)
 
     @staticmethod
-    def _wait(pieces: "queue.SimpleQueue[str | None]", until_s: float) -> bool:
+    def _wait(pieces: "queue.SimpleQueue[Piece | None]", until_s: float) -> bool:
         """Whether the answer has ended; False at `until_s`. The reply's text then has all pieces so far."""
         while (left_s := until_s - time.perf_counter()) > 0:
             try:
@@ -267,7 +282,7 @@ class Page:
 
     def _finished(self, reply: Reply, history: History, turn: PageTurn, since: Baseline) -> PageUpdate:
         figures: Figures = reply.figures
-        after = (*history, dataclasses.replace(turn, answer=reply.text)) if reply.text else history
+        after = (*history, turn.answered(reply)) if reply.text else history
         plan = memory_plan(figures.plan), head(self.engine.name, figures.plan)
         done = Finished(seen_pictures(figures), time_line(figures), tiers(figures), *plan)
         live = tiles(figures.counters, figures.decode_tokens, figures.decode_seconds)

@@ -18,6 +18,7 @@ from vismoe.app.api_errors import ApiError
 from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
+from vismoe.models.inputs.responses import Tools
 from vismoe.options import (
     COLDEST,
     HOTTEST,
@@ -30,6 +31,7 @@ from vismoe.options import (
     GrammarText,
     MinP,
     Penalty,
+    ReasoningEffort,
     RepetitionPenalty,
     RequestOptions,
     Seed,
@@ -41,6 +43,7 @@ from vismoe.ranges import Range
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
 MOST_ANSWERS = 8
+MAX_TOOLS = 1_000
 MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text
 
 
@@ -101,19 +104,70 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-class Message(Strict):
-    """One turn. Assistant turns may be empty, as clients send them back. name: taken, and not used: templates know roles only."""
+class CalledFunction(Strict):
+    """arguments: a JSON object as text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: str
+    arguments: str
+
+
+class MessageCall(Strict):
+    """A call of an assistant's turn, as the client got it."""
+
+    id: str | None = None
+    index: int | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFunction(Strict):
+    """strict: taken, and not used: calls that are demanded always follow their schema, others are the model's own."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Message(Strict):
+    """One turn. Assistant turns may be empty, as clients send them back. name: given to the template, where it uses it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[ContentPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None
     name: str | None = None
+    tool_calls: list[MessageCall] | None = Field(None, max_length=MAX_PARTS)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """What it has beside role and content."""
+        return self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
 
     @model_validator(mode="after")
     def _has_what_its_role_can_have(self) -> "Message":
         if not self.content and self.role != "assistant":
             raise PydanticCustomError("content", "a {role} message has content", {"role": self.role})
-        if self.role != "user" and any(part.source is not None for part in self.content or ()):
-            raise PydanticCustomError("content", "images belong to user messages, not to {role} messages", {"role": self.role})
+        if self.role not in ("user", "tool") and any(part.source is not None for part in self.content or ()):
+            raise PydanticCustomError("content", "images belong to user and tool messages, not to {role}", {"role": self.role})
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PydanticCustomError("tool_call_id", "tool messages have a tool_call_id, and no others")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            raise PydanticCustomError("tool_calls", "tool_calls and reasoning_content belong to assistant messages")
         return self
 
 
@@ -179,6 +233,7 @@ class PrecisionRequest(Strict):
 
     reuse: whether keys and values of an earlier request are taken over, and left for later ones. draft: what guesses the next
     tokens, of what the server was started with. grammar: what the answer follows, in llguidance's form of Lark.
+    reasoning_tokens: how long the model thinks at most.
     """
 
     policy: PolicyName | None = None
@@ -187,6 +242,7 @@ class PrecisionRequest(Strict):
     reuse: bool | None = None
     draft: DraftName | None = None
     grammar: GrammarText | None = None
+    reasoning_tokens: Tokens | None = None
 
     @property
     def change(self) -> str | None:
@@ -317,11 +373,31 @@ class ChatRequest(Sampling):
     max_completion_tokens: AnswerTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Range(0, MOST_TOP)] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     vismoe: VismoeRequest | None = None
 
     @property
     def most_likely(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def reasoning(self) -> str | None:
+        """The option."""
+        return self.reasoning_effort
+
+    @property
+    def of_template(self) -> dict[str, Any]:
+        """What else the engine is to tell the model: tools, and variables of its chat template. Raises InputError."""
+        given: dict[str, Any] = {"template": self.chat_template_kwargs} if self.chat_template_kwargs else {}
+        if self.tools or self.tool_choice not in (None, "none", "auto"):
+            named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+            functions = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+            given["tools"] = Tools(functions, named or "auto", self.parallel_tool_calls is not False)
+        return given
 
     @property
     def length(self) -> int | None:
@@ -395,15 +471,11 @@ class CompletionRequest(Sampling):
 # Known to the API and not done here: the values that ask for nothing, and what to do about any other.
 ANSWERS_ONLY = "this server answers with text only"
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), ANSWERS_ONLY),
-    "tool_choice": (("none", "auto"), ANSWERS_ONLY),
-    "parallel_tool_calls": ((True, False), ANSWERS_ONLY),
-    "functions": (([],), ANSWERS_ONLY),
-    "function_call": (("none", "auto"), ANSWERS_ONLY),
+    "functions": (([],), "they are called tools now"),
+    "function_call": (("none", "auto"), "it is called tool_choice now"),
     "modalities": ((["text"],), ANSWERS_ONLY),
     "audio": ((), ANSWERS_ONLY),
     "prediction": ((), "predicted outputs are not used"),
-    "reasoning_effort": (("none",), "models reason as they were trained to"),
     "verbosity": (("medium",), "say in the prompt how long an answer should be"),
     "store": ((False,), "nothing is stored"),
     "service_tier": (("auto", "default"), "there is one tier"),
@@ -416,9 +488,7 @@ UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "refusal": ((), ANSWERS_ONLY),
     "annotations": (([],), ANSWERS_ONLY),
     "audio": ((), ANSWERS_ONLY),
-    "tool_calls": (([],), ANSWERS_ONLY),
-    "tool_call_id": ((), ANSWERS_ONLY),
-    "function_call": ((), ANSWERS_ONLY),
+    "function_call": ((), "it is called tool_calls now"),
 }
 
 Request = TypeVar("Request", bound=Sampling)

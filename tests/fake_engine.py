@@ -44,6 +44,7 @@ class FakeReply:
     def __init__(self, engine: "FakeEngine", pieces: Any, images: list, options: dict):
         self.engine, self.pieces, self.images, self.options = engine, pieces, images, options
         self.cancelled, self.said, self.answer, self.text, self.figures, self.error = False, [], "", "", None, None
+        self.reasoning = ""
 
     def __iter__(self):
         before = self.engine.metrics.snapshot()

@@ -133,6 +133,8 @@ def effect(name: str, asked: Any) -> Any:
         "reuse": asked.options.reuse,
         "json_schema": asked.options.json_schema,
         "grammar": asked.options.grammar,
+        "reasoning": asked.options.reasoning,
+        "reasoning_tokens": asked.options.reasoning_tokens,
     }[name]
 
 

@@ -225,7 +225,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(demo_model())
 )
 def test_entries_of_any_text_have_its_bytes_whatever_stops_it(tokens, stop, ends):
     entries, pieces = [], []
-    text = TextPieces(TOKENIZER, pieces.append, stop, entries)
+    text = TextPieces(TOKENIZER, pieces.append, stop, logprobs=entries)
     for token in tokens + [TOKENIZER.eos_token_id] * ends:
         text.add(token, Chances((token, -1.0), []))
         if text.stopped:
@@ -250,7 +250,7 @@ def test_half_a_character_is_written_as_its_bytes():
     options = RequestOptions(logprobs=0)
     assert options.logprobs == 0
     entries = []
-    pieces = TextPieces(TOKENIZER, lambda piece: None, (), entries)
+    pieces = TextPieces(TOKENIZER, lambda piece: None, logprobs=entries)
     halves = [token for token in range(300) if TOKENIZER.decode([token]) == "\ufffd"][:3]
     for token in halves:
         pieces.add(token, Chances((token, 0.0), [(token, 0.0)]))

@@ -1,5 +1,6 @@
 """The chat page without a browser: its logic, its drawings, then the running page driven by gradio's own client."""
 
+import dataclasses
 import importlib.util
 import re
 import threading
@@ -61,6 +62,13 @@ def test_an_answer_streams_and_ends_with_all_that_is_drawn(picture, monkeypatch)
     assert last.history[0].answer == "word " * 10
     assert "75.0%" in last.tiles and "hits" in last.finished.tiers and "<svg" in last.finished.time_line
     assert "data:image/jpeg" in last.finished.pictures
+
+
+def test_what_the_model_thinks_is_shown_folded_once_it_answers():
+    turn = PageTurn("Why?", (), (), reasoning="<b>hm</b>")
+    thinking, answered = (shown((each,))[-1]["content"] for each in (turn, dataclasses.replace(turn, answer="So.")))
+    assert thinking.startswith("<details open>") and "&lt;b&gt;hm" in thinking
+    assert answered.startswith("<details><summary>") and answered.endswith("So.") and turn.messages() == [turn.messages()[0]]
 
 
 def asked_for(**widgets):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vismoe.engine.engine import Engine, load
     from vismoe.engine.generate import Figures, Reply
     from vismoe.errors import VisMoEError
+    from vismoe.models.inputs.responses import Tools
     from vismoe.models.load.quantizer import VisMoEConfig
     from vismoe.models.load.runtime import runtime_of
     from vismoe.options import RequestOptions
@@ -31,6 +32,7 @@ __all__ = [
     "Reply",
     "RequestOptions",
     "Settings",
+    "Tools",
     "VisMoEConfig",
     "VisMoEError",
     "load",
@@ -44,6 +46,7 @@ _HOMES = {
     "Reply": "vismoe.engine.generate",
     "RequestOptions": "vismoe.options",
     "Settings": "vismoe.config",
+    "Tools": "vismoe.models.inputs.responses",
     "VisMoEConfig": "vismoe.models.load.quantizer",
     "VisMoEError": "vismoe.errors",
     "load": "vismoe.engine.engine",

@@ -4,7 +4,7 @@ import inspect
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from vismoe.config import MOST_TOKENS, SETTINGS, DraftName, Kept, Pair, PolicyName, Retention, Selection, Tokens
 from vismoe.errors import ConfigError, InputError
@@ -19,12 +19,14 @@ MOST_BIAS = 100  # of a token, up or down
 MOST_TOP = 20  # tokens looked up beside each one of an answer
 OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # options that greedy decoding has not
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-OF_IMAGES = ("image_tokens", "keep", "selection")  # options that a text alone has not
+OF_IMAGES = ("image_tokens", "keep", "selection")
+OF_CHAT = (*OF_IMAGES, "reasoning", "reasoning_tokens")  # options that a text alone has not
 AS_LOADED = "; None: as the engine was loaded"
 
 AnswerTokens = Annotated[int, Range(1, INT64 - 1, "tokens")]
 Seed = Annotated[int, Range(-INT64, INT64 - 1)]
 StopText = Annotated[str, Range(1, 1000, "characters")]
+ReasoningEffort = Literal["none", "low", "medium", "high"]
 GrammarText = Annotated[str, Range(1, 100_000, "characters")]
 TopK = Annotated[int, Range(0, MOST_TOKENS)]
 MinP = Annotated[float, Range(0, 1)]
@@ -70,6 +72,8 @@ class RequestOptions:
     stop: StopText | Annotated[Sequence[StopText], Range(0, MOST_STOPS)] = option((), "the answer ends before any of these texts")
     json_schema: GrammarText | None = option(None, "the answer is JSON that follows this schema (a flag: or @FILE)", "SCHEMA")
     grammar: GrammarText | None = option(None, "the answer follows this grammar, in llguidance's Lark", "GRAMMAR")
+    reasoning: ReasoningEffort | None = option(None, "how much the model thinks before its answer (default: its template's)")
+    reasoning_tokens: Tokens | None = option(None, "it thinks so long at most", "N")
     image_tokens: tuple[Tokens, Tokens] | None = option(None, "visual tokens for each image", "MIN..MAX")
     keep: Kept | None = option(None, SETTINGS["keep"].meaning + AS_LOADED)
     selection: Selection | None = option(None, "which visual tokens are kept" + AS_LOADED)

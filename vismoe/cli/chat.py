@@ -34,7 +34,7 @@ def chat_arguments(parser: ArgumentParser) -> None:
         "answer the conversation in a JSON file: messages in the form of Qwen's documentation; image paths relative to it",
     )
     flags.add_request_options(parser, "max_tokens", "image_tokens", "sample", *OF_SAMPLING, *PENALTIES, "seed")
-    flags.add_request_options(parser, "json_schema", "grammar")
+    flags.add_request_options(parser, "json_schema", "grammar", "reasoning", "reasoning_tokens")
     flags.add(parser, "--trace FOLDER", "record the routing, for vismoe replay")
     flags.add(parser, "--kept-map FOLDER", "save the images, with the visual tokens that --keep dropped in grey")
     flags.add(parser, "--json", "one JSON object with the answer and all statistics")

@@ -76,8 +76,12 @@ def save_kept_maps(figures: "Figures", folder: str) -> list[Path]:
 
 
 def read_out(reply: "Reply", quiet: bool = False) -> bool:
-    """Prints the answer as it arrives, unless `quiet`. The first Ctrl-C cancels the reply, which then ends normally; a second one
-    interrupts as usual. Returns whether Ctrl-C was pressed."""
+    """Prints the answer as it arrives, and to stderr what the model thinks, unless `quiet`.
+
+    The first Ctrl-C cancels the reply, which then ends normally; a second one interrupts as usual. Returns whether one came.
+    """
+    from vismoe.models.inputs.responses import Reasoning
+
     pressed = False
 
     def cancel(number: int, frame: Any) -> None:
@@ -88,8 +92,15 @@ def read_out(reply: "Reply", quiet: bool = False) -> bool:
         reply.cancel()
 
     with signals_call(cancel, signal.SIGINT):
-        for piece in reply:
-            if not quiet:
+        thinking = False
+        for piece in reply.pieces():
+            if isinstance(piece, Reasoning) and not quiet:
+                thinking = True
+                print(f"\x1b[2m{piece.text}\x1b[0m" if sys.stderr.isatty() else piece.text, end="", file=sys.stderr, flush=True)
+            elif isinstance(piece, str) and not quiet:
+                if thinking:
+                    say("")
+                thinking = False
                 print(piece, end="", flush=True)
     return pressed
 

@@ -11,9 +11,10 @@ The token becomes text in the `Reply`, which the caller iterates; `Request.finis
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,13 +39,14 @@ from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, re
 from vismoe.models.family.families import without_quantization
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
+from vismoe.models.inputs.responses import Tools
 from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
 from vismoe.models.load.quantizer import VisMoEConfig
 from vismoe.models.load.runtime import runtime_of
 from vismoe.models.visual.image_cache import ImageCache
 from vismoe.models.visual.settings import pruning_of
-from vismoe.options import OF_IMAGES, OPTIONS, RequestOptions, by_name
+from vismoe.options import OF_CHAT, OPTIONS, RequestOptions, by_name
 from vismoe.paging.pager import Pager
 from vismoe.planning.plan import Plan
 from vismoe.trace.files import TraceWriter
@@ -246,7 +248,14 @@ class Engine:
         return self.metrics.demanded - missed, missed
 
     @by_name(OPTIONS)
-    def chat(self, messages: Messages, options: RequestOptions | None = None, **given: Any) -> Reply:
+    def chat(
+        self,
+        messages: Messages,
+        options: RequestOptions | None = None,
+        tools: Tools | None = None,
+        template: Mapping[str, Any] = MappingProxyType({}),
+        **given: Any,
+    ) -> Reply:
         """Answer a conversation; iterate the Reply for pieces of text. Any number may be asked for at a time, from any thread.
 
         messages: `[{"role", "content"}]`, content a string or parts `{"type": "text", "text"}` and `{"type": "image", "image"}`
@@ -255,24 +264,43 @@ class Engine:
         images whose part says nothing of its size. keep and selection hold for all images of the conversation. An answer without
         max_tokens holds a part of the context at a time, so that others run beside it. policy, formats, retention: as in
         `change`, for this request only; another policy or pair waits until nothing else runs.
+        tools: functions that the model may or must call; calls are in the Reply, and go back as `tool_calls` of the assistant's
+        message and messages of role `tool`. template: further variables of the model's chat template.
         Raises InputError or ContextError before anything runs, ConfigError or BudgetError where the policy cannot be.
         """
         options = dataclasses.replace(options or RequestOptions(), **given)
-        checked = self._checked(options)  # before pictures are fetched
-        return self._ask(self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context), options, *checked)
+        pruning, settings, mask = self._checked(options)  # before pictures are fetched
+        if tools is not None and tools.demanded:
+            if mask is not None:
+                raise InputError(
+                    f"tool_choice={tools.choice!r} with json_schema or grammar: an answer is a call or follows that. "
+                    "Fix: leave one out"
+                )
+            mask = self._grammars.mask_of_calls(self.prompts.spoken, tools)
+        if options.reasoning_tokens is not None and self.prompts.around_reasoning is None:
+            raise InputError(
+                f"reasoning_tokens={options.reasoning_tokens}: where this model's reasoning ends is not known. Fix: leave it out"
+            )
+        template = {**self.prompts.of_reasoning(options.reasoning), **template}
+        prompt = self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context, tools, template)
+        return self._ask(prompt, options, pruning, settings, mask)
 
-    @by_name(OPTIONS.keys() - OF_IMAGES)
+    @by_name(OPTIONS.keys() - OF_CHAT)
     def complete(self, text: str, options: RequestOptions | None = None, **given: Any) -> Reply:
-        """Go on from `text` as it is, without a chat template; otherwise like `chat`, without the options of images."""
+        """Go on from `text` as it is, without a chat template; otherwise like `chat`, without images, tools and reasoning."""
         options = dataclasses.replace(options or RequestOptions(), **given)
-        for name in OF_IMAGES:
+        for name in OF_CHAT:
             if (value := getattr(options, name)) is not None:
-                raise InputError(f"{name}={value!r}: a text to go on from has no images. Fix: leave it out")
+                raise InputError(f"{name}={value!r}: a text to go on from has neither images nor reasoning. Fix: leave it out")
         return self.answer(self.prompts.build_text(text), options)
 
     def answer(self, prompt: Prompt, options: RequestOptions | None = None, draw: int | None = None) -> Reply:
         """Answer a prompt that `prompts` has made; otherwise like `chat`. draw: the seed of the selection `random`."""
         options = options or RequestOptions()
+        if options.reasoning is not None:
+            raise InputError(
+                "reasoning: the prompt has it already. Fix: prompts.build(..., template=prompts.of_reasoning('low'))"
+            )
         pruning, settings, mask = self._checked(options)
         if pruning is not None and draw is not None:
             pruning = dataclasses.replace(pruning, seed=draw)

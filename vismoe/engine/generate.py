@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.streamers import TextStreamer
 
-from vismoe.engine.logprobs import Chances, Piece, TokenBytes, TokenLogprob
+from vismoe.engine.logprobs import Chances, ScoredText, TokenBytes, TokenLogprob
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
+from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.models.visual.growing_cache import grow_in_place
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]
@@ -212,8 +213,8 @@ class TokenLoop:
 class TextPieces(TextStreamer):
     """Turns generated ids into printable pieces; holds back what may still change (half a character, half a word).
 
-    logprobs: gets an entry of each token added with its chances. A piece brings those of the tokens whose text ends in it; tokens
-    without text of the answer (its end, what a stop string cuts off) come with no piece.
+    kept: special tokens that stay in the text. logprobs: gets an entry of each token added with its chances. A piece brings those
+    of the tokens whose text ends in it; tokens without text of the answer (its end, what a stop string cuts off) come with none.
     """
 
     def __init__(
@@ -221,10 +222,12 @@ class TextPieces(TextStreamer):
         tokenizer: Any,
         emit: Callable[[str], None],
         stop: Sequence[str] = (),
+        kept: Collection[int] = (),
         logprobs: list[TokenLogprob] | None = None,
     ):
-        super().__init__(tokenizer, skip_special_tokens=True)
+        super().__init__(tokenizer, skip_special_tokens=not kept)
         self._emit, self._stop, self._logprobs = emit, StopStrings(stop), logprobs
+        self._left_out = set(tokenizer.all_special_ids) - set(kept) if kept else set[int]()
         self._bytes = TokenBytes(tokenizer) if logprobs is not None else None
         self._length = self._finalized = self._emitted = 0  # characters; each of them is one of those before
         self._brought = 0  # entries
@@ -235,23 +238,22 @@ class TextPieces(TextStreamer):
         return self._stop.found
 
     def add(self, token: int, chances: Chances | None = None) -> None:
+        said = [token] if token not in self._left_out else []
         if self._bytes is not None and self._logprobs is not None and chances is not None:
             self._logprobs.append(self._bytes.entry(chances, self._length))
-            text = self.tokenizer.decode([*self.token_cache, token], **self.decode_kwargs)
+            text = self.tokenizer.decode([*self.token_cache, *said], **self.decode_kwargs)
             self._length = self._finalized - self.print_len + len(text.rstrip("\ufffd"))
-        self.put(torch.tensor([token]))
+        if said:
+            self.put(torch.tensor(said))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        text, finalized = self._stop.before(text, last=stream_end), len(text)
-        if self._logprobs is None:
-            if text:
-                self._emit(text)
-            return
-        self._finalized += finalized
-        self._emitted += len(text)
-        piece = Piece(text)
-        piece.logprobs = tuple(self._ripe(self._logprobs, stream_end or self.stopped))
-        if piece or piece.logprobs:
+        piece, tokens = self._stop.before(text, last=stream_end), tuple[TokenLogprob, ...]()
+        if self._logprobs is not None:
+            self._finalized += len(text)
+            self._emitted += len(piece)
+            tokens = tuple(self._ripe(self._logprobs, stream_end or self.stopped))
+            piece = ScoredText.of(piece, tokens)
+        if piece or tokens:
             self._emit(piece)
 
     def _ripe(self, entries: list[TokenLogprob], last: bool) -> Iterator[TokenLogprob]:
@@ -293,31 +295,47 @@ class StopStrings:
 
 @dataclass
 class Reply:
-    """Iterate it for pieces of text; then `answer` and `figures` are there. An error of the request is raised while iterating."""
+    """Iterate it for pieces of text; then `answer` and `figures` are there. An error of the request is raised while iterating.
+
+    `pieces` has what the model thinks and the calls that it asks for as well, which are in `reasoning` and `tool_calls`.
+    """
 
     answer: str = ""  # what was iterated so far
     text: str = ""  # what was generated so far
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     error: BaseException | None = None  # what ended it, once it has ended
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of every token that was generated; where they were asked for
     flag: threading.Event = field(default_factory=threading.Event)  # set: stop
     _figures: Figures | None = None
     _ended: bool = False  # the iterator has seen the end
-    _pieces: "queue.SimpleQueue[str | None]" = field(default_factory=queue.SimpleQueue)
-    _put: Callable[[str | None], None] | None = None
+    _pieces: "queue.SimpleQueue[Piece | None]" = field(default_factory=queue.SimpleQueue)
+    _put: Callable[[Piece | None], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __iter__(self) -> Iterator[str]:
+        yield from (piece for piece in self.pieces() if isinstance(piece, str))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Text, Reasoning and ToolCall, as they come."""
         while not self._ended:
             piece = self._pieces.get()
             if piece is None:
                 self._ended = True
             else:
-                self.answer += piece
+                self.answer += piece if isinstance(piece, str) else ""
                 yield piece
         if self.error is not None:
             raise self.error
 
-    def deliver_to(self, put: Callable[[str | None], None]) -> None:
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation that goes on."""
+        calls = [{"id": call.id, "type": "function", "function": call.function} for call in self.tool_calls]
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.text, **thought, **({"tool_calls": calls} if calls else {})}
+
+    def deliver_to(self, put: Callable[[Piece | None], None]) -> None:
         """Instead of iterating: `put` gets every piece so far, now, and those to come on the model's thread, then None.
 
         It must not wait, nor close the engine. After None there are `figures`, or an `error`.
@@ -338,8 +356,13 @@ class Reply:
         return self._figures
 
     # -- the model thread's side
-    def emit(self, piece: str) -> None:
-        self.text += piece
+    def emit(self, piece: Piece) -> None:
+        if isinstance(piece, str):
+            self.text += piece
+        elif isinstance(piece, Reasoning):
+            self.reasoning += piece.text
+        else:
+            self.tool_calls.append(piece)
         self._deliver(piece)
 
     def end(self, figures: Figures | None = None, error: BaseException | None = None) -> None:
@@ -347,6 +370,6 @@ class Reply:
         self.error = error
         self._deliver(None)
 
-    def _deliver(self, piece: str | None) -> None:
+    def _deliver(self, piece: Piece | None) -> None:
         with self._lock:
             (self._put or self._pieces.put)(piece)

@@ -2,13 +2,14 @@
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor
 
 from vismoe.errors import ConfigError, InputError
+from vismoe.models.inputs.responses import Spoken, Tools
 from vismoe.options import RequestOptions
 
 SPACES = r"( |\n {0,8})?"  # between the parts of a JSON text: a model that is unsure may otherwise go on with spaces for good
@@ -39,7 +40,17 @@ class Grammars:
                 grammar = matchers.grammar_from_lark(options.grammar)
         except ValueError as error:
             raise InputError(f"{name}: {error}. Fix: a JSON object that is a schema, as text") from error
-        matcher = matchers(self._known, grammar)
+        return self._mask(matchers(self._known, grammar), name)
+
+    def mask_of_calls(self, spoken: Spoken | None, tools: Tools) -> "GrammarMask":
+        """Of an answer that must call one of these. Raises InputError, ConfigError."""
+        if spoken is None:
+            raise InputError(f"tool_choice={tools.choice!r}: how this model writes calls is not known. Fix: leave tools out")
+        grammar = spoken.grammar(tools, self._tokenizer)
+        matchers = self._matchers()
+        return self._mask(matchers(self._known, matchers.grammar_from_lark(grammar)), "tools")
+
+    def _mask(self, matcher: Any, name: str) -> "GrammarMask":
         if matcher.is_error():
             why = " ".join(matcher.get_error().split())[:500]
             raise InputError(f"{name}: {why}. Fix: write it without that (docs/serving.md)")
@@ -67,14 +78,64 @@ class Grammars:
         return LLMatcher
 
 
+class Thought:
+    """The reasoning at the beginning of an answer, between these texts. opened: the prompt has its beginning."""
+
+    def __init__(self, tokenizer: Any, opening: str, closing: str, opened: bool):
+        self._tokenizer, self._opening, self._closing, self._opened = tokenizer, opening, closing, opened
+        self.closers: list[int] = tokenizer.encode(closing, add_special_tokens=False)
+        self._end: int | None = None
+
+    def begins(self, said: Sequence[int]) -> bool:
+        """Whether these tokens begin with reasoning."""
+        return self._opened or self._tokenizer.decode(said[: 2 * len(self._opening)]).lstrip().startswith(self._opening)
+
+    def end(self, said: Sequence[int]) -> int | None:
+        """How many of these tokens it has, its closing text included; None: it goes on."""
+        if self._end is not None and (self._end > len(said) or not self._closes(said[: self._end])):
+            self._end = None
+        if self._end is None and self._closes(said):
+            self._end = len(said)
+        return self._end
+
+    def _closes(self, said: Sequence[int]) -> bool:
+        return self._closing in self._tokenizer.decode(said[-2 * len(self._closing) :])
+
+
+class ReasoningLimit(LogitsProcessor):
+    """Ends the reasoning of an answer behind so many tokens: then only its closing text has a chance."""
+
+    def __init__(self, thought: Thought, most: int):
+        self._thought, self._most, self._prompt_tokens = thought, most, -1
+
+    def restart(self) -> "ReasoningLimit":
+        """For an answer from its beginning."""
+        self._prompt_tokens = -1
+        return self
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """input_ids int64 `[1, S]`, scores float32 `[1, V]`."""
+        if self._prompt_tokens < 0:
+            self._prompt_tokens = input_ids.shape[1]
+        said = input_ids[0, self._prompt_tokens :].tolist()
+        place = len(said) - self._most
+        if not 0 <= place < len(self._thought.closers) or not self._thought.begins(said) or self._thought.end(said) is not None:
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self._thought.closers[place]] = 0
+        return forced
+
+
 class GrammarMask(LogitsProcessor):
     """Leaves a chance to the tokens with which an answer can go on. The answer begins where it is asked for first, or restarted.
 
-    A sequence may come back shorter than before, or with other tokens at its end: drafts that were not accepted.
+    A sequence may come back shorter than before, or with other tokens at its end: drafts that were not accepted. Behind a
+    `thought` it begins where that ends, and the answer may not end before.
     """
 
     def __init__(self, matcher: Any, ends: Collection[int]):
         self._matcher, self._ends = matcher, list(ends)
+        self.thought: Thought | None = None
         self._prompt_tokens, self._said = -1, list[int]()
         self.seconds = 0.0  # that it took, of all tokens
 
@@ -89,7 +150,12 @@ class GrammarMask(LogitsProcessor):
         began_s = time.perf_counter()
         if self._prompt_tokens < 0:
             self._prompt_tokens = input_ids.shape[1]
-        self._follow(input_ids[0, self._prompt_tokens :].tolist())
+        said = input_ids[0, self._prompt_tokens :].tolist()
+        if self.thought is not None:
+            if (begin := self.thought.end(said)) is None:
+                return scores.index_fill(1, torch.tensor(self._ends, dtype=torch.int64, device=scores.device), -torch.inf)
+            said = said[begin:]
+        self._follow(said)
         may = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: scores.shape[1]] != 0
         may = torch.nn.functional.pad(may, (0, scores.shape[1] - len(may)))
         ends = [end for end in self._ends if end < len(may)]

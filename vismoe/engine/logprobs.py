@@ -28,10 +28,16 @@ class TokenLogprob:
         return self.bytes.decode(errors="backslashreplace")
 
 
-class Piece(str):
+class ScoredText(str):
     """Text of an answer, with the tokens that it came from where their log probabilities were asked for."""
 
     logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, tokens: tuple[TokenLogprob, ...]) -> "ScoredText":
+        scored = cls(text)
+        scored.logprobs = tokens
+        return scored
 
 
 @dataclass(frozen=True)

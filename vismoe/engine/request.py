@@ -11,7 +11,7 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from transformers import BatchFeature, LogitsProcessorList
 
 from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
-from vismoe.engine.grammar import GrammarMask
+from vismoe.engine.grammar import GrammarMask, ReasoningLimit, Thought
+from vismoe.engine.logprobs import ScoredText, TokenLogprob
 from vismoe.engine.pace import Pace
 from vismoe.engine.penalties import Penalties
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
@@ -31,6 +32,7 @@ from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
+from vismoe.models.inputs.responses import Piece
 from vismoe.models.load.opening import Configuration
 from vismoe.models.load.runtime import Runtime
 from vismoe.models.moe.step_context import Interrupted
@@ -208,9 +210,19 @@ class Request:
         self._said: list[int] = []  # tokens of the answer
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
+        self._parser = prompt.parser() if prompt.parser is not None else None
+        self._scored: tuple[TokenLogprob, ...] = ()  # tokens that wait for the words which they are told with
+        kept = shared.prompts.kept_specials if self._parser is not None else frozenset[int]()
         logprobs = reply.logprobs if options.logprobs is not None else None
-        self._text = TextPieces(shared.prompts.tokenizer, reply.emit, options.stop, logprobs)
+        self._text = TextPieces(shared.prompts.tokenizer, self._say, options.stop, kept, logprobs)
         self._drafter, self._mask = Drafter(shared.drafts, draft), mask
+        self._limit: ReasoningLimit | None = None
+        if self._parser is not None and (around := shared.prompts.around_reasoning) is not None:
+            thought = partial(Thought, shared.prompts.tokenizer, *around, self._parser.thinking)
+            if mask is not None and self._parser.thinking:
+                mask.thought = thought()
+            if options.reasoning_tokens is not None:
+                self._limit = ReasoningLimit(thought(), options.reasoning_tokens)
         self._loop: TokenLoop | None = None
         self._cuts: list[int] = []  # ends of the pieces of the prompt that are still to be read
         self._numbers: np.ndarray | None = None
@@ -399,6 +411,8 @@ class Request:
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""
         self._text.end()
+        if self._parser is not None:
+            self._tell(self._parser.end())
         figures = self._figures()
         self._leave()
         self._shared.ended[figures.finish] += 1
@@ -477,8 +491,8 @@ class Request:
         presence, frequency = self.options.presence_penalty or 0.0, self.options.frequency_penalty or 0.0
         if presence or frequency:
             processors.append(Penalties(inputs["input_ids"].shape[1], presence, frequency))
-        if self._mask is not None:  # the last one before sampling: what may not follow stays without a chance
-            processors.append(self._mask.restart())
+        # the last ones before sampling: what may not follow stays without a chance
+        processors.extend(one.restart() for one in (self._limit, self._mask) if one is not None)
         loop = TokenLoop(model, inputs.to(model.device), {**how, "logits_processor": processors}, generator)
         loop.logprobs = self.options.logprobs
         return loop
@@ -550,6 +564,19 @@ class Request:
             if pruner is not None:
                 pruner.pruning = usual
 
+    def _say(self, text: str) -> None:
+        """Tokens with their chances go with the words of the answer that come next."""
+        if self._parser is None:
+            self.reply.emit(text)
+            return
+        self._scored += getattr(text, "logprobs", ())
+        self._tell(self._parser.feed(text))
+
+    def _tell(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self.reply.emit(ScoredText.of(piece, self._scored) if isinstance(piece, str) and self._scored else piece)
+            self._scored = ()
+
     def _answer(self, token: int, last: bool) -> bool:
         """A token of the answer is there; whether another one is wanted."""
         assert self._loop is not None
@@ -588,6 +615,8 @@ class Request:
         counters = happened if self._counters is None else self._counters + happened
         return Figures(
             answer=self.reply.text,
+            reasoning=self.reply.reasoning,
+            tool_calls=tuple(self.reply.tool_calls),
             finish="stop" if self._text.stopped else self._finish or "cancelled",
             plan=shared.plan,
             images=prompt.images,

@@ -8,6 +8,7 @@ from PIL import Image
 
 from vismoe.config import Settings
 from vismoe.metrics import Snapshot
+from vismoe.models.inputs.responses import ToolCall
 from vismoe.planning.plan import Plan
 from vismoe.types import Phase
 from vismoe.vision.overlay import kept_map
@@ -81,6 +82,8 @@ class Figures:
     formats: dict[str, float] = field(default_factory=dict)  # share of its expert computations in each, `skip` among them
     precision: "PrecisionInfo | None" = None  # what chose them; None: exact, all experts are in one format
     drafts: DraftFigures | None = None  # None: nothing was to draft
+    reasoning: str = ""  # before the answer
+    tool_calls: tuple[ToolCall, ...] = ()
     grammar_seconds: float | None = None  # that following its schema or grammar took, within decode; None: it had none
 
     @property
@@ -107,6 +110,8 @@ class Figures:
         rates = {"hit_rate": self.counters.hit_rate(), "decode_hit_rate": self.counters.hit_rate(Phase.DECODE)}
         return {
             "answer": self.answer,
+            **({"reasoning": self.reasoning} if self.reasoning else {}),
+            **({"tool_calls": [call.function for call in self.tool_calls]} if self.tool_calls else {}),
             "finish": self.finish,
             "cancelled": self.cancelled,
             "plan": self.plan.to_json(),

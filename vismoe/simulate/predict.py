@@ -311,13 +311,13 @@ class SimulatedRun:
         began = Counted.by(pager)
         for demand in decode[settled * layers :]:
             pager.run(demand)
-        tokens = (len(decode) // layers - settled) * rows
-        return self.told(Counted.by(pager) - began, tokens, self.beside_bytes(rows) + experts, self.arithmetic_s(rows), rows, prompt)
+        tokens, read = (len(decode) // layers - settled) * rows, self.beside_bytes(rows) + experts
+        return self.told(Counted.by(pager) - began, tokens, read, self.arithmetic_s(rows), rows, prompt)
 
     def told(
         self, did: "Counted", tokens: float, read: float, arithmetic_s: float, of_tokens: float, prompt: list[RecordedDemand]
     ) -> Prediction:
-        """did: by the replayed layers while `tokens` came; read, arithmetic_s: bytes and seconds of one layer, for `of_tokens`."""
+        """did: by the replayed layers while `tokens` came; read, arithmetic_s: bytes and seconds of a layer, for `of_tokens`."""
         layers = len(self.needs.inventory.layers)
         read, arithmetic_s = read * layers / of_tokens, arithmetic_s * layers / of_tokens
         token_s, copied = did.seconds * self.scale / tokens, did.metrics.total("bytes_read") * self.scale / tokens
@@ -371,8 +371,9 @@ class SimulatedRun:
     def generated(self, prompt_tokens: int, tokens: int) -> SyntheticTrace:
         layer, work = self.sampled.layers[0], self.workload
         sizes = len(self.sampled.layers), layer.num_experts, layer.top_k
-        chosen = dict(skew=work.skew, zipf=work.zipf, seed=work.seed)
-        return skewed_trace(*sizes, prompt_tokens=prompt_tokens, tokens=tokens, batch=self.rows, **chosen)
+        return skewed_trace(
+            *sizes, prompt_tokens=prompt_tokens, tokens=tokens, skew=work.skew, zipf=work.zipf, batch=self.rows, seed=work.seed
+        )
 
     def drafted(self, prompt: list[RecordedDemand]) -> Prediction:
         """Rounds of drafts and of the pass that checks them; `accepted` of the drafted tokens are right, each by itself.

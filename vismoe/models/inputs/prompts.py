@@ -1,8 +1,12 @@
 """Turns a conversation into model inputs, with the family's chat template and processor, and finds its visual tokens."""
 
 import hashlib
+import inspect
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,10 +20,12 @@ from vismoe.models.family.checkpoint_files import refuse_other_vocabulary
 from vismoe.models.inputs.image_sizes import Look, Sight, area_look
 from vismoe.models.inputs.processor import load_processor
 from vismoe.models.inputs.qwen_images import Picture, QwenImages, asked_size, image_source
+from vismoe.models.inputs.responses import MessageParser, Spoken, Tools, further_of
 from vismoe.ranges import shown, unencodable
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs that give the kind of each token
 TEXT_INPUTS = ("input_ids", "attention_mask", *TOKEN_KINDS)
+ROLES = ("system", "user", "assistant", "tool")
 VISION_TOWERS = ("visual", "vision_tower", "vision_model")  # names in families of the module that encodes images
 
 
@@ -44,6 +50,7 @@ class Prompt:
     places: tuple[tuple[int, int], ...] = ()  # (first token, end) of each image; empty if unknown
     image_inputs: Callable[[Sequence[int]], BatchFeature] = lambda numbers: BatchFeature()  # inputs of some images, by number
     made_again: Callable[[], BatchFeature] = BatchFeature  # computes the inputs again
+    parser: Callable[[], MessageParser] | None = None  # of one answer; None: it is plain text
 
     @property
     def images(self) -> int:
@@ -164,9 +171,14 @@ class PromptBuilder:
         open_image: Callable[[Any], Image.Image],
         image_tokens: tuple[int, int] | None = None,
         context: int | None = None,
+        tools: Tools | None = None,
+        template: Mapping[str, Any] = MappingProxyType({}),
     ) -> Prompt:
-        """Inputs for one conversation; a final message of the assistant is continued. Raises InputError for a conversation that
-        cannot be answered, and ContextError, before processing pixels, for images with more visual tokens than `context`."""
+        """Inputs for one conversation; a final message of the assistant is continued.
+
+        tools: that the model is told of; template: further variables of its chat template. Raises InputError for a conversation
+        that cannot be answered, and ContextError, before processing pixels, for images with more visual tokens than `context`.
+        """
         if not isinstance(messages, list | tuple):
             raise InputError(
                 f"a conversation is a list of messages, not {shown(messages)}. "
@@ -174,7 +186,12 @@ class PromptBuilder:
             )
         images: list[Picture] = []
         plain: list[dict[str, Any]] = [
-            {"role": _role(message), "content": self._content(message, images, open_image)} for message in messages
+            {
+                "role": _role(message),
+                "content": self._content(message, images, open_image),
+                **further_of(message),
+            }
+            for message in messages
         ]
         if not plain:
             raise InputError("there is nothing to answer: the conversation has no message. Fix: add a user message")
@@ -185,24 +202,71 @@ class PromptBuilder:
         if not isinstance(self.processor, ProcessorMixin):
             for message in plain:
                 message["content"] = "".join(part["text"] for part in message["content"])
-        text = self._written(plain)
+        given = self._variables(tools, template)
+        text, prompt_end = self._written(plain, given)
         options = self._image_options(images, image_tokens, context) if images else {}
         try:
             inputs: BatchFeature = self.processor(text=[text], return_tensors="pt", **options)
         except ValueError as error:  # e.g. an image two hundred times as wide as it is high
             raise InputError(f"the model's processor refuses this input: {error}. Fix: crop or resize the image") from error
-        return self._prompt(inputs, tuple(picture.image for picture in images), options, text)
+        prompt = self._prompt(inputs, tuple(picture.image for picture in images), options, text)
+        if self.spoken is None:
+            return prompt
+        return replace(prompt, parser=partial(MessageParser, self.spoken, prompt_end, given.get("tools", ())))
 
-    def _written(self, messages: list[dict[str, Any]]) -> str:
-        """The conversation as the family's template writes it, up to the beginning of the answer. Raises InputError."""
+    @cached_property
+    def spoken(self) -> Spoken | None:
+        """How the family's answers are read; None: they are plain text."""
+        return Spoken.by(self.tokenizer)
+
+    @cached_property
+    def kept_specials(self) -> frozenset[int]:
+        """Special tokens that stay in an answer's text, since they tell its parts from each other."""
+        return self.spoken.kept_specials(self.tokenizer) if self.spoken is not None else frozenset()
+
+    @property
+    def around_reasoning(self) -> tuple[str, str] | None:
+        """With what the model begins and ends its reasoning."""
+        return self.spoken.around_reasoning if self.spoken is not None else None
+
+    def knows(self, *names: str) -> bool:
+        """Whether the chat template uses one of these variables."""
+        chat = str(self.tokenizer.chat_template)
+        return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", chat) for name in names)
+
+    def of_reasoning(self, effort: str | None) -> dict[str, Any]:
+        """Variables of the chat template that ask for so much reasoning. Raises InputError where it has none for it."""
+        if effort is None:
+            return {}
+        switches = {name: effort != "none" for name in ("enable_thinking", "thinking") if self.knows(name)}
+        levels = {"reasoning_effort": effort} if effort != "none" and self.knows("reasoning_effort") else {}
+        if not switches and not levels and (effort != "none" or self.knows("reasoning_effort", "</think>")):
+            raise InputError(f"reasoning={effort!r}: this model's chat template has no switch for that. Fix: leave it out")
+        return {**switches, **levels}
+
+    def _variables(self, tools: Tools | None, template: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the chat template. Raises InputError for those that it does not use."""
+        offered = list(tools.offered) if tools is not None else []
+        if offered and not self.knows("tools"):
+            raise InputError(
+                "this model's chat template knows no tools. Fix: leave tools out, and say in the text what can be called and how"
+            )
+        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        for name in template:
+            if name in own or not self.knows(name):
+                raise InputError(f"this model's chat template has no variable {name!r}. Fix: leave it out")
+        return {**template, **({"tools": offered} if offered else {})}
+
+    def _written(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> tuple[str, str]:
+        """The conversation as the family's template writes it, and of that the beginning of the answer. Raises InputError."""
         *before, last = messages
         begun = last["role"] == "assistant"
         if begun and before and not _has_words(last):
             messages, begun = before, False
+        write = partial(self.processor.apply_chat_template, messages, tokenize=False, continue_final_message=begun, **given)
         try:
-            text: str = self.processor.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
-            )
+            text: str = write(add_generation_prompt=not begun)
+            before_it: str = text if begun or self.spoken is None else write(add_generation_prompt=False)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the model's chat template cannot be read (line {error.lineno}): {error}. Fix: download or copy it again"
@@ -216,7 +280,7 @@ class PromptBuilder:
                 f"the model's chat template refuses this conversation: {error}. Fix: use an order of messages that it allows, "
                 "or text without a template (Engine.complete, /v1/completions)"
             ) from error
-        return text
+        return text, text.removeprefix(before_it)
 
     def build_text(self, text: str) -> Prompt:
         """Inputs that continue `text` as it is, without a chat template. Raises InputError."""
@@ -272,7 +336,7 @@ class PromptBuilder:
                     f"a message part of type {shown(kind)} cannot be used (no video, no audio). "
                     "Fix: {'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}"
                 )
-        if not parts:
+        if not parts and not message.get("tool_calls"):
             raise InputError(f"a {message['role']} message has no content. Fix: give it a text, or leave the message out")
         return parts
 
@@ -365,6 +429,6 @@ def _has_words(message: dict[str, Any]) -> bool:
 
 def _role(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else None
-    if not isinstance(role, str) or role not in ("system", "user", "assistant"):
-        raise InputError(f"a message needs a role, one of system, user, assistant; got {shown(role)}. Fix: 'role': 'user'")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InputError(f"a message needs a role, one of {', '.join(ROLES)}; got {shown(role)}. Fix: 'role': 'user'")
     return role

@@ -207,3 +207,58 @@ class ChatAnswer(TextAnswer):
     def _delta(self, delta: Json, finish: Finish | None = None, logprobs: Json | None = None, **extras: Any) -> Json:
         choice = dict(delta=delta, index=0, finish_reason=finish, logprobs=logprobs)
         return self._chunk([choice], **({"usage": None} if self._include_usage else {}), **extras)
+
+
+class AnswerChoices:
+    """Answers to one request, as the choices of one answer; a single one is told as it is."""
+
+    def __init__(self, answers: Sequence[Any]):
+        self._answers, first = answers, answers[0]
+        self._several = len(answers) > 1
+        self.id, self.encoded, self.error, self.end = first.id, first.encoded, first.error, first.end
+
+    def whole(self, said: Sequence[Sequence[Piece]], figures: "Sequence[Figures]") -> Json:
+        """said: the pieces of each."""
+        if not self._several:
+            one: Json = self._answers[0].whole(said[0], figures[0])
+            return one
+        wholes = [answer.whole(pieces, of) for answer, pieces, of in zip(self._answers, said, figures, strict=True)]
+        return {**self._joined(wholes), **_together(wholes)}
+
+    def opening(self) -> list[Json]:
+        return [self._numbered(place, chunk) for place, answer in enumerate(self._answers) for chunk in answer.opening()]
+
+    def piece(self, place: int, piece: Piece) -> list[Json]:
+        return [self._numbered(place, chunk) for chunk in self._answers[place].piece(piece)]
+
+    def closing(self, figures: "Sequence[Figures]") -> list[Json]:
+        """The ends of all, then their statistics, which are in the last chunk."""
+        if not self._several:
+            return list(self._answers[0].closing(figures[0]))
+        ends, *usages = zip(*(answer.closing(of) for answer, of in zip(self._answers, figures, strict=True)), strict=True)
+        chunks = [self._numbered(place, chunk) for place, chunk in enumerate(ends)]
+        statistics = _together(usages[0] if usages else ends)
+        for chunk in chunks:
+            chunk.pop("vismoe", None)
+        if usages:
+            return [*chunks, {**self._joined(usages[0]), **statistics}]
+        return [*chunks[:-1], {**chunks[-1], **statistics}]
+
+    def _joined(self, chunks: Sequence[Json]) -> Json:
+        numbered = [self._numbered(place, chunk) for place, chunk in enumerate(chunks)]
+        return {**numbered[0], "choices": [choice for chunk in numbered for choice in chunk["choices"]]}
+
+    def _numbered(self, place: int, chunk: Json) -> Json:
+        if not self._several:
+            return chunk
+        return {**chunk, "id": self.id, "choices": [{**choice, "index": place} for choice in chunk["choices"]]}
+
+
+def _together(chunks: Sequence[Json]) -> Json:
+    """Statistics of answers to one prompt, which counts once; `vismoe` of several is a list."""
+    first = chunks[0]
+    found: Json = {"vismoe": [chunk["vismoe"] for chunk in chunks]}
+    if usage := first.get("usage"):
+        tokens = sum(chunk["usage"]["completion_tokens"] for chunk in chunks)
+        found["usage"] = {**usage, "completion_tokens": tokens, "total_tokens": usage["prompt_tokens"] + tokens}
+    return found

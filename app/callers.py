@@ -5,7 +5,7 @@ the reply starts later; the engine stops it within a token.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,18 +26,22 @@ class Caller:
         self.memory = memory  # its share of the request memory
         self.sent_away: ApiError | None = None  # why the server ended it
         self.left = False
-        self.waits = True  # its reply has not been requested from the engine yet
-        self._reply: Any = None
+        self.waits = 1  # answers that have not been requested from the engine yet
+        self._replies: Sequence[Any] = ()
         self._watch: asyncio.Task[None] | None = None
 
     def watch(self, receive: Receive) -> None:
         """Leave as soon as the connection closes; call this after the body was read."""
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_gone(receive))
 
-    def takes(self, reply: Any) -> None:
-        self.waits = False
-        self._reply = reply
+    def takes(self, replies: Sequence[Any]) -> None:
+        self.waits = 0
+        self._replies = replies
         if self.left:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for reply in self._replies:
             reply.cancel()
 
     def check(self) -> None:
@@ -53,12 +57,11 @@ class Caller:
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
         self.memory.stop_waiting(self.sent_away or ClientDisconnect())
-        if self._reply is not None:
-            self._reply.cancel()
+        self._cancel()
 
     def forget(self) -> None:
-        """Release the reply, whose pictures are large."""
-        self._reply = None
+        """Release the replies, whose pictures are large."""
+        self._replies = ()
 
     async def _leave_when_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -91,6 +94,15 @@ class Callers:
         caller = Caller(self._memory.enter())
         self._here.add(caller)
         return caller
+
+    def expect(self, caller: Caller, answers: int) -> None:
+        """A request turns out to ask for so many answers. Raises ApiError if too many wait."""
+        if answers > self._max_waiting:
+            most = self._max_waiting
+            raise ApiError(400, f"n={answers}, but up to {most} answers may wait (--max-waiting). Fix: n={most}", "n")
+        if self.waiting + answers - caller.waits > self._max_waiting:
+            raise ApiError.too_many(self.waiting - caller.waits)
+        caller.waits = answers
 
     def ends(self, caller: Caller) -> None:
         """Ends a request. Its memory is released after its reply has ended, too."""

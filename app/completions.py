@@ -6,7 +6,7 @@ through a queue. If a request ends early (the client left, the server closes, an
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vismoe.app.answers import ChatAnswer, TextAnswer, tokens_of
+from vismoe.app.answers import AnswerChoices, ChatAnswer, TextAnswer, tokens_of
 from vismoe.app.api_errors import ApiError, api_error_of
 from vismoe.app.callers import Caller, Callers
 from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes, picture_cost, text_bytes
@@ -30,7 +30,7 @@ from vismoe.app.schemas import ChatRequest, CompletionRequest, ContentPart, Samp
 from vismoe.errors import InputError
 from vismoe.models.inputs.responses import Piece
 from vismoe.models.inputs.rgb import Header
-from vismoe.options import RequestOptions
+from vismoe.options import INT64, RequestOptions
 
 PREPARERS = 4  # prompts that are built at the same time; decoded images are large
 BEAT_S = 15.0  # between two keep-alive events while there is no text yet, because proxies close silent connections
@@ -40,7 +40,8 @@ EMPTY = ContentPart(type="text", text="")  # content of an assistant message wit
 REQUEST_ID = "X-Request-ID"
 STEP_BYTES = 2**20  # buffer growth for a body of unknown length
 
-Call = Callable[[], Any]  # starts and returns the engine's reply
+Call = Callable[..., Any]  # starts and returns the engine's reply; its seed may be given by name
+Placed = tuple[int, Piece]  # a piece, of which answer
 Result = TypeVar("Result")
 
 
@@ -104,24 +105,26 @@ class Completions:
             call, wish = await self._asked(http, caller, kind, call_of)
             caller.memory.shrink(MemoryKind.LARGE_BODY, 0)  # the body and its parsed form are released
             caller.memory.shrink(MemoryKind.BODY, BASE_BYTES)
-            reply = await self._in_thread(unless_left, caller, call)
+            replies = await self._in_thread(unless_left, caller, call, wish)
             del call  # releases the pictures
-            said = Said(reply, caller.memory)
+            said = Said(replies, caller.memory)
             caller.memory.is_built()
-            caller.takes(reply)
-            answer = form(self._model, wish.include_usage, wish.logprobs)
+            caller.takes(replies)
+            answer = AnswerChoices([form(self._model, wish.include_usage, wish.logprobs) for _ in replies])
             if wish.stream:
                 pieces = said.pieces(BEAT_S)
                 if wish.change:  # a change may be impossible, so the response waits until that is known
                     pieces = await begun(pieces)
-                return EventStream(answer, reply, pieces, caller, partial(self._callers.ends, caller))
-            whole = [piece async for piece in said.pieces()]
+                return EventStream(answer, replies, pieces, caller, partial(self._callers.ends, caller))
+            whole: list[list[Piece]] = [[] for _ in replies]
+            async for place, piece in said.pieces():
+                whole[place].append(piece)
             caller.check()
         except BaseException:
             self._callers.ends(caller)
             raise
         self._callers.ends(caller)
-        return JSONResponse(answer.whole(whole, reply.figures), headers={REQUEST_ID: answer.id})
+        return JSONResponse(answer.whole(whole, [reply.figures for reply in replies]), headers={REQUEST_ID: answer.id})
 
     async def _asked(
         self, http: Request, caller: Caller, kind: type[Strict], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
@@ -137,10 +140,9 @@ class Completions:
         del body, parsed
         self._check_model(request.model)
         caller.watch(http.receive)
-        change = bool(request.vismoe and request.vismoe.change)
-        return await call_of(request, share), Wish(
-            bool(request.stream), request.include_usage, change, request.most_likely is not None
-        )
+        wish = Wish.of(request)
+        self._callers.expect(caller, wish.answers)
+        return await call_of(request, share), wish
 
     def _check_model(self, asked: str | None) -> None:
         if asked not in (None, self._model):
@@ -225,15 +227,15 @@ class EventStream(Response):
 
     def __init__(
         self,
-        answer: TextAnswer | MessagesAnswer,
-        reply: Any,
-        pieces: AsyncIterator[Piece],
+        answer: AnswerChoices,
+        replies: Sequence[Any],
+        pieces: AsyncIterator[Placed],
         caller: Caller,
         ends: Callable[[], None],
     ):
         super().__init__(headers={REQUEST_ID: answer.id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._answer, self._reply, self._pieces, self._caller, self._ends = answer, reply, pieces, caller, ends
+        self._answer, self._replies, self._pieces, self._caller, self._ends = answer, replies, pieces, caller, ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -249,14 +251,14 @@ class EventStream(Response):
         try:
             for chunk in self._answer.opening():
                 yield encoded(chunk)
-            async for piece in self._pieces:
+            async for place, piece in self._pieces:
                 if not piece and not tokens_of([piece]):
                     yield BEAT
                     continue
-                for chunk in self._answer.piece(piece):
+                for chunk in self._answer.piece(place, piece):
                     yield encoded(chunk)
             self._caller.check()
-            for chunk in self._answer.closing(self._reply.figures):
+            for chunk in self._answer.closing([reply.figures for reply in self._replies]):
                 yield encoded(chunk)
             if self._answer.end:
                 yield self._answer.end
@@ -266,56 +268,74 @@ class EventStream(Response):
             yield self._answer.error(api_error_of(error))
 
 
-def unless_left(caller: Caller, call: Call) -> Any:
-    """Starts the reply, unless the client left while other prompts were built."""
-    caller.check()
-    return call()
+def unless_left(caller: Caller, call: Call, wish: "Wish") -> list[Any]:
+    """Starts the replies, unless the client left while other prompts were built. Each has a seed of its own."""
+    replies = list[Any]()
+    try:
+        for place in range(wish.answers):
+            caller.check()
+            replies.append(call(**({} if wish.seed is None else {"seed": (wish.seed + place + INT64) % (2 * INT64) - INT64})))
+    except BaseException:
+        for reply in replies:
+            reply.cancel()
+        raise
+    return replies
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The form in which a client wants the answer."""
+    """The form in which a client wants the answers, and how many."""
 
     stream: bool
     include_usage: bool
     change: bool  # the request changes policy or formats
     logprobs: bool
+    answers: int
+    seed: int | None  # of the first one
+
+    @classmethod
+    def of(cls, request: Sampling) -> "Wish":
+        change, logprobs = bool(request.vismoe and request.vismoe.change), request.most_likely is not None
+        return cls(bool(request.stream), request.include_usage, change, logprobs, request.n or 1, request.seed)
 
 
 class Said:
-    """A reply's text as it arrives. The reply and its caller both hold `share` until the reply has ended."""
+    """The text of replies as it arrives. The replies and their caller hold `share` until all of them have ended."""
 
-    def __init__(self, reply: Any, share: MemoryShare):
-        arrived = asyncio.Queue[Piece | None]()
-        self._reply, self._arrived = reply, arrived
-        share.users += 1
+    def __init__(self, replies: Sequence[Any], share: MemoryShare):
+        arrived = asyncio.Queue[tuple[int, Piece | None]]()
+        self._replies, self._arrived = replies, arrived
+        share.users += len(replies)
         loop = asyncio.get_running_loop()
 
-        def arrive(piece: Piece | None) -> None:
-            arrived.put_nowait(piece)
+        def arrive(place: int, piece: Piece | None) -> None:
+            arrived.put_nowait((place, piece))
             if piece is None:
                 share.let_go()
 
-        def put(piece: Piece | None) -> None:  # runs on the model's thread
+        def put(place: int, piece: Piece | None) -> None:  # runs on the model's thread
             with suppress(RuntimeError):  # the loop was closed, so there is no reader
-                loop.call_soon_threadsafe(arrive, piece)
+                loop.call_soon_threadsafe(arrive, place, piece)
 
-        reply.deliver_to(put)
+        for place, reply in enumerate(replies):
+            reply.deliver_to(partial(put, place))
 
-    async def pieces(self, beat_s: float | None = None) -> AsyncIterator[Piece]:
-        """Yields the text, and an empty piece whenever `beat_s` passed without any. Raises the reply's error."""
-        while True:
+    async def pieces(self, beat_s: float | None = None) -> AsyncIterator[Placed]:
+        """Yields the text, and an empty piece whenever `beat_s` passed without any. Raises the first error of a reply."""
+        running = len(self._replies)
+        while running:
             try:
                 async with asyncio.timeout(beat_s):
-                    piece = await self._arrived.get()
+                    place, piece = await self._arrived.get()
             except TimeoutError:
-                yield ""
+                yield 0, ""
                 continue
-            if piece is None:
-                break
-            yield piece
-        if self._reply.error is not None:
-            raise self._reply.error
+            if piece is not None:
+                yield place, piece
+                continue
+            running -= 1
+            if self._replies[place].error is not None:
+                raise self._replies[place].error
 
 
 async def body_of(http: Request, share: MemoryShare) -> bytearray:
@@ -333,11 +353,11 @@ async def body_of(http: Request, share: MemoryShare) -> bytearray:
     return body
 
 
-async def begun(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+async def begun(pieces: AsyncIterator[Placed]) -> AsyncIterator[Placed]:
     """The same pieces, after the first piece or keep-alive arrived. Raises the error that came instead."""
     first = await anext(pieces, None)
 
-    async def all_of_them() -> AsyncIterator[Piece]:
+    async def all_of_them() -> AsyncIterator[Placed]:
         if first is not None:
             yield first
         async for piece in pieces:

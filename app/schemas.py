@@ -42,6 +42,7 @@ from vismoe.ranges import Range
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000  # of a message
+MOST_ANSWERS = 8
 MAX_TOOLS = 1_000
 MAX_VALUES = 10**6  # of a body: pictures are few long strings, and many short values take far more memory than their text
 
@@ -297,6 +298,7 @@ class Sampling(Strict):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias] | None, BeforeValidator(_by_token)] = None
     seed: Seed | None = None
+    n: Annotated[int, Range(1, MOST_ANSWERS)] | None = None
     stop: Annotated[list[StopText] | None, Field(max_length=MOST_STOPS), BeforeValidator(_as_list)] = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
@@ -469,7 +471,6 @@ class CompletionRequest(Sampling):
 # Known to the API and not done here: the values that ask for nothing, and what to do about any other.
 ANSWERS_ONLY = "this server answers with text only"
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "one answer a request; send it again for another"),
     "functions": (([],), "they are called tools now"),
     "function_call": (("none", "auto"), "it is called tool_choice now"),
     "modalities": ((["text"],), ANSWERS_ONLY),

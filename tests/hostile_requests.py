@@ -49,7 +49,7 @@ FIELDS = {
     "temperature": ["1", -0.1, 2.1, HUGE, True, [], {}],
     "top_p": ["1", 0, -0.1, 1.1, HUGE, False, [], {}],
     "seed": ["1", 1.5, HUGE, -HUGE, 2**63, True, []],
-    "n": [0, 2, -1, HUGE, "1", 1.5, [], {}],
+    "n": [0, 9, -1, HUGE, True, "1", 1.5, [], {}],
     "stop": [1, [1], [None], [""], "", ["a"] * 5, {}, [["a"]], ["x" * 10_000], True],
     "stream": ["true", 1, 0, [], {}],
     "stream_options": [1, "x", [], {"include_usage": True}, {"other": 1}],

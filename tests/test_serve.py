@@ -178,6 +178,81 @@ def test_what_is_answered_has_every_field_of_the_clients_own_types(server):
     assert len(chunks) == 6 and checked.usage
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_several_answers_are_choices_of_one_with_seeds_of_their_own(server, path):
+    ask = {"messages": HELLO} if "chat" in path else {"prompt": "Once"}
+    server.engine.script += [["one"], ["two", "."], ["three"]]
+    found = server.post({**ask, "n": 3, "seed": 2**63 - 2}, path).json()
+    kind = ChatCompletion if "chat" in path else Completion
+    choices = kind.model_validate(found, strict=True).choices
+    said = [choice.message.content if "chat" in path else choice.text for choice in choices]
+    assert said == ["one", "two.", "three"] and [choice.index for choice in choices] == [0, 1, 2]
+    assert [options["seed"] for _, options in server.engine.calls] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (11, 15, 26)
+    assert [ours["visual_tokens"] for ours in found["vismoe"]] == [8] * 3
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_several_answers_are_streamed_side_by_side(server, usage):
+    turn, over = threading.Event(), threading.Event()
+    first = ["a", lambda: turn.wait(10), "b"]
+    second = ["x", turn.set, "y", over.set]
+    server.engine.script += [first, second]
+    *chunks, done = events(server.post({"messages": HELLO, "n": 2, "stream": True, "stream_options": {"include_usage": usage}}))
+    assert done == "data: [DONE]" and len({chunk["id"] for chunk in chunks}) == 1
+    assert all("vismoe" not in chunk for chunk in chunks[:-1]) and len(chunks[-1]["vismoe"]) == 2
+    said, ends = {0: "", 1: ""}, {}
+    for chunk in chunks:
+        for choice in ChatCompletionChunk.model_validate(chunk, strict=True).choices:
+            said[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert said == {0: "ab", 1: "xy"} and ends == {0: "stop", 1: "stop"}
+    if usage:
+        assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 10
+        assert chunks[-1]["usage"]["prompt_tokens"] == 11
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_answer_that_fails_ends_all_of_them(server, stream):
+    server.engine.script += [slowly(), [ContextError("too long")]]
+    response = server.post({"messages": HELLO, "n": 2, "stream": stream})
+    assert "context_length_exceeded" in response.text and response.status_code == (200 if stream else 400)
+    wait_until(lambda: not server.engine.running)
+    server.engine.script += [slowly(), ClosedError("not now")]  # before the second has begun
+    assert server.post({"messages": HELLO, "n": 2, "stream": stream}).status_code == 503
+    wait_until(lambda: not server.engine.running and not len(server.app.state.callers))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_all_of_its_answers(server, stream):
+    server.engine.script += [slowly(), slowly(), slowly()]
+    before = server.engine.cancelled
+    with pytest.raises(httpx.ReadTimeout):
+        server.post({"messages": HELLO, "n": 3, "stream": stream}, timeout=0.5) if not stream else _leaves(server)
+    wait_until(lambda: not server.engine.running and not len(server.app.state.callers))
+    assert server.engine.cancelled == before + 3
+
+
+def _leaves(server):
+    with server.http.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={"messages": HELLO, "n": 3, "stream": True}
+    ) as reply:
+        next(reply.iter_lines())
+    raise httpx.ReadTimeout("left after the first line")
+
+
+def test_answers_that_were_not_asked_of_the_engine_yet_count_as_waiting():
+    engine = ScriptedEngine()
+    with served(engine, max_waiting=4) as server:
+        refused = server.post({"messages": HELLO, "n": 5})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "n" and "Fix: n=4" in refused.text
+        engine.waiting = 1
+        assert server.post({"messages": HELLO, "n": 4}).status_code == 429
+        assert server.post({"messages": HELLO, "n": 3}).status_code == 200
+
+
 def with_tokens():
     """A script of two pieces, whose tokens end one piece later than they begin, and one that comes with no text at all."""
     likely = TokenLogprob(3, b"Hi", -0.5), TokenLogprob(4, b"\xe2", -math.inf)
@@ -403,7 +478,9 @@ def test_a_server_with_a_fixed_policy_lets_requests_choose_the_retention_only():
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": "2"}, "n"),
         ({"logprobs": 1}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),

@@ -213,7 +213,6 @@ class TokenLoop:
 class TextPieces(TextStreamer):
     """Turns generated ids into printable pieces; holds back what may still change (half a character, half a word).
 
-
     kept: special tokens that stay in the text. logprobs: gets an entry of each token added with its chances. A piece brings those
     of the tokens whose text ends in it; tokens without text of the answer (its end, what a stop string cuts off) come with none.
     """

@@ -163,8 +163,9 @@ class Completions:
         messages, sizes = request.conversation, request.sizes
         texts = [part.text for message in messages for part in message.content or () if part.text]
         texts += [json.dumps(message.further) for message in messages if message.further]
-        if request.tools:
-            texts.append(json.dumps([tool.model_dump() for tool in request.tools]))
+        texts += [
+            json.dumps(given) for given in (request.model_dump(include={"tools"})["tools"], request.chat_template_kwargs) if given
+        ]
         self._check_length(sum(map(len, texts)), "messages")
         opened = await self._pictures(
             [part.source or "" for part in request.pictures], sizes, share, image_tokens, text_bytes(texts)

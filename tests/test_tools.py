@@ -4,6 +4,7 @@ demo model with chat templates that know tools, in Python and behind the `openai
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from test_grammar import DEMO, answered, schema_of
 from transformers import AutoTokenizer, GenerationConfig
 
 import vismoe
-from vismoe.engine.grammar import Grammars
+from vismoe.engine.grammar import Grammars, ReasoningLimit, Thought
 from vismoe.errors import InputError
 from vismoe.models.inputs.responses import FORMS, MessageParser, Reasoning, Spoken, ToolCall, Tools
 
@@ -115,18 +116,58 @@ def test_every_family_is_read_however_its_answer_is_cut(mark, cuts):
 @pytest.mark.parametrize("mark", [mark for mark in WRITTEN if mark != "</think>"])
 def test_an_answer_that_ends_within_a_call_calls_nothing(mark):
     text = WRITTEN[mark]
-    begin = text.index("Berlin")
-    _, content, calls = read(MessageParser(spoken(mark), "<assistant>", BOTH), text[: begin + 3])
-    assert calls == [] and content.startswith("I look.") and "Ber" in content
+    first = text.index("I look.") + len("I look.")
+    for end in range(first, text.index("Berlin") + 6):
+        _, content, calls = read(MessageParser(spoken(mark), "<assistant>", BOTH), text[:end])
+        assert calls == [] and "".join(content.split()).removeprefix("Ilook.") in "".join(text[first:].split())
+        assert content.startswith("I look.") and (end < text.index("Berlin") or "Berlin"[: end - text.index("Berlin")] in content)
 
 
 def test_what_is_no_call_is_told_as_it_is():
     parser = MessageParser(spoken("<tool_call>"), "<assistant>", BOTH)
-    assert read(parser, ["So: <tool_call>\n{not json}\n</tool_call> and", " on "]) == ("", "So:{not json}and on ", [])
+    assert read(parser, ["So: <tool_call>\n{not json}\n</tool_call> and", " on "])[1] == (
+        "So: <tool_call>\n{not json}\n</tool_call>and on "
+    )
     parser = MessageParser(spoken("<tool_call>"), "<think>\n", BOTH)
     assert read(parser, ["first ", "this</thi", "nk>\n\n", " that"]) == ("first this", "that", [])
     parser = MessageParser(spoken("<tool_call>"), "", ())  # a message that goes on
     assert read(parser, [" and on"]) == ("", " and on", [])
+    unasked = 'It writes <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call> so.'
+    _, content, calls = read(MessageParser(spoken("<tool_call>"), "<assistant>", ()), [unasked])
+    assert calls == [] and '{"name": "now", "arguments": {}}' in content and content.count("tool_call>") == 2
+    for mark, text in (
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "now"}]'),
+        ("<tool_call>", '<tool_call>\n{"name": "now", "arguments": ' + "[" * 100_000 + "\n</tool_call>"),
+        ("<function=", "<tool_call>\n<function=now>\n<parameter=a>\n1</tool_call>"),
+    ):
+        assert read(MessageParser(spoken(mark), "<assistant>", BOTH), [text]) == ("", text, [])
+    assert read(MessageParser(spoken("<|channel|>"), "<|start|>assistant", BOTH), ['{"a": 1}', " on"])[1] == '{"a": 1} on'
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "meant"),
+    [
+        ({"type": "string"}, "007", "007"),
+        ({"type": ["integer", "string"]}, "007", "007"),
+        ({"type": ["integer", "string"]}, "7", "7"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, '"Berlin"', "Berlin"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "Berlin", "Berlin"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/unit"}, '"C"', "C"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "number"}, "2.5", 2.5),
+        ({"type": "array", "items": {}}, '[1, "a"]', [1, "a"]),
+        ({"type": "integer"}, "many", "many"),
+        ({"anyOf": 5}, "x", "x"),
+        (True, "7", "7"),
+    ],
+    ids=str,
+)
+def test_a_value_between_tags_means_what_its_schema_says(schema, written, meant):
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"unit": {"enum": ["C", "F"]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    assert read(MessageParser(spoken("<function="), "<assistant>", (tool,)), [text])[2] == [("f", {"a": meant})]
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +204,60 @@ def test_a_call_that_must_be_made_is_made_by_its_schema_whatever_the_logits(toke
         _, content, calls = read(MessageParser(spoken(mark), "<assistant>", tools.functions), [text])
         (name, arguments), schemas = calls[0], {t["function"]["name"]: t["function"]["parameters"] for t in tools.functions}
         assert content == "" and len(calls) == 1
-        if mark[1] not in "fa" or all("maxLength" not in its for its in schemas[name]["properties"].values()):
-            jsonschema.validate(arguments, schemas[name])  # texts between tags lose the spaces around them
+        jsonschema.validate(arguments, schemas[name])
+
+
+@pytest.mark.parametrize("mark", ["<function=", "<arg_key>"])
+def test_a_text_between_tags_ends_anywhere_and_may_have_tags(tokenizer, grammars, mark):
+    free = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tools = Tools(({"type": "function", "function": {"name": "f", "parameters": free}},), "f", False)
+    begin, end = {
+        "<function=": ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>"),
+        "<arg_key>": ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+    }[mark]
+    for value in ("Berlin", "a < b\n<c>", "", "x" * 300):
+        mask, ids = grammars.mask_of_calls(spoken(mark), tools), torch.tensor([[5]])
+        for token in tokenizer.encode(begin + value + end):
+            assert torch.isfinite(mask(ids, torch.zeros(1, len(tokenizer)))[0, token]), value
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+        assert torch.isfinite(mask(ids, torch.zeros(1, len(tokenizer)))[0, 3])  # the end
+        _, content, calls = read(MessageParser(spoken(mark), "<assistant>", tools.functions), [begin + value + end])
+        assert (content, calls) == ("", [("f", {"a": value})])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        ({"type": "object", "properties": []}, "no JSON schema"),
+        ({"type": "object", "required": 5}, "no JSON schema"),
+        ({"type": "object", "properties": {}, "required": ["zz"]}, "'zz'"),
+        ({"type": "object", "properties": {"a>b": {"type": "string"}}}, "'a>b'"),
+        ({"$ref": "#/$defs/p", "$defs": {"p": {"type": "object"}}}, "'$ref'"),
+        ({"type": "object", "properties": {"a": {"const": "x" * 200_000}}}, "at most 200,000"),
+    ],
+)
+def test_schemas_that_tags_cannot_follow_are_refused(grammars, parameters, why):
+    with pytest.raises(InputError, match=re.escape(why)):
+        grammars.mask_of_calls(
+            spoken("<function="), Tools(({"type": "function", "function": {"name": "f", "parameters": parameters}},), "f")
+        )
+
+
+def test_many_definitions_do_not_multiply(grammars):
+    count = 300
+    definitions = {f"d{n}": {"type": "object", "properties": {"value": {"type": "integer"}}} for n in range(count)}
+    schema = {"type": "object", "$defs": definitions, "properties": {f"p{n}": {"$ref": f"#/$defs/d{n}"} for n in range(count)}}
+    tools = Tools(({"type": "function", "function": {"name": "f", "parameters": schema}},), "f")
+    with pytest.raises(InputError, match="Fix: smaller schemas"):
+        grammars.mask_of_calls(spoken("<function="), tools)
+
+
+def test_reasoning_that_has_ended_is_not_ended_again(tokenizer):
+    limit = ReasoningLimit(Thought(tokenizer, "<think>", "</think>", True), 12)
+    ids, scores = torch.tensor([[5, 6]]), torch.zeros(1, len(tokenizer))
+    for token in tokenizer.encode("hm</think> the answer is here and goes on and on"):
+        assert torch.equal(limit(ids, scores), scores)
+        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
 
 HERMES = """\
@@ -301,6 +394,11 @@ def ask(server, messages=HELLO, **given):
     return server.client().chat.completions.create(**(usual | given))
 
 
+def called(arguments: str) -> dict:
+    calls = [{"id": "x", "type": "function", "function": {"name": "now", "arguments": arguments}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -340,6 +438,12 @@ def test_the_client_gets_reasoning_apart(server):
         (dict(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools"),
         (dict(reasoning_effort="xhigh"), "reasoning_effort"),
         (dict(extra_body={"chat_template_kwargs": {"no_such": 1}}), "no_such"),
+        (dict(extra_body={"chat_template_kwargs": {"message": 1}}), "no variable 'message'"),
+        (dict(extra_body={"chat_template_kwargs": {"": 1}}), "no variable"),
+        (dict(extra_body={"chat_template_kwargs": {"enable_thinking": "long " * 300_000}}), "can hold"),
+        (dict(messages=[*HELLO, called("[" * 100_000)]), "send them back as they came"),
+        (dict(messages=[*HELLO, called('{"a": "\\ud800"}')]), "cannot be used"),
+        (dict(messages=[*HELLO, called('{"a": "<|image_pad|>"}')]), "attach the image"),
         (dict(messages=[*HELLO, {"role": "tool", "content": "rain"}]), "tool_call_id"),
         (dict(messages=[{**HELLO[0], "tool_call_id": "x"}]), "tool_call_id"),
         (dict(extra_body={"functions": [{"name": "x"}]}), "called tools now"),

@@ -52,7 +52,8 @@ class Grammars:
 
     def _mask(self, matcher: Any, name: str) -> "GrammarMask":
         if matcher.is_error():
-            why = " ".join(matcher.get_error().split())[:500]
+            first = matcher.get_error().partition("<backtrace>")[0].partition("\n" if name == "tools" else "\0")[0]
+            why = " ".join(first.split())[:500]
             raise InputError(f"{name}: {why}. Fix: write it without that (docs/serving.md)")
         return GrammarMask(matcher, self._ends)
 
@@ -90,8 +91,12 @@ class Thought:
         """Whether these tokens begin with reasoning."""
         return self._opened or self._tokenizer.decode(said[: 2 * len(self._opening)]).lstrip().startswith(self._opening)
 
+    def restart(self) -> None:
+        """For an answer from its beginning."""
+        self._end = None
+
     def end(self, said: Sequence[int]) -> int | None:
-        """How many of these tokens it has, its closing text included; None: it goes on."""
+        """How many of these tokens it has, its closing text included; None: it goes on. Asked at every token."""
         if self._end is not None and (self._end > len(said) or not self._closes(said[: self._end])):
             self._end = None
         if self._end is None and self._closes(said):
@@ -111,6 +116,7 @@ class ReasoningLimit(LogitsProcessor):
     def restart(self) -> "ReasoningLimit":
         """For an answer from its beginning."""
         self._prompt_tokens = -1
+        self._thought.restart()
         return self
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -118,8 +124,8 @@ class ReasoningLimit(LogitsProcessor):
         if self._prompt_tokens < 0:
             self._prompt_tokens = input_ids.shape[1]
         said = input_ids[0, self._prompt_tokens :].tolist()
-        place = len(said) - self._most
-        if not 0 <= place < len(self._thought.closers) or not self._thought.begins(said) or self._thought.end(said) is not None:
+        place, ended = len(said) - self._most, self._thought.end(said) is not None
+        if ended or not 0 <= place < len(self._thought.closers) or not self._thought.begins(said):
             return scores
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self._thought.closers[place]] = 0
@@ -143,6 +149,8 @@ class GrammarMask(LogitsProcessor):
         """For an answer from its beginning."""
         self._matcher.reset()
         self._prompt_tokens, self._said = -1, []
+        if self.thought is not None:
+            self.thought.restart()
         return self
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
+from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.meta import find_undeclared_variables
 from PIL import Image
 from torch import nn
 from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, ProcessorMixin
@@ -193,6 +196,9 @@ class PromptBuilder:
             }
             for message in messages
         ]
+        for message in plain:
+            further = {name: value for name, value in message.items() if name not in ("role", "content")}
+            self._without_placeholders(json.dumps(further, ensure_ascii=False))
         if not plain:
             raise InputError("there is nothing to answer: the conversation has no message. Fix: add a user message")
         if images and self.image_token_id is None:
@@ -229,8 +235,20 @@ class PromptBuilder:
         """With what the model begins and ends its reasoning."""
         return self.spoken.around_reasoning if self.spoken is not None else None
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """That the chat template asks for; those that it is always given, and jinja's own, are not among them."""
+        chat = self.tokenizer.chat_template
+        always = {"messages", "tools", "add_generation_prompt", *self.tokenizer.special_tokens_map, *DEFAULT_NAMESPACE}
+        always |= {"raise_exception", "strftime_now", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        try:
+            written = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(chat)
+        except (TemplateError, TypeError):  # tags of transformers, a list of templates, or none
+            return frozenset(set(re.findall(r"[^\W\d]\w*", str(chat))) - always)
+        return frozenset(find_undeclared_variables(written) - always)
+
     def knows(self, *names: str) -> bool:
-        """Whether the chat template uses one of these variables."""
+        """Whether one of these words is in the chat template."""
         chat = str(self.tokenizer.chat_template)
         return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", chat) for name in names)
 
@@ -251,11 +269,13 @@ class PromptBuilder:
             raise InputError(
                 "this model's chat template knows no tools. Fix: leave tools out, and say in the text what can be called and how"
             )
-        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in template:
-            if name in own or not self.knows(name):
-                raise InputError(f"this model's chat template has no variable {name!r}. Fix: leave it out")
-        return {**template, **({"tools": offered} if offered else {})}
+            if name not in self.variables:
+                known = f"one of {', '.join(sorted(self.variables))}" if self.variables else "leave it out"
+                raise InputError(f"this model's chat template has no variable {shown(name)}. Fix: {known}")
+        given = {**template, **({"tools": offered} if offered else {})}
+        self._without_placeholders(json.dumps(given, ensure_ascii=False))
+        return given
 
     def _written(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> tuple[str, str]:
         """The conversation as the family's template writes it, and of that the beginning of the answer. Raises InputError."""
@@ -271,7 +291,7 @@ class PromptBuilder:
             raise CheckpointError(
                 f"the model's chat template cannot be read (line {error.lineno}): {error}. Fix: download or copy it again"
             ) from error
-        except (ValueError, TemplateError) as error:
+        except (ValueError, TypeError, TemplateError) as error:
             if begun and isinstance(error, ValueError):  # the template omits or changes the assistant's message
                 raise InputError(
                     "the model's chat template cannot continue a message of the assistant. Fix: end with a user message"

@@ -15,12 +15,16 @@ from functools import partial
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from vismoe.errors import InputError
 
 Json = dict[str, Any]
 CALLED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
+PARAMETER_END, VALUE_END = "\n</parameter>\n", "</arg_value>\n"
+MOST_CHARACTERS = 200_000  # of tools as JSON
+MOST_GRAMMAR = 2_000_000  # characters of what a demanded call follows
 REASONING = ("reasoning_content", "thinking")  # as response templates name it
 LAX = {"allow_non_json": True}  # what is no JSON is told as it is, not refused
 
@@ -66,10 +70,16 @@ class Tools:
                 raise InputError(
                     "tools: each is {'type': 'function', 'function': {'name': ..., 'parameters': ...}}. Fix: write them so"
                 )
-            if not isinstance(function.get("parameters", {}), dict):
+            if not _is_schema(function.get("parameters")):
                 raise InputError(
                     f"tools: the parameters of {function['name']} are no JSON schema. Fix: an object with properties"
                 )
+        try:
+            size = len(json.dumps(self.functions))
+        except (RecursionError, TypeError, ValueError) as error:
+            raise InputError(f"tools: they cannot be written as JSON ({error}). Fix: plain values, less deep") from error
+        if size > MOST_CHARACTERS:
+            raise InputError(f"tools: {size:,} characters of JSON, at most {MOST_CHARACTERS:,}. Fix: fewer or shorter ones")
         if len(set(self.names)) < len(self.functions):
             raise InputError("tools: two have the same name. Fix: another name for one of them")
         if self.choice not in ("auto", "none", "required", *self.names):
@@ -95,6 +105,17 @@ class Tools:
         return tuple(tool for tool in self.functions if self.choice in ("required", tool["function"]["name"]))
 
 
+def _is_schema(given: Any) -> bool:
+    """Whether a call's arguments may be described so."""
+    if given is None:
+        return True
+    if not isinstance(given, dict):
+        return False
+    properties, required = given.get("properties", {}), given.get("required", [])
+    of_properties = isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
+    return of_properties and isinstance(required, list) and all(isinstance(name, str) for name in required)
+
+
 def further_of(message: Json) -> Json:
     """What a message has beside role and content, as chat templates take it: arguments as objects. Raises InputError."""
     found = {name: message[name] for name in ("tool_call_id", "name", "reasoning_content") if message.get(name)}
@@ -104,7 +125,7 @@ def further_of(message: Json) -> Json:
         given = function.get("arguments") if isinstance(function, dict) else None
         try:
             given = json.loads(given) if isinstance(given, str) and given else given or {}
-        except ValueError:
+        except (ValueError, RecursionError):
             given = None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(given, dict):
             raise InputError(
@@ -120,6 +141,8 @@ def _template(calls: Json, content: Json | None = None, reasoning: Json | None =
     """A response template of which the parser sees what comes behind the prompt's last header only."""
     thinks = reasoning or {"open": "<think>", "close": "</think>"}
     fields = {"reasoning_content": thinks, "tool_calls": {"repeats": True, **calls}, "content": content or {}}
+    if "open_pattern" in fields["content"]:  # words outside of all parts
+        fields["outside"] = {"close_pattern": r"<\|start\|>\w*"}
     return {"start_anchor_pattern": r"\A", "fields": fields}
 
 
@@ -147,11 +170,11 @@ def _parameters(tool: Json) -> Json:
 
 def _json_of(schema: Any, root: Json) -> str:
     """In the spaces that chat templates write. root: has what references mean."""
-    if not isinstance(schema, dict):
-        return f"%json {json.dumps(schema)}"
+    written = schema if isinstance(schema, dict) else {}
+    refers = "$ref" in json.dumps(written)
+    meant = {name: root[name] for name in ("$defs", "definitions") if refers and name in root}
     spaced = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    meant = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return f"%json {json.dumps({**schema, **meant, 'x-guidance': spaced})}"
+    return f"%json {json.dumps({**written, **meant, 'x-guidance': spaced})}"
 
 
 def _arguments(tool: Json) -> str:
@@ -165,24 +188,81 @@ def _whole_json(tool: Json) -> str:
     return _json_of(whole, _parameters(tool))
 
 
+def _is_words(schema: Any) -> bool:
+    return isinstance(schema, dict) and bool(schema.get("enum")) and all(isinstance(each, str) for each in schema["enum"])
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether values stand between tags as they are; others are JSON there."""
+    limits = [schema.get(name, 0) for name in ("minLength", "maxLength")] if isinstance(schema, dict) else [None]
+    plain = all(type(limit) is int and limit >= 0 for limit in limits)
+    return plain and schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern", "format"}
+
+
 def _fields(tool: Json, begin: str, value: str, end: str) -> str:
-    """Each parameter between markers of its own: texts as they are, all else as JSON. begin: with the name as `{}`."""
+    """Each parameter between markers of its own: texts as they are, all else as JSON. begin: with the name as `{}`.
+
+    A text ends with its marker: `text_LEAST_MOST`, a rule of `Spoken.grammar`. Raises InputError for what tags cannot say.
+    """
     schema, parts = _parameters(tool), list[str]()
-    needed = schema.get("required", ())
-    for name, its in schema.get("properties", {}).items():
+    properties, needed = schema.get("properties", {}), schema.get("required", [])
+    odd = [name for name in properties if not re.fullmatch(r"[^<>\n]+", name)] + [one for one in needed if one not in properties]
+    odd += [name for name in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties") if name in schema]
+    if odd:
+        raise InputError(
+            f"tools: {tool['function']['name']}: this model writes parameters one by one, which cannot follow {odd[0]!r}. "
+            "Fix: properties by name, the required ones among them, or tool_choice='auto'"
+        )
+    size = len(json.dumps(schema)) * len(properties)
+    if size > MOST_GRAMMAR and "$ref" in json.dumps(schema):
+        raise _too_large(size)
+    for name, its in properties.items():
         if _is_words(its):
-            words = " | ".join(map(_quoted, its["enum"]))
-        elif isinstance(its, dict) and its.get("type") == "string":
-            words = f"/[^<]{{{its.get('minLength', 0)},{its.get('maxLength', '')}}}/"
+            words = f"({' | '.join(map(_quoted, its['enum']))}) {_quoted(end)}"
+        elif _is_text(its):
+            words = f"text_{its.get('minLength', 0)}_{its.get('maxLength', '')}"
         else:
-            words = _json_of(its, schema)
-        part = f"{_quoted(begin.format(name) + value)} ({words}) {_quoted(end)}"
+            words = f"({_json_of(its, schema)}) {_quoted(end)}"
+        part = f"{_quoted(begin.replace('{}', name) + value)} {words}"
         parts.append(part if name in needed else f"({part})?")
     return " ".join(parts)
 
 
-def _is_words(schema: Any) -> bool:
-    return isinstance(schema, dict) and bool(schema.get("enum")) and all(isinstance(each, str) for each in schema["enum"])
+def _too_large(characters: int) -> InputError:
+    return InputError(f"tools: what a demanded call follows has {characters:,} characters. Fix: smaller schemas, or fewer tools")
+
+
+def _value_of(text: str, schema: Any, root: Json) -> Any:
+    """What a text between tags means by its schema."""
+    kinds = _kinds(schema, root)
+    if _is_text(schema) or _is_words(schema) or not kinds:
+        return text
+    try:
+        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except (ValueError, RecursionError):
+        return text
+    if "string" not in kinds or isinstance(value, str) or (value is None and "null" in kinds):
+        return value
+    return value if isinstance(value, dict | list) and kinds & {"object", "array"} else text
+
+
+def _kinds(schema: Any, root: Json, depth: int = 0) -> set[str]:
+    """The types that a schema names, also by a reference to definitions, a union, or its values."""
+    if not isinstance(schema, dict) or depth > 8:
+        return set()
+    found = {schema["type"]} if isinstance(schema.get("type"), str) else set()
+    found |= {kind for kind in schema["type"] if isinstance(kind, str)} if isinstance(schema.get("type"), list) else set()
+    place, _, name = str(schema.get("$ref", "")).removeprefix("#/").partition("/")
+    if place in ("$defs", "definitions") and isinstance(root.get(place), dict):
+        found |= _kinds(root[place].get(name), root, depth + 1)
+    for union in ("anyOf", "oneOf", "allOf"):
+        for each in schema[union] if isinstance(schema.get(union), list) else ():
+            found |= _kinds(each, root, depth + 1)
+    values = [
+        *(schema["enum"] if isinstance(schema.get("enum"), list) else ()),
+        *([schema["const"]] if "const" in schema else ()),
+    ]
+    return found | {"string" if isinstance(value, str) else "null" if value is None else "other" for value in values}
 
 
 @dataclass(frozen=True)
@@ -195,6 +275,7 @@ class Form:
     between: str = "\n"
     before: str = ""  # all calls
     after: str = ""
+    value_end: str = ""  # behind a text between tags
 
 
 def _hermes(tool: Json) -> str:
@@ -203,13 +284,13 @@ def _hermes(tool: Json) -> str:
 
 def _by_tags(tool: Json) -> str:
     begin = _quoted("<tool_call>\n<function=" + tool["function"]["name"] + ">\n")
-    fields = _fields(tool, "<parameter={}>\n", "", "\n</parameter>\n")
+    fields = _fields(tool, "<parameter={}>\n", "", PARAMETER_END)
     return f"{begin} {fields} {_quoted('</function>' + CLOSE)}"
 
 
 def _by_keys(tool: Json) -> str:
     begin = _quoted("<tool_call>" + tool["function"]["name"] + "\n")
-    fields = _fields(tool, "<arg_key>{}</arg_key>\n", "<arg_value>", "</arg_value>\n")
+    fields = _fields(tool, "<arg_key>{}</arg_key>\n", "<arg_value>", VALUE_END)
     return f"{begin} {fields} {_quoted('</tool_call>')}"
 
 
@@ -247,6 +328,7 @@ FORMS = (  # the first whose marks are in the chat template
             }
         ),
         _by_tags,
+        value_end=PARAMETER_END,
     ),
     Form(
         ("<arg_key>",),
@@ -262,6 +344,7 @@ FORMS = (  # the first whose marks are in the chat template
             }
         ),
         _by_keys,
+        value_end=VALUE_END,
     ),
     Form(("<tool_call>",), _template({"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", **WHOLE}), _hermes),
     Form(
@@ -386,20 +469,35 @@ class Spoken:
             )
         calls = f"call ({_quoted(form.between)} call)*" if tools.parallel else "call"
         once = " | ".join(f"({form.call(tool)})" for tool in tools.demanded)
-        return _with_specials(f"start: {_quoted(form.before)} {calls} {_quoted(form.after)}\ncall: {once}", tokenizer)
+        rules = [f"start: {_quoted(form.before)} {calls} {_quoted(form.after)}", f"call: {once}"]
+        for name, least, most in sorted(
+            set(re.findall(r"\b(text_(\d+)_(\d*))\b", re.sub("\0.*?\0|%json .*?x-guidance", "", once)))
+        ):
+            end = re.escape(form.value_end).replace("/", r"\/").replace("\\\n", r"\n")
+            rules.append(f"{name}[lazy]: /(?s:.{{{least},{most}}}){end}/")
+        if (size := sum(map(len, rules))) > MOST_GRAMMAR:
+            raise _too_large(size)
+        return _with_specials("\n".join(rules), tokenizer)
 
 
 class MessageParser:
     """Reads one answer piece by piece. prompt_end: what the chat template has written of it, e.g. an opened `<think>`; empty
-    where a message goes on."""
+    where a message goes on. What is no whole call of `tools` is told as it was written; without tools, nothing is a call."""
 
     def __init__(self, spoken: Spoken, prompt_end: str, tools: Sequence[Json]):
-        self._parser = ResponseParser(spoken.template, prefix=prompt_end, tools=list(tools))
-        self._by_tags = spoken.template["fields"].get("tool_calls", {}).get("content") == "xml-inline"
-        self._last = ""  # characters
-        self._field, self._held, self._begun, self._broken = "content", "", not prompt_end, False
+        fields = spoken.template["fields"]
+        template = load_response_template(spoken.template)
+        self._parser = ResponseParser(template, prefix=prompt_end)
+        marked = {name: one for name, one in template.fields.items() if one.open_re is not None}  # others end with the next part
+        self._marks = {name: (one.open_re, one.close_re) for name, one in marked.items()}
+        self._by_tags = fields.get("tool_calls", {}).get("content") == "xml-inline"
+        self._schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
+        self._left = ""  # what was fed and no event has told of
+        self._written = self._held = ""  # a call that has begun; spaces that may be the last ones of a part
+        self._field, self._begun, self._broken = "content", True, False
         for event in self._parser.initial_events:
             self._field = event["field"] if event["type"] != "region_close" else "content"
+        self._begun = self._field == "content"
 
     @property
     def thinking(self) -> bool:
@@ -408,41 +506,61 @@ class MessageParser:
 
     def feed(self, text: str) -> Iterator[Piece]:
         """What this text adds."""
-        self._last = (self._last + text)[-len(CLOSE) :]
+        self._left += text
         if not self._broken:
             try:
                 yield from self._pieces(self._parser.feed(text))
                 return
-            except ValueError:  # not what its template says: the rest is told as it comes
-                self._broken, text = True, self._held + text
-        yield text
+            except Exception:  # a parser's own, of a text that its template does not foresee: it is told as it is
+                self._broken = True
+        yield self._rest()
 
     def end(self) -> Iterator[Piece]:
-        """What was held back. A call that is not whole is told as text."""
-        cut = self._broken or (self._by_tags and self._field == "tool_calls" and not self._last.endswith(CLOSE.strip()))
-        if not cut:
+        """What was held back."""
+        if not self._broken:
             try:
                 events = self._parser.finalize()[1]
                 yield from self._pieces([one for one in events if (one["type"], one["field"]) != ("region_close", "content")])
-            except ValueError:
-                cut = True
-        if self._held and (cut or self._field == "content"):
-            yield self._held
+            except Exception:  # as above
+                self._broken = True
+        if rest := self._rest() if self._broken or self._written else self._held if self._field == "content" else "":
+            yield rest
+
+    def _rest(self) -> str:
+        rest, self._written, self._held, self._left = self._held + self._written + self._left, "", "", ""
+        return rest
 
     def _pieces(self, events: Sequence[Json]) -> Iterator[Piece]:
-        """Spaces around the parts are left out. `_held`: such spaces, or a call that has begun."""
+        """Spaces around the parts are left out."""
         for event in events:
             kind, name = event["type"], event["field"]
-            if kind == "region_open" and (name != self._field or name == "tool_calls"):
-                self._field, self._held, self._begun = name, "", False
-            elif kind == "region_chunk" and name == "tool_calls":
-                self._held += event["text"]
-            elif kind == "region_chunk":
-                yield from self._words(event["text"])
-            elif kind == "region_close":
-                written, self._field, self._held, self._begun = self._held, "content", "", False
+            if kind == "region_chunk":
+                self._left = self._left[max(0, self._left.find(event["text"])) + len(event["text"]) :]
                 if name == "tool_calls":
-                    yield from self._calls(event["value"], written)
+                    self._written += event["text"]
+                else:
+                    yield from self._words(event["text"])
+            elif kind == "region_open":
+                opener = self._behind(self._marks.get(name, (None, None))[0])
+                self._written = opener or "" if name == "tool_calls" else ""
+                if self._field != name or name == "tool_calls":
+                    self._begun = self._begun and self._field == "content" and name not in REASONING and name != "tool_calls"
+                    self._field, self._held = name, ""
+            else:
+                closer = self._behind(self._marks.get(name, (None, None))[1])
+                written, self._written = self._written, ""
+                self._field, self._held, self._begun = "content", "", False
+                if name == "tool_calls":
+                    whole = closer is not None or not self._by_tags
+                    yield from self._calls(event["value"] if whole else None, written + (closer or ""))
+
+    def _behind(self, mark: Any) -> str | None:
+        """The text up to the end of this mark, which is left behind; None: it is not there."""
+        found = mark.search(self._left) if mark is not None else None
+        if found is None:
+            return None
+        passed, self._left = self._left[: found.end()], self._left[found.end() :]
+        return passed
 
     def _words(self, text: str) -> Iterator[Piece]:
         text = self._held + text
@@ -454,15 +572,20 @@ class MessageParser:
             self._begun = True
             yield Reasoning(said) if self._field in REASONING else said
 
-    @staticmethod
-    def _calls(value: Any, written: str) -> Iterator[Piece]:
+    def _calls(self, value: Any, written: str) -> Iterator[Piece]:
         """Calls, or what was written in their place."""
         found = list[Piece]()
-        for call in value if isinstance(value, list) else [value]:
+        for call in (value if isinstance(value, list) else [value]) if self._schemas else ():
             function = call.get("function") if isinstance(call, dict) else None
             name, given = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
-            with contextlib.suppress(ValueError):
-                given = json.loads(given) if isinstance(given, str) else given
-            if isinstance(name, str) and isinstance(given, dict | None):
-                found.append(ToolCall(name, json.dumps(given or {}, ensure_ascii=False)))
-        yield from found or [written.strip()]
+            if isinstance(given, str):
+                with contextlib.suppress(ValueError, RecursionError):
+                    given = json.loads(given)
+            if not isinstance(name, str) or not isinstance(given, dict | None):
+                continue
+            if self._by_tags and given:
+                schema = self._schemas.get(name, {})
+                properties = schema.get("properties", {})
+                given = {key: _value_of(text, properties.get(key), schema) for key, text in given.items()}
+            found.append(ToolCall(name, json.dumps(given or {}, ensure_ascii=False)))
+        yield from found or [written]

@@ -3,16 +3,19 @@
 tests/test_serve.py checks them with the types of the `openai` package, which takes a third of a second and 22 MiB to import.
 """
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
+from vismoe.app.api_errors import ApiError, error_body
 from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
+    from vismoe.app.messages import MessagesAnswer
     from vismoe.engine.logprobs import TokenLogprob
     from vismoe.engine.stats import Figures, PrecisionInfo
 
@@ -100,6 +103,7 @@ class TextAnswer:
 
     kind = "cmpl"  # the beginning of its id
     object = "text_completion"
+    end = b"data: [DONE]\n\n"  # of a stream
 
     def __init__(self, model: str, include_usage: bool = False, logprobs: bool = False):
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
@@ -110,12 +114,22 @@ class TextAnswer:
         text, finish, tokens = text_of(pieces), self._finish(figures), tokens_of(pieces)
         return self._part(text, finish, tokens, usage=usage_of(figures), vismoe=vismoe_of(figures))
 
+    @staticmethod
+    def encoded(chunk: Json) -> bytes:
+        """One event, in ASCII, because some clients break lines at characters that Unicode calls line separators."""
+        return f"data: {json.dumps(chunk, separators=(',', ':'), allow_nan=False)}\n\n".encode()
+
+    @staticmethod
+    def error(error: ApiError) -> bytes:
+        """The event with which an answer ends that fails in its middle."""
+        return b"event: error\n" + TextAnswer.encoded(error_body(error))
+
     def opening(self) -> list[Json]:
         """Chunks before the first piece of text."""
         return []
 
-    def piece(self, piece: Piece) -> Json:
-        return self._part(text_of([piece]), None, tokens_of([piece]))
+    def piece(self, piece: Piece) -> list[Json]:
+        return [self._part(text_of([piece]), None, tokens_of([piece]))]
 
     def _finish(self, figures: "Figures") -> Finish:
         return finish_of(figures)
@@ -167,10 +181,10 @@ class ChatAnswer(TextAnswer):
         further = dict(usage=usage_of(figures), vismoe=vismoe_of(figures))
         return self._chunk([choice], **further) | {"object": "chat.completion"}
 
-    def piece(self, piece: Piece) -> Json:
+    def piece(self, piece: Piece) -> list[Json]:
         if isinstance(piece, ToolCall):
-            return self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))
-        return self._delta(dict(reasoning_content=piece.text)) if isinstance(piece, Reasoning) else super().piece(piece)
+            return [self._delta(dict(tool_calls=[{"index": self._calls, **self._call(piece)}]))]
+        return [self._delta(dict(reasoning_content=piece.text))] if isinstance(piece, Reasoning) else super().piece(piece)
 
     def _call(self, call: ToolCall) -> Json:
         self._calls += 1
@@ -197,46 +211,51 @@ class ChatAnswer(TextAnswer):
 
 
 class Choices:
-    """Answers to one request, as the choices of one answer."""
+    """Answers to one request, as the choices of one answer; a single one stays as it is."""
 
-    def __init__(self, answers: Sequence[TextAnswer]):
-        self._answers, self.id = answers, answers[0].id
+    def __init__(self, answers: "Sequence[TextAnswer | MessagesAnswer]"):
+        self._answers, first = answers, answers[0]
+        self.id, self.encoded, self.error, self.end = first.id, first.encoded, first.error, first.end
 
     def whole(self, said: Sequence[Sequence[Piece]], figures: "Sequence[Figures]") -> Json:
         """said: the pieces of each."""
         wholes = [answer.whole(pieces, of) for answer, pieces, of in zip(self._answers, said, figures, strict=True)]
-        return {**self._joined(wholes), **_together(wholes)}
+        return {**self._joined(wholes), **_together(wholes)} if len(wholes) > 1 else wholes[0]
 
     def opening(self) -> list[Json]:
         return [self._numbered(place, chunk) for place, answer in enumerate(self._answers) for chunk in answer.opening()]
 
-    def piece(self, place: int, piece: Piece) -> Json:
-        return self._numbered(place, self._answers[place].piece(piece))
+    def piece(self, place: int, piece: Piece) -> list[Json]:
+        return [self._numbered(place, chunk) for chunk in self._answers[place].piece(piece)]
 
     def closing(self, figures: "Sequence[Figures]") -> list[Json]:
         """The ends of all, then their statistics, which are in the last chunk."""
-        ends, *usages = zip(*(answer.closing(of) for answer, of in zip(self._answers, figures, strict=True)), strict=True)
-        chunks = [self._numbered(place, chunk) for place, chunk in enumerate(ends)]
-        statistics = _together(usages[0] if usages else ends)
-        for chunk in chunks:
+        chunks = [list(answer.closing(of)) for answer, of in zip(self._answers, figures, strict=True)]
+        if len(chunks) == 1:
+            return chunks[0]
+        last = [each[-1] for each in chunks]
+        statistics = _together(last)
+        ends = [self._numbered(place, each[0]) for place, each in enumerate(chunks)]
+        for chunk in ends:
             chunk.pop("vismoe", None)
-        if usages:
-            return [*chunks, {**self._joined(usages[0]), **statistics}]
-        return [*chunks[:-1], {**chunks[-1], **statistics}]
+        if len(chunks[0]) > 1:  # the usage has a chunk of its own
+            return [*ends, {**self._joined(last), **statistics}]
+        return [*ends[:-1], {**ends[-1], **statistics}]
 
     def _joined(self, chunks: Sequence[Json]) -> Json:
         numbered = [self._numbered(place, chunk) for place, chunk in enumerate(chunks)]
         return {**numbered[0], "choices": [choice for chunk in numbered for choice in chunk["choices"]]}
 
     def _numbered(self, place: int, chunk: Json) -> Json:
+        if len(self._answers) == 1:
+            return chunk
         return {**chunk, "id": self.id, "choices": [{**choice, "index": place} for choice in chunk["choices"]]}
 
 
 def _together(chunks: Sequence[Json]) -> Json:
     """Statistics of answers to one prompt, which counts once; `vismoe` of several is a list."""
-    first, *others = chunks
-    found = {"vismoe": [chunk["vismoe"] for chunk in chunks] if others else first["vismoe"]}
-    if usage := first.get("usage"):
+    found: Json = {"vismoe": [chunk["vismoe"] for chunk in chunks]}
+    if usage := chunks[0].get("usage"):
         tokens = sum(chunk["usage"]["completion_tokens"] for chunk in chunks)
         found["usage"] = {**usage, "completion_tokens": tokens, "total_tokens": usage["prompt_tokens"] + tokens}
     return found

@@ -25,7 +25,7 @@ from vismoe.app.prometheus import metrics_text
 from vismoe.app.request_memory import RequestMemory
 from vismoe.config import SERVER_DEFAULTS, parse_bytes
 
-NOT_FOUND = "there is no such address. Fix: use /v1/chat/completions, /v1/completions, /v1/models"
+NOT_FOUND = "there is no such address. Fix: use /v1/chat/completions, /v1/completions, /v1/messages, /v1/models"
 
 
 def create_app(engine: Any, options: ServeOptions) -> FastAPI:
@@ -71,6 +71,8 @@ def create_app(engine: Any, options: ServeOptions) -> FastAPI:
         )
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_api_route("/v1/chat/completions", completions.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/messages", completions.messages, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/messages/count_tokens", completions.count, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", completions.text, methods=["POST"], response_model=None)
 
     @app.get("/v1/models")
@@ -100,4 +102,4 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     described = api_error_of(error)
     if described.status == 404:
         described = ApiError(404, NOT_FOUND, code="unknown_url")
-    return error_response(described)
+    return error_response(described, request.url.path)

@@ -21,6 +21,10 @@ log = logging.getLogger("vismoe.serve")
 MAX_MESSAGE_CHARACTERS = 500
 FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/'\":,]+/)+")  # the folders of an absolute path
 RETRY_S = 5
+OF_MESSAGES = {  # types of errors of the Anthropic API, by status
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 @dataclass
@@ -81,8 +85,15 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": dict(code=error.code, message=error.message, param=error.param, type=error.type)}
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error_body(error), error.status, dict(error.headers))
+def error_of_messages(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error, in the form of the Anthropic API."""
+    return {"type": "error", "error": {"type": OF_MESSAGES.get(error.status, "api_error"), "message": error.message}}
+
+
+def error_response(error: ApiError, path: str = "") -> JSONResponse:
+    """path: of the request, which has the form of its door."""
+    body = error_of_messages(error) if path.startswith("/v1/messages") else error_body(error)
+    return JSONResponse(body, error.status, dict(error.headers))
 
 
 def _invalid(error: ValidationError) -> ApiError:

@@ -19,13 +19,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from vismoe.app.answers import ChatAnswer, Choices, TextAnswer, tokens_of
-from vismoe.app.api_errors import ApiError, api_error_of, error_body
+from vismoe.app.api_errors import ApiError, api_error_of
 from vismoe.app.callers import Caller, Callers
 from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes, picture_cost, text_bytes
 from vismoe.app.images import ImageIntake
+from vismoe.app.messages import CountRequest, MessagesAnswer, MessagesRequest
 from vismoe.app.options import ServeOptions
 from vismoe.app.request_memory import LARGE_BODY_BYTES, MemoryKind, MemoryShare
-from vismoe.app.schemas import ChatRequest, CompletionRequest, ContentPart, Sampling, count_values, parse
+from vismoe.app.schemas import ChatRequest, CompletionRequest, ContentPart, Sampling, Strict, count_values, parse
 from vismoe.errors import InputError
 from vismoe.models.inputs.responses import Piece
 from vismoe.models.inputs.rgb import Header
@@ -55,13 +56,31 @@ class Completions:
 
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
+        return await self._answer(http, ChatRequest, self._call, ChatAnswer)
+
+    async def _call(self, request: ChatRequest, share: MemoryShare) -> Call:
+        options = self._chat_options(request)
+        messages = await self._messages(request, share, options.image_tokens)
+        return partial(self._engine.chat, messages, options, **request.of_template)
+
+    async def messages(self, http: Request) -> Response:
+        """POST /v1/messages, of the Anthropic API."""
+        return await self._answer(http, MessagesRequest, self._call, MessagesAnswer)
+
+    async def count(self, http: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
 
         async def call(request: ChatRequest, share: MemoryShare) -> Call:
             options = self._chat_options(request)
             messages = await self._messages(request, share, options.image_tokens)
-            return partial(self._engine.chat, messages, options, **request.of_template)
+            return partial(self._engine.prompt_tokens, messages, options, **request.of_template)
 
-        return await self._answer(http, ChatRequest, call, ChatAnswer)
+        caller = self._callers.enter()
+        try:
+            counted, _ = await self._asked(http, caller, CountRequest, call)
+            return JSONResponse({"input_tokens": await self._in_thread(counted)})
+        finally:
+            self._callers.ends(caller)
 
     async def text(self, http: Request) -> Response:
         """POST /v1/completions."""
@@ -75,7 +94,11 @@ class Completions:
         return await self._answer(http, CompletionRequest, call, TextAnswer)
 
     async def _answer(
-        self, http: Request, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]], form: type[TextAnswer]
+        self,
+        http: Request,
+        kind: type[Strict],
+        call_of: Callable[[Any, MemoryShare], Awaitable[Call]],
+        form: type[TextAnswer | MessagesAnswer],
     ) -> Response:
         caller = self._callers.enter()
         try:
@@ -104,7 +127,7 @@ class Completions:
         return JSONResponse(answer.whole(whole, [reply.figures for reply in replies]), headers={REQUEST_ID: answer.id})
 
     async def _asked(
-        self, http: Request, caller: Caller, kind: type[Sampling], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
+        self, http: Request, caller: Caller, kind: type[Strict], call_of: Callable[[Any, MemoryShare], Awaitable[Call]]
     ) -> tuple[Call, "Wish"]:
         """The call to the engine for a request, and the form of the answer. Body and text are released when this returns."""
         share = caller.memory
@@ -112,8 +135,9 @@ class Completions:
         body = await body_of(http, share)
         values = await self._in_thread(count_values, body)
         await share.grow(MemoryKind.BODY, await self._in_thread(parsing_bytes, body, values))
-        request = await self._in_thread(parse, kind, body)
-        del body
+        parsed = await self._in_thread(parse, kind, body)
+        request = parsed.chat() if isinstance(parsed, CountRequest) else parsed
+        del body, parsed
         self._check_model(request.model)
         caller.watch(http.receive)
         wish = Wish.of(request)
@@ -218,19 +242,25 @@ class EventStream(Response):
             self._ends()
 
     async def _events(self) -> AsyncIterator[bytes]:
+        encoded = self._answer.encoded
         try:
             for chunk in self._answer.opening():
-                yield data(chunk)
+                yield encoded(chunk)
             async for place, piece in self._pieces:
-                yield data(self._answer.piece(place, piece)) if piece or tokens_of([piece]) else BEAT
+                if not piece and not tokens_of([piece]):
+                    yield BEAT
+                    continue
+                for chunk in self._answer.piece(place, piece):
+                    yield encoded(chunk)
             self._caller.check()
             for chunk in self._answer.closing([reply.figures for reply in self._replies]):
-                yield data(chunk)
-            yield b"data: [DONE]\n\n"
+                yield encoded(chunk)
+            if self._answer.end:
+                yield self._answer.end
         except ClientDisconnect:
             raise
         except Exception as error:  # the boundary of a request whose answer has begun, which can only end with an event
-            yield b"event: error\n" + data(error_body(api_error_of(error)))
+            yield self._answer.error(api_error_of(error))
 
 
 def unless_left(caller: Caller, call: Call, wish: "Wish") -> list[Any]:
@@ -329,8 +359,3 @@ async def begun(pieces: AsyncIterator[Placed]) -> AsyncIterator[Placed]:
             yield piece
 
     return all_of_them()
-
-
-def data(value: Any) -> bytes:
-    """One event, in ASCII, because some clients break lines at characters that Unicode calls line separators."""
-    return f"data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode()

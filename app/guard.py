@@ -83,7 +83,7 @@ class Guard:
         except Exception as error:  # the boundary of every request
             if status:  # too late for another answer: the connection is closed
                 raise
-            await error_response(api_error_of(error))(scope, receive, noting)
+            await error_response(api_error_of(error), scope["path"])(scope, receive, noting)
         finally:
             address = quote(scope["path"][:MAX_LOGGED_CHARACTERS])
             log.info("%s %s %d %.2f s", scope["method"], address, status, time.perf_counter() - began_s)

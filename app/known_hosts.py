@@ -50,7 +50,7 @@ class KnownHosts:
         log.info("%s %s %d", scope.get("method", "-"), quote(scope["path"][:MAX_LOGGED_CHARACTERS]), refusal.status)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008, "reason": "pages of other sites are refused"})
-        await error_response(refusal)(scope, receive, send)
+        await error_response(refusal, scope["path"])(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         name = _name_of(headers.get("host", ""))

@@ -100,7 +100,7 @@ class ContentPart(ImageSize):
         return self
 
 
-def _as_parts(content: Any) -> Any:
+def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -147,7 +147,7 @@ class Message(Strict):
     """One turn. Assistant turns may be empty, as clients send them back. name: given to the template, where it uses it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None
+    content: Annotated[list[ContentPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(as_parts)] = None
     name: str | None = None
     tool_calls: list[MessageCall] | None = Field(None, max_length=MAX_PARTS)
     tool_call_id: str | None = None
@@ -183,7 +183,7 @@ class QwenPart(ContentPart):
 
 
 class QwenMessage(Message):
-    content: Annotated[list[QwenPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(_as_parts)] = None  # type: ignore[assignment]
+    content: Annotated[list[QwenPart] | None, Field(max_length=MAX_PARTS), BeforeValidator(as_parts)] = None  # type: ignore[assignment]
 
 
 class StreamOptions(Strict):
@@ -491,7 +491,7 @@ UNUSED_IN_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), "it is called tool_calls now"),
 }
 
-Request = TypeVar("Request", bound=Sampling)
+Request = TypeVar("Request", bound=Strict)
 
 
 def count_values(body: bytes | bytearray) -> int:
@@ -510,6 +510,8 @@ def parse(kind: type[Request], body: bytes | bytearray) -> Request:
         raise ApiError(400, f"the body is not JSON that can be read: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise ApiError(400, "the body is a JSON object", code="invalid_json")
+    if not issubclass(kind, Sampling):  # a door of another API
+        return kind.model_validate(given)
     given = _without_unused(given, UNUSED, "")
     if isinstance(given.get("messages"), list):
         given["messages"] = [

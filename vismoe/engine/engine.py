@@ -281,9 +281,21 @@ class Engine:
             raise InputError(
                 f"reasoning_tokens={options.reasoning_tokens}: where this model's reasoning ends is not known. Fix: leave it out"
             )
+        return self._ask(self._prompt(messages, options, tools, template), options, pruning, settings, mask)
+
+    def prompt_tokens(
+        self,
+        messages: Messages,
+        options: RequestOptions | None = None,
+        tools: Tools | None = None,
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> int:
+        """Tokens of the prompt that `chat` would read, visual ones included. Raises what `chat` raises."""
+        return self._prompt(messages, options or RequestOptions(), tools, template).tokens
+
+    def _prompt(self, messages: Messages, options: RequestOptions, tools: Tools | None, template: Mapping[str, Any]) -> Prompt:
         template = {**self.prompts.of_reasoning(options.reasoning), **template}
-        prompt = self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context, tools, template)
-        return self._ask(prompt, options, pruning, settings, mask)
+        return self.prompts.build(messages, fetch_image, options.image_tokens, self.plan.context, tools, template)
 
     @by_name(OPTIONS.keys() - OF_CHAT)
     def complete(self, text: str, options: RequestOptions | None = None, **given: Any) -> Reply:

@@ -233,8 +233,8 @@ class TextPieces(TextStreamer):
         self._brought = 0  # entries
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string came."""
+    def stopped(self) -> str | None:
+        """The stop string that came."""
         return self._stop.found
 
     def add(self, token: int, chances: Chances | None = None) -> None:
@@ -251,7 +251,7 @@ class TextPieces(TextStreamer):
         if self._logprobs is not None:
             self._finalized += len(text)
             self._emitted += len(piece)
-            tokens = tuple(self._ripe(self._logprobs, stream_end or self.stopped))
+            tokens = tuple(self._ripe(self._logprobs, stream_end or self.stopped is not None))
             piece = ScoredText.of(piece, tokens)
         if piece or tokens:
             self._emit(piece)
@@ -272,17 +272,18 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]):
         self._stop = [string for string in stop if string]
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def before(self, piece: str, last: bool = False) -> str:
         """What may be said now; nothing any more once a stop string was found. `last`: no piece follows."""
         if self.found:
             return ""
         text = self._held + piece
-        places = [place for string in self._stop if (place := text.find(string)) >= 0]
+        places = [(place, string) for string in self._stop if (place := text.find(string)) >= 0]
         if places:
-            self.found, self._held = True, ""
-            return text[: min(places)]
+            place, self.found = min(places)
+            self._held = ""
+            return text[:place]
         held = 0 if last else max((self._overlap(text, string) for string in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -615,6 +615,7 @@ class Request:
         counters = happened if self._counters is None else self._counters + happened
         return Figures(
             answer=self.reply.text,
+            stopped_by=self._text.stopped,
             reasoning=self.reply.reasoning,
             tool_calls=tuple(self.reply.tool_calls),
             finish="stop" if self._text.stopped else self._finish or "cancelled",

@@ -82,6 +82,7 @@ class Figures:
     formats: dict[str, float] = field(default_factory=dict)  # share of its expert computations in each, `skip` among them
     precision: "PrecisionInfo | None" = None  # what chose them; None: exact, all experts are in one format
     drafts: DraftFigures | None = None  # None: nothing was to draft
+    stopped_by: str | None = None  # the stop string that ended it
     reasoning: str = ""  # before the answer
     tool_calls: tuple[ToolCall, ...] = ()
     grammar_seconds: float | None = None  # that following its schema or grammar took, within decode; None: it had none

@@ -15,7 +15,6 @@ from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
 from vismoe.types import Phase
 
 if TYPE_CHECKING:
-    from vismoe.app.messages import MessagesAnswer
     from vismoe.engine.logprobs import TokenLogprob
     from vismoe.engine.stats import Figures, PrecisionInfo
 
@@ -210,17 +209,21 @@ class ChatAnswer(TextAnswer):
         return self._chunk([choice], **({"usage": None} if self._include_usage else {}), **extras)
 
 
-class Choices:
-    """Answers to one request, as the choices of one answer; a single one stays as it is."""
+class AnswerChoices:
+    """Answers to one request, as the choices of one answer; a single one is told as it is."""
 
-    def __init__(self, answers: "Sequence[TextAnswer | MessagesAnswer]"):
+    def __init__(self, answers: Sequence[Any]):
         self._answers, first = answers, answers[0]
+        self._several = len(answers) > 1
         self.id, self.encoded, self.error, self.end = first.id, first.encoded, first.error, first.end
 
     def whole(self, said: Sequence[Sequence[Piece]], figures: "Sequence[Figures]") -> Json:
         """said: the pieces of each."""
+        if not self._several:
+            one: Json = self._answers[0].whole(said[0], figures[0])
+            return one
         wholes = [answer.whole(pieces, of) for answer, pieces, of in zip(self._answers, said, figures, strict=True)]
-        return {**self._joined(wholes), **_together(wholes)} if len(wholes) > 1 else wholes[0]
+        return {**self._joined(wholes), **_together(wholes)}
 
     def opening(self) -> list[Json]:
         return [self._numbered(place, chunk) for place, answer in enumerate(self._answers) for chunk in answer.opening()]
@@ -230,32 +233,32 @@ class Choices:
 
     def closing(self, figures: "Sequence[Figures]") -> list[Json]:
         """The ends of all, then their statistics, which are in the last chunk."""
-        chunks = [list(answer.closing(of)) for answer, of in zip(self._answers, figures, strict=True)]
-        if len(chunks) == 1:
-            return chunks[0]
-        last = [each[-1] for each in chunks]
-        statistics = _together(last)
-        ends = [self._numbered(place, each[0]) for place, each in enumerate(chunks)]
-        for chunk in ends:
+        if not self._several:
+            return list(self._answers[0].closing(figures[0]))
+        ends, *usages = zip(*(answer.closing(of) for answer, of in zip(self._answers, figures, strict=True)), strict=True)
+        chunks = [self._numbered(place, chunk) for place, chunk in enumerate(ends)]
+        statistics = _together(usages[0] if usages else ends)
+        for chunk in chunks:
             chunk.pop("vismoe", None)
-        if len(chunks[0]) > 1:  # the usage has a chunk of its own
-            return [*ends, {**self._joined(last), **statistics}]
-        return [*ends[:-1], {**ends[-1], **statistics}]
+        if usages:
+            return [*chunks, {**self._joined(usages[0]), **statistics}]
+        return [*chunks[:-1], {**chunks[-1], **statistics}]
 
     def _joined(self, chunks: Sequence[Json]) -> Json:
         numbered = [self._numbered(place, chunk) for place, chunk in enumerate(chunks)]
         return {**numbered[0], "choices": [choice for chunk in numbered for choice in chunk["choices"]]}
 
     def _numbered(self, place: int, chunk: Json) -> Json:
-        if len(self._answers) == 1:
+        if not self._several:
             return chunk
         return {**chunk, "id": self.id, "choices": [{**choice, "index": place} for choice in chunk["choices"]]}
 
 
 def _together(chunks: Sequence[Json]) -> Json:
     """Statistics of answers to one prompt, which counts once; `vismoe` of several is a list."""
+    first = chunks[0]
     found: Json = {"vismoe": [chunk["vismoe"] for chunk in chunks]}
-    if usage := chunks[0].get("usage"):
+    if usage := first.get("usage"):
         tokens = sum(chunk["usage"]["completion_tokens"] for chunk in chunks)
         found["usage"] = {**usage, "completion_tokens": tokens, "total_tokens": usage["prompt_tokens"] + tokens}
     return found

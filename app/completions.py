@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vismoe.app.answers import ChatAnswer, Choices, TextAnswer, tokens_of
+from vismoe.app.answers import AnswerChoices, ChatAnswer, TextAnswer, tokens_of
 from vismoe.app.api_errors import ApiError, api_error_of
 from vismoe.app.callers import Caller, Callers
 from vismoe.app.costs import BASE_BYTES, PictureCost, body_bytes, parsing_bytes, picture_cost, text_bytes
@@ -110,7 +110,7 @@ class Completions:
             said = Said(replies, caller.memory)
             caller.memory.is_built()
             caller.takes(replies)
-            answer = Choices([form(self._model, wish.include_usage, wish.logprobs) for _ in replies])
+            answer = AnswerChoices([form(self._model, wish.include_usage, wish.logprobs) for _ in replies])
             if wish.stream:
                 pieces = said.pieces(BEAT_S)
                 if wish.change:  # a change may be impossible, so the response waits until that is known
@@ -226,7 +226,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, answer: Choices, replies: Sequence[Any], pieces: AsyncIterator[Placed], caller: Caller, ends: Callable[[], None]
+        self,
+        answer: AnswerChoices,
+        replies: Sequence[Any],
+        pieces: AsyncIterator[Placed],
+        caller: Caller,
+        ends: Callable[[], None],
     ):
         super().__init__(headers={REQUEST_ID: answer.id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import vismoe
 from vismoe.engine.grammar import Grammars, ReasoningLimit, Thought
+from vismoe.engine.logprobs import TokenLogprob, split_at
 from vismoe.errors import InputError
 from vismoe.models.inputs.responses import FORMS, MessageParser, Reasoning, Spoken, ToolCall, Tools
 
@@ -339,6 +340,25 @@ def test_reasoning_is_told_apart_limited_and_before_a_schema(engine):
     switched = engine.chat(HELLO, template={"enable_thinking": True}, max_tokens=3)
     list(switched)
     assert switched.reasoning
+
+
+@pytest.mark.parametrize("limit", [1, 4, 7])
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_log_probabilities_are_of_the_answer_and_not_of_its_reasoning(engine, limit, draft):
+    reply = engine.chat(HELLO, reasoning="high", reasoning_tokens=limit, max_tokens=60, logprobs=0, draft=draft)
+    entries = [entry for piece in reply for entry in getattr(piece, "logprobs", ())]
+    assert reply.reasoning and reply.answer
+    assert b"".join(entry.bytes for entry in entries).strip() == reply.answer.encode().strip()
+    places = [reply.logprobs.index(entry) for entry in entries]
+    assert places == list(range(places[0], places[0] + len(entries))) and places[0] >= limit
+
+
+def test_words_between_marks_have_the_tokens_that_they_are_made_of():
+    one, mark, two, three = (TokenLogprob(n, text, 0.0) for n, text in enumerate((b"a thou", b"ght</think>\n", b"\nHel", b"lo ")))
+    assert split_at((one, mark, two, three), "a thought") == ((one, mark), (two, three))
+    assert split_at((two, three), "Hello") == ((two, three), ())
+    assert split_at((one, mark, two, three), "Hel") == ((two,), (three,))
+    assert split_at((two, three), "other") == ((two, three), ())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,6 +39,23 @@ class ScoredText(str):
         scored = cls(text)
         scored.logprobs = tokens
         return scored
+
+
+Entries = tuple[TokenLogprob, ...]
+
+
+def split_at(entries: Entries, text: str) -> tuple[Entries, Entries]:
+    """(those of the tokens that `text` is made of, those behind it): what comes before it, such as a mark, is in neither."""
+    begin = b"".join(entry.bytes for entry in entries).find(text.encode())
+    if begin < 0:
+        return entries, ()
+    end, made_of = begin + len(text.encode()), list[TokenLogprob]()
+    for number, (entry, place) in enumerate(zip(entries, accumulate((len(entry.bytes) for entry in entries), initial=0))):
+        if place >= end:
+            return tuple(made_of), entries[number:]
+        if place + len(entry.bytes) > begin:
+            made_of.append(entry)
+    return tuple(made_of), ()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import BatchFeature, LogitsProcessorList
 from vismoe.engine.drafting import Drafted, Drafter, Drafts
 from vismoe.engine.generate import Reply, TextPieces, TokenLoop
 from vismoe.engine.grammar import GrammarMask, ReasoningLimit, Thought
-from vismoe.engine.logprobs import ScoredText, TokenLogprob
+from vismoe.engine.logprobs import ScoredText, TokenLogprob, split_at
 from vismoe.engine.pace import Pace
 from vismoe.engine.penalties import Penalties
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
@@ -32,7 +32,7 @@ from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
-from vismoe.models.inputs.responses import Piece
+from vismoe.models.inputs.responses import Piece, ToolCall
 from vismoe.models.load.opening import Configuration
 from vismoe.models.load.runtime import Runtime
 from vismoe.models.moe.step_context import Interrupted
@@ -565,7 +565,6 @@ class Request:
                 pruner.pruning = usual
 
     def _say(self, text: str) -> None:
-        """Tokens with their chances go with the words of the answer that come next."""
         if self._parser is None:
             self.reply.emit(text)
             return
@@ -573,9 +572,12 @@ class Request:
         self._tell(self._parser.feed(text))
 
     def _tell(self, pieces: Iterable[Piece]) -> None:
+        """Tokens with their chances go with the words of the answer that they make; those of reasoning and calls with none."""
         for piece in pieces:
-            self.reply.emit(ScoredText.of(piece, self._scored) if isinstance(piece, str) and self._scored else piece)
-            self._scored = ()
+            if self._scored and not isinstance(piece, ToolCall):
+                tokens, self._scored = split_at(self._scored, piece if isinstance(piece, str) else piece.text)
+                piece = ScoredText.of(piece, tokens) if isinstance(piece, str) else piece
+            self.reply.emit(piece)
 
     def _answer(self, token: int, last: bool) -> bool:
         """A token of the answer is there; whether another one is wanted."""

@@ -137,7 +137,7 @@ class OwnTool(Hinted):
         return {"type": "function", "function": {"name": self.name, **about, "parameters": self.input_schema}}
 
 
-class Choice(Strict):
+class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -173,7 +173,7 @@ class CountRequest(Hinted):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Annotated[list[TextBlock] | None, BeforeValidator(as_parts)] = None
     tools: Annotated[list[OwnTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoice | None = None
     thinking: ThinkingWish | None = None
     output_config: OutputConfig | None = None
     vismoe: dict[str, Any] | None = None

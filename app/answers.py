@@ -11,7 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from vismoe.app.api_errors import ApiError, error_body
-from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
+from vismoe.models.inputs.responses import Piece, Reasoning
+from vismoe.models.inputs.tools import ToolCall
 from vismoe.types import Phase
 
 if TYPE_CHECKING:

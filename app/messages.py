@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from vismoe.app.answers import Json, text_of, vismoe_of
 from vismoe.app.api_errors import ApiError, error_of_messages
 from vismoe.app.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, Strict, as_parts
-from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
+from vismoe.models.inputs.responses import Piece, Reasoning
+from vismoe.models.inputs.tools import ToolCall
 from vismoe.options import AnswerTokens
 
 if TYPE_CHECKING:

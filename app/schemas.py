@@ -18,7 +18,7 @@ from vismoe.app.api_errors import ApiError
 from vismoe.config import DraftName, Kept, PolicyName, Retention, Selection, Tokens, parse_formats
 from vismoe.errors import ConfigError, InputError
 from vismoe.models.inputs.qwen_images import SIZE_KEYS, asked_size
-from vismoe.models.inputs.responses import Tools
+from vismoe.models.inputs.tools import Tools
 from vismoe.options import (
     COLDEST,
     HOTTEST,

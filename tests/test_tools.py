@@ -24,7 +24,8 @@ import vismoe
 from vismoe.engine.grammar import Grammars, ReasoningLimit, Thought
 from vismoe.engine.logprobs import TokenLogprob, split_at
 from vismoe.errors import InputError
-from vismoe.models.inputs.responses import FORMS, MessageParser, Reasoning, Spoken, ToolCall, Tools
+from vismoe.models.inputs.responses import FORMS, MessageParser, Reasoning, Spoken
+from vismoe.models.inputs.tools import ToolCall, Tools
 
 WEATHER = {
     "type": "function",

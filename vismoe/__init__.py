@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vismoe.engine.engine import Engine, load
     from vismoe.engine.generate import Figures, Reply
     from vismoe.errors import VisMoEError
-    from vismoe.models.inputs.responses import Tools
+    from vismoe.models.inputs.tools import Tools
     from vismoe.models.load.quantizer import VisMoEConfig
     from vismoe.models.load.runtime import runtime_of
     from vismoe.options import RequestOptions
@@ -46,7 +46,7 @@ _HOMES = {
     "Reply": "vismoe.engine.generate",
     "RequestOptions": "vismoe.options",
     "Settings": "vismoe.config",
-    "Tools": "vismoe.models.inputs.responses",
+    "Tools": "vismoe.models.inputs.tools",
     "VisMoEConfig": "vismoe.models.load.quantizer",
     "VisMoEError": "vismoe.errors",
     "load": "vismoe.engine.engine",

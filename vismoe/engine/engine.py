@@ -39,7 +39,7 @@ from vismoe.models.family.checkpoint_files import demo_model, folder_or_name, re
 from vismoe.models.family.families import without_quantization
 from vismoe.models.inputs.images import fetch_image
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder
-from vismoe.models.inputs.responses import Tools
+from vismoe.models.inputs.tools import Tools
 from vismoe.models.load.gguf import GgufWeights, load_gguf, with_gguf
 from vismoe.models.load.preview import checkpoint_files, model_class, read_config, torch_dtype
 from vismoe.models.load.quantizer import VisMoEConfig

@@ -21,7 +21,8 @@ from vismoe.engine.logprobs import Chances, ScoredText, TokenBytes, TokenLogprob
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
-from vismoe.models.inputs.responses import Piece, Reasoning, ToolCall
+from vismoe.models.inputs.responses import Piece, Reasoning
+from vismoe.models.inputs.tools import ToolCall
 from vismoe.models.visual.growing_cache import grow_in_place
 
 __all__ = ["Figures", "Reply", "StopStrings", "TextPieces", "TokenLoop", "refuse_own_loop"]

@@ -9,7 +9,8 @@ import torch
 from transformers import LogitsProcessor
 
 from vismoe.errors import ConfigError, InputError
-from vismoe.models.inputs.responses import Spoken, Tools
+from vismoe.models.inputs.responses import Spoken
+from vismoe.models.inputs.tools import Tools
 from vismoe.options import RequestOptions
 
 SPACES = r"( |\n {0,8})?"  # between the parts of a JSON text: a model that is unsure may otherwise go on with spaces for good

@@ -32,7 +32,8 @@ from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
-from vismoe.models.inputs.responses import Piece, ToolCall
+from vismoe.models.inputs.responses import Piece
+from vismoe.models.inputs.tools import ToolCall
 from vismoe.models.load.opening import Configuration
 from vismoe.models.load.runtime import Runtime
 from vismoe.models.moe.step_context import Interrupted

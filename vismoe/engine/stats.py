@@ -8,7 +8,7 @@ from PIL import Image
 
 from vismoe.config import Settings
 from vismoe.metrics import Snapshot
-from vismoe.models.inputs.responses import ToolCall
+from vismoe.models.inputs.tools import ToolCall
 from vismoe.planning.plan import Plan
 from vismoe.types import Phase
 from vismoe.vision.overlay import kept_map

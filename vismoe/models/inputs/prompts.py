@@ -23,7 +23,8 @@ from vismoe.models.family.checkpoint_files import refuse_other_vocabulary
 from vismoe.models.inputs.image_sizes import Look, Sight, area_look
 from vismoe.models.inputs.processor import load_processor
 from vismoe.models.inputs.qwen_images import Picture, QwenImages, asked_size, image_source
-from vismoe.models.inputs.responses import MessageParser, Spoken, Tools, further_of
+from vismoe.models.inputs.responses import MessageParser, Spoken
+from vismoe.models.inputs.tools import Tools, further_of
 from vismoe.ranges import shown, unencodable
 
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs that give the kind of each token

@@ -8,9 +8,8 @@ gpt-oss (harmony), Gemma 4, Mistral.
 import contextlib
 import json
 import re
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,27 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from vismoe.errors import InputError
+from vismoe.models.inputs.tools import (
+    MOST_GRAMMAR,
+    PARAMETER_END,
+    VALUE_END,
+    Json,
+    ToolCall,
+    Tools,
+    by_keys,
+    by_tags,
+    deepseek,
+    harmony,
+    hermes,
+    mistral,
+    parameters_of,
+    quoted,
+    too_large,
+    value_of,
+    with_specials,
+)
 
-Json = dict[str, Any]
 CALLED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
-PARAMETER_END, VALUE_END = "\n</parameter>\n", "</arg_value>\n"
-MOST_CHARACTERS = 200_000  # of tools as JSON
-MOST_GRAMMAR = 2_000_000  # characters of what a demanded call follows
 REASONING = ("reasoning_content", "thinking")  # as response templates name it
 LAX = {"allow_non_json": True}  # what is no JSON is told as it is, not refused
 
@@ -36,105 +49,7 @@ class Reasoning:
     text: str
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model asks for. arguments: a JSON object as text."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-    @property
-    def function(self) -> dict[str, str]:
-        return {"name": self.name, "arguments": self.arguments}
-
-
 Piece = str | Reasoning | ToolCall
-
-
-@dataclass(frozen=True)
-class Tools:
-    """Functions that the model may call, as the OpenAI API writes them, and whether it must.
-
-    choice: auto, none, required, or the name of a function. parallel: more than one call in an answer. Raises InputError.
-    """
-
-    functions: tuple[Json, ...]
-    choice: str = "auto"
-    parallel: bool = True
-
-    def __post_init__(self) -> None:
-        for tool in self.functions:
-            function = tool.get("function") if isinstance(tool, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-                raise InputError(
-                    "tools: each is {'type': 'function', 'function': {'name': ..., 'parameters': ...}}. Fix: write them so"
-                )
-            if not _is_schema(function.get("parameters")):
-                raise InputError(
-                    f"tools: the parameters of {function['name']} are no JSON schema. Fix: an object with properties"
-                )
-        try:
-            size = len(json.dumps(self.functions))
-        except (RecursionError, TypeError, ValueError) as error:
-            raise InputError(f"tools: they cannot be written as JSON ({error}). Fix: plain values, less deep") from error
-        if size > MOST_CHARACTERS:
-            raise InputError(f"tools: {size:,} characters of JSON, at most {MOST_CHARACTERS:,}. Fix: fewer or shorter ones")
-        if len(set(self.names)) < len(self.functions):
-            raise InputError("tools: two have the same name. Fix: another name for one of them")
-        if self.choice not in ("auto", "none", "required", *self.names):
-            known = ", ".join(("auto", "none", "required", *self.names))
-            raise InputError(f"tool_choice={self.choice!r}: there is no such tool. Fix: {known}")
-        if self.choice == "required" and not self.functions:
-            raise InputError("tool_choice='required': there are no tools. Fix: give tools, or leave it out")
-
-    @property
-    def names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.functions]
-
-    @property
-    def offered(self) -> tuple[Json, ...]:
-        """Those that the model is told of."""
-        return () if self.choice == "none" else self.functions
-
-    @property
-    def demanded(self) -> tuple[Json, ...]:
-        """Those of which it must call one; none: it need not."""
-        if self.choice in ("auto", "none"):
-            return ()
-        return tuple(tool for tool in self.functions if self.choice in ("required", tool["function"]["name"]))
-
-
-def _is_schema(given: Any) -> bool:
-    """Whether a call's arguments may be described so."""
-    if given is None:
-        return True
-    if not isinstance(given, dict):
-        return False
-    properties, required = given.get("properties", {}), given.get("required", [])
-    of_properties = isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
-    return of_properties and isinstance(required, list) and all(isinstance(name, str) for name in required)
-
-
-def further_of(message: Json) -> Json:
-    """What a message has beside role and content, as chat templates take it: arguments as objects. Raises InputError."""
-    found = {name: message[name] for name in ("tool_call_id", "name", "reasoning_content") if message.get(name)}
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, dict) else None
-        given = function.get("arguments") if isinstance(function, dict) else None
-        try:
-            given = json.loads(given) if isinstance(given, str) and given else given or {}
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(given, dict):
-            raise InputError(
-                "tool_calls: each is {'type': 'function', 'function': {'name': ..., 'arguments': a JSON object as text}}. "
-                "Fix: send them back as they came"
-            )
-        identity = {"id": call["id"]} if call.get("id") else {}
-        calls.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": given}})
-    return {**found, "tool_calls": calls} if calls else found
 
 
 def _template(calls: Json, content: Json | None = None, reasoning: Json | None = None) -> Json:
@@ -144,125 +59,6 @@ def _template(calls: Json, content: Json | None = None, reasoning: Json | None =
     if "open_pattern" in fields["content"]:  # words outside of all parts
         fields["outside"] = {"close_pattern": r"<\|start\|>\w*"}
     return {"start_anchor_pattern": r"\A", "fields": fields}
-
-
-def _quoted(text: str) -> str:
-    """A literal of Lark, which `_with_specials` finds again."""
-    return f"\0{json.dumps(text)}\0" if text else ""
-
-
-def _with_specials(grammar: str, tokenizer: Any) -> str:
-    """Literals in which special tokens are told by their numbers: llguidance takes text for text only."""
-    known = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    between = re.compile("(" + "|".join(map(re.escape, sorted(known, key=len, reverse=True))) + ")") if known else None
-
-    def literal(found: re.Match[str]) -> str:
-        text = json.loads(found[1])
-        parts = between.split(text) if between else [text]
-        return " ".join(f"<[{known[part]}]>" if part in known else json.dumps(part) for part in parts if part)
-
-    return re.sub("\0(.*?)\0", literal, grammar)
-
-
-def _parameters(tool: Json) -> Json:
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def _json_of(schema: Any, root: Json) -> str:
-    """In the spaces that chat templates write. root: has what references mean."""
-    written = schema if isinstance(schema, dict) else {}
-    refers = "$ref" in json.dumps(written)
-    meant = {name: root[name] for name in ("$defs", "definitions") if refers and name in root}
-    spaced = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"%json {json.dumps({**written, **meant, 'x-guidance': spaced})}"
-
-
-def _arguments(tool: Json) -> str:
-    return _json_of(_parameters(tool), {})
-
-
-def _whole_json(tool: Json) -> str:
-    """{"name": ..., "arguments": ...}"""
-    call = {"name": {"const": tool["function"]["name"]}, "arguments": _parameters(tool)}
-    whole = {"type": "object", "properties": call, "required": list(call), "additionalProperties": False}
-    return _json_of(whole, _parameters(tool))
-
-
-def _is_words(schema: Any) -> bool:
-    return isinstance(schema, dict) and bool(schema.get("enum")) and all(isinstance(each, str) for each in schema["enum"])
-
-
-def _is_text(schema: Any) -> bool:
-    """Whether values stand between tags as they are; others are JSON there."""
-    limits = [schema.get(name, 0) for name in ("minLength", "maxLength")] if isinstance(schema, dict) else [None]
-    plain = all(type(limit) is int and limit >= 0 for limit in limits)
-    return plain and schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern", "format"}
-
-
-def _fields(tool: Json, begin: str, value: str, end: str) -> str:
-    """Each parameter between markers of its own: texts as they are, all else as JSON. begin: with the name as `{}`.
-
-    A text ends with its marker: `text_LEAST_MOST`, a rule of `Spoken.grammar`. Raises InputError for what tags cannot say.
-    """
-    schema, parts = _parameters(tool), list[str]()
-    properties, needed = schema.get("properties", {}), schema.get("required", [])
-    odd = [name for name in properties if not re.fullmatch(r"[^<>\n]+", name)] + [one for one in needed if one not in properties]
-    odd += [name for name in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties") if name in schema]
-    if odd:
-        raise InputError(
-            f"tools: {tool['function']['name']}: this model writes parameters one by one, which cannot follow {odd[0]!r}. "
-            "Fix: properties by name, the required ones among them, or tool_choice='auto'"
-        )
-    size = len(json.dumps(schema)) * len(properties)
-    if size > MOST_GRAMMAR and "$ref" in json.dumps(schema):
-        raise _too_large(size)
-    for name, its in properties.items():
-        if _is_words(its):
-            words = f"({' | '.join(map(_quoted, its['enum']))}) {_quoted(end)}"
-        elif _is_text(its):
-            words = f"text_{its.get('minLength', 0)}_{its.get('maxLength', '')}"
-        else:
-            words = f"({_json_of(its, schema)}) {_quoted(end)}"
-        part = f"{_quoted(begin.replace('{}', name) + value)} {words}"
-        parts.append(part if name in needed else f"({part})?")
-    return " ".join(parts)
-
-
-def _too_large(characters: int) -> InputError:
-    return InputError(f"tools: what a demanded call follows has {characters:,} characters. Fix: smaller schemas, or fewer tools")
-
-
-def _value_of(text: str, schema: Any, root: Json) -> Any:
-    """What a text between tags means by its schema."""
-    kinds = _kinds(schema, root)
-    if _is_text(schema) or _is_words(schema) or not kinds:
-        return text
-    try:
-        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    except (ValueError, RecursionError):
-        return text
-    if "string" not in kinds or isinstance(value, str) or (value is None and "null" in kinds):
-        return value
-    return value if isinstance(value, dict | list) and kinds & {"object", "array"} else text
-
-
-def _kinds(schema: Any, root: Json, depth: int = 0) -> set[str]:
-    """The types that a schema names, also by a reference to definitions, a union, or its values."""
-    if not isinstance(schema, dict) or depth > 8:
-        return set()
-    found = {schema["type"]} if isinstance(schema.get("type"), str) else set()
-    found |= {kind for kind in schema["type"] if isinstance(kind, str)} if isinstance(schema.get("type"), list) else set()
-    place, _, name = str(schema.get("$ref", "")).removeprefix("#/").partition("/")
-    if place in ("$defs", "definitions") and isinstance(root.get(place), dict):
-        found |= _kinds(root[place].get(name), root, depth + 1)
-    for union in ("anyOf", "oneOf", "allOf"):
-        for each in schema[union] if isinstance(schema.get(union), list) else ():
-            found |= _kinds(each, root, depth + 1)
-    values = [
-        *(schema["enum"] if isinstance(schema.get("enum"), list) else ()),
-        *([schema["const"]] if "const" in schema else ()),
-    ]
-    return found | {"string" if isinstance(value, str) else "null" if value is None else "other" for value in values}
 
 
 @dataclass(frozen=True)
@@ -276,36 +72,6 @@ class Form:
     before: str = ""  # all calls
     after: str = ""
     value_end: str = ""  # behind a text between tags
-
-
-def _hermes(tool: Json) -> str:
-    return f"{_quoted(OPEN)} {_whole_json(tool)} {_quoted(CLOSE)}"
-
-
-def _by_tags(tool: Json) -> str:
-    begin = _quoted("<tool_call>\n<function=" + tool["function"]["name"] + ">\n")
-    fields = _fields(tool, "<parameter={}>\n", "", PARAMETER_END)
-    return f"{begin} {fields} {_quoted('</function>' + CLOSE)}"
-
-
-def _by_keys(tool: Json) -> str:
-    begin = _quoted("<tool_call>" + tool["function"]["name"] + "\n")
-    fields = _fields(tool, "<arg_key>{}</arg_key>\n", "<arg_value>", VALUE_END)
-    return f"{begin} {fields} {_quoted('</tool_call>')}"
-
-
-def _deepseek(tool: Json, head: str = "", sign: str = "<｜tool▁sep｜>", tail: str = "") -> str:
-    begin = f"<｜tool▁call▁begin｜>{head}{tool['function']['name']}{sign}"
-    return f"{_quoted(begin)} {_arguments(tool)} {_quoted(tail + '<｜tool▁call▁end｜>')}"
-
-
-def _mistral(tool: Json) -> str:
-    return f"{_quoted('[TOOL_CALLS]' + tool['function']['name'] + '[ARGS]')} {_arguments(tool)}"
-
-
-def _harmony(tool: Json) -> str:
-    begin = f"<|channel|>commentary to=functions.{tool['function']['name']} <|constrain|>json<|message|>"
-    return f"{_quoted(begin)} {_arguments(tool)} {_quoted('<|call|>')}"
 
 
 def _deepseek_template(begin: str) -> Json:
@@ -327,7 +93,7 @@ FORMS = (  # the first whose marks are in the chat template
                 "transform": CALLED,
             }
         ),
-        _by_tags,
+        by_tags,
         value_end=PARAMETER_END,
     ),
     Form(
@@ -343,21 +109,21 @@ FORMS = (  # the first whose marks are in the chat template
                 "transform": CALLED,
             }
         ),
-        _by_keys,
+        by_keys,
         value_end=VALUE_END,
     ),
-    Form(("<tool_call>",), _template({"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", **WHOLE}), _hermes),
+    Form(("<tool_call>",), _template({"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", **WHOLE}), hermes),
     Form(
         ("<｜tool▁calls▁begin｜>", "```json"),
         _deepseek_template(r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n"),
-        partial(_deepseek, head="function<｜tool▁sep｜>", sign="\n```json\n", tail="\n```"),
+        partial(deepseek, head="function<｜tool▁sep｜>", sign="\n```json\n", tail="\n```"),
         before="<｜tool▁calls▁begin｜>",
         after="<｜tool▁calls▁end｜>",
     ),
     Form(
         ("<｜tool▁calls▁begin｜>",),
         _deepseek_template(r"(?P<name>[\w.-]+)<｜tool▁sep｜>"),
-        _deepseek,
+        deepseek,
         between="",
         before="<｜tool▁calls▁begin｜>",
         after="<｜tool▁calls▁end｜>",
@@ -376,7 +142,7 @@ FORMS = (  # the first whose marks are in the chat template
             {"open_pattern": r"<\|channel\|>(?:final|commentary)\s*<\|message\|>", "close": ["<|return|>", "<|end|>"]},
             {"open_pattern": r"<\|channel\|>analysis\s*<\|message\|>", "close": "<|end|>"},
         ),
-        _harmony,
+        harmony,
         between="",
     ),
     Form(
@@ -405,7 +171,7 @@ FORMS = (  # the first whose marks are in the chat template
             },
             reasoning={"open": "[THINK]", "close": "[/THINK]"},
         ),
-        _mistral,
+        mistral,
         between="",
     ),
     Form(
@@ -467,17 +233,17 @@ class Spoken:
                 f"tool_choice={tools.choice!r}: how this model writes calls is not known. Fix: tool_choice='auto', and say in "
                 "the text that a tool is to be called"
             )
-        calls = f"call ({_quoted(form.between)} call)*" if tools.parallel else "call"
+        calls = f"call ({quoted(form.between)} call)*" if tools.parallel else "call"
         once = " | ".join(f"({form.call(tool)})" for tool in tools.demanded)
-        rules = [f"start: {_quoted(form.before)} {calls} {_quoted(form.after)}", f"call: {once}"]
+        rules = [f"start: {quoted(form.before)} {calls} {quoted(form.after)}", f"call: {once}"]
         for name, least, most in sorted(
             set(re.findall(r"\b(text_(\d+)_(\d*))\b", re.sub("\0.*?\0|%json .*?x-guidance", "", once)))
         ):
             end = re.escape(form.value_end).replace("/", r"\/").replace("\\\n", r"\n")
             rules.append(f"{name}[lazy]: /(?s:.{{{least},{most}}}){end}/")
         if (size := sum(map(len, rules))) > MOST_GRAMMAR:
-            raise _too_large(size)
-        return _with_specials("\n".join(rules), tokenizer)
+            raise too_large(size)
+        return with_specials("\n".join(rules), tokenizer)
 
 
 class MessageParser:
@@ -491,7 +257,7 @@ class MessageParser:
         marked = {name: one for name, one in template.fields.items() if one.open_re is not None}  # others end with the next part
         self._marks = {name: (one.open_re, one.close_re) for name, one in marked.items()}
         self._by_tags = fields.get("tool_calls", {}).get("content") == "xml-inline"
-        self._schemas = {tool["function"]["name"]: _parameters(tool) for tool in tools}
+        self._schemas = {tool["function"]["name"]: parameters_of(tool) for tool in tools}
         self._left = ""  # what was fed and no event has told of
         self._written = self._held = ""  # a call that has begun; spaces that may be the last ones of a part
         self._field, self._begun, self._broken = "content", True, False
@@ -586,6 +352,6 @@ class MessageParser:
             if self._by_tags and given:
                 schema = self._schemas.get(name, {})
                 properties = schema.get("properties", {})
-                given = {key: _value_of(text, properties.get(key), schema) for key, text in given.items()}
+                given = {key: value_of(text, properties.get(key), schema) for key, text in given.items()}
             found.append(ToolCall(name, json.dumps(given or {}, ensure_ascii=False)))
         yield from found or [written]

@@ -113,6 +113,42 @@ MESSAGES = [
     [turn(content="a <|video_pad|> b")],
 ]  # fmt: skip
 
+
+def block(**given) -> list:
+    return [turn(content=[given])]
+
+
+DEEP = json.loads("[" * 200 + "]" * 200)
+TURNS = [
+    *([turn(role)] for role in ("", "robot", "tool", "developer", None, 1, [])),
+    *([turn(content=content)] for content in (1, {}, [1], [None], [[]], [{}], True)),
+    block(type="text"), block(type="text", text=1), block(type="text", text="a", more=1), block(type="x"), block(text="a"),
+    block(type="image"), block(type="image", source={}), block(type="image", source={"type": "base64"}),
+    block(type="image", source={"type": "base64", "media_type": "image/png", "data": "AAAA"}),
+    block(type="image", source={"type": "file", "file_id": "x"}), block(type="image", source={"type": "url"}),
+    block(type="document", source={"type": "text", "data": "x"}), block(type="tool_use", id="x", name="f", input={}),
+    block(type="tool_result"), block(type="tool_result", tool_use_id=1), block(type="tool_result", tool_use_id="x", content=1),
+    block(type="tool_result", tool_use_id="x", content=[{"type": "tool_use", "id": "x", "name": "f", "input": {}}]),
+    block(type="thinking", thinking="hm"), block(type="search_result", content=[]),
+    [turn("assistant", [{"type": "image", "source": {"type": "url", "url": "ok.png"}}]), turn()],
+    [turn("assistant", [{"type": "tool_use", "id": "x", "name": "f", "input": []}]), turn()],
+    [turn("assistant", [{"type": "tool_use", "id": "x", "name": "f", "input": {"a": "<|image_pad|>"}}]), turn()],
+    [turn(content="word " * 400_000)],
+    [turn(content="a <|image_pad|> b")],
+]  # fmt: skip
+
+
+def tool(**given) -> list:
+    return [{"type": "function", "function": {"name": "f", **given}}]
+
+
+TOOLS = [
+    1, {}, "x", [1], [None], [[]], [{}], [{"type": "function"}], [{"type": "retrieval"}], [{"type": "function", "function": {}}],
+    tool(name=""), tool(name=1), tool(name="a b"), tool(name="x" * 65), tool(more=1), tool(parameters=1), tool(parameters=[]),
+    tool(parameters={"properties": []}), tool(parameters={"required": 5}), tool(parameters={"properties": {"a": 1}}),
+    tool(parameters={"properties": {"a": {"enum": DEEP}}}), tool(parameters={"properties": {"a": {"const": "x" * 300_000}}}),
+    tool(description="word " * 400_000), tool(description="<|image_pad|>"), tool() * 2, tool() * 2000, tool(),
+]  # fmt: skip
 PROMPTS = [None, "", [], [""], ["a", "b"], [1, 2, 3], [[1, 2]], 1, {}, True, "word " * 5000, "a <|image_pad|> b"]
 
 

@@ -37,6 +37,8 @@ from hostile_requests import (  # noqa: E402
     PROMPTS,
     RAW,
     REMOTE,
+    TOOLS,
+    TURNS,
     URIS,
     VALID,
     request,
@@ -46,10 +48,12 @@ from served import Served, served, wait_until  # noqa: E402
 
 import vismoe  # noqa: E402
 from vismoe.app import images as intake  # noqa: E402
+from vismoe.app.messages import MessagesRequest  # noqa: E402
 from vismoe.app.schemas import ChatRequest, CompletionRequest  # noqa: E402
 from vismoe.models.inputs.remote_images import RemoteImages  # noqa: E402
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, OTHER = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+COUNT = f"{OTHER}/count_tokens"
 PEAK_BYTES = 300 * 2**20  # what all of it together may add to the process for a moment: bodies, pictures, a prefill
 HELD_BYTES = 100 * 2**20  # and what it may leave behind: caches that fill, arenas of the allocator
 LIMITS = {
@@ -159,16 +163,24 @@ def must_be_refused(answer, case: object = None) -> None:
     """4xx, OpenAI's form, and nothing of the inside in it."""
     assert 400 <= answer.status_code < 500, (case, answer.status_code, answer.text[:500])
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}, case
+    other = str(answer.url.path).startswith(OTHER)
+    assert set(error) == ({"message", "type"} if other else {"message", "type", "param", "code"}), case
     assert isinstance(error["type"], str), case
     assert 0 < len(error["message"]) <= 500, case
     assert not INSIDE.search(answer.text), (case, answer.text)
 
 
+def asked_otherwise(path: str, **changes) -> dict:
+    """A valid request of the other API."""
+    least = {} if path == COUNT else {"max_tokens": 1}
+    return {"messages": [{"role": "user", "content": "hello"}], **least, **changes}
+
+
 # -- by hand
+@pytest.mark.parametrize("path", [CHAT, OTHER, COUNT])
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_request_is_refused(server, name):
-    must_be_refused(server.post(BROKEN[name]))
+def test_what_is_no_request_is_refused(server, name, path):
+    must_be_refused(server.post(BROKEN[name], path))
 
 
 @pytest.mark.parametrize(
@@ -194,12 +206,34 @@ def test_what_is_no_picture_is_refused(server, name):
     must_be_refused(server.post(request(data_uri(PICTURES[name]))))
 
 
+@pytest.mark.parametrize("number", range(len(TURNS)))
+def test_turns_of_the_other_api_that_are_none_are_refused(server, number):
+    for path in (OTHER, COUNT):
+        must_be_refused(server.post(asked_otherwise(path, messages=TURNS[number]), path), str(TURNS[number])[:300])
+
+
+@pytest.mark.parametrize("number", range(len(TOOLS)))
+def test_tools_that_are_none_are_refused_through_every_door(server, number):
+    """The demo model knows none: what passes every check is refused at the end."""
+    tools = TOOLS[number]
+    must_be_refused(server.post(request(tools=tools)), str(tools)[:300])
+    must_be_refused(server.post(asked_otherwise(OTHER, tools=tools), OTHER), str(tools)[:300])
+    plain = [tool.get("function") if isinstance(tool, dict) else tool for tool in tools] if isinstance(tools, list) else tools
+    own = [
+        {"name": tool.get("name"), "input_schema": tool.get("parameters")} if isinstance(tool, dict) else tool for tool in plain
+    ] if isinstance(plain, list) else plain  # fmt: skip
+    must_be_refused(server.post(asked_otherwise(OTHER, tools=own), OTHER), str(own)[:300])
+
+
 NOWHERE = [*URIS.values(), *PATHS, *REMOTE]
 
 
 @pytest.mark.parametrize("number", range(len(NOWHERE)))
 def test_images_from_nowhere_are_refused(server, number):
     must_be_refused(server.post(json.dumps(request(NOWHERE[number])).encode()), NOWHERE[number][:200])
+    turns = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": NOWHERE[number]}}]}]
+    for path in (OTHER, COUNT):
+        must_be_refused(server.post(json.dumps(asked_otherwise(path, messages=turns)).encode(), path), NOWHERE[number][:200])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +283,7 @@ KINDS = {
     "array": st.lists(st.integers(), max_size=2),
     "object": st.dictionaries(st.text(max_size=3), st.integers(), min_size=1, max_size=2),
 }
-ALSO_TAKEN = {"stop": "string", "prompt": "array"}  # one without its list, or a list of one
+ALSO_TAKEN = {"stop": "string", "prompt": "array", "system": "string"}  # one without its list, or a list of one
 
 
 def broken_requests(kind: type, valid: dict) -> st.SearchStrategy[dict]:
@@ -287,6 +321,28 @@ def test_a_chat_request_with_any_field_of_another_type_is_refused(server, body):
 @given(body=broken_requests(CompletionRequest, {"prompt": "hello", "max_tokens": 1}))
 def test_a_completion_request_with_any_field_of_another_type_is_refused(server, body):
     must_be_refused(server.post(json.dumps(body).encode(), TEXT), body)
+
+
+@MANY
+@given(body=broken_requests(MessagesRequest, asked_otherwise(OTHER)))
+def test_a_request_of_the_other_api_with_any_field_of_another_type_is_refused(server, body):
+    must_be_refused(server.post(json.dumps(body).encode(), OTHER), body)
+
+
+BLOCKS = st.fixed_dictionaries(
+    {"type": st.sampled_from("text image tool_use tool_result thinking redacted_thinking document x".split())},
+    optional=dict.fromkeys("text source id name input tool_use_id content thinking signature data".split(), JSON_VALUES),
+)
+
+
+@MANY
+@given(turns=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), JSON_VALUES | st.lists(BLOCKS, max_size=3)), max_size=3))
+def test_turns_of_any_shape_are_answered_or_refused(server, turns):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    for path in (OTHER, COUNT):
+        answer = server.post(json.dumps(asked_otherwise(path, messages=messages)).encode(), path)
+        if answer.status_code != 200:
+            must_be_refused(answer, messages)
 
 
 @MANY

@@ -343,7 +343,9 @@ class MessageParser:
         found = list[Piece]()
         for call in (value if isinstance(value, list) else [value]) if self._schemas else ():
             function = call.get("function") if isinstance(call, dict) else None
-            name, given = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+            name, given = None, None
+            if isinstance(function, dict):  # some models write of parameters
+                name, given = function.get("name"), function.get("arguments", function.get("parameters"))
             if isinstance(given, str):
                 with contextlib.suppress(ValueError, RecursionError):
                     given = json.loads(given)

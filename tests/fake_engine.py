@@ -15,6 +15,7 @@ from vismoe.config import Settings
 from vismoe.engine.stats import Figures, PassFigures, PrecisionInfo
 from vismoe.errors import BudgetError
 from vismoe.metrics import Metrics
+from vismoe.models.inputs.responses import Reasoning
 from vismoe.options import RequestOptions
 from vismoe.planning.parts import PlanPart
 from vismoe.planning.plan import Plan
@@ -42,13 +43,16 @@ class FakeReply:
     """Yields the pieces of an answer; stops within one piece after `cancel`. A piece may be an error, or something to call."""
 
     def __init__(self, engine: "FakeEngine", pieces: Any, images: list, options: dict):
-        self.engine, self.pieces, self.images, self.options = engine, pieces, images, options
+        self.engine, self._script, self.images, self.options = engine, pieces, images, options
         self.cancelled, self.said, self.answer, self.text, self.figures, self.error = False, [], "", "", None, None
         self.reasoning = ""
 
     def __iter__(self):
+        return (piece for piece in self.pieces() if isinstance(piece, str))
+
+    def pieces(self):
         before = self.engine.metrics.snapshot()
-        for piece in self.pieces:
+        for piece in self._script:
             if self.cancelled:
                 break
             if isinstance(piece, Exception):
@@ -58,8 +62,11 @@ class FakeReply:
                 continue
             self.engine.work()
             self.said.append(piece)
-            self.answer += piece
-            self.text += piece
+            if isinstance(piece, Reasoning):
+                self.reasoning += piece.text
+            else:
+                self.answer += piece
+                self.text += piece
             yield piece
         self.figures = self._figures(self.engine.metrics.snapshot() - before)
 
@@ -69,7 +76,7 @@ class FakeReply:
 
     def _deliver(self, put) -> None:
         try:
-            for piece in self:
+            for piece in self.pieces():
                 put(piece)
         except Exception as error:
             self.error = error

@@ -270,6 +270,7 @@ def test_text_goes_on_without_a_template(engine):
 
 
 def test_prompts_are_built_in_many_threads(engine):
+    DEMO.load()  # Pillow's pictures of files are read at first use, which is not for several threads
     failed = []
 
     def build():

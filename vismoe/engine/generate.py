@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.streamers import TextStreamer
 
-from vismoe.engine.logprobs import Chances, ScoredText, TokenBytes, TokenLogprob
+from vismoe.engine.logprobs import Chances, ScoredText, TokenBytes, TokenLogprob, split_at
 from vismoe.engine.stats import Figures
 from vismoe.errors import UnsupportedModelError
 from vismoe.models.inputs.prompts import TOKEN_KINDS, is_pixels
-from vismoe.models.inputs.responses import Piece, Reasoning
+from vismoe.models.inputs.responses import MessageParser, Piece, Reasoning
 from vismoe.models.inputs.tools import ToolCall
 from vismoe.models.visual.growing_cache import grow_in_place
 
@@ -209,6 +209,32 @@ class TokenLoop:
     def _drawn(self, scores: torch.Tensor) -> torch.Tensor:
         chances = torch.nn.functional.softmax(scores, dim=-1)
         return torch.multinomial(chances, num_samples=1, generator=self._generator).squeeze(1)
+
+
+@dataclass
+class MessageParts:
+    """Tells text, reasoning and tool calls of an answer apart on the way to `emit`. It knows nothing of the request: a circle of
+    both would keep the tensors of a request that failed.
+    """
+
+    parser: MessageParser
+    emit: Callable[[Piece], None]
+    _scored: tuple[TokenLogprob, ...] = ()  # tokens that wait for the words which they are told with
+
+    def feed(self, text: str) -> None:
+        self._scored += getattr(text, "logprobs", ())
+        self._tell(self.parser.feed(text))
+
+    def end(self) -> None:
+        self._tell(self.parser.end())
+
+    def _tell(self, pieces: Iterable[Piece]) -> None:
+        """Tokens with their chances go with the words of the answer that they make; those of reasoning and calls with none."""
+        for piece in pieces:
+            if self._scored and not isinstance(piece, ToolCall):
+                tokens, self._scored = split_at(self._scored, piece if isinstance(piece, str) else piece.text)
+                piece = ScoredText.of(piece, tokens) if isinstance(piece, str) else piece
+            self.emit(piece)
 
 
 class TextPieces(TextStreamer):

@@ -11,7 +11,7 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,9 +21,8 @@ import torch
 from transformers import BatchFeature, LogitsProcessorList
 
 from vismoe.engine.drafting import Drafted, Drafter, Drafts
-from vismoe.engine.generate import Reply, TextPieces, TokenLoop
+from vismoe.engine.generate import MessageParts, Reply, TextPieces, TokenLoop
 from vismoe.engine.grammar import GrammarMask, ReasoningLimit, Thought
-from vismoe.engine.logprobs import ScoredText, TokenLogprob, split_at
 from vismoe.engine.pace import Pace
 from vismoe.engine.penalties import Penalties
 from vismoe.engine.prefix_cache import Prefix, PrefixCache
@@ -32,8 +31,6 @@ from vismoe.engine.stats import Clock, Figures, Finish, PrecisionInfo
 from vismoe.errors import ConfigError
 from vismoe.metrics import Snapshot
 from vismoe.models.inputs.prompts import Prompt, PromptBuilder, without_pixels
-from vismoe.models.inputs.responses import Piece
-from vismoe.models.inputs.tools import ToolCall
 from vismoe.models.load.opening import Configuration
 from vismoe.models.load.runtime import Runtime
 from vismoe.models.moe.step_context import Interrupted
@@ -211,16 +208,17 @@ class Request:
         self._said: list[int] = []  # tokens of the answer
         self._again = 0  # of these that are computed once more, after it had to give up its place
         self.clock, self.belongings = Clock(), Belongings()
-        self._parser = prompt.parser() if prompt.parser is not None else None
-        self._scored: tuple[TokenLogprob, ...] = ()  # tokens that wait for the words which they are told with
-        kept = shared.prompts.kept_specials if self._parser is not None else frozenset[int]()
+        parser = prompt.parser() if prompt.parser is not None else None
+        self._parts = MessageParts(parser, reply.emit) if parser is not None else None
+        kept = shared.prompts.kept_specials if parser is not None else frozenset[int]()
         logprobs = reply.logprobs if options.logprobs is not None else None
-        self._text = TextPieces(shared.prompts.tokenizer, self._say, options.stop, kept, logprobs)
+        emit = reply.emit if self._parts is None else self._parts.feed
+        self._text = TextPieces(shared.prompts.tokenizer, emit, options.stop, kept, logprobs)
         self._drafter, self._mask = Drafter(shared.drafts, draft), mask
         self._limit: ReasoningLimit | None = None
-        if self._parser is not None and (around := shared.prompts.around_reasoning) is not None:
-            thought = partial(Thought, shared.prompts.tokenizer, *around, self._parser.thinking)
-            if mask is not None and self._parser.thinking:
+        if parser is not None and (around := shared.prompts.around_reasoning) is not None:
+            thought = partial(Thought, shared.prompts.tokenizer, *around, parser.thinking)
+            if mask is not None and parser.thinking:
                 mask.thought = thought()
             if options.reasoning_tokens is not None:
                 self._limit = ReasoningLimit(thought(), options.reasoning_tokens)
@@ -412,8 +410,8 @@ class Request:
     def finish(self) -> None:
         """Settle the reply with its figures, and leave what a later request can use."""
         self._text.end()
-        if self._parser is not None:
-            self._tell(self._parser.end())
+        if self._parts is not None:
+            self._parts.end()
         figures = self._figures()
         self._leave()
         self._shared.ended[figures.finish] += 1
@@ -564,21 +562,6 @@ class Request:
                 cache.forget()
             if pruner is not None:
                 pruner.pruning = usual
-
-    def _say(self, text: str) -> None:
-        if self._parser is None:
-            self.reply.emit(text)
-            return
-        self._scored += getattr(text, "logprobs", ())
-        self._tell(self._parser.feed(text))
-
-    def _tell(self, pieces: Iterable[Piece]) -> None:
-        """Tokens with their chances go with the words of the answer that they make; those of reasoning and calls with none."""
-        for piece in pieces:
-            if self._scored and not isinstance(piece, ToolCall):
-                tokens, self._scored = split_at(self._scored, piece if isinstance(piece, str) else piece.text)
-                piece = ScoredText.of(piece, tokens) if isinstance(piece, str) else piece
-            self.reply.emit(piece)
 
     def _answer(self, token: int, last: bool) -> bool:
         """A token of the answer is there; whether another one is wanted."""
